@@ -1,0 +1,392 @@
+"""What a user may write: the models of ``config/config.yaml`` and of the cluster files.
+
+The JSON schemas and ``config/README.md`` are generated from these models (`python -m shardmake.config`), so every
+field carries a description. Values are checked here, at once, before anything is queued; the checks that need the
+model or the data come with the stages.
+"""
+
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from shardmake.errors import UserError, nearest
+from shardmake.receipt import digest
+
+Strategy = Literal[
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero2-offload",
+    "zero3",
+    "zero3-offload-optimizer",
+    "zero3-offload",
+    "zero3-nvme",
+    "fsdp",
+    "fsdp-grad-op",
+    "fsdp-hybrid",
+    "fsdp-offload",
+]
+S = TypeVar("S", bound="Section")
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+Precision = Literal["bf16", "fp16", "fp32"]
+Attention = Literal["flash", "sdpa", "eager"]
+Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
+Method = Literal["full", "lora", "qlora"]
+Loss = Literal["plain", "fused"]
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 reads ``5e-4`` as text; the intention is clear, so take it as the number it spells."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
+        return float(value)
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+
+
+Number = Annotated[float, BeforeValidator(_number)]
+PositiveInt = Annotated[int, Field(gt=0)]
+
+
+class Section(BaseModel):
+    """A part of a configuration file: unknown keys and wrong types are refused, values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Data(Section):
+    """Where the examples come from and how they are read."""
+
+    train: str = Field(description="JSONL or Parquet file, a folder of such files, or a hub data set (`org/name`).")
+    eval: str | None = Field(
+        None, description="Evaluation examples, as for `train`. Without it, a part of `train` is set aside."
+    )
+    eval_fraction: Annotated[Number, Field(gt=0, lt=0.5)] = Field(
+        0.02, description="Part of `train` set aside for evaluation where `eval` is not given."
+    )
+    format: Literal["auto", "chat", "prompt-completion", "text"] = Field(
+        "auto",
+        description="`chat`: a `messages` column; `prompt-completion`: `prompt` and `completion`; `text`: a `text` "
+        "column; `auto`: by the columns found.",
+    )
+    loss_on: Literal["auto", "assistant", "all"] = Field(
+        "auto",
+        description="Tokens that carry loss: the assistant's (or completion's) words only, or all. `auto`: "
+        "`assistant` for chat and prompt-completion, `all` for text.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
+
+
+class Lora(Section):
+    """Low-rank adapters, for `method: lora` and `method: qlora`."""
+
+    rank: PositiveInt = Field(16, description="Rank of the adapters.")
+    alpha: PositiveInt = Field(32, description="Scale: the update is multiplied by alpha / rank.")
+    dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapters' input.")
+    targets: list[str] | Literal["all-linear"] = Field(
+        "all-linear", description="Names of the layers that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."
+    )
+
+
+class Checkpoints(Section):
+    """How often training saves, and what it keeps."""
+
+    every_steps: PositiveInt | None = Field(
+        None, description="Optimizer steps between checkpoints. Without it, about ten over the run."
+    )
+    keep: Annotated[int, Field(ge=1)] = Field(2, description="Newest checkpoints that are kept.")
+
+
+class Evaluation(Section):
+    """What the evaluate stage does with the base and the tuned model."""
+
+    batch_size: PositiveInt = Field(8, description="Sequences per forward pass.")
+    prompts: list[str] = Field(
+        default_factory=list, description="Questions put to both models; the answers stand in the report and the card."
+    )
+    max_new_tokens: PositiveInt = Field(64, description="Length of a generated answer, in tokens.")
+
+
+class Push(Section):
+    """Where the final model goes."""
+
+    to: str | list[str] = Field(
+        description="`file:FOLDER` or `hub:ORG/NAME`, or a list of them.",
+        examples=["file:published/docs-chat", "hub:our-lab/docs-chat"],
+    )
+    private: bool = Field(True, description="Create a hub repository as private.")
+    revision: str | None = Field(None, description="Branch of the hub repository; without it, its main branch.")
+
+    @property
+    def destinations(self) -> list[str]:
+        """`to`, always as a list."""
+        return [self.to] if isinstance(self.to, str) else self.to
+
+    @model_validator(mode="after")
+    def _check_destinations(self) -> "Push":
+        for destination in self.destinations:
+            kind, _, rest = destination.partition(":")
+            if kind not in ("file", "hub") or not rest:
+                raise ValueError(f"{destination!r} is no destination; write file:FOLDER or hub:ORG/NAME")
+            if kind == "hub" and not re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
+                raise ValueError(f"{destination!r} is no hub repository; write hub:ORG/NAME")
+        return self
+
+
+class Run(Section):
+    """One fine-tune: a model, data, how to train, where to push."""
+
+    model: str = Field(description="Base model: a hub id (`org/name`) or a folder with config.json and weights.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
+    trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
+    data: Data = Field(description="The examples.")
+    sequence_length: PositiveInt = Field(description="Tokens per training sequence.")
+    packing: bool = Field(True, description="Put several examples into one sequence; they do not see each other.")
+    global_batch_size: PositiveInt = Field(
+        description="Sequences per optimizer step over all ranks; kept whatever the number of GPUs."
+    )
+    micro_batch_size: PositiveInt | Literal["auto"] = Field(
+        "auto", description="Sequences per rank and forward pass. The rest of the global batch is accumulated."
+    )
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps. Give this or `epochs`.")
+    epochs: Annotated[Number, Field(gt=0)] | None = Field(None, description="Passes over the data.")
+    learning_rate: Annotated[Number, Field(gt=0)] = Field(description="Peak learning rate.")
+    scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
+        "cosine", description="Course of the learning rate after the warm-up."
+    )
+    warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = Field(0.05, description="Part of the steps spent warming up.")
+    weight_decay: Annotated[Number, Field(ge=0)] = Field(0.0, description="Decoupled weight decay.")
+    max_grad_norm: Annotated[Number, Field(gt=0)] = Field(1.0, description="Gradients are clipped to this norm.")
+    optimizer: Optimizer = Field("adamw", description="Optimizer; `adamw8bit` needs bitsandbytes and a GPU.")
+    precision: Precision | Literal["auto"] = Field(
+        "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
+    )
+    attention: Attention | Literal["auto"] = Field(
+        "auto", description="Attention kernel; `auto`: flash where the GPU and the package have it, else sdpa."
+    )
+    gradient_checkpointing: bool | Literal["auto"] = Field(
+        "auto", description="Recompute activations in the backward pass; `auto`: only where memory asks for it."
+    )
+    loss: Loss = Field("plain", description="`fused`: Liger's fused linear cross entropy, where it is installed.")
+    method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
+    lora: Lora = Field(default_factory=Lora, description="Settings of the adapters.")
+    strategy: Strategy | Literal["auto"] = Field(
+        "auto", description="How states are sharded; `auto`: the fastest that fits."
+    )
+    nodes: PositiveInt | None = Field(None, description="Nodes for training; without it, as few as the model fits on.")
+    seed: int = Field(42, description="Seed of data order, initialisation of adapters and dropout.")
+    checkpoints: Checkpoints = Field(default_factory=Checkpoints, description="Saving during training.")
+    eval_every_steps: PositiveInt | None = Field(
+        None, description="Optimizer steps between evaluations during training; none without it."
+    )
+    dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
+        "bf16", description="Data type of the final model's weights; `keep`: the training's master weights."
+    )
+    max_shard_size: str = Field("5GB", description="Largest file of the final model.")
+    evaluation: Evaluation = Field(default_factory=Evaluation, description="The evaluate stage.")
+    push: Push | None = Field(None, description="Where the final model goes; without it, it stays in the run's folder.")
+
+    @model_validator(mode="after")
+    def _check_length(self) -> "Run":
+        if (self.max_steps is None) == (self.epochs is None):
+            raise ValueError("give either max_steps or epochs, not both and not neither")
+        return self
+
+
+class Slurm(Section):
+    """What Slurm is asked for. Sizes that follow from the plan (nodes, memory, CPUs) are not repeated here."""
+
+    partition: str | None = Field(None, description="Partition; without it, Slurm's default.")
+    account: str | None = Field(None, description="Account to charge.")
+    qos: str | None = Field(None, description="Quality of service.")
+    time_limit: str = Field("24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`.")
+    gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
+        "gres", description="How this cluster wants GPUs asked for."
+    )
+    gpu_type: str | None = Field(None, description="GPU type in the request, as in `gres=gpu:a100:4`.")
+    constraint: str | None = Field(None, description="Node features.")
+    exclude: str | None = Field(None, description="Nodes never to use, in Slurm's notation.")
+    setup: list[str] = Field(
+        default_factory=list, description="Shell lines before the job's step, such as `module load cuda`."
+    )
+    extra: dict[str, str | int | bool] = Field(
+        default_factory=dict, description="Further #SBATCH parameters, by their long names."
+    )
+
+    @property
+    def time_limit_minutes(self) -> int:
+        """`time_limit` in minutes, rounded up."""
+        days, _, clock = self.time_limit.rpartition("-")
+        hours, minutes, seconds = (int(part) for part in clock.split(":"))
+        return int(days or 0) * 1440 + hours * 60 + minutes + (seconds > 0)
+
+    @model_validator(mode="after")
+    def _check_time_limit(self) -> "Slurm":
+        if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", self.time_limit):
+            raise ValueError(f"time_limit {self.time_limit!r} is not of the form [D-]HH:MM:SS (quote it in YAML)")
+        return self
+
+
+class Cluster(Section):
+    """One machine or cluster: what a node has, how jobs are started, how nodes talk."""
+
+    executor: Literal["local", "slurm"] = Field(description="Start training here, or as one Slurm job.")
+    accelerator: str = Field(
+        "cpu", description="GPU model as in `shardmake estimate --list-gpus` (a100-80gb, h100, ...), or `cpu`."
+    )
+    gpu_memory_gib: Annotated[Number, Field(gt=0)] | None = Field(
+        None, description="Memory of one GPU in GiB, where it differs from the model's usual."
+    )
+    max_nodes: PositiveInt = Field(1, description="Most nodes one run may take.")
+    processes_per_node: PositiveInt = Field(description="Ranks per node; on a GPU node, the number of its GPUs.")
+    cpus_per_node: PositiveInt = Field(description="Cores that a job may use on a node.")
+    memory_gib_per_node: Annotated[Number, Field(gt=0)] = Field(
+        description="Host RAM that a job may use on a node, GiB."
+    )
+    nvme_path: str | None = Field(None, description="Folder on node-local NVMe for offload.")
+    nvme_gib_per_node: Annotated[Number, Field(gt=0)] | None = Field(None, description="Free NVMe space per node, GiB.")
+    intra_node_gbps: Annotated[Number, Field(gt=0)] | None = Field(
+        None, description="Bandwidth between two GPUs of a node, GB/s each way; without it, by the GPU model."
+    )
+    inter_node_gbps: Annotated[Number, Field(gt=0)] = Field(
+        12.5, description="Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."
+    )
+    network_interface: str | None = Field(
+        None, description="Interface that carries training traffic, such as `ib0`; without it, the default route's."
+    )
+    internet_on_compute_nodes: bool = Field(False, description="Whether jobs reach the internet.")
+    scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
+    slurm: Slurm = Field(default_factory=Slurm, description="What Slurm is asked for; for `executor: slurm`.")
+
+
+class Config(Section):
+    """`config/config.yaml`: a cluster and the runs."""
+
+    cluster: str = Field(description="The cluster file, relative to the folder Snakemake is started in.")
+    runs: dict[str, Run] = Field(description="The runs, by name; a run's folder is `runs/NAME`.", min_length=1)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> "Config":
+        for name in self.runs:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+                raise ValueError(f"run name {name!r}: use letters, digits, '.', '_' and '-' (it names a folder)")
+        return self
+
+
+# The settings that only a later stage reads. Whatever is not listed shapes the plan and the training, so that a new
+# push destination never retrains anything.
+STAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "data": ("data", "model", "revision", "sequence_length", "packing", "seed", "trust_remote_code"),
+    "consolidate": ("dtype", "max_shard_size"),
+    "evaluate": ("evaluation",),
+    "push": ("push",),
+}
+_LATE_FIELDS = {field for stage in ("consolidate", "evaluate", "push") for field in STAGE_FIELDS[stage]} | {"data"}
+
+
+def stage_digest(run: Run, stage: str) -> str:
+    """Digest of the settings that ``stage`` reads; Snakemake reruns the stage when it changes."""
+    values = run.model_dump()
+    fields = STAGE_FIELDS.get(stage) or sorted(set(values) - _LATE_FIELDS)
+    return digest({field: values[field] for field in fields})
+
+
+def load_config(*paths: Path) -> Config:
+    """Read and check configuration files; later ones are merged over earlier ones, as Snakemake does."""
+    merged: dict[str, Any] = {}
+    for path in paths:
+        _merge(merged, read_yaml(path))
+    return parse_config(merged, " + ".join(str(path) for path in paths))
+
+
+def parse_config(values: Mapping[str, Any], source: str) -> Config:
+    """Check ``values`` against `Config`; ``source`` is named in errors."""
+    return _parse(Config, values, source)
+
+
+def load_cluster(path: Path) -> Cluster:
+    """Read and check a cluster file."""
+    return _parse(Cluster, read_yaml(path), str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file."""
+    if not path.is_file():
+        raise UserError(f"{path} does not exist. Name an existing file (now in {os.getcwd()}).")
+    try:
+        values = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds no keys; see config/README.md for what belongs there.")
+    return values
+
+
+def get_run(config: Config, name: str) -> Run:
+    """The run called ``name``."""
+    if name not in config.runs:
+        raise UserError(f"There is no run {name!r}; the runs are {', '.join(config.runs)}.{nearest(name, config.runs)}")
+    return config.runs[name]
+
+
+def _merge(base: dict[str, Any], update: Mapping[str, Any]) -> None:
+    for key, value in update.items():
+        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = value
+
+
+def _parse(model: type[S], values: Mapping[str, Any], source: str) -> S:
+    try:
+        return model.model_validate(values)
+    except ValidationError as error:
+        lines = [_explain(model, dict(detail)) for detail in error.errors()]
+        raise UserError(
+            "\n".join([f"{source} cannot be used:", *(f"  {line}" for line in dict.fromkeys(lines))])
+        ) from None
+
+
+def _explain(model: type[Section], detail: Mapping[str, Any]) -> str:
+    """One pydantic complaint as a sentence with key, value, what is allowed and the nearest spelling."""
+    place = [part for part in detail["loc"] if not _is_type_tag(part)]
+    key = ".".join(str(part) for part in place)
+    value = detail["input"]
+    if detail["type"] == "extra_forbidden":
+        allowed = _fields_at(model, place[:-1])
+        return f"{key}: there is no such key.{nearest(str(place[-1]), allowed)} Allowed here: {', '.join(allowed)}."
+    if detail["type"] == "missing":
+        return f"{key}: this key is required and missing."
+    message = detail["msg"].removeprefix("Value error, ")
+    if detail["type"] == "literal_error":
+        allowed = re.findall(r"'([^']*)'", message)
+        return f"{key}: {value!r} is not allowed.{nearest(str(value), allowed)} Allowed: {', '.join(allowed)}."
+    if detail["type"] == "value_error":
+        return f"{key}: {message}." if key else f"{message}."
+    return f"{key}: {value!r} ({type(value).__name__}) does not fit: {message}."
+
+
+def _is_type_tag(part: str | int) -> bool:
+    """Pydantic adds the branch of a union to the location; that is no key of the file."""
+    return (
+        isinstance(part, str)
+        and re.fullmatch(r"(int|float|bool|str|list\[.*\]|literal\[.*\]|function-.*|constrained-.*)", part) is not None
+    )
+
+
+def _fields_at(model: type[Section], place: Iterable[str | int]) -> list[str]:
+    """Names of the keys allowed at ``place`` in ``model``."""
+    current: Any = model
+    for part in place:
+        if current is Config and part == "runs":
+            current = {"*": Run}
+        elif isinstance(current, dict):
+            current = current["*"]
+        else:
+            annotation = current.model_fields[part].annotation
+            options = [annotation, *get_args(annotation)]
+            current = next(o for o in options if isinstance(o, type) and issubclass(o, Section))
+    return list(current.model_fields)

@@ -1,0 +1,93 @@
+"""The plan as it is written to ``plan/plan.json`` and read by every later stage."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardmake.config import Attention, Loss, Method, Optimizer, Precision, Strategy
+from shardmake.receipt import read_json
+
+
+class Frozen(BaseModel):
+    """A value that is written as JSON and read back equal."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Choice(Frozen):
+    """One way to run the training: what the strategy search varies."""
+
+    strategy: Strategy = Field(description="How states are sharded.")
+    gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass.")
+    micro_batch_size: int = Field(gt=0, description="Sequences per rank and forward pass.")
+    gradient_accumulation_steps: int = Field(gt=0, description="Forward passes per optimizer step.")
+    nodes: int = Field(gt=0, description="Nodes of the training job.")
+    processes_per_node: int = Field(gt=0, description="Ranks per node.")
+    precision: Precision = Field(description="Compute data type.")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def global_batch_size(self) -> int:
+        """Sequences per optimizer step over all ranks."""
+        return self.world_size * self.micro_batch_size * self.gradient_accumulation_steps
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Whether DeepSpeed runs it."""
+        return self.strategy.startswith("zero")
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP runs it."""
+        return self.strategy.startswith("fsdp")
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's ZeRO stage, 0 for other engines."""
+        return int(self.strategy[4]) if self.is_deepspeed else 0
+
+
+class Workload(Frozen):
+    """What is trained, the same for every candidate."""
+
+    model: str = Field(description="Folder, config.json or hub id of the base model.")
+    sequence_length: int = Field(gt=0, description="Tokens per sequence.")
+    packing: bool = Field(description="Whether sequences are packed.")
+    method: Method = Field(description="full, lora or qlora.")
+    optimizer: Optimizer = Field(description="Optimizer.")
+    attention: Attention = Field(description="Attention kernel.")
+    loss: Loss = Field(description="Cross entropy: plain or fused.")
+
+
+class Resources(Frozen):
+    """What one stage asks of Slurm, per node."""
+
+    memory_gib: int = Field(gt=0, description="Host RAM per node, GiB (--mem).")
+    cpus: int = Field(gt=0, description="Cores per node.")
+
+
+class Plan(Frozen):
+    """The choice, why, and what follows an out-of-memory."""
+
+    run: str = Field(description="Name of the run.")
+    choice: Choice = Field(description="What training starts with.")
+    workload: Workload = Field(description="What is trained.")
+    reason: str = Field(description="One sentence: why this choice.")
+    rejected: dict[str, str] = Field(description="Each candidate not taken, with the reason.")
+    ladder: list[Choice] = Field(description="What training takes next after each out-of-memory, in order.")
+    resources: dict[str, Resources] = Field(description="By stage: train, consolidate, evaluate, data.")
+
+
+def read_plan(path: Path) -> Plan:
+    """The plan at ``path``; a `UserError` if it is not there yet."""
+    return Plan.model_validate(read_json(path, "shardmake plan NAME"))
+
+
+def as_json(value: Frozen) -> Any:
+    """``value`` as JSON data, keys in the order of the fields."""
+    return value.model_dump(mode="json")
