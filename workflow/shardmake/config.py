@@ -5,7 +5,6 @@ field carries a description. Values are checked here, at once, before anything i
 model or the data come with the stages.
 """
 
-import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -172,13 +171,13 @@ class Run(Section):
     )
     loss: Loss = Field("plain", description="`fused`: Liger's fused linear cross entropy, where it is installed.")
     method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
-    lora: Lora = Field(default_factory=Lora, description="Settings of the adapters.")
+    lora: Lora = Field(Lora(), description="Settings of the adapters.")
     strategy: Strategy | Literal["auto"] = Field(
         "auto", description="How states are sharded; `auto`: the fastest that fits."
     )
     nodes: PositiveInt | None = Field(None, description="Nodes for training; without it, as few as the model fits on.")
     seed: int = Field(42, description="Seed of data order, initialisation of adapters and dropout.")
-    checkpoints: Checkpoints = Field(default_factory=Checkpoints, description="Saving during training.")
+    checkpoints: Checkpoints = Field(Checkpoints(), description="Saving during training.")
     eval_every_steps: PositiveInt | None = Field(
         None, description="Optimizer steps between evaluations during training; none without it."
     )
@@ -186,7 +185,7 @@ class Run(Section):
         "bf16", description="Data type of the final model's weights; `keep`: the training's master weights."
     )
     max_shard_size: str = Field("5GB", description="Largest file of the final model.")
-    evaluation: Evaluation = Field(default_factory=Evaluation, description="The evaluate stage.")
+    evaluation: Evaluation = Field(Evaluation(), description="The evaluate stage.")
     push: Push | None = Field(None, description="Where the final model goes; without it, it stays in the run's folder.")
 
     @model_validator(mode="after")
@@ -259,7 +258,7 @@ class Cluster(Section):
     )
     internet_on_compute_nodes: bool = Field(False, description="Whether jobs reach the internet.")
     scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
-    slurm: Slurm = Field(default_factory=Slurm, description="What Slurm is asked for; for `executor: slurm`.")
+    slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
 
 
 class Config(Section):
@@ -315,7 +314,7 @@ def load_cluster(path: Path) -> Cluster:
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     if not path.is_file():
-        raise UserError(f"{path} does not exist. Name an existing file (now in {os.getcwd()}).")
+        raise UserError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).")
     try:
         values = yaml.safe_load(path.read_text())
     except yaml.YAMLError as error:
@@ -350,31 +349,40 @@ def _parse(model: type[S], values: Mapping[str, Any], source: str) -> S:
         ) from None
 
 
-def _explain(model: type[Section], detail: Mapping[str, Any]) -> str:
-    """One pydantic complaint as a sentence with key, value, what is allowed and the nearest spelling."""
+def _complaints(model: type[Section], error: ValidationError) -> list[str]:
+    """One line per key that is wrong. A union complains once per branch; the first branch says the most."""
+    by_key: dict[str, str] = {}
+    for detail in error.errors():
+        key, sentence = _explain(model, dict(detail))
+        by_key.setdefault(key, f"  {key}: {sentence}" if key else f"  {sentence}")
+    return list(by_key.values())
+
+
+def _explain(model: type[Section], detail: Mapping[str, Any]) -> tuple[str, str]:
+    """One pydantic complaint as key and sentence: the value, what is allowed and the nearest spelling."""
     place = [part for part in detail["loc"] if not _is_type_tag(part)]
     key = ".".join(str(part) for part in place)
-    value = detail["input"]
-    if detail["type"] == "extra_forbidden":
-        allowed = _fields_at(model, place[:-1])
-        return f"{key}: there is no such key.{nearest(str(place[-1]), allowed)} Allowed here: {', '.join(allowed)}."
-    if detail["type"] == "missing":
-        return f"{key}: this key is required and missing."
+    value, kind = detail["input"], detail["type"]
     message = detail["msg"].removeprefix("Value error, ")
-    if detail["type"] == "literal_error":
+    if kind == "extra_forbidden":
+        allowed = _fields_at(model, place[:-1])
+        return key, f"there is no such key.{nearest(str(place[-1]), allowed)} Allowed here: {', '.join(allowed)}."
+    if kind == "missing":
+        return key, "this key is required and missing."
+    if kind == "literal_error":
         allowed = re.findall(r"'([^']*)'", message)
-        return f"{key}: {value!r} is not allowed.{nearest(str(value), allowed)} Allowed: {', '.join(allowed)}."
-    if detail["type"] == "value_error":
-        return f"{key}: {message}." if key else f"{message}."
-    return f"{key}: {value!r} ({type(value).__name__}) does not fit: {message}."
+        return key, f"{value!r} is not allowed.{nearest(str(value), allowed)} Allowed: {', '.join(allowed)}."
+    if kind == "value_error":
+        return key, f"{message}."
+    return key, f"{value!r} ({type(value).__name__}) does not fit: {message}."
+
+
+_TYPE_TAG = re.compile(r"(int|float|bool|str|(list|dict|literal|constrained-\w+)\[.*\]|function-.*)")
 
 
 def _is_type_tag(part: str | int) -> bool:
     """Pydantic adds the branch of a union to the location; that is no key of the file."""
-    return (
-        isinstance(part, str)
-        and re.fullmatch(r"(int|float|bool|str|list\[.*\]|literal\[.*\]|function-.*|constrained-.*)", part) is not None
-    )
+    return isinstance(part, str) and _TYPE_TAG.fullmatch(part) is not None
 
 
 def _fields_at(model: type[Section], place: Iterable[str | int]) -> list[str]:
