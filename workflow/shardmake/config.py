@@ -343,10 +343,7 @@ def _parse(model: type[S], values: Mapping[str, Any], source: str) -> S:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        lines = [_explain(model, dict(detail)) for detail in error.errors()]
-        raise UserError(
-            "\n".join([f"{source} cannot be used:", *(f"  {line}" for line in dict.fromkeys(lines))])
-        ) from None
+        raise UserError("\n".join([f"{source} cannot be used:", *_complaints(model, error)])) from None
 
 
 def _complaints(model: type[Section], error: ValidationError) -> list[str]:
@@ -377,7 +374,7 @@ def _explain(model: type[Section], detail: Mapping[str, Any]) -> tuple[str, str]
     return key, f"{value!r} ({type(value).__name__}) does not fit: {message}."
 
 
-_TYPE_TAG = re.compile(r"(int|float|bool|str|(list|dict|literal|constrained-\w+)\[.*\]|function-.*)")
+_TYPE_TAG = re.compile(r"(int|float|bool|str|(list|dict|literal)\[.*\]|constrained-.*|function-.*)")
 
 
 def _is_type_tag(part: str | int) -> bool:
