@@ -206,6 +206,10 @@ class Slurm(Section):
         "gres", description="How this cluster wants GPUs asked for."
     )
     gpu_type: str | None = Field(None, description="GPU type in the request, as in `gres=gpu:a100:4`.")
+    signal_seconds: PositiveInt = Field(
+        120, description="How long before the time limit a job is told to save and stop, in seconds."
+    )
+    wckey: str | None = Field(None, description="Workload characterization key, where the site wants one.")
     constraint: str | None = Field(None, description="Node features.")
     exclude: str | None = Field(None, description="Nodes never to use, in Slurm's notation.")
     setup: list[str] = Field(
@@ -322,6 +326,43 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no keys; see config/README.md for what belongs there.")
     return values
+
+
+def local_files(run: Run, *parts: str) -> list[str]:
+    """The files and folders on this machine that a run names; ``parts`` are ``model`` and ``data``.
+
+    A hub id names none. What looks like a path (it ends in a data suffix, starts with ``.`` or ``/``, or has more
+    than one ``/``) is one, whether it exists or not.
+    """
+    named = {"model": [run.model], "data": [run.data.train, *([run.data.eval] if run.data.eval else [])]}
+    files = [Path(name) for part in parts for name in named[part] if Path(name).exists() or _looks_local(name)]
+    return [str(path / "config.json" if part_is_model(path, run) else path) for path in files]
+
+
+def part_is_model(path: Path, run: Run) -> bool:
+    """Whether ``path`` is the run's model folder, of which config.json stands for the whole."""
+    return str(path) == str(Path(run.model))
+
+
+def _looks_local(name: str) -> bool:
+    return (
+        name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in (".jsonl", ".json", ".parquet")
+    )
+
+
+def check_inputs(name: str, run: Run) -> None:
+    """Refuse a run whose model folder or data file is not there."""
+    for file in local_files(run, "model", "data"):
+        if Path(file).exists():
+            continue
+        if Path(file).name == "config.json":
+            raise UserError(
+                f"runs.{name}.model: {run.model!r} is no model folder: it has no config.json. Name a folder saved by "
+                "save_pretrained, or a hub id (org/name)."
+            )
+        raise UserError(
+            f"runs.{name}.data: {file!r} does not exist. Name an existing file or folder, or a hub data set."
+        )
 
 
 def get_run(config: Config, name: str) -> Run:

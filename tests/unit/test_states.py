@@ -1,0 +1,54 @@
+"""Slurm's words, as they really are printed."""
+
+import pytest
+
+from shardmake.launch.states import JobState, is_no_such_job, parse_rows, parse_scontrol, parse_word
+
+
+@pytest.mark.parametrize(
+    ("text", "state", "word"),
+    [
+        ("PENDING", JobState.PENDING, "PENDING"),
+        ("RUNNING", JobState.RUNNING, "RUNNING"),
+        ("COMPLETING", JobState.RUNNING, "COMPLETING"),
+        ("COMPLETED", JobState.ENDED, "COMPLETED"),
+        ("COMPLETED+", JobState.ENDED, "COMPLETED"),
+        ("CANCELLED by 1000", JobState.ENDED, "CANCELLED"),
+        ("CANCELLED+", JobState.ENDED, "CANCELLED"),
+        ("OUT_OF_MEMORY", JobState.ENDED, "OUT_OF_MEMORY"),
+        ("NODE_FAIL", JobState.ENDED, "NODE_FAIL"),
+        ("REQUEUED", JobState.PENDING, "REQUEUED"),
+        ("SPECIAL_EXIT", JobState.PENDING, "SPECIAL_EXIT"),
+        ("UNKNOWN", JobState.UNKNOWN, "UNKNOWN"),
+        ("SOMETHING_OF_SLURM_30", JobState.UNKNOWN, "SOMETHING_OF_SLURM_30"),
+        ("", JobState.UNKNOWN, ""),
+    ],
+)
+def test_every_word_has_its_meaning(text: str, state: JobState, word: str) -> None:
+    assert parse_word(text) == (state, word)
+
+
+def test_rows_of_squeue_and_sacct() -> None:
+    text = "12|RUNNING|c[1-2]\n13|CANCELLED by 0|None assigned\n12.batch|RUNNING|c1\n14|COMPLETED\n\nnoise\n"
+    found = parse_rows(text)
+    assert {job: status.state for job, status in found.items()} == {
+        "12": JobState.RUNNING,
+        "13": JobState.ENDED,
+        "14": JobState.ENDED,
+    }
+    assert found["12"].nodes == "c[1-2]"
+
+
+def test_a_requeued_job_counts_by_its_last_row() -> None:
+    assert parse_rows("7|NODE_FAIL|c1\n7|PENDING|\n")["7"].state is JobState.PENDING
+
+
+def test_scontrol() -> None:
+    text = "JobId=12 JobName=x\n   JobState=NODE_FAIL Reason=None Dependency=(null)\n   NodeList=c[2-3]\n"
+    status = parse_scontrol(text)
+    assert (status.state, status.word, status.nodes) == (JobState.ENDED, "NODE_FAIL", "c[2-3]")
+
+
+def test_silence_is_not_an_end() -> None:
+    assert is_no_such_job("slurm_load_jobs error: Invalid job id specified")
+    assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")

@@ -1,0 +1,61 @@
+"""Configuration, checked before anything is queued, and the few values that rules take from it."""
+
+import json
+import sys
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from shardmake.config import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
+from shardmake.errors import UserError
+
+# The commands are those of the Python that runs Snakemake, also on the nodes.
+shell.prefix(f"export PATH={Path(sys.executable).parent}:$PATH; ")
+
+CONFIG_FLAGS = " ".join(f"--config {file}" for file in workflow.configfiles)
+
+
+def read_configuration():
+    """The configuration of this invocation; a mistake in it ends Snakemake with our own words."""
+    try:
+        parsed = parse_config(config, " + ".join(str(file) for file in workflow.configfiles))
+        cluster = load_cluster(Path(parsed.cluster))
+        for name, run in parsed.runs.items():
+            check_inputs(name, run)
+        return parsed, cluster
+    except UserError as error:
+        raise WorkflowError(str(error)) from None
+
+
+CONFIG, CLUSTER = read_configuration()
+RUNS = CONFIG.runs
+
+
+wildcard_constraints:
+    run="|".join(RUNS),
+
+
+def settings_of(stage):
+    """Digest of the settings that a stage reads: an edited comment, or another stage's key, reruns nothing."""
+    return lambda wildcards: stage_digest(RUNS[wildcards.run], stage)
+
+
+def inputs_of(*parts):
+    """The local files that a run names, so that a changed file is seen."""
+    return lambda wildcards: local_files(RUNS[wildcards.run], *parts)
+
+
+def final_receipt(run):
+    """What proves that a run is done."""
+    return f"runs/{run}/push/receipt.json" if RUNS[run].push else f"runs/{run}/evaluation.json"
+
+
+def planned(stage, key, factor=1):
+    """What the plan gives a stage; Snakemake asks again once the plan is there."""
+    return lambda wildcards, input: factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
+
+
+def one_gpu():
+    """A GPU for a stage that computes, in the words this cluster wants."""
+    kind = f"gpu:{CLUSTER.slurm.gpu_type}:1" if CLUSTER.slurm.gpu_type else "gpu:1"
+    return kind if CLUSTER.accelerator != "cpu" and CLUSTER.slurm.gpu_request != "none" else ""

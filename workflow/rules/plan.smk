@@ -1,0 +1,44 @@
+rule choose_strategy:
+    input:
+        model=inputs_of("model"),
+        cluster=CONFIG.cluster,
+    output:
+        memory="runs/{run}/plan/memory.json",
+        plan="runs/{run}/plan/plan.json",
+    log:
+        "logs/{run}/plan.log",
+    localrule: True
+    conda:
+        "../../envs/workflow.yaml"
+    params:
+        config=CONFIG_FLAGS,
+        settings=settings_of("plan"),
+    message:
+        "{wildcards.run}: estimating memory and choosing the fastest strategy that fits, before anything is queued"
+    shell:
+        "shardmake plan {wildcards.run}"
+        " {params.config}"
+        " 2>&1 | tee -i {log}"
+
+
+rule render:
+    input:
+        plan="runs/{run}/plan/plan.json",
+    output:
+        accelerate="runs/{run}/plan/accelerate.yaml",
+        deepspeed="runs/{run}/plan/deepspeed.json",
+        training="runs/{run}/plan/training.json",
+    log:
+        "logs/{run}/render.log",
+    localrule: True
+    conda:
+        "../../envs/workflow.yaml"
+    params:
+        config=CONFIG_FLAGS,
+        settings=settings_of("plan"),
+    message:
+        "{wildcards.run}: rendering the Accelerate and DeepSpeed files from the plan and checking them with the libraries' own parsers"
+    shell:
+        "shardmake render {wildcards.run}"
+        " {params.config}"
+        " 2>&1 | tee -i {log}"

@@ -1,0 +1,138 @@
+"""The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from shardmake.config import Cluster, Config, Run, get_run, load_cluster, load_config
+from shardmake.errors import UserError
+from shardmake.rundir import RunDir
+
+app = typer.Typer(
+    help="Distributed fine-tuning that fits, runs, survives and ends as a model people can load.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False, soft_wrap=True)
+
+Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
+ConfigFiles = Annotated[list[Path], typer.Option("--config", help="Configuration file; later ones win.")]
+Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
+CONFIG = [Path("config/config.yaml")]
+RUNS = Path("runs")
+
+
+def tell(message: str) -> None:
+    """Print a line of progress."""
+    console.print(message, markup=False)
+
+
+def _open(name: str, files: list[Path], runs: Path) -> tuple[Config, Run, Cluster, RunDir]:
+    config = load_config(*files)
+    return config, get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+
+
+@app.command()
+def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = Path("resources/demo")) -> None:
+    """Make the demo's inputs: a chat data set, a tokenizer and a small base model."""
+    from shardmake.demo import make_inputs
+
+    make_inputs(folder)
+
+
+@app.command()
+def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Estimate memory for every strategy and choose the fastest that fits."""
+    from shardmake.plan.stage import plan_run
+
+    _, run, cluster, rundir = _open(name, config, runs)
+    plan_run(run, cluster, rundir, console)
+
+
+@app.command()
+def render(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Render the Accelerate and DeepSpeed files from the plan, and check them."""
+    from shardmake.plan.render import render_run
+
+    _, run, cluster, rundir = _open(name, config, runs)
+    render_run(run, cluster, rundir)
+    tell(f"Rendered {rundir.accelerate}, {rundir.deepspeed} and {rundir.training}.")
+
+
+@app.command()
+def data(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    cpus: Annotated[int, typer.Option(help="Processes to tokenize with.")] = 1,
+) -> None:
+    """Tokenize and pack the data."""
+    from shardmake.data import prepare
+
+    _, run, _, rundir = _open(name, config, runs)
+    prepare(run, rundir, cpus=cpus, tell=tell)
+
+
+@app.command()
+def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Train: adopt the run's job or submit one, and bring it to its end."""
+    from shardmake.launch.driver import train as drive
+
+    _, run, cluster, rundir = _open(name, config, runs)
+    drive(run, cluster, rundir, tell)
+
+
+@app.command()
+def consolidate(
+    source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
+    out: Annotated[Path | None, typer.Argument(help="Model folder to write; for a checkpoint's folder.")] = None,
+    base: Annotated[Path | None, typer.Option(help="Folder that config and tokenizer come from.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="keep, bf16, fp16 or fp32.")] = None,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+    workers: Annotated[int, typer.Option(help="Files read at once.")] = 2,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+) -> None:
+    """Merge a sharded checkpoint into a model folder."""
+    from shardmake.consolidate import consolidate as merge
+    from shardmake.consolidate.stage import consolidate_run
+
+    if out is None:
+        _, run, _, rundir = _open(source, config, runs)
+        consolidate_run(run, rundir, workers=workers, tell=tell)
+    else:
+        merge(Path(source), out, base=base, dtype=dtype or "keep", max_shard_size=max_shard_size, workers=workers)
+
+
+@app.command()
+def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Measure the base and the tuned model, and let both answer."""
+    from shardmake.publish.evaluate import evaluate as measure
+
+    _, run, _, rundir = _open(name, config, runs)
+    measure(run, rundir)
+
+
+@app.command()
+def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Push the model and read back what arrived."""
+    from shardmake.publish.push import push as send
+
+    _, run, _, rundir = _open(name, config, runs)
+    send(run, rundir)
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one message and exit status 2, anything else a traceback."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True).print(f"Error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)
+    except KeyboardInterrupt as interrupt:
+        tell(str(interrupt) or "Interrupted.")
+        sys.exit(130)

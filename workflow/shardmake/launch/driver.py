@@ -1,0 +1,334 @@
+"""The driver of a run's training: adopt or submit, watch, decide. It owns all retries.
+
+Neither Snakemake nor Slurm nor torchrun repeats anything; the driver reads why an attempt ended and resumes, takes
+the next rung of the plan's ladder, or stops with the one error that matters. It may die at any moment: the job lives,
+and the next driver adopts it.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from shardmake.attempt import AttemptDir, Record, write_record
+from shardmake.config import Cluster, Run
+from shardmake.errors import UserError
+from shardmake.launch.follow import Follower
+from shardmake.launch.jobs import Jobs, attempt_settings, make_jobs
+from shardmake.launch.outcome import Action, End, Evidence, Outcome, classify, decide
+from shardmake.launch.states import JobState, JobStatus
+from shardmake.plan.plan import Choice, Plan, as_json, read_plan
+from shardmake.plan.render import render_files
+from shardmake.receipt import read_json, write_json, write_text
+from shardmake.rundir import RunDir
+from shardmake.train import ledger
+from shardmake.train.receipt import is_last, write_receipt
+from shardmake.train.recipe import recipe_digest
+
+IDLE_ATTEMPTS = 3
+POLL_SECONDS = 1.0
+POLL_SECONDS_AT_MOST = 20.0
+Tell = Callable[[str], None]
+
+
+class Job(Record):
+    """The job that owns a run, as recorded in ``train/job.json``."""
+
+    id: str
+    attempt: int
+    submitted: float
+
+
+def train(name: str, run: Run, cluster: Cluster, rundir: RunDir, tell: Tell) -> None:
+    """Bring the training of ``rundir`` to its end, or raise a `UserError` that says why it cannot go on."""
+    plan = read_plan(rundir.plan)
+    rundir.train.mkdir(parents=True, exist_ok=True)
+    with _sole_driver(rundir), _leaving_the_job_alone():
+        Driver(run, cluster, rundir, plan, tell).drive()
+
+
+@contextlib.contextmanager
+def _sole_driver(rundir: RunDir) -> Iterator[None]:
+    """Hold the run's lock, so that there is never a second driver."""
+    with (rundir.train / "driver.lock").open("a+") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise UserError(
+                f"Another driver is already watching {rundir.name} ({lock.read().strip()}). Wait for it, or end it; "
+                "the job itself goes on without a driver."
+            ) from None
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+        yield
+
+
+class DriverStoppedError(KeyboardInterrupt):
+    """Ctrl-C or a signal ended the driver; the job lives on."""
+
+
+@contextlib.contextmanager
+def _leaving_the_job_alone() -> Iterator[None]:
+    """Turn the signals that end a driver into `DriverStoppedError`."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise DriverStoppedError(signal.Signals(number).name)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Driver:
+    """Drives one run; every decision is made from what is on disk and from Slurm's word."""
+
+    def __init__(self, run: Run, cluster: Cluster, rundir: RunDir, plan: Plan, tell: Tell) -> None:
+        self.run, self.cluster, self.rundir, self.plan, self.tell = run, cluster, rundir, plan, tell
+        self.jobs: Jobs = make_jobs(rundir.root, cluster)
+        settings = read_json(rundir.training, "shardmake render NAME")
+        data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
+        self.recipe = recipe_digest(settings, plan, data_receipt)
+        self.story: list[dict[str, Any]] = self._read_story()
+        self.excluded: list[str] = []
+
+    def drive(self) -> None:
+        """Adopt or submit, watch, decide, until the training is over."""
+        job = self._adopt()
+        while not (job is None and self._is_finished()):
+            job = job or self._submit()
+            self._watch(job)
+            outcome = self._close(job)
+            job = None
+            if outcome.end is End.FINISHED:
+                self.tell(outcome.sentence)
+            else:
+                self._answer(outcome)
+
+    def _is_finished(self) -> bool:
+        """Whether the last step is sealed; the receipt is made again if it was lost."""
+        newest = next(ledger.sealed(self.rundir.checkpoints), None)
+        if newest is None or newest[0].recipe != self.recipe or not is_last(*newest):
+            return False
+        if not self.rundir.train_receipt.exists():
+            self.tell("Training is done already; writing its receipt again.")
+            write_receipt(self.rundir, *newest)
+        return True
+
+    # ---- jobs -------------------------------------------------------------------------------------------------
+
+    def _adopt(self) -> Job | None:
+        """The job of an earlier driver: the recorded one, or one that was submitted and not yet recorded."""
+        recorded = Job.model_validate_json(self.rundir.job.read_text()) if self.rundir.job.exists() else None
+        alive = self.jobs.find()
+        if recorded and (alive is None or alive == recorded.id):
+            self.tell(f"Adopting job {recorded.id} (attempt {recorded.attempt}).")
+            return recorded
+        if alive:
+            job = Job(id=alive, attempt=self._last_attempt(), submitted=time.time())
+            write_record(self.rundir.job, job)
+            self.tell(f"Adopting job {job.id} (attempt {job.attempt}), which an earlier driver submitted.")
+            return job
+        return None
+
+    def _submit(self) -> Job:
+        number = self._last_attempt() + 1
+        folder = AttemptDir((self.rundir.attempts / f"{number:03d}").resolve())
+        self._clear_stop_file()
+        resume_from = self._choose_checkpoint()
+        plan = self._write_configuration(folder)
+        settings = attempt_settings(
+            number,
+            self.rundir.root,
+            self.cluster,
+            plan,
+            resume_from=str(resume_from) if resume_from else None,
+            recipe=self.recipe,
+        )
+        write_record(folder.settings, settings)
+        job = Job(id=self.jobs.submit(folder, plan, self.excluded), attempt=number, submitted=time.time())
+        write_record(self.rundir.job, job)
+        start = f"resuming from {resume_from.name}" if resume_from else "from the base model"
+        self.tell(
+            f"Attempt {number}: job {job.id}, {plan.choice.strategy} on {plan.choice.nodes} node(s) x "
+            f"{plan.choice.processes_per_node} rank(s), {start}. Logs: {_short(folder.root)}"
+        )
+        return job
+
+    def _write_configuration(self, folder: AttemptDir) -> Plan:
+        """Put the files of this attempt's rung into its folder, so that it tells its own story."""
+        rung = self._rung()
+        choice: Choice = self.plan.choice if rung == 0 else self.plan.ladder[rung - 1]
+        plan = self.plan.model_copy(update={"choice": choice})
+        write_json(folder.plan, as_json(plan))
+        for name, text in render_files(plan, self.run, self.cluster).items():
+            write_text(folder.root / name, text)
+        return plan
+
+    def _choose_checkpoint(self) -> Path | None:
+        """The newest whole checkpoint of this recipe; everything else is told, and removed or set aside."""
+        folder = self.rundir.checkpoints.resolve()
+        found = ledger.newest_whole(folder, self.tell)
+        if found and found[0].recipe != self.recipe:
+            aside = folder.with_name(f"checkpoints-of-{found[0].recipe}")
+            self.tell(f"The checkpoints belong to other settings; they now lie in {_short(aside)}. Starting afresh.")
+            shutil.rmtree(aside, ignore_errors=True)
+            folder.rename(aside)
+            self.rundir.metrics.unlink(missing_ok=True)
+            return None
+        ledger.discard_unfinished(folder, self.tell)
+        return found[1] if found else None
+
+    def _clear_stop_file(self) -> None:
+        if self.rundir.stop_file.exists():
+            self.tell(f"Removing the stop file {_short(self.rundir.stop_file)} of an earlier request.")
+            self.rundir.stop_file.unlink()
+
+    # ---- watching ---------------------------------------------------------------------------------------------
+
+    def _watch(self, job: Job) -> None:
+        """Wait until the job has ended, telling its progress."""
+        follower = Follower(self.rundir.metrics, self.tell)
+        pause, last = POLL_SECONDS, JobState.UNKNOWN
+        try:
+            while (status := self.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):
+                pause = self._next_pause(pause, status, last)
+                last = status.state
+                self._follow_for(pause, follower)
+        except DriverStoppedError as signal_name:
+            raise DriverStoppedError(
+                f"{signal_name}: the driver leaves, job {job.id} goes on. To watch it again, run the same command; to "
+                f"save and stop: touch {_short(self.rundir.stop_file)}; to end it: {self.jobs.how_to_cancel(job.id)}"
+            ) from None
+        follower.tell_news()
+        self.last_status = status
+
+    def _next_pause(self, pause: float, status: JobStatus, last: JobState) -> float:
+        """Poll soon after a change of state, and ever more gently while nothing changes."""
+        if status.state is not last:
+            self.tell(f"The job is {status.state.value}{f' on {status.nodes}' if status.nodes else ''}.")
+            return POLL_SECONDS
+        return min(pause * 1.5, POLL_SECONDS_AT_MOST)
+
+    def _follow_for(self, seconds: float, follower: Follower) -> None:
+        """Tell news from the metrics, which cost Slurm nothing, until it is time to ask again."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            follower.tell_news()
+            if self.rundir.train_receipt.exists():
+                time.sleep(POLL_SECONDS)
+                return
+            time.sleep(POLL_SECONDS / 2)
+
+    # ---- deciding ---------------------------------------------------------------------------------------------
+
+    def _close(self, job: Job) -> Outcome:
+        """Read why the job ended, and add it to the story."""
+        folder = AttemptDir(self.rundir.attempts / f"{job.attempt:03d}")
+        outcome = classify(
+            Evidence(
+                finished=self.rundir.train_receipt.exists(),
+                stop_file=self.rundir.stop_file.exists(),
+                stopped=folder.stopped.exists(),
+                job_word=self.last_status.word,
+                exits=folder.exits(),
+                errors=folder.rank_errors(),
+            )
+        )
+        newest = next(ledger.sealed(self.rundir.checkpoints), None)
+        self.story.append(
+            {
+                "attempt": job.attempt,
+                "job": job.id,
+                "strategy": read_plan(folder.plan).choice.strategy,
+                "rung": self._rung(),
+                "submitted": job.submitted,
+                "ended": time.time(),
+                "end": outcome.end.value,
+                "sentence": outcome.sentence,
+                "host": outcome.host,
+                "checkpoint_step": newest[0].step if newest else 0,
+            }
+        )
+        write_json(self.rundir.attempts / "index.json", self.story)
+        self.rundir.job.unlink(missing_ok=True)
+        return outcome
+
+    def _answer(self, outcome: Outcome) -> None:
+        """Prepare the next attempt, or raise."""
+        action = decide(
+            outcome,
+            idle_attempts=self._idle_attempts(),
+            cap=IDLE_ATTEMPTS,
+            rungs_left=len(self.plan.ladder) - self._rung(),
+        )
+        self.tell(f"{outcome.sentence} -> {action.value}")
+        if action is Action.STOP:
+            raise UserError(self._last_words(outcome))
+        if action is Action.EXCLUDE_AND_RESUME and outcome.host:
+            self.excluded.append(outcome.host)
+        self.story[-1]["next_rung"] = self._rung() + (action is Action.NEXT_RUNG)
+        write_json(self.rundir.attempts / "index.json", self.story)
+
+    def _last_words(self, outcome: Outcome) -> str:
+        """The one error that matters, and where to read on."""
+        folder = self.rundir.attempts / f"{self._last_attempt():03d}"
+        parts = [f"Training of {self.rundir.name} stopped: {outcome.sentence}"]
+        if outcome.error:
+            parts.append(outcome.error.traceback.rstrip())
+        elif log_end := _tail(AttemptDir(folder).log(0)):
+            parts.append(log_end)
+        parts.append(f"Everything the ranks printed is in {_short(folder)}. {_ADVICE.get(outcome.end, _RUN_AGAIN)}")
+        return "\n".join(parts)
+
+    # ---- the story so far -------------------------------------------------------------------------------------
+
+    def _read_story(self) -> list[dict[str, Any]]:
+        index = self.rundir.attempts / "index.json"
+        return json.loads(index.read_text()) if index.exists() else []
+
+    def _last_attempt(self) -> int:
+        """Number of the newest attempt, 0 if there was none."""
+        folders = (path.name for path in self.rundir.attempts.glob("[0-9]*"))
+        return max((int(name) for name in folders if name.isdigit()), default=0)
+
+    def _rung(self) -> int:
+        """Rung of the ladder that the next attempt takes; 0 is the plan's choice."""
+        return min(self.story[-1].get("next_rung", 0), len(self.plan.ladder)) if self.story else 0
+
+    def _idle_attempts(self) -> int:
+        """Attempts since the newest checkpoint last advanced."""
+        steps = [entry["checkpoint_step"] for entry in self.story]
+        return next((n for n, step in enumerate(reversed(steps)) if step < steps[-1]), len(steps))
+
+
+_RUN_AGAIN = "Mend the cause and run the same command again; it resumes from the newest checkpoint."
+_ADVICE = {
+    End.STOP_REQUESTED: "Run the same command again to go on from there.",
+    End.CANCELLED: "Run the same command again to go on from the newest checkpoint.",
+    End.GPU_OUT_OF_MEMORY: "No rung of the ladder is left: take more nodes, a shorter sequence_length or method: lora.",
+    End.HOST_OUT_OF_MEMORY: "Give the job more memory (memory_gib_per_node), or take a strategy without offload.",
+    End.NON_FINITE: "Lower the learning rate or look at the data of that step.",
+}
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    """The last lines of a log."""
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+
+
+def _short(path: Path) -> str:
+    """``path`` relative to the working folder where it lies below it."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)

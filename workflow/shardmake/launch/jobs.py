@@ -1,0 +1,207 @@
+"""Submit, find and watch a training job: on Slurm through submitit (imported only here), or as a local process."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from shardmake.attempt import Attempt, AttemptDir
+from shardmake.config import Cluster
+from shardmake.errors import UserError
+from shardmake.launch.states import JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
+from shardmake.plan.plan import Plan
+from shardmake.receipt import digest
+
+_QUERY_SECONDS = 60
+
+
+class Jobs(Protocol):
+    """What the driver needs of an executor. A job is known by a string id."""
+
+    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        """Start the workers of the attempt in ``folder``; return the job's id."""
+
+    def find(self) -> str | None:
+        """The id of this run's job if one is queued or running, also if nobody recorded its id."""
+
+    def status(self, job: str) -> JobStatus:
+        """Where the job stands."""
+
+    def how_to_cancel(self, job: str) -> str:
+        """The command that ends the job."""
+
+
+def job_name(run_folder: Path) -> str:
+    """Name of a run's job: readable, and the same for the same folder whoever asks."""
+    return f"shardmake-{run_folder.name}-{digest(str(run_folder.resolve()))[:8]}"
+
+
+@dataclass
+class SlurmJobs:
+    """One Slurm job of N nodes, one task a node."""
+
+    run_folder: Path
+    cluster: Cluster
+
+    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        """See `Jobs`. The batch script lies in the attempt's ``slurm`` folder."""
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        from shardmake.launch.worker import run_slurm_task
+
+        try:
+            return str(self._executor(folder, plan, excluded).submit(run_slurm_task, str(folder.root)).job_id)
+        except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+            raise UserError(f"Slurm refused the job: {error}") from None
+
+    def script(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        """The batch script that `submit` would hand to sbatch."""
+        executor = self._executor(folder, plan, excluded)
+        return str(executor._make_submission_file_text(executor._submitit_command_str, "preview"))
+
+    def _executor(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> Any:
+        from submitit import SlurmExecutor
+
+        executor = SlurmExecutor(folder=folder.slurm)
+        executor.update_parameters(**sbatch_parameters(self.run_folder, self.cluster, plan, excluded))
+        return executor
+
+    def find(self) -> str | None:
+        """See `Jobs`."""
+        answer = _ask("squeue", "--noheader", "--me", f"--name={job_name(self.run_folder)}", "--format=%i|%T|%N")
+        if answer.returncode != 0:
+            raise UserError(f"Slurm does not answer, so a running job cannot be ruled out: {answer.stderr.strip()}")
+        alive = [job for job, status in parse_rows(answer.stdout).items() if status.state is not JobState.ENDED]
+        return alive[-1] if alive else None
+
+    def status(self, job: str) -> JobStatus:
+        """Ask squeue, then scontrol, then sacct: each forgets jobs after its own time, and sacct may not exist."""
+        queue = _ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%N")
+        if found := parse_rows(queue.stdout).get(job):
+            return found
+        if queue.returncode != 0 and not is_no_such_job(queue.stderr):
+            return JobStatus(JobState.UNKNOWN)
+        control = _ask("scontrol", "show", "job", job)
+        if control.returncode == 0:
+            return parse_scontrol(control.stdout)
+        accounting = _ask("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList")
+        if found := parse_rows(accounting.stdout).get(job):
+            return found
+        return JobStatus(JobState.GONE if is_no_such_job(control.stderr) else JobState.UNKNOWN)
+
+    def how_to_cancel(self, job: str) -> str:
+        """See `Jobs`."""
+        return f"scancel {job}"
+
+
+def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:
+    """Submitit's parameters for the training job of ``plan``."""
+    slurm, resources, choice = cluster.slurm, plan.resources["train"], plan.choice
+    gpus = ":".join(part for part in (slurm.gpu_type, str(choice.processes_per_node)) if part)
+    exclude = ",".join([*([slurm.exclude] if slurm.exclude else []), *excluded])
+    parameters: dict[str, Any] = {
+        "job_name": job_name(run_folder),
+        "comment": f"shardmake {run_folder.name}: {choice.strategy}",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": exclude or None,
+        "time": slurm.time_limit_minutes,
+        "nodes": choice.nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": resources.cpus,
+        "mem": f"{resources.memory_gib}GB",
+        "gres": f"gpu:{gpus}" if slurm.gpu_request == "gres" and cluster.accelerator != "cpu" else None,
+        "gpus_per_node": gpus if slurm.gpu_request == "gpus-per-node" and cluster.accelerator != "cpu" else None,
+        "signal_delay_s": slurm.signal_seconds,
+        "setup": slurm.setup or None,
+        # Slurm 22.05 to 23.02 does not hand --cpus-per-task on to srun; one dead node must end the step.
+        "srun_args": [f"--cpus-per-task={resources.cpus}", "--kill-on-bad-exit=1"],
+        "additional_parameters": {"no-requeue": True, **slurm.extra},
+        "stderr_to_stdout": True,
+    }
+    # Submitit sends a wckey of its own unless told otherwise, which strict clusters refuse.
+    return {name: value for name, value in parameters.items() if value is not None} | {"wckey": slurm.wckey}
+
+
+def _ask(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's query commands; a missing or silent one is an answer too."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
+    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
+@dataclass
+class LocalJobs:
+    """One worker process on this machine, in a session of its own, so that it outlives the driver."""
+
+    run_folder: Path
+
+    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        """See `Jobs`. The id is ``PID@START``: a process id alone may be given to another process."""
+        command = [sys.executable, "-m", "shardmake.launch.worker", str(folder.root), "0"]
+        with (folder.root / "worker.log").open("w") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, start_new_session=True
+            )
+        return _process_name(psutil.Process(process.pid))
+
+    def find(self) -> str | None:
+        """See `Jobs`."""
+        for process in psutil.process_iter(["cmdline"]):
+            command = process.info["cmdline"] or []
+            if "shardmake.launch.worker" in command and any(
+                Path(word).is_relative_to(self.run_folder.resolve()) for word in command
+            ):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    if process.status() != psutil.STATUS_ZOMBIE:
+                        return _process_name(process)
+        return None
+
+    def status(self, job: str) -> JobStatus:
+        """See `Jobs`."""
+        pid = int(job.partition("@")[0])
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            if _process_name(process) == job:
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    return JobStatus(JobState.RUNNING)
+                with contextlib.suppress(ChildProcessError):
+                    os.waitpid(pid, os.WNOHANG)
+        return JobStatus(JobState.ENDED)
+
+    def how_to_cancel(self, job: str) -> str:
+        """See `Jobs`."""
+        return f"kill {job.partition('@')[0]}"
+
+
+def _process_name(process: psutil.Process) -> str:
+    return f"{process.pid}@{process.create_time():.2f}"
+
+
+def make_jobs(run_folder: Path, cluster: Cluster) -> Jobs:
+    """The executor that the cluster file asks for."""
+    return SlurmJobs(run_folder, cluster) if cluster.executor == "slurm" else LocalJobs(run_folder)
+
+
+def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan, **decided: Any) -> Attempt:
+    """The `Attempt` for ``plan`` on ``cluster``; ``decided`` are the driver's own decisions."""
+    return Attempt(
+        number=number,
+        run_folder=str(run_folder.resolve()),
+        nodes=plan.choice.nodes,
+        processes_per_node=plan.choice.processes_per_node,
+        cpus_per_node=plan.resources["train"].cpus,
+        accelerator=cluster.accelerator,
+        network_interface=cluster.network_interface,
+        scratch=cluster.scratch,
+        offline=not cluster.internet_on_compute_nodes,
+        **decided,
+    )

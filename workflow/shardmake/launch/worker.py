@@ -1,0 +1,170 @@
+"""One worker per node: meet the others, set the environment, start the ranks, answer signals, write the exit record.
+
+Slurm starts it through submitit, the local executor as a process; both run `main`, so the two paths share everything
+but the submission.
+"""
+
+import ctypes
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import IO
+
+from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
+from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
+from shardmake.plan.plan import read_plan
+
+PR_SET_PDEATHSIG = 1
+_IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+
+
+@dataclass(frozen=True)
+class Node:
+    """Which node of the job this is."""
+
+    rank: int
+    start: int
+
+    @classmethod
+    def from_slurm(cls) -> "Node":
+        """One task per node, so the task's rank is the node's; the restart count tells requeues apart."""
+        return cls(int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+
+class StopRequest:
+    """Turns the first signal into the attempt's stop file; later ones are the same request."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.signal_name: str | None = None
+        for number in (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.signal_name is None:
+            self.signal_name = signal.Signals(number).name
+        self.file.touch()
+
+
+def run_slurm_task(attempt_folder: str) -> int:
+    """What submitit pickles: the worker of this Slurm task."""
+    return main(Path(attempt_folder), Node.from_slurm())
+
+
+def main(attempt_folder: Path, node: Node) -> int:
+    """Run the ranks of this node to their end; return the launcher's exit status."""
+    folder = AttemptDir(attempt_folder)
+    attempt = folder.read()
+    stop = StopRequest(folder.stop_file)
+    started = time.time()
+    phase, returncode, message = "rendezvous", None, ""
+    try:
+        meeting = meet(
+            folder.rendezvous,
+            node.start,
+            node.rank,
+            attempt.nodes,
+            attempt.network_interface,
+            attempt.rendezvous_seconds,
+        )
+        phase = "training"
+        returncode = _run_ranks(folder, attempt, node, meeting)
+    except RendezvousError as error:
+        message = str(error)
+    record = NodeExit(
+        node_rank=node.rank,
+        host=socket.gethostname(),
+        started=started,
+        ended=time.time(),
+        phase=phase,
+        returncode=returncode,
+        stop_signal=stop.signal_name,
+        message=message,
+    )
+    write_record(folder.exit_record(node.rank), record)
+    return 1 if returncode is None else returncode
+
+
+def _run_ranks(folder: AttemptDir, attempt: Attempt, node: Node, meeting: Rendezvous) -> int:
+    command = launch_command(folder, node.rank, meeting)
+    variables = rank_environment(attempt, meeting)
+    with folder.log(node.rank).open("a") as log:
+        _write_heading(log, command, variables, meeting, attempt, node)
+        process = subprocess.Popen(
+            command,
+            env=_inherited_environment() | variables,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            preexec_fn=_leave_signals_to_worker,
+        )
+        return process.wait()
+
+
+def launch_command(folder: AttemptDir, node_rank: int, meeting: Rendezvous) -> list[str]:
+    """The `accelerate launch` line of one node; a person can paste it."""
+    from shardmake.plan.render import launch_arguments
+
+    choice = read_plan(folder.plan).choice
+    arguments = launch_arguments(folder.accelerate, choice, node_rank, meeting.address, meeting.port)
+    return [sys.executable, "-m", "accelerate.commands.launch", *arguments, "-m", "shardmake.train", str(folder.root)]
+
+
+def rank_environment(attempt: Attempt, meeting: Rendezvous) -> dict[str, str]:
+    """What the launcher and the ranks find in their environment beyond what the job has."""
+    scratch = Path(attempt.scratch) / f"shardmake-{os.getuid()}"
+    variables = {
+        "OMP_NUM_THREADS": str(max(1, attempt.cpus_per_node // attempt.processes_per_node)),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # Compiled kernels on a network file system race between nodes; one folder a user keeps others out.
+        "TORCH_EXTENSIONS_DIR": str(scratch / "torch_extensions"),
+        "TRITON_CACHE_DIR": str(scratch / "triton"),
+        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        # The launcher must not answer the signals that mean "save now": it would end the ranks after 30 s.
+        "PET_SIGNALS_TO_HANDLE": "SIGINT",
+        "NCCL_SOCKET_IFNAME": meeting.interface,
+        "GLOO_SOCKET_IFNAME": meeting.interface,
+    }
+    if attempt.accelerator == "cpu":
+        variables["DS_ACCELERATOR"] = "cpu"
+    if attempt.offline:
+        variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    return variables
+
+
+def _inherited_environment() -> dict[str, str]:
+    """The job's environment without what an outer launcher may have left: it would mislead this one."""
+    misleading = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_", "TORCHELASTIC_", "PET_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(misleading)}
+
+
+def _leave_signals_to_worker() -> None:
+    """Run in the child before exec: ignored signals stay ignored, and it ends when the worker is killed."""
+    for number in _IGNORED_BY_RANKS:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _write_heading(
+    log: IO[str], command: list[str], variables: dict[str, str], meeting: Rendezvous, attempt: Attempt, node: Node
+) -> None:
+    """What was started where, at the top of the node's log; the lines can be pasted into a shell."""
+    exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
+    print(
+        f"# node {node.rank} of {attempt.nodes}: {socket.gethostname()}, MASTER_ADDR={meeting.address} "
+        f"MASTER_PORT={meeting.port} WORLD_SIZE={attempt.world_size}\n"
+        f"env {exports} \\\n  {shlex.join(command)}",
+        file=log,
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), Node(rank=int(sys.argv[2]), start=0)))

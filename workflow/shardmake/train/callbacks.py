@@ -1,0 +1,187 @@
+"""What watches a training: metrics, the seal of each checkpoint, the agreed stop, the heartbeat."""
+
+import json
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from shardmake.attempt import AttemptDir
+from shardmake.receipt import write_json
+from shardmake.train import ledger
+
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "shardmake")
+HEARTBEAT_SECONDS = 2.0
+
+
+def library_versions() -> dict[str, str]:
+    """Versions that decide whether a checkpoint can be read again."""
+    return {name: version(name) for name in LIBRARIES}
+
+
+class Metrics(TrainerCallback):
+    """One JSON object a line in ``metrics.jsonl``, written by rank 0, stitched across attempts by step.
+
+    ``tokens`` counts the tokens of all ranks since step 0, padding included; ``tokens_per_second`` is the rate since
+    the line before.
+    """
+
+    def __init__(self, path: Path, tokens_per_step: int, attempt: int) -> None:
+        self.path = path
+        self.tokens_per_step = tokens_per_step
+        self.attempt = attempt
+        self.last = (time.time(), 0)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forget the lines of steps that will be done again."""
+        self.last = (time.time(), state.global_step)
+        if state.is_world_process_zero and self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= state.global_step]
+            self.path.write_text("".join(kept))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Append what the Trainer logged."""
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        now, step = time.time(), state.global_step
+        line: dict[str, Any] = {"step": step, "time": now, "attempt": self.attempt}
+        line |= {key: logs[key] for key in ("loss", "learning_rate", "grad_norm", "eval_loss") if key in logs}
+        line["tokens"] = step * self.tokens_per_step
+        if "loss" in logs:
+            before, step_before = self.last
+            line["tokens_per_second"] = (step - step_before) * self.tokens_per_step / max(now - before, 1e-9)
+            self.last = (now, step)
+        if memory := _device_memory():
+            line["memory"] = memory
+        with self.path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def _step_of(line: str) -> float:
+    """Step of a metrics line; a line that a kill cut short counts as never."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return float("inf")
+
+
+def _device_memory() -> dict[str, int]:
+    """Peak bytes of the caching allocator on this rank's GPU; empty on CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+
+
+class Seal(TrainerCallback):
+    """Make each checkpoint count, once every rank's files are on disk, and only then remove older ones."""
+
+    def __init__(self, describe: Callable[[int], dict[str, Any]], keep: int) -> None:
+        self.describe = describe
+        self.keep = keep
+        self.started = time.time()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A save, if one follows, starts now."""
+        self.started = time.time()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Sync and fingerprint the files, shared out among the ranks; rank 0 writes the record last."""
+        assert args.output_dir is not None
+        folder = Path(args.output_dir)
+        checkpoint = folder / f"checkpoint-{state.global_step}"
+        files = _fingerprint_together(checkpoint, args.process_index, args.world_size)
+        if args.process_index == 0:
+            record = ledger.CheckpointRecord(
+                step=state.global_step,
+                saved_at=time.time(),
+                save_seconds=time.time() - self.started,
+                versions=library_versions(),
+                files=files,
+                **self.describe(state.global_step),
+            )
+            ledger.seal(checkpoint, record)
+            ledger.prune(folder, self.keep)
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def _fingerprint_together(checkpoint: Path, rank: int, world_size: int) -> dict[str, ledger.FileEntry]:
+    """Size and checksum of every file of ``checkpoint``; each rank reads its share."""
+    if world_size == 1:
+        return {name: ledger.fingerprint(checkpoint / name, sync=True) for name in ledger.list_files(checkpoint)}
+    dist.barrier()
+    names: list[list[str]] = [ledger.list_files(checkpoint) if rank == 0 else []]
+    dist.broadcast_object_list(names, src=0)
+    mine = {name: ledger.fingerprint_visible(checkpoint / name) for name in names[0][rank::world_size]}
+    shares: list[dict[str, ledger.FileEntry]] = [{} for _ in range(world_size)]
+    dist.all_gather_object(shares, mine)
+    found = {name: entry for share in shares for name, entry in share.items()}
+    return {name: found[name] for name in names[0]}
+
+
+class Stop(TrainerCallback):
+    """Save and stop when a stop file appears. Rank 0 looks, at a step's end; all ranks act on what it saw."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.requested = False
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Agree on stopping after this step."""
+        flag = torch.tensor([int(any(file.exists() for file in self.files))], device=args.device)
+        if dist.is_initialized():
+            dist.broadcast(flag, src=0)
+        if flag.item():
+            self.requested = True
+            control.should_save = True
+            control.should_training_stop = True
+
+
+class Heartbeat(TrainerCallback):
+    """Write this rank's step, phase and time, at most every `HEARTBEAT_SECONDS` within a phase."""
+
+    def __init__(self, folder: AttemptDir, rank: int) -> None:
+        self.path = folder.root / "heartbeat" / f"rank-{rank}.json"
+        self.last = ("", 0.0)
+
+    def beat(self, phase: str, step: int) -> None:
+        """Say where this rank is."""
+        before, when = self.last
+        if phase != before or time.time() - when >= HEARTBEAT_SECONDS:
+            self.last = (phase, time.time())
+            write_json(self.path, {"phase": phase, "step": step, "time": time.time()})
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The first step may compile kernels and take long."""
+        self.beat("first step", state.global_step)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """A step is done."""
+        self.beat("save" if control.should_save else "train", state.global_step)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The save is over."""
+        self.beat("train", state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """No more steps follow."""
+        self.beat("end", state.global_step)
