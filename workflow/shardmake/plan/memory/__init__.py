@@ -1,0 +1,1 @@
+"""Model, strategy and hardware to bytes, term by term."""

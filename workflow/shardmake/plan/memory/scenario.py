@@ -1,0 +1,87 @@
+"""One training set-up as the memory formulas see it."""
+
+from dataclasses import dataclass
+
+from shardmake.config import Attention, Loss, Method, Optimizer, Precision, Strategy
+from shardmake.plan.model import Model, Split
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Model, method, parallelism and settings of one candidate.
+
+    ``weights`` is the data type that trained weights are held in where the engine keeps no master copy (DDP and FSDP);
+    with fp32 weights and a 16-bit precision the forward pass runs under autocast.
+    """
+
+    model: Model
+    split: Split
+    strategy: Strategy
+    nodes: int
+    ranks_per_node: int
+    micro_batch: int
+    sequence_length: int
+    accumulation: int = 1
+    checkpointing: bool = False
+    attention: Attention = "flash"
+    masked: bool = False
+    precision: Precision = "bf16"
+    weights: Precision = "fp32"
+    optimizer: Optimizer = "adamw"
+    method: Method = "full"
+    loss: Loss = "plain"
+    lora_dropout: float = 0.0
+    on_cpu: bool = False
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy of the sharded states is cut into."""
+        return self.ranks_per_node if self.strategy == "fsdp-hybrid" else self.world_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def compute(self) -> int:
+        """Bytes per element of the compute data type."""
+        return BYTES[self.precision]
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's stage, 0 for other engines."""
+        return int(self.strategy[4]) if self.strategy.startswith("zero") else 0
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP runs it."""
+        return self.strategy.startswith("fsdp")
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the forward pass casts fp32 weights as it goes."""
+        full = self.method == "full"
+        return self.strategy == "ddp" and self.precision != "fp32" and (self.weights == "fp32" or not full)
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether a rank holds only its part of the weights between uses."""
+        return self.zero_stage == 3 or self.is_fsdp
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states live in host RAM or on NVMe."""
+        return "offload" in self.strategy or self.strategy == "zero3-nvme"
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether sharded weights live in host RAM or on NVMe."""
+        return self.strategy in ("zero3-offload", "zero3-nvme", "fsdp-offload")

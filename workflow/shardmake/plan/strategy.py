@@ -1,0 +1,440 @@
+"""Candidates, verdicts, the choice with its reason, and the ladder that training climbs down after an out-of-memory."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+from shardmake.config import STRATEGIES, Attention, Cluster, Precision, Run, Strategy
+from shardmake.errors import UserError
+from shardmake.plan import steptime
+from shardmake.plan.buckets import Buckets
+from shardmake.plan.hardware import GIB, Hardware, from_cluster
+from shardmake.plan.memory.estimate import COMFORT, Estimate, estimate, verdict
+from shardmake.plan.memory.scenario import BYTES, Scenario
+from shardmake.plan.model import Model, Split, read_model, split
+from shardmake.plan.plan import Choice, Plan, Resources, Workload
+
+CPU_STRATEGIES: tuple[Strategy, ...] = (
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero2-offload",
+    "zero3",
+    "zero3-offload-optimizer",
+    "zero3-offload",
+)
+# DeepSpeed's guide, from the fastest to what saves most memory.
+LADDER: tuple[Strategy, ...] = (
+    "ddp",
+    "zero1",
+    "zero2",
+    "zero2-offload",
+    "zero3",
+    "zero3-offload-optimizer",
+    "zero3-offload",
+    "zero3-nvme",
+)
+FSDP_LADDER: tuple[Strategy, ...] = ("fsdp-grad-op", "fsdp-hybrid", "fsdp", "fsdp-offload")
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice with its memory, its verdict and its time."""
+
+    choice: Choice
+    memory: Estimate
+    fits: bool
+    tight: bool
+    reason: str
+    step_seconds: float
+
+    @property
+    def name(self) -> str:
+        """What people call it, and the key of `Plan.rejected`."""
+        return describe(self.choice)
+
+    def as_json(self) -> dict[str, Any]:
+        """The candidate as it stands in memory.json."""
+        return {
+            "strategy": self.choice.strategy,
+            "name": self.name,
+            "choice": self.choice.model_dump(),
+            **self.memory.as_json(),
+            "fits": self.fits,
+            "reason": self.reason,
+            "step_seconds": self.step_seconds,
+        }
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A run with every `auto` that does not depend on memory resolved."""
+
+    run: Run
+    model: Model
+    split: Split
+    hardware: Hardware
+    precision: Precision
+    attention: Attention
+
+    @property
+    def workload(self) -> Workload:
+        """What is trained, the same for every candidate."""
+        return Workload(
+            model=self.run.model,
+            sequence_length=self.run.sequence_length,
+            packing=self.run.packing,
+            method=self.run.method,
+            optimizer=self.run.optimizer,
+            attention=self.attention,
+            loss=self.run.loss,
+        )
+
+
+def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, Any]]:
+    """The plan of run ``name`` on ``cluster``, and memory.json: every candidate with its bytes, term by term.
+
+    Raises `UserError` where settings contradict each other or nothing fits.
+    """
+    settings = resolve(run, cluster)
+    candidates = [evaluate(settings, choice) for choice in choices(settings)]
+    chosen = choose(candidates, settings)
+    plan = Plan(
+        run=name,
+        choice=chosen.choice,
+        workload=settings.workload,
+        reason=_reason(chosen, candidates),
+        rejected=_rejected(chosen, candidates),
+        ladder=[candidate.choice for candidate in ladder(chosen, candidates)],
+        resources=resources(settings, chosen),
+    )
+    return plan, memory_json(settings, candidates)
+
+
+def memory_json(settings: Settings, candidates: Iterable[Candidate]) -> dict[str, Any]:
+    """What is written to plan/memory.json."""
+    return {
+        "model": settings.model.architecture,
+        "parameters": settings.model.parameters,
+        "trainable": settings.split.trainable,
+        "gpu_memory": settings.hardware.gpu_memory,
+        "host_memory": settings.hardware.host_memory,
+        "candidates": [candidate.as_json() for candidate in candidates],
+    }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What does not depend on memory
+
+
+def resolve(run: Run, cluster: Cluster) -> Settings:
+    """``run`` on ``cluster`` with precision and attention decided, and contradictions refused."""
+    hardware = from_cluster(cluster)
+    model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    _check(run, cluster, hardware, model)
+    return Settings(
+        run=run,
+        model=model,
+        split=split(model, run.method, run.lora.rank, run.lora.targets),
+        hardware=hardware,
+        precision=_precision(run, hardware),
+        attention=_attention(run, hardware),
+    )
+
+
+def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None:
+    if hardware.is_cpu:
+        _check_cpu(run)
+    if run.nodes is not None and run.nodes > cluster.max_nodes:
+        raise UserError(
+            f"The run asks for {run.nodes} nodes, the cluster file allows {cluster.max_nodes} (max_nodes). "
+            "Lower nodes, or raise max_nodes if the cluster has them."
+        )
+    if model.max_positions is not None and run.sequence_length > model.max_positions:
+        raise UserError(
+            f"sequence_length is {run.sequence_length}, but {model.architecture} knows {model.max_positions} positions "
+            "(max_position_embeddings). Lower sequence_length."
+        )
+    if run.strategy == "zero3-nvme" and hardware.nvme is None:
+        raise UserError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
+
+
+def _check_cpu(run: Run) -> None:
+    needs_gpu = {
+        "optimizer: adamw8bit": run.optimizer == "adamw8bit",
+        "method: qlora": run.method == "qlora",
+        "attention: flash": run.attention == "flash",
+        "precision: fp16": run.precision == "fp16",
+        "loss: fused": run.loss == "fused",
+        "strategy: zero3-nvme": run.strategy == "zero3-nvme",
+    }
+    for setting, wanted in needs_gpu.items():
+        if wanted:
+            raise UserError(f"{setting} needs a GPU, and the cluster file says accelerator: cpu. Change one of them.")
+
+
+def _precision(run: Run, hardware: Hardware) -> Precision:
+    has_bf16 = hardware.accelerator.bf16 > 0
+    if run.precision == "auto":
+        return "fp32" if hardware.is_cpu else "bf16" if has_bf16 else "fp16"
+    if run.precision == "bf16" and not has_bf16:
+        raise UserError(
+            f"precision: bf16 needs Ampere or later, and {hardware.accelerator.name} is older. Use fp16, or auto."
+        )
+    return run.precision
+
+
+def _attention(run: Run, hardware: Hardware) -> Attention:
+    has_flash = hardware.accelerator.capability >= 8.0
+    if run.attention == "flash" and not has_flash:
+        raise UserError(
+            f"attention: flash needs Ampere or later, and {hardware.accelerator.name} is older. Use sdpa, or auto."
+        )
+    if run.attention == "auto":
+        return "flash" if has_flash and find_spec("flash_attn") else "sdpa"
+    return run.attention
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Candidates
+
+
+def choices(settings: Settings) -> Iterator[Choice]:
+    """Every way to run ``settings``, fewest nodes first; the global batch size is the same in all."""
+    run, hardware = settings.run, settings.hardware
+    node_counts = [run.nodes] if run.nodes else range(1, hardware.max_nodes + 1)
+    usable = [nodes for nodes in node_counts if run.global_batch_size % (nodes * hardware.processes_per_node) == 0]
+    if not usable:
+        raise UserError(_batch_advice(settings, list(node_counts)))
+    found = [
+        Choice(
+            strategy=strategy,
+            gradient_checkpointing=checkpointing,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=run.global_batch_size // (nodes * hardware.processes_per_node * micro),
+            nodes=nodes,
+            processes_per_node=hardware.processes_per_node,
+            precision=settings.precision,
+        )
+        for nodes in usable
+        for strategy in _strategies(settings, nodes)
+        for checkpointing in _checkpointing(run)
+        for micro in _micro_batches(settings, run.global_batch_size // (nodes * hardware.processes_per_node))
+    ]
+    if not found:
+        raise UserError(_micro_advice(settings, usable))
+    yield from found
+
+
+def _strategies(settings: Settings, nodes: int) -> Iterable[Strategy]:
+    run = settings.run
+    if run.strategy != "auto":
+        return [run.strategy]
+    if settings.hardware.is_cpu:
+        return CPU_STRATEGIES
+    sharded = [s for s in STRATEGIES if s != "fsdp-hybrid" or nodes > 1]
+    if run.method == "qlora":
+        sharded = [s for s in sharded if s in ("ddp", "zero1", "zero2", "fsdp")]
+    if run.optimizer == "adamw8bit":
+        sharded = [s for s in sharded if "offload" not in s and s != "zero3-nvme"]
+    return [s for s in sharded if s != "zero3-nvme" or settings.hardware.nvme is not None]
+
+
+def _checkpointing(run: Run) -> list[bool]:
+    return [False, True] if run.gradient_checkpointing == "auto" else [run.gradient_checkpointing]
+
+
+def _micro_batches(settings: Settings, per_rank: int) -> list[int]:
+    """Divisors of a rank's share of the global batch, largest first, at most 64."""
+    wanted = settings.run.micro_batch_size
+    sizes = range(min(per_rank, 64), 0, -1) if wanted == "auto" else [wanted]
+    return [size for size in sizes if per_rank % size == 0]
+
+
+def _batch_advice(settings: Settings, node_counts: list[int]) -> str:
+    run, ranks = settings.run, node_counts[0] * settings.hardware.processes_per_node
+    below, above = run.global_batch_size // ranks * ranks, -(-run.global_batch_size // ranks) * ranks
+    sizes = " or ".join(str(size) for size in (below, above) if size)
+    return (
+        f"global_batch_size {run.global_batch_size} cannot be divided over {ranks} ranks "
+        f"({node_counts[0]} nodes x {settings.hardware.processes_per_node}). Use {sizes}, or another number of nodes."
+    )
+
+
+def _micro_advice(settings: Settings, usable: list[int]) -> str:
+    run = settings.run
+    ranks = usable[0] * settings.hardware.processes_per_node
+    step = ranks * int(run.micro_batch_size)
+    below, above = run.global_batch_size // step * step, -(-run.global_batch_size // step) * step
+    sizes = " or ".join(str(size) for size in (below, above) if size)
+    return (
+        f"global_batch_size {run.global_batch_size} is no multiple of {ranks} ranks x micro_batch_size "
+        f"{run.micro_batch_size}. Use a global_batch_size of {sizes}, or micro_batch_size: auto."
+    )
+
+
+def evaluate(settings: Settings, choice: Choice) -> Candidate:
+    """``choice`` with its memory, verdict and time."""
+    scenario = scenario_of(settings, choice)
+    memory = estimate(scenario, buckets_of(settings, choice), settings.run.checkpoints.keep)
+    fits, reason = verdict(memory, scenario, settings.hardware)
+    tight = not settings.hardware.is_cpu and memory.gpu.device * COMFORT > settings.hardware.gpu_memory
+    seconds = steptime.step_time(scenario, settings.hardware).total
+    return Candidate(choice, memory, fits, tight, reason, seconds)
+
+
+def scenario_of(settings: Settings, choice: Choice) -> Scenario:
+    """``choice`` as the memory formulas see it."""
+    run = settings.run
+    return Scenario(
+        model=settings.model,
+        split=settings.split,
+        strategy=choice.strategy,
+        nodes=choice.nodes,
+        ranks_per_node=choice.processes_per_node,
+        micro_batch=choice.micro_batch_size,
+        sequence_length=run.sequence_length,
+        accumulation=choice.gradient_accumulation_steps,
+        checkpointing=choice.gradient_checkpointing,
+        attention=settings.attention,
+        masked=settings.attention == "sdpa",
+        precision=choice.precision,
+        optimizer=run.optimizer,
+        method=run.method,
+        loss=run.loss,
+        lora_dropout=run.lora.dropout,
+        on_cpu=settings.hardware.is_cpu,
+    )
+
+
+def buckets_of(settings: Settings, choice: Choice) -> Buckets:
+    """DeepSpeed's buffer sizes for ``choice``."""
+    h = settings.model.hidden_size
+    return Buckets(
+        reduce_bucket_size=h * h,
+        stage3_prefetch_bucket_size=int(0.9 * h * h),
+        stage3_param_persistence_threshold=10 * h,
+        overlap_comm=not settings.hardware.is_cpu,
+        pin_memory=not settings.hardware.is_cpu,
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The choice
+
+
+def choose(candidates: list[Candidate], settings: Settings) -> Candidate:
+    """The fastest that fits with room to spare on the fewest nodes; a tight one only where nothing else fits."""
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if not fitting:
+        raise UserError(_nothing_fits(candidates, settings))
+    roomy = [candidate for candidate in fitting if not candidate.tight] or fitting
+    fewest = min(candidate.choice.nodes for candidate in roomy)
+    return min((c for c in roomy if c.choice.nodes == fewest), key=_preference)
+
+
+def _preference(candidate: Candidate) -> tuple[float, int, bool, int]:
+    """Faster first; within a percent the simpler strategy, then no checkpointing, then the smaller micro batch."""
+    choice = candidate.choice
+    simplicity = LADDER.index(choice.strategy) if choice.strategy in LADDER else len(LADDER)
+    rounded = float(f"{candidate.step_seconds:.2g}")
+    return rounded, simplicity, choice.gradient_checkpointing, choice.micro_batch_size
+
+
+def describe(choice: Choice) -> str:
+    """``zero2, checkpointing, micro batch 4, 2 nodes``."""
+    parts = [choice.strategy, "checkpointing" if choice.gradient_checkpointing else "no checkpointing"]
+    nodes = "1 node" if choice.nodes == 1 else f"{choice.nodes} nodes"
+    return ", ".join([*parts, f"micro batch {choice.micro_batch_size}", nodes])
+
+
+def _reason(chosen: Candidate, candidates: list[Candidate]) -> str:
+    fitting = sum(candidate.fits for candidate in candidates)
+    lead = "the only candidate that fits" if fitting == 1 else f"the fastest of {fitting} candidates that fit"
+    return f"{chosen.name}: {lead} ({chosen.reason.removeprefix('fits: ')}, about {chosen.step_seconds:.3g} s a step)."
+
+
+def _rejected(chosen: Candidate, candidates: list[Candidate]) -> dict[str, str]:
+    return {candidate.name: _why_not(candidate, chosen) for candidate in candidates if candidate is not chosen}
+
+
+def _why_not(candidate: Candidate, chosen: Candidate) -> str:
+    if not candidate.fits or candidate.tight:
+        return candidate.reason
+    if candidate.choice.nodes > chosen.choice.nodes:
+        return "takes more nodes than needed"
+    ratio = candidate.step_seconds / chosen.step_seconds
+    return f"{ratio:.2f} times the time per step" if ratio > 1.005 else "no faster, and less simple"
+
+
+def _nothing_fits(candidates: list[Candidate], settings: Settings) -> str:
+    best = min(candidates, key=lambda candidate: candidate.memory.gpu.device + candidate.memory.host_total)
+    subject = "Nothing fits" if settings.run.strategy == "auto" else f"Strategy {settings.run.strategy} does not fit"
+    return (
+        f"{subject}: even {best.name} {best.reason}. "
+        "Use more nodes (max_nodes), a shorter sequence_length, method: lora, or strategy: auto."
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The ladder
+
+
+def ladder(chosen: Candidate, candidates: list[Candidate]) -> list[Candidate]:
+    """What follows the choice after each out-of-memory: each rung needs less GPU memory than the one before."""
+    rungs: list[Candidate] = []
+    below = chosen.memory.gpu.device
+    for candidate in sorted(candidates, key=_rung(chosen)):
+        if _is_below(candidate, chosen) and candidate.memory.gpu.device < below:
+            rungs.append(candidate)
+            below = candidate.memory.gpu.device
+    return rungs
+
+
+def _order(strategy: Strategy) -> int:
+    family = FSDP_LADDER if strategy in FSDP_LADDER else LADDER
+    return family.index(strategy)
+
+
+def _rung(chosen: Candidate) -> Any:
+    def key(candidate: Candidate) -> tuple[int, int, bool, int]:
+        choice = candidate.choice
+        return choice.nodes, _order(choice.strategy), choice.gradient_checkpointing, -choice.micro_batch_size
+
+    return key
+
+
+def _is_below(candidate: Candidate, chosen: Candidate) -> bool:
+    """Same engine family, same or more nodes, and not before the choice in the guide's order."""
+    mine, its = candidate.choice, chosen.choice
+    if (mine.strategy in FSDP_LADDER) != (its.strategy in FSDP_LADDER) or not candidate.fits:
+        return False
+    if _order(mine.strategy) < _order(its.strategy) or mine.nodes < its.nodes:
+        return False
+    one_sequence = mine.micro_batch_size in (its.micro_batch_size, 1)
+    return one_sequence and (mine.gradient_checkpointing or not its.gradient_checkpointing)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What Slurm is asked for
+
+
+def resources(settings: Settings, chosen: Candidate) -> dict[str, Resources]:
+    """Memory and cores per node by stage; every figure with a quarter to spare and at most what a node has."""
+    hardware, model = settings.hardware, settings.model
+    tensors = chosen.choice.processes_per_node * chosen.memory.gpu.allocated if hardware.is_cpu else 0
+    weights = BYTES[settings.precision] * model.parameters
+    largest = 4 * model.largest_tensor
+    few = min(4, hardware.cpus_per_node)
+    return {
+        "train": _resources(hardware, chosen.memory.host_total + tensors, hardware.cpus_per_node),
+        "consolidate": _resources(hardware, 2 * GIB + 4 * largest, few),
+        "evaluate": _resources(hardware, 3 * GIB + (4 * model.parameters if hardware.is_cpu else 2 * weights), few),
+        "data": _resources(hardware, 4 * GIB, few),
+    }
+
+
+def _resources(hardware: Hardware, needed: int, cpus: int) -> Resources:
+    gib = -(-int(1.25 * needed) // GIB)
+    return Resources(memory_gib=max(1, min(gib, hardware.host_memory // GIB)), cpus=cpus)
