@@ -50,16 +50,17 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.plan.stage import plan_run
 
     _, run, cluster, rundir = _open(name, config, runs)
-    plan_run(run, cluster, rundir, console)
+    plan_run(run, cluster, rundir, tell)
 
 
 @app.command()
 def render(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Render the Accelerate and DeepSpeed files from the plan, and check them."""
-    from shardmake.plan.render import render_run
+    from shardmake.plan.plan import read_plan
+    from shardmake.plan.render import render as write_files
 
     _, run, cluster, rundir = _open(name, config, runs)
-    render_run(run, cluster, rundir)
+    write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder)
     tell(f"Rendered {rundir.accelerate}, {rundir.deepspeed} and {rundir.training}.")
 
 

@@ -16,29 +16,34 @@ class RunDir:
         return self.root.name
 
     @property
+    def plan_folder(self) -> Path:
+        """Folder of the plan and the rendered files."""
+        return self.root / "plan"
+
+    @property
     def memory(self) -> Path:
         """Every candidate with its bytes, term by term."""
-        return self.root / "plan" / "memory.json"
+        return self.plan_folder / "memory.json"
 
     @property
     def plan(self) -> Path:
         """The choice, the reason, the ladder (`shardmake.plan.plan.Plan`)."""
-        return self.root / "plan" / "plan.json"
+        return self.plan_folder / "plan.json"
 
     @property
     def accelerate(self) -> Path:
         """Rendered Accelerate file."""
-        return self.root / "plan" / "accelerate.yaml"
+        return self.plan_folder / "accelerate.yaml"
 
     @property
     def deepspeed(self) -> Path:
         """Rendered DeepSpeed file; an empty object where the strategy is not DeepSpeed's."""
-        return self.root / "plan" / "deepspeed.json"
+        return self.plan_folder / "deepspeed.json"
 
     @property
     def training(self) -> Path:
         """Rendered training arguments and what the ranks need beside them."""
-        return self.root / "plan" / "training.json"
+        return self.plan_folder / "training.json"
 
     @property
     def data(self) -> Path:

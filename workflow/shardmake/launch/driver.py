@@ -26,8 +26,8 @@ from shardmake.launch.jobs import Jobs, attempt_settings, make_jobs
 from shardmake.launch.outcome import Action, End, Evidence, Outcome, classify, decide
 from shardmake.launch.states import JobState, JobStatus
 from shardmake.plan.plan import Choice, Plan, as_json, read_plan
-from shardmake.plan.render import render_files
-from shardmake.receipt import read_json, write_json, write_text
+from shardmake.plan.render import render
+from shardmake.receipt import read_json, write_json
 from shardmake.rundir import RunDir
 from shardmake.train import ledger
 from shardmake.train.receipt import is_last, write_receipt
@@ -146,6 +146,7 @@ class Driver:
         number = self._last_attempt() + 1
         folder = AttemptDir((self.rundir.attempts / f"{number:03d}").resolve())
         self._clear_stop_file()
+        self.rundir.train_receipt.unlink(missing_ok=True)
         resume_from = self._choose_checkpoint()
         plan = self._write_configuration(folder)
         settings = attempt_settings(
@@ -172,8 +173,7 @@ class Driver:
         choice: Choice = self.plan.choice if rung == 0 else self.plan.ladder[rung - 1]
         plan = self.plan.model_copy(update={"choice": choice})
         write_json(folder.plan, as_json(plan))
-        for name, text in render_files(plan, self.run, self.cluster).items():
-            write_text(folder.root / name, text)
+        render(plan, self.run, self.cluster, folder.root)
         return plan
 
     def _choose_checkpoint(self) -> Path | None:

@@ -20,6 +20,7 @@ from typing import IO
 from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
 from shardmake.plan.plan import read_plan
+from shardmake.plan.render import launch_command
 
 PR_SET_PDEATHSIG = 1
 _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
@@ -93,7 +94,8 @@ def main(attempt_folder: Path, node: Node) -> int:
 
 
 def _run_ranks(folder: AttemptDir, attempt: Attempt, node: Node, meeting: Rendezvous) -> int:
-    command = launch_command(folder, node.rank, meeting)
+    plan = read_plan(folder.plan)
+    command = launch_command(plan, folder.root, node.rank, meeting.address, meeting.port)
     variables = rank_environment(attempt, meeting)
     with folder.log(node.rank).open("a") as log:
         _write_heading(log, command, variables, meeting, attempt, node)
@@ -105,15 +107,6 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, node: Node, meeting: Rendez
             preexec_fn=_leave_signals_to_worker,
         )
         return process.wait()
-
-
-def launch_command(folder: AttemptDir, node_rank: int, meeting: Rendezvous) -> list[str]:
-    """The `accelerate launch` line of one node; a person can paste it."""
-    from shardmake.plan.render import launch_arguments
-
-    choice = read_plan(folder.plan).choice
-    arguments = launch_arguments(folder.accelerate, choice, node_rank, meeting.address, meeting.port)
-    return [sys.executable, "-m", "accelerate.commands.launch", *arguments, "-m", "shardmake.train", str(folder.root)]
 
 
 def rank_environment(attempt: Attempt, meeting: Rendezvous) -> dict[str, str]:

@@ -16,8 +16,8 @@ from shardmake.errors import UserError
 from shardmake.plan.check import Files, check_rendered
 from shardmake.plan.plan import Choice, Plan
 from shardmake.receipt import write_json, write_text
-from shardmake.rundir import RunDir
 
+ACCELERATE, DEEPSPEED, TRAINING = "accelerate.yaml", "deepspeed.json", "training.json"
 TORCH_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION: Final = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 OPTIMIZERS: Final = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd"}
@@ -34,22 +34,22 @@ OFFLOAD_PARAM: Final[dict[Strategy, str]] = {"zero3-offload": "cpu", "zero3-nvme
 IGNORED_IN_ACCELERATE_FILE: Final = ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
 
 
-def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> None:
-    """Write the three files of ``plan`` into ``rundir``, each only if its content changed.
+def render(plan: Plan, run: Run, cluster: Cluster, folder: Path) -> None:
+    """Write the three files of ``plan`` into ``folder``, each only if its content changed.
 
     Before that the libraries' own parsers read them (`shardmake.plan.check`). Raises `UserError` where run and plan
     contradict each other or a library would refuse a file.
     """
     _check_batch(plan.choice, run)
     files = Files(
-        accelerate=accelerate_config(plan, cluster, rundir.deepspeed),
+        accelerate=accelerate_config(plan, cluster, folder / DEEPSPEED),
         deepspeed=deepspeed_config(plan, run, cluster),
         training=training_config(plan, run, cluster),
     )
     check_rendered(files, plan.choice, launch_flags(plan, machine_rank=0, address="localhost", port=1))
-    write_text(rundir.accelerate, as_yaml(files.accelerate))
-    write_json(rundir.deepspeed, files.deepspeed)
-    write_json(rundir.training, files.training)
+    write_text(folder / ACCELERATE, as_yaml(files.accelerate))
+    write_json(folder / DEEPSPEED, files.deepspeed)
+    write_json(folder / TRAINING, files.training)
 
 
 def as_yaml(values: dict[str, Any]) -> str:
@@ -329,16 +329,17 @@ def _interval_arguments(run: Run) -> dict[str, Any]:
 # --- launch -----------------------------------------------------------------------------------------------------------
 
 
-def launch_command(plan: Plan, rundir: RunDir, machine_rank: int, address: str, port: int) -> list[str]:
+def launch_command(plan: Plan, attempt: Path, machine_rank: int, address: str, port: int) -> list[str]:
     """The command that starts the ranks of node ``machine_rank``; it can be typed by hand just so.
 
-    ``address`` and ``port`` are node 0's. Keys that accelerate would ignore in its file are given here.
+    ``attempt`` is the attempt's folder with its rendered files; ``address`` and ``port`` are node 0's. Keys that
+    accelerate would ignore in its file are given here.
     """
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
-        *("--config_file", str(rundir.accelerate.absolute())),
+        *("--config_file", str(attempt / ACCELERATE)),
         *launch_flags(plan, machine_rank, address, port),
-        *("-m", "shardmake.train", str(rundir.root.absolute())),
+        *("-m", "shardmake.train", str(attempt)),
     ]
 
 
@@ -357,16 +358,6 @@ def launch_flags(plan: Plan, machine_rank: int, address: str, port: int) -> list
 def threads_per_process(plan: Plan) -> int:
     """Cores of a node shared out between its ranks; DeepSpeed's CPU optimizer lives on them."""
     return max(1, plan.resources["train"].cpus // plan.choice.processes_per_node)
-
-
-def launch_environment(plan: Plan, cluster: Cluster) -> dict[str, str]:
-    """Environment variables of every node's launch, beside what the job inherits."""
-    values = {"OMP_NUM_THREADS": str(threads_per_process(plan))}
-    if is_cpu(cluster):
-        values["DS_ACCELERATOR"] = "cpu"
-    if cluster.network_interface is not None:
-        values |= dict.fromkeys(("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"), cluster.network_interface)
-    return values
 
 
 def _check_batch(choice: Choice, run: Run) -> None:
