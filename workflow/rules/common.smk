@@ -37,7 +37,7 @@ wildcard_constraints:
 
 def settings_of(stage):
     """Digest of the settings that a stage reads: an edited comment, or another stage's key, reruns nothing."""
-    return lambda wildcards: stage_digest(RUNS[wildcards.run], stage)
+    return lambda wildcards: stage_digest(RUNS[wildcards.run], CLUSTER, stage)
 
 
 def inputs_of(*parts):

@@ -19,10 +19,12 @@ rule consolidate:
     message:
         "{wildcards.run}: merging the sharded checkpoint into a model folder that from_pretrained loads"
     shell:
-        "shardmake consolidate {wildcards.run}"
-        " {params.config}"
-        " --workers {threads}"
-        " 2>&1 | tee -i {log}"
+        """
+        shardmake consolidate {wildcards.run} \
+            {params.config} \
+            --workers {threads} \
+            2>&1 | tee -i {log}
+        """
 
 
 rule evaluate:
@@ -48,9 +50,11 @@ rule evaluate:
     message:
         "{wildcards.run}: measuring loss and perplexity of the base and the tuned model, and letting both answer"
     shell:
-        "shardmake evaluate {wildcards.run}"
-        " {params.config}"
-        " 2>&1 | tee -i {log}"
+        """
+        shardmake evaluate {wildcards.run} \
+            {params.config} \
+            2>&1 | tee -i {log}
+        """
 
 
 rule push:
@@ -70,6 +74,8 @@ rule push:
     message:
         "{wildcards.run}: pushing the model and reading back what arrived"
     shell:
-        "shardmake push {wildcards.run}"
-        " {params.config}"
-        " 2>&1 | tee -i {log}"
+        """
+        shardmake push {wildcards.run} \
+            {params.config} \
+            2>&1 | tee -i {log}
+        """

@@ -1,7 +1,6 @@
 rule choose_strategy:
     input:
         model=inputs_of("model"),
-        cluster=CONFIG.cluster,
     output:
         memory="runs/{run}/plan/memory.json",
         plan="runs/{run}/plan/plan.json",
@@ -16,9 +15,11 @@ rule choose_strategy:
     message:
         "{wildcards.run}: estimating memory and choosing the fastest strategy that fits, before anything is queued"
     shell:
-        "shardmake plan {wildcards.run}"
-        " {params.config}"
-        " 2>&1 | tee -i {log}"
+        """
+        shardmake plan {wildcards.run} \
+            {params.config} \
+            2>&1 | tee -i {log}
+        """
 
 
 rule render:
@@ -39,6 +40,8 @@ rule render:
     message:
         "{wildcards.run}: rendering the Accelerate and DeepSpeed files from the plan and checking them with the libraries' own parsers"
     shell:
-        "shardmake render {wildcards.run}"
-        " {params.config}"
-        " 2>&1 | tee -i {log}"
+        """
+        shardmake render {wildcards.run} \
+            {params.config} \
+            2>&1 | tee -i {log}
+        """

@@ -19,10 +19,12 @@ rule tokenize:
     message:
         "{wildcards.run}: tokenizing and packing the data once, so that no rank waits for it"
     shell:
-        "shardmake data {wildcards.run}"
-        " {params.config}"
-        " --cpus {threads}"
-        " 2>&1 | tee -i {log}"
+        """
+        shardmake data {wildcards.run} \
+            {params.config} \
+            --cpus {threads} \
+            2>&1 | tee -i {log}
+        """
 
 
 # The driver of the training job. Its checkpoints are no declared output: Snakemake would delete them on failure.
@@ -46,6 +48,8 @@ rule train:
     message:
         "{wildcards.run}: training; the driver adopts a running job or submits one, and resumes it until it is done"
     shell:
-        "shardmake train {wildcards.run}"
-        " {params.config}"
-        " 2>&1 | tee -i {log}"
+        """
+        shardmake train {wildcards.run} \
+            {params.config} \
+            2>&1 | tee -i {log}
+        """

@@ -290,10 +290,17 @@ STAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
 _LATE_FIELDS = {field for stage in ("consolidate", "evaluate", "push") for field in STAGE_FIELDS[stage]} | {"data"}
 
 
-def stage_digest(run: Run, stage: str) -> str:
-    """Digest of the settings that ``stage`` reads; Snakemake reruns the stage when it changes."""
+def stage_digest(run: Run, cluster: Cluster, stage: str) -> str:
+    """Digest of the settings that ``stage`` reads; Snakemake reruns the stage when it changes.
+
+    Only the plan depends on the cluster; what it decides from it stands in the rendered files.
+    """
     values = run.model_dump()
-    fields = STAGE_FIELDS.get(stage) or sorted(set(values) - _LATE_FIELDS)
+    fields = STAGE_FIELDS.get(stage)
+    if fields is None:
+        fields = tuple(sorted(set(values) - _LATE_FIELDS))
+        values["cluster"] = cluster.model_dump()
+        fields += ("cluster",)
     return digest({field: values[field] for field in fields})
 
 

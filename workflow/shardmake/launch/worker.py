@@ -18,6 +18,7 @@ from types import FrameType
 from typing import IO
 
 from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
+from shardmake.caches import kernel_caches
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
 from shardmake.plan.plan import read_plan
 from shardmake.plan.render import launch_command
@@ -111,15 +112,11 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, node: Node, meeting: Rendez
 
 def rank_environment(attempt: Attempt, meeting: Rendezvous) -> dict[str, str]:
     """What the launcher and the ranks find in their environment beyond what the job has."""
-    scratch = Path(attempt.scratch) / f"shardmake-{os.getuid()}"
     variables = {
         "OMP_NUM_THREADS": str(max(1, attempt.cpus_per_node // attempt.processes_per_node)),
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Compiled kernels on a network file system race between nodes; one folder a user keeps others out.
-        "TORCH_EXTENSIONS_DIR": str(scratch / "torch_extensions"),
-        "TRITON_CACHE_DIR": str(scratch / "triton"),
-        "TORCHINDUCTOR_CACHE_DIR": str(scratch / "inductor"),
+        **kernel_caches(attempt.scratch),
         # The launcher must not answer the signals that mean "save now": it would end the ranks after 30 s.
         "PET_SIGNALS_TO_HANDLE": "SIGINT",
         "NCCL_SOCKET_IFNAME": meeting.interface,

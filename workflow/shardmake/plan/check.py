@@ -17,6 +17,7 @@ from typing import Any
 
 import yaml
 
+from shardmake.caches import kernel_caches
 from shardmake.errors import UserError
 from shardmake.plan.plan import Choice
 
@@ -30,10 +31,11 @@ class Files:
     training: dict[str, Any]
 
 
-def check_rendered(files: Files, choice: Choice, flags: list[str]) -> None:
+def check_rendered(files: Files, choice: Choice, flags: list[str], scratch: str) -> None:
     """Have the libraries read ``files``; a `UserError` lists everything that they refuse or understand differently.
 
-    ``flags`` are the options of `accelerate launch` that stand beside the file.
+    ``flags`` are the options of `accelerate launch` that stand beside the file; ``scratch`` is the folder for compiled
+    kernels, of which DeepSpeed builds one for the CPU as soon as it reads a configuration.
     """
     request = {"files": asdict(files), "choice": choice.model_dump(mode="json"), "flags": flags}
     with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
@@ -41,7 +43,7 @@ def check_rendered(files: Files, choice: Choice, flags: list[str]) -> None:
         Path(folder, "request.json").write_text(json.dumps(request))
         process = subprocess.run(
             [sys.executable, "-m", "shardmake.plan.check", folder],
-            env=_environment(choice, files),
+            env=_environment(choice, files) | kernel_caches(scratch),
             capture_output=True,
             text=True,
             check=False,

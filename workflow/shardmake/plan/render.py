@@ -46,7 +46,7 @@ def render(plan: Plan, run: Run, cluster: Cluster, folder: Path) -> None:
         deepspeed=deepspeed_config(plan, run, cluster),
         training=training_config(plan, run, cluster),
     )
-    check_rendered(files, plan.choice, launch_flags(plan, machine_rank=0, address="localhost", port=1))
+    check_rendered(files, plan.choice, launch_flags(plan, machine_rank=0, address="localhost", port=1), cluster.scratch)
     write_text(folder / ACCELERATE, as_yaml(files.accelerate))
     write_json(folder / DEEPSPEED, files.deepspeed)
     write_json(folder / TRAINING, files.training)

@@ -16,8 +16,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from shardmake import data
 from shardmake.attempt import Attempt, AttemptDir, rank_report
+from shardmake.data.dataset import collator, load
 from shardmake.plan.plan import Plan, read_plan
 from shardmake.receipt import read_json, write_json
 from shardmake.train import ledger
@@ -96,9 +96,9 @@ def _make_trainer(
     trainer = ShardedTrainer(
         model=model,
         args=arguments,
-        train_dataset=data.load(rundir.data, "train"),
-        eval_dataset=data.load(rundir.data, "eval"),
-        data_collator=data.collate,
+        train_dataset=load(rundir.data, "train"),
+        eval_dataset=load(rundir.data, "eval"),
+        data_collator=collator(rundir.data, plan.workload.attention),
         processing_class=_load_tokenizer(settings),
         callbacks=[
             Metrics(rundir.metrics, tokens_per_step, attempt.number),

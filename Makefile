@@ -1,0 +1,47 @@
+# Two commands set everything up on a fresh machine: `make demo` runs the main job, `make test` runs the tests.
+
+PYTHON ?= python3
+BIN := .venv/bin
+export DS_BUILD_OPS := 0
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: demo install test check unit docs clean
+
+demo: install
+	$(BIN)/shardmake demo
+	$(BIN)/snakemake --profile profiles/local
+	$(BIN)/shardmake status docs-chat
+
+install: .venv/installed
+
+# torch goes first: DeepSpeed's build looks for it, and its version decides whether CUDA packages come along.
+.venv/installed: pyproject.toml constraints.txt
+	PYTHON=$(PYTHON) envs/system.sh demo
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
+	$(BIN)/pip install -q setuptools wheel
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
+	touch $@
+
+test: install
+	PYTHON=$(PYTHON) envs/system.sh test
+	$(MAKE) check
+	$(BIN)/pytest
+
+# Style, types, workflow: seconds, no processes.
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/snakefmt --check Snakefile workflow/rules
+	$(BIN)/shardmake demo
+	$(BIN)/snakemake --lint
+
+unit: install
+	$(BIN)/pytest tests/unit
+
+docs: install
+	$(BIN)/python -m shardmake.docs
+
+clean:
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis workflow/*.egg-info

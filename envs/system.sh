@@ -1,0 +1,37 @@
+#!/usr/bin/env bash
+# Install what the Python packages need of the system. `system.sh demo`: a compiler; `system.sh test`: Slurm as well.
+# As root on Debian or Ubuntu it installs; otherwise it says what is missing.
+set -euo pipefail
+purpose=${1:?usage: system.sh demo|test}
+python=${PYTHON:-python3}
+
+"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+  { echo "Python 3.11 or later is needed; name one: make $purpose PYTHON=python3.12" >&2; exit 1; }
+
+required=()
+command -v g++ >/dev/null || required+=(g++) # DeepSpeed compiles its collectives for the CPU at first start
+"$python" -c 'import ensurepip, venv' 2>/dev/null || required+=(python3-venv)
+[ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || required+=(python3-dev)
+
+cluster=()
+if [ "$purpose" = test ]; then
+  command -v slurmctld >/dev/null || cluster+=(slurmctld)
+  command -v slurmd >/dev/null || cluster+=(slurmd slurm-wlm-basic-plugins)
+  command -v sinfo >/dev/null || cluster+=(slurm-client)
+  command -v munged >/dev/null || cluster+=(munge)
+  command -v ip >/dev/null || cluster+=(iproute2)
+fi
+
+missing=("${required[@]}" "${cluster[@]}")
+[ ${#missing[@]} -eq 0 ] && exit 0
+if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
+  echo "Installing ${missing[*]}"
+  export DEBIAN_FRONTEND=noninteractive
+  apt-get update -qq
+  apt-get install -qq -y --no-install-recommends "${missing[@]}" >/dev/null
+  exit 0
+fi
+[ ${#cluster[@]} -eq 0 ] ||
+  echo "Without ${cluster[*]} the tests on a real Slurm are left out. On Debian: sudo apt-get install ${cluster[*]}" >&2
+[ ${#required[@]} -eq 0 ] ||
+  { echo "Missing: ${required[*]}. On Debian: sudo apt-get install ${required[*]}" >&2; exit 1; }
