@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.config import Run, parse_config
 from shardmake.plan.plan import Choice, Plan, Resources, Workload, as_json
 from shardmake.publish.manifest import as_json as manifest_as_json
@@ -51,7 +52,53 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
     write_json(rundir.plan, as_json(make_plan()))
     write_json(rundir.train_receipt, TRAINED)
     write_json(rundir.evaluation, EVALUATED)
+    write_history(rundir, [(0, 900, range(1, 31), "interrupted"), (1200, 2100, range(31, 61), "finished")])
     return rundir
+
+
+def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]]) -> None:
+    """Attempts with start and end (seconds), the steps that stayed, and why they ended; a step every 20 seconds."""
+    lines: list[dict[str, Any]] = []
+    for number, (started, ended, steps, _) in enumerate(attempts, 1):
+        folder = AttemptDir(rundir.attempts / f"{number:03d}")
+        write_record(folder.settings, make_attempt(number, rundir))
+        exit_ = NodeExit(
+            node_rank=0, host="n1", started=started, ended=ended, phase="training", returncode=0, stop_signal=None
+        )
+        write_record(folder.exit_record(0), exit_)
+        lines += [_metrics_line(step, number, started + 60 + 20 * index) for index, step in enumerate(steps)]
+    story = [{"attempt": number, "end": end} for number, (*_, end) in enumerate(attempts, 1)]
+    write_json(rundir.attempts / "index.json", story)
+    rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_attempt(number: int, rundir: RunDir) -> Attempt:
+    return Attempt(
+        number=number,
+        run_folder=str(rundir.root),
+        nodes=1,
+        processes_per_node=2,
+        cpus_per_node=2,
+        accelerator="cpu",
+        network_interface=None,
+        scratch="/tmp",
+        offline=True,
+        resume_from=None,
+        recipe="r",
+    )
+
+
+def _metrics_line(step: int, attempt: int, time: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "time": time,
+        "attempt": attempt,
+        "loss": 9.0 / step,
+        "learning_rate": 5e-4,
+        "grad_norm": 1.0,
+        "tokens": 4096 * step,
+        "tokens_per_second": 204.8,
+    }
 
 
 def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
@@ -89,11 +136,10 @@ TRAINED = {
     "steps": 60,
     "tokens": 245760,
     "loss": 2.41,
-    "attempts": 1,
-    "wall_seconds": 1800.0,
+    "attempts": 2,
     "world_size": 2,
     "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
-    "finished_at": "2026-01-01T00:00:00Z",
+    "finished_at": 1_700_001_800.0,
 }
 EVALUATED = {
     "sequences": 32,

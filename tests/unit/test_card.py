@@ -33,7 +33,7 @@ def test_the_card_tells_what_the_receipts_say(tmp_path: Path) -> None:
         "| Data | train.jsonl |",
         "| Strategy | zero2. The fastest that fits: 11 GiB of 40 GiB. |",
         "| Ranks | 2 (1 x 2) |",
-        "| Time | 0.50 h, 1.00 device hours, 1 attempt(s) |",
+        "| Time | 0.50 h, 1.00 device hours, 2 attempt(s) |",
         "| Loss | 9.0000 | 2.5000 |",
         "| Perplexity | 8103.10 | 12.18 |",
         "torch 2.13.0, transformers 5.23.0",

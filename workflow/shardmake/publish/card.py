@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Run
 from shardmake.plan.plan import Plan, read_plan
+from shardmake.publish.history import History, read_history
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
 
@@ -36,7 +37,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
         base=public_name(run.model),
         revision=run.revision,
         is_adapter=_is_adapter(rundir),
-        facts=_facts(run, read_plan(rundir.plan), training),
+        facts=_facts(run, read_plan(rundir.plan), training, read_history(rundir)),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
         versions=training["versions"],
@@ -79,10 +80,10 @@ def _base_license(model: str) -> str | None:
     return ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None
 
 
-def _facts(run: Run, plan: Plan, training: dict[str, Any]) -> dict[str, str]:
+def _facts(run: Run, plan: Plan, training: dict[str, Any], history: History) -> dict[str, str]:
     """The table "how it was made"."""
     choice = plan.choice
-    hours = training["wall_seconds"] / 3600
+    loss = "not logged" if training["loss"] is None else f"{training['loss']:.4f}"
     return {
         "Base model": public_name(run.model) + (f" at `{run.revision}`" if run.revision else ""),
         "Data": public_name(run.data.train) + (f" at `{run.data.revision}`" if run.data.revision else ""),
@@ -94,8 +95,8 @@ def _facts(run: Run, plan: Plan, training: dict[str, Any]) -> dict[str, str]:
         "Global batch": f"{run.global_batch_size} sequences",
         "Steps": f"{training['steps']} optimizer steps, {training['tokens']:,} tokens",
         "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
-        "Training loss at the end": f"{training['loss']:.4f}",
-        "Time": f"{hours:.2f} h, {hours * training['world_size']:.2f} device hours, {training['attempts']} attempt(s)",
+        "Training loss at the end": loss,
+        "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
     }
 
 
