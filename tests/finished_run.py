@@ -108,7 +108,7 @@ def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
         old.unlink()
     for name, content in files.items():
         (rundir.model / name).write_bytes(content)
-    receipt = {"files": manifest_as_json(read_folder(rundir.model)), "verification": {"tensors": 2}}
+    receipt = {"verification": {"tensors": 2, "files": manifest_as_json(read_folder(rundir.model))}}
     rundir.model_receipt.write_text(json.dumps(receipt))
 
 

@@ -49,14 +49,16 @@ def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], path: Path, te
 
 
 def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
-    """The manifest of the model folder, equal to what the consolidator verified."""
+    """The manifest of the model folder, equal to what the consolidator verified; hidden files are no part of it."""
     again = f"Make the model again: shardmake consolidate {rundir.name}"
     receipt = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")
-    if not receipt.get("verification"):
+    if "verification" not in receipt:
         raise UserError(f"{rundir.model_receipt} holds no verification, so the model is not pushed. {again}")
-    expected = {name: _file_record(entry) for name, entry in receipt["files"].items()}
-    found = read_folder(rundir.model)
-    found.pop(rundir.model_receipt.name)
+    expected = {name: _file_record(entry) for name, entry in receipt["verification"]["files"].items()}
+    files = read_folder(rundir.model)
+    found = {
+        name: entry for name, entry in files.items() if not name.startswith(".") and name != rundir.model_receipt.name
+    }
     wrong = differences(expected, found) + [f"{name} is not in the receipt" for name in sorted(found.keys() - expected)]
     if wrong:
         raise UserError(
