@@ -1,0 +1,150 @@
+"""The folder of a run that is ready to be pushed, without a training: files with known content and their receipts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
+from shardmake.config import Run, parse_config
+from shardmake.plan.plan import Choice, Plan, Resources, Workload, as_json
+from shardmake.publish.manifest import as_json as manifest_as_json
+from shardmake.publish.manifest import read_folder
+from shardmake.receipt import write_json
+from shardmake.rundir import RunDir
+
+WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
+MODEL = {
+    "config.json": b'{"model_type": "llama"}\n',
+    "model.safetensors.index.json": b'{"weight_map": {}}\n',
+    "tokenizer.json": b"{}\n",
+    **WEIGHTS,
+}
+CHOICE = Choice(
+    strategy="zero2",
+    gradient_checkpointing=False,
+    micro_batch_size=4,
+    gradient_accumulation_steps=2,
+    nodes=1,
+    processes_per_node=2,
+    precision="bf16",
+)
+SCORES = {"loss": 2.5, "perplexity": 12.18, "tokens": 4096, "by_length": []}
+
+
+def make_run(**changes: Any) -> Run:
+    """A run's settings; ``changes`` go over them."""
+    values = {
+        "model": "lab/base",
+        "data": {"train": "resources/demo/train.jsonl"},
+        "sequence_length": 256,
+        "global_batch_size": 16,
+        "max_steps": 60,
+        "learning_rate": 5e-4,
+        **changes,
+    }
+    return parse_config({"cluster": "c.yaml", "runs": {"chat": values}}, "test").runs["chat"]
+
+
+def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
+    """The folder of a run that was trained, consolidated and evaluated."""
+    rundir = RunDir(root / "runs" / "chat")
+    write_model(rundir, files)
+    write_json(rundir.plan, as_json(make_plan()))
+    write_json(rundir.train_receipt, TRAINED)
+    write_json(rundir.evaluation, EVALUATED)
+    write_history(rundir, [(0, 900, range(1, 31), "interrupted"), (1200, 2100, range(31, 61), "finished")])
+    return rundir
+
+
+def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]]) -> None:
+    """Attempts with start and end (seconds), the steps that stayed, and why they ended; a step every 20 seconds."""
+    lines: list[dict[str, Any]] = []
+    for number, (started, ended, steps, _) in enumerate(attempts, 1):
+        folder = AttemptDir(rundir.attempts / f"{number:03d}")
+        write_record(folder.settings, make_attempt(number, rundir))
+        exit_ = NodeExit(
+            node_rank=0, host="n1", started=started, ended=ended, phase="training", returncode=0, stop_signal=None
+        )
+        write_record(folder.exit_record(0), exit_)
+        lines += [_metrics_line(step, number, started + 60 + 20 * index) for index, step in enumerate(steps)]
+    story = [{"attempt": number, "end": end} for number, (*_, end) in enumerate(attempts, 1)]
+    write_json(rundir.attempts / "index.json", story)
+    rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def make_attempt(number: int, rundir: RunDir) -> Attempt:
+    return Attempt(
+        number=number,
+        run_folder=str(rundir.root),
+        nodes=1,
+        processes_per_node=2,
+        cpus_per_node=2,
+        accelerator="cpu",
+        network_interface=None,
+        scratch="/tmp",
+        offline=True,
+        resume_from=None,
+        recipe="r",
+    )
+
+
+def _metrics_line(step: int, attempt: int, time: float) -> dict[str, Any]:
+    return {
+        "step": step,
+        "time": time,
+        "attempt": attempt,
+        "loss": 9.0 / step,
+        "learning_rate": 5e-4,
+        "grad_norm": 1.0,
+        "tokens": 4096 * step,
+        "tokens_per_second": 204.8,
+    }
+
+
+def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
+    """Replace the run's model and its receipt."""
+    rundir.model.mkdir(parents=True, exist_ok=True)
+    for old in rundir.model.iterdir():
+        old.unlink()
+    for name, content in files.items():
+        (rundir.model / name).write_bytes(content)
+    receipt = {"verification": {"tensors": 2, "files": manifest_as_json(read_folder(rundir.model))}}
+    rundir.model_receipt.write_text(json.dumps(receipt))
+
+
+def make_plan() -> Plan:
+    return Plan(
+        run="chat",
+        choice=CHOICE,
+        workload=Workload(
+            model="lab/base",
+            sequence_length=256,
+            packing=True,
+            method="full",
+            optimizer="adamw",
+            attention="sdpa",
+            loss="plain",
+        ),
+        reason="The fastest that fits: 11 GiB of 40 GiB.",
+        rejected={"ddp": "needs 52 GiB"},
+        ladder=[CHOICE],
+        resources={"train": Resources(memory_gib=8, cpus=2)},
+    )
+
+
+TRAINED = {
+    "steps": 60,
+    "tokens": 245760,
+    "loss": 2.41,
+    "attempts": 2,
+    "world_size": 2,
+    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
+    "finished_at": 1_700_001_800.0,
+}
+EVALUATED = {
+    "sequences": 32,
+    "tokens": 4096,
+    "base": SCORES | {"loss": 9.0, "perplexity": 8103.1},
+    "tuned": SCORES,
+    "samples": [{"prompt": "What does len do?", "base": "```", "tuned": "It returns the number of items."}],
+}

@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from shardmake.errors import UserError
+from shardmake.publish.card import public_name, render_card
+from tests.finished_run import make_run, make_rundir
+
+
+def test_the_card_tells_what_the_receipts_say(tmp_path: Path) -> None:
+    card = ModelCard(render_card(make_run(), make_rundir(tmp_path)))
+    assert card.data.to_dict() == {
+        "base_model": "lab/base",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["shardmake"],
+        "model-index": [
+            {
+                "name": "chat",
+                "results": [
+                    {
+                        "task": {"type": "text-generation"},
+                        "dataset": {"type": "train.jsonl", "name": "train.jsonl (evaluation split)"},
+                        "metrics": [{"type": "perplexity", "value": 12.18}],
+                    }
+                ],
+            }
+        ],
+    }
+    for line in (
+        "| Base model | lab/base |",
+        "| Data | train.jsonl |",
+        "| Strategy | zero2. The fastest that fits: 11 GiB of 40 GiB. |",
+        "| Ranks | 2 (1 x 2) |",
+        "| Time | 0.50 h, 1.00 device hours, 2 attempt(s) |",
+        "| Loss | 9.0000 | 2.5000 |",
+        "| Perplexity | 8103.10 | 12.18 |",
+        "torch 2.13.0, transformers 5.23.0",
+    ):
+        assert f"\n{line}\n" in f"{card.text}\n"
+
+
+def test_a_sample_with_backticks_does_not_break_its_fence(tmp_path: Path) -> None:
+    assert "Base:\n\n````text\n```\n````\n" in render_card(make_run(), make_rundir(tmp_path))
+
+
+def test_the_same_run_gives_the_same_card(tmp_path: Path) -> None:
+    run, rundir = make_run(), make_rundir(tmp_path)
+    assert render_card(run, rundir) == render_card(run, rundir)
+
+
+def test_of_local_sources_only_the_last_part_of_the_path_is_told(tmp_path: Path) -> None:
+    base = tmp_path / "home" / "ada" / "my-base"
+    base.mkdir(parents=True)
+    run = make_run(model=str(base), data={"train": str(tmp_path / "secret-project" / "train.jsonl")})
+    card = render_card(run, make_rundir(tmp_path))
+    assert "my-base" in card and "ada" not in card and "secret-project" not in card
+    assert ModelCard(card).data.base_model is None
+
+
+def test_the_licence_of_the_base_model_is_carried_over(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Base\n")
+    assert ModelCard(render_card(make_run(model=str(base)), make_rundir(tmp_path))).data.license == "apache-2.0"
+
+
+def test_an_adapter_is_loaded_over_its_base(tmp_path: Path) -> None:
+    run = make_run(method="lora", revision="v1")
+    card = render_card(run, make_rundir(tmp_path, {"adapter_config.json": b"{}"}))
+    assert 'AutoModelForCausalLM.from_pretrained("lab/base", revision="v1")' in card
+    assert ModelCard(card).data.library_name == "peft"
+
+
+def test_a_run_that_was_not_evaluated_names_the_stage(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    rundir.evaluation.unlink()
+    with pytest.raises(UserError, match="shardmake evaluate chat"):
+        render_card(make_run(), rundir)
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [("lab/base", "lab/base"), ("/data/ada/base", "base"), ("resources/demo/base", "base"), ("./base", "base")],
+)
+def test_public_names(source: str, name: str) -> None:
+    assert public_name(source) == name

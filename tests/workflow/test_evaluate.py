@@ -1,0 +1,101 @@
+"""Evaluation of real, tiny models against losses computed another way."""
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from shardmake.errors import UserError
+from shardmake.publish.evaluate import IGNORED, Example, load_model, score
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VOCABULARY = 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    path = tmp_path_factory.mktemp("model")
+    LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def network(folder: Path) -> "PreTrainedModel":
+    return load_model(str(folder))
+
+
+def example(length: int, prompt: int, seed: int) -> Example:
+    ids = torch.randint(VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+    labels = ids.clone()
+    labels[:prompt] = IGNORED
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length)}
+
+
+def packed(*examples: Example) -> Example:
+    return {name: torch.cat([part[name] for part in examples]) for name in examples[0]}
+
+
+def expected(network: "PreTrainedModel", example: Example) -> float:
+    """Summed loss of one example alone, by transformers' own loss."""
+    with torch.inference_mode():
+        loss = network(input_ids=example["input_ids"][None], labels=example["labels"][None]).loss
+    return loss.item() * int((example["labels"][1:] != IGNORED).sum())
+
+
+SHORT, MIDDLE, LONG = example(40, 10, 1), example(150, 50, 2), example(600, 1, 3)
+
+
+def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTrainedModel") -> None:
+    result = score(network, [SHORT, LONG], batch_size=2).as_json()
+    assert result["tokens"] == 30 + 599
+    mean = (expected(network, SHORT) + expected(network, LONG)) / 629
+    assert result["loss"] == pytest.approx(mean, rel=1e-5)
+    assert result["perplexity"] == pytest.approx(math.exp(mean), rel=1e-4)
+
+
+def test_packed_examples_do_not_see_each_other(network: "PreTrainedModel") -> None:
+    alone = score(network, [SHORT, MIDDLE, LONG], batch_size=1).as_json()
+    together = score(network, [packed(MIDDLE, SHORT), LONG], batch_size=2).as_json()
+    assert together["tokens"] == alone["tokens"]
+    assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+
+
+def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "PreTrainedModel") -> None:
+    by_length = score(network, [packed(MIDDLE, SHORT), LONG], batch_size=2).as_json()["by_length"]
+    assert [(bucket["up_to"], bucket["tokens"]) for bucket in by_length] == [(128, 30), (512, 100), (2048, 599)]
+    for bucket, part in zip(by_length, [SHORT, MIDDLE, LONG], strict=True):
+        assert bucket["loss"] * bucket["tokens"] == pytest.approx(expected(network, part), rel=1e-4)
+
+
+def test_nothing_to_learn_is_an_error(network: "PreTrainedModel") -> None:
+    with pytest.raises(UserError, match=r"no tokens that carry loss.*data\.loss_on"):
+        score(network, [example(10, 10, 0)], batch_size=1)
+
+
+@pytest.mark.parametrize(("change", "kind"), [("drop", "missing_keys"), ("add", "unexpected_keys")])
+def test_a_model_that_does_not_load_whole_is_an_error(folder: Path, tmp_path: Path, change: str, kind: str) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    if change == "drop":
+        del tensors["model.layers.1.mlp.up_proj.weight"]
+    else:
+        tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    with pytest.raises(UserError, match=f"does not load whole: {kind}.*up_proj"):
+        load_model(str(tmp_path))

@@ -1,0 +1,71 @@
+"""The set of files that is pushed: the verified model, its card, and their checksums."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.config import Run
+from shardmake.errors import UserError
+from shardmake.publish.card import render_card
+from shardmake.publish.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
+from shardmake.receipt import read_json, write_text
+from shardmake.rundir import RunDir
+
+CARD = "README.md"
+# A loader looks at these first, so on storage without commits they arrive after the weights.
+_LAST = ("model.safetensors.index.json", "adapter_config.json", "config.json", SUMS)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Files to push, by their name at the destination, in the order in which they may appear there."""
+
+    paths: dict[str, Path]
+    manifest: Manifest
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return sum(entry.size for entry in self.manifest.values())
+
+
+def make_bundle(run: Run, rundir: RunDir) -> Bundle:
+    """Check the model against its receipt and add card and checksums.
+
+    Raises `UserError` if the model was not verified or is not what was verified.
+    """
+    manifest = _verified_model(rundir)
+    paths = {name: rundir.model / name for name in manifest}
+    folder = rundir.push_receipt.parent
+    _add(paths, manifest, folder / CARD, render_card(run, rundir))
+    _add(paths, manifest, folder / SUMS, format_sums(manifest))
+    order = sorted(paths, key=lambda name: (_LAST.index(name) + 1 if name in _LAST else 0, name))
+    return Bundle({name: paths[name] for name in order}, {name: manifest[name] for name in order})
+
+
+def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], path: Path, text: str) -> None:
+    write_text(path, text)
+    paths[path.name], manifest[path.name] = path, record(path)
+
+
+def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
+    """The manifest of the model folder, equal to what the consolidator verified; hidden files are no part of it."""
+    again = f"Make the model again: shardmake consolidate {rundir.name}"
+    receipt = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")
+    if "verification" not in receipt:
+        raise UserError(f"{rundir.model_receipt} holds no verification, so the model is not pushed. {again}")
+    expected = {name: _file_record(entry) for name, entry in receipt["verification"]["files"].items()}
+    files = read_folder(rundir.model)
+    found = {
+        name: entry for name, entry in files.items() if not name.startswith(".") and name != rundir.model_receipt.name
+    }
+    wrong = differences(expected, found) + [f"{name} is not in the receipt" for name in sorted(found.keys() - expected)]
+    if wrong:
+        raise UserError(
+            f"{rundir.model} is not what its receipt says, so it is not pushed: {'; '.join(wrong)}.\n{again}"
+        )
+    return found
+
+
+def _file_record(entry: dict[str, Any]) -> FileRecord:
+    return FileRecord(entry["size"], entry["sha256"])

@@ -1,0 +1,117 @@
+"""The model card: what this model is, how it was made, how well it does, how to load it.
+
+Only what belongs to the model is told: no paths, no host or user names, nothing from the environment. The text follows
+from the run's receipts alone, so the same run gives the same card.
+"""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardmake.config import Run
+from shardmake.plan.plan import Plan, read_plan
+from shardmake.publish.history import History, read_history
+from shardmake.receipt import read_json
+from shardmake.rundir import RunDir
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCardData
+
+TEMPLATE = Path(__file__).with_name("card.md.jinja")
+_METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+
+
+def render_card(run: Run, rundir: RunDir) -> str:
+    """The card of a finished, evaluated run, as Markdown with a YAML header.
+
+    Raises `UserError` if a stage that the card tells of has not run.
+    """
+    from huggingface_hub import ModelCard
+
+    evaluation = read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}")
+    training = read_json(rundir.train_receipt, f"shardmake train {rundir.name}")
+    card = ModelCard.from_template(
+        _metadata(run, rundir, evaluation),
+        template_path=str(TEMPLATE),
+        name=rundir.name,
+        base=public_name(run.model),
+        revision=run.revision,
+        is_adapter=_is_adapter(rundir),
+        facts=_facts(run, read_plan(rundir.plan), training, read_history(rundir)),
+        evaluation=evaluation,
+        samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
+        versions=training["versions"],
+    )
+    return str(card)
+
+
+def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCardData":
+    from huggingface_hub import EvalResult, ModelCardData
+
+    data = public_name(run.data.train)
+    perplexity = EvalResult(
+        task_type="text-generation",
+        dataset_type=data,
+        dataset_name=f"{data} (evaluation split)",
+        metric_type="perplexity",
+        metric_value=round(evaluation["tuned"]["perplexity"], 4),
+    )
+    return ModelCardData(
+        base_model=run.model if is_hub_id(run.model) else None,
+        datasets=[run.data.train] if is_hub_id(run.data.train) else None,
+        library_name="peft" if _is_adapter(rundir) else "transformers",
+        license=_base_license(run.model),
+        model_name=rundir.name,
+        pipeline_tag="text-generation",
+        tags=["shardmake"],
+        eval_results=[perplexity],
+    )
+
+
+def _is_adapter(rundir: RunDir) -> bool:
+    return (rundir.model / "adapter_config.json").is_file()
+
+
+def _base_license(model: str) -> str | None:
+    """The licence that the base model's own card states, carried over."""
+    from huggingface_hub import ModelCard
+
+    card = Path(model) / "README.md"
+    return ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None
+
+
+def _facts(run: Run, plan: Plan, training: dict[str, Any], history: History) -> dict[str, str]:
+    """The table "how it was made"."""
+    choice = plan.choice
+    loss = "not logged" if training["loss"] is None else f"{training['loss']:.4f}"
+    return {
+        "Base model": public_name(run.model) + (f" at `{run.revision}`" if run.revision else ""),
+        "Data": public_name(run.data.train) + (f" at `{run.data.revision}`" if run.data.revision else ""),
+        "Method": _METHODS[run.method],
+        "Strategy": f"{choice.strategy}. {plan.reason}",
+        "Ranks": f"{training['world_size']} ({choice.nodes} x {choice.processes_per_node})",
+        "Precision": f"{choice.precision} in training, {run.dtype} in these files",
+        "Sequence length": f"{run.sequence_length} tokens{', packed' if run.packing else ''}",
+        "Global batch": f"{run.global_batch_size} sequences",
+        "Steps": f"{training['steps']} optimizer steps, {training['tokens']:,} tokens",
+        "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
+        "Training loss at the end": loss,
+        "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
+    }
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether ``source`` names something on the hub rather than here."""
+    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not Path(source).exists()
+
+
+def public_name(source: str) -> str:
+    """What may be told of ``source``: a hub id whole, of a path the last part."""
+    return source if is_hub_id(source) else Path(source).name
+
+
+def _fenced(text: str) -> str:
+    """``text`` as a code block, fenced with more backticks than it holds in a row."""
+    longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"

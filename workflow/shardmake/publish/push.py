@@ -1,0 +1,67 @@
+"""Bring the final model to its destinations, and prove that it arrived."""
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardmake.config import Push, Run
+from shardmake.errors import UserError
+from shardmake.publish.bundle import Bundle, make_bundle
+from shardmake.publish.folder import push_to_folder
+from shardmake.publish.hub import push_to_hub
+from shardmake.publish.manifest import as_json
+from shardmake.receipt import write_json
+from shardmake.rundir import RunDir
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+
+def push(run: Run, rundir: RunDir) -> dict[str, Any]:
+    """Push the model of ``rundir`` to every destination of ``run`` and return the receipt.
+
+    Safe to repeat at any point: what has arrived is not sent again. All destinations are tried before an error of one
+    is raised. The receipt is written last, after every destination was read back:
+    ``{"destinations": [{"to", ...}], "files": {name: {"size", "sha256"}}}``, sizes in bytes.
+    """
+    if run.push is None:
+        raise UserError(
+            f"Run {rundir.name} has no push.to. Add one, such as `push: {{to: file:published/{rundir.name}}}`."
+        )
+    bundle = make_bundle(run, rundir)
+    results, complaints = [], []
+    for destination in run.push.destinations:
+        try:
+            results.append({"to": destination, **_push_to(destination, run.push, bundle)})
+        except UserError as error:
+            complaints.append(str(error))
+    if complaints:
+        raise UserError("\n".join(complaints))
+    receipt = {"destinations": results, "files": as_json(bundle.manifest)}
+    write_json(rundir.push_receipt, receipt)
+    return receipt
+
+
+def _push_to(destination: str, push: Push, bundle: Bundle) -> dict[str, Any]:
+    kind, _, place = destination.partition(":")
+    if kind == "file":
+        push_to_folder(bundle, Path(place))
+        return {}
+    return push_to_hub(bundle, place, push, _connect(place))
+
+
+def _connect(repository: str) -> "HfApi":
+    """The hub's client with the user's token; refused where the client would not even try."""
+    from huggingface_hub import HfApi, constants, get_token
+
+    if constants.is_offline_mode():
+        raise UserError(
+            f"hub:{repository} cannot be reached while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
+            "Unset it for the push, on a machine with internet."
+        )
+    if get_token() is None:
+        raise UserError(
+            f"hub:{repository} needs a token with write permission. "
+            "Run `hf auth login`, or set HF_TOKEN, and push again."
+        )
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
