@@ -63,7 +63,7 @@ def render_files(strategy: Strategy) -> Files:
 
 def check(strategy: Strategy, files: Files) -> None:
     plan = make_plan(strategy)
-    check_rendered(files, plan.choice, launch_flags(plan, machine_rank=1, address="localhost", port=1))
+    check_rendered(files, plan.choice, launch_flags(plan, machine_rank=1, address="localhost", port=1), "/tmp")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "zero3"])

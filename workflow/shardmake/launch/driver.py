@@ -47,7 +47,7 @@ class Job(Record):
     submitted: float
 
 
-def train(name: str, run: Run, cluster: Cluster, rundir: RunDir, tell: Tell) -> None:
+def train(run: Run, cluster: Cluster, rundir: RunDir, tell: Tell) -> None:
     """Bring the training of ``rundir`` to its end, or raise a `UserError` that says why it cannot go on."""
     plan = read_plan(rundir.plan)
     rundir.train.mkdir(parents=True, exist_ok=True)

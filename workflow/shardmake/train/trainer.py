@@ -68,10 +68,11 @@ def train(attempt_folder: Path) -> None:
     trainer, stop = _make_trainer(folder, attempt, plan, settings, heartbeat)
     trainer.add_callback(_Gate(folder, rank, settings["expected"], trainer))
     trainer.train(resume_from_checkpoint=attempt.resume_from)
-    if dist.is_initialized():
-        dist.barrier()
     if rank == 0:
         _write_end(folder, attempt, trainer, stopped=stop.requested)
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()  # without it a rank sometimes aborts at exit, after all the work is done
 
 
 def _make_trainer(
