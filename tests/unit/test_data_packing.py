@@ -1,0 +1,175 @@
+"""Cutting and packing: every token once, in order, and the loss of a pack is the loss of its examples."""
+
+import itertools
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardmake.data.dataset import IGNORED, Collator, Sequences
+from shardmake.data.encode import Tokens
+from shardmake.data.packing import count_tokens, fit, pack
+
+examples = st.lists(
+    st.integers(1, 40).flatmap(
+        lambda n: st.tuples(
+            st.lists(st.integers(0, 99), min_size=n, max_size=n), st.lists(st.booleans(), min_size=n, max_size=n)
+        )
+    ),
+    max_size=12,
+)
+
+
+@given(tokens=examples.filter(bool).map(lambda many: many[0]), length=st.integers(1, 50))
+def test_cutting_keeps_the_beginning(tokens: Tokens, length: int) -> None:
+    ids, mask = tokens
+    [((kept, learned), outcome)] = fit(tokens, length, split=False)
+    expected = [False, *mask[1:length]]
+    if not any(mask[1:]):
+        assert outcome == "dropped_without_loss" and kept == []
+    elif not any(expected):
+        assert outcome == "dropped_loss_truncated" and kept == []
+    else:
+        assert (kept, learned) == (ids[:length], expected)
+        assert outcome == ("truncated" if len(ids) > length else "whole")
+
+
+@given(ids=st.lists(st.integers(0, 99), min_size=2, max_size=60), length=st.integers(2, 20))
+def test_splitting_loses_no_token_but_a_last_single_one(ids: list[int], length: int) -> None:
+    pieces = fit((ids, [True] * len(ids)), length, split=True)
+    joined = [i for (piece, _), _ in pieces for i in piece]
+    alone = len(ids) % length == 1 and len(ids) > length
+    assert joined == (ids[:-1] if alone else ids)
+    assert all(len(piece) <= length and mask == [False] + [True] * (len(piece) - 1) for (piece, mask), _ in pieces)
+
+
+def as_dataset(many: list[Tokens]) -> datasets.Dataset:
+    features = {"input_ids": datasets.List(datasets.Value("int32")), "loss_mask": datasets.List(datasets.Value("bool"))}
+    columns = {"input_ids": [ids for ids, _ in many], "loss_mask": [mask for _, mask in many]}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(many=examples.filter(bool), length=st.integers(40, 90))
+def test_every_example_is_packed_once_and_whole(many: list[Tokens], length: int, tmp_path: Path) -> None:
+    packed = pack(as_dataset(many), length, tmp_path / "packed.arrow", "test")
+    found = []
+    for row in packed:
+        assert len(row["input_ids"]) == len(row["loss_mask"]) == sum(row["seq_lengths"]) <= length
+        ends = torch.tensor(row["seq_lengths"]).cumsum(0).tolist()
+        found += [
+            (row["input_ids"][e - n : e], row["loss_mask"][e - n : e])
+            for e, n in zip(ends, row["seq_lengths"], strict=True)
+        ]
+    assert sorted(found) == sorted((list(ids), list(mask)) for ids, mask in many)
+
+
+LENGTHS = (7, 12, 5, 20, 9, 3)
+SEQUENCE_LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def many() -> list[Tokens]:
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, 100, (length,), generator=generator).tolist() for length in LENGTHS]
+    return [(row, [i > 2 or i == 1 for i in range(len(row))]) for row in ids]
+
+
+@pytest.fixture(scope="module")
+def packed(many: list[Tokens], tmp_path_factory: pytest.TempPathFactory) -> Sequences:
+    folder = tmp_path_factory.mktemp("packed")
+    pack(as_dataset(many), SEQUENCE_LENGTH, folder / "cache.arrow", "test").save_to_disk(str(folder / "train"))
+    return Sequences(folder / "train")
+
+
+@pytest.fixture(scope="module", params=["sdpa", "eager"])
+def model(request: pytest.FixtureRequest) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.5,
+        attn_implementation=request.param,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def apart(model: LlamaForCausalLM, many: list[Tokens]) -> torch.Tensor:
+    """Summed loss of every example run on its own."""
+    total = torch.zeros(())
+    for ids, mask in many:
+        input_ids = torch.tensor([ids])
+        labels = input_ids.where(torch.tensor([mask]), torch.tensor(IGNORED))
+        total = total + model(input_ids=input_ids, labels=labels).loss * sum(mask)
+    return total
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["rows", "flat"])
+def test_loss_and_gradient_of_a_pack_are_those_of_its_examples(
+    model: LlamaForCausalLM, packed: Sequences, many: list[Tokens], flat: bool
+) -> None:
+    assert len(packed) < len(many)
+    expected = torch.autograd.grad(apart(model, many), list(model.parameters()))
+    batch = Collator(SEQUENCE_LENGTH, pad_token_id=0, packing=True, flat=flat)([packed[i] for i in range(len(packed))])
+    total = model(**batch).loss * (batch["labels"] != IGNORED).sum()
+    torch.testing.assert_close(total, apart(model, many))
+    torch.testing.assert_close(torch.autograd.grad(total, list(model.parameters())), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_with_a_cache_examples_would_see_each_other(
+    model: LlamaForCausalLM, packed: Sequences, many: list[Tokens]
+) -> None:
+    """The reason for use_cache=False in a batch; when this fails, transformers no longer needs it."""
+    batch = Collator(SEQUENCE_LENGTH, pad_token_id=0, packing=True, flat=False)([packed[i] for i in range(len(packed))])
+    total = model(**{**batch, "use_cache": True}).loss * (batch["labels"] != IGNORED).sum()
+    assert abs(total - apart(model, many)) > 1
+
+
+def test_batches_have_a_fixed_length(packed: Sequences) -> None:
+    items = [packed[0], packed[1]]
+    rows = Collator(SEQUENCE_LENGTH, 9, packing=True, flat=False)(items)
+    assert {key: value.shape for key, value in rows.items() if key != "use_cache"} == dict.fromkeys(
+        ("input_ids", "labels", "position_ids"), (2, SEQUENCE_LENGTH)
+    )
+    flat = Collator(SEQUENCE_LENGTH, 9, packing=True, flat=True)(items)
+    assert flat["input_ids"].tolist() == [rows["input_ids"].flatten().tolist()]
+    bounds = flat["cu_seq_lens_q"].tolist()
+    assert [flat["position_ids"][0, i].item() for i in bounds[:-1]] == [0] * (len(bounds) - 1)
+    assert bounds[-1] == 2 * SEQUENCE_LENGTH and flat["max_length_k"] == max(
+        b - a for a, b in itertools.pairwise(bounds)
+    )
+
+
+def test_unpacked_batches_are_padded_on_the_right() -> None:
+    items = [
+        {
+            "input_ids": torch.tensor([1, 2, 3]),
+            "labels": torch.tensor([IGNORED, 2, 3]),
+            "position_ids": torch.arange(3),
+        },
+        {"input_ids": torch.tensor([4]), "labels": torch.tensor([IGNORED]), "position_ids": torch.arange(1)},
+    ]
+    batch = Collator(4, pad_token_id=0, packing=False, flat=False)(items)
+    assert {key: value.tolist() for key, value in batch.items()} == {
+        "input_ids": [[1, 2, 3, 0], [4, 0, 0, 0]],
+        "labels": [[IGNORED, 2, 3, IGNORED], [IGNORED] * 4],
+        "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0]],
+    }
+
+
+def test_counts_are_those_on_disk(many: list[Tokens], tmp_path: Path) -> None:
+    as_dataset(many).save_to_disk(str(tmp_path))
+    assert count_tokens(datasets.load_from_disk(str(tmp_path))) == {
+        "sequences": len(LENGTHS),
+        "tokens": sum(LENGTHS),
+        "loss_tokens": sum(sum(mask) for _, mask in many),
+        "largest_token_id": max(max(ids) for ids, _ in many),
+    }

@@ -1,0 +1,76 @@
+"""Examples to sequences of at most a given length: cutting, packing, counting."""
+
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardmake.data.encode import Tokens
+
+if TYPE_CHECKING:
+    import datasets
+
+Outcome = Literal["whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated"]
+KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
+_TOKENS_PACKED_AT_ONCE = 2**25
+
+
+def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outcome]]:
+    """An example cut to at most ``length`` tokens: its beginning, or with ``split`` all of it in pieces.
+
+    The first token of each piece carries no loss, since nothing in the piece predicts it. A piece without loss tokens
+    is given with the reason for which it is dropped: there were none, or they lay behind the cut.
+    """
+    ids, mask = tokens
+    starts = range(0, len(ids), length) if split else range(min(1, len(ids)))
+    pieces = [(ids[i : i + length], [False, *mask[i + 1 : i + length]]) for i in starts]
+    if not any(mask[1:]):
+        return [(([], []), "dropped_without_loss")]
+    if len(ids) <= length:
+        return [(pieces[0], "whole")]
+    if split:
+        return [(piece, "continued" if i else "split") for i, piece in enumerate(pieces) if any(piece[1])]
+    return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
+
+
+def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":
+    """Examples (``input_ids``, ``loss_mask``) put together into sequences of at most ``length`` tokens.
+
+    Best fit decreasing, in blocks of examples that fit in memory; ``seq_lengths`` says where each example ends.
+    """
+    from trl.data_utils import pack_dataset
+
+    block = max(1, min(10_000, _TOKENS_PACKED_AT_ONCE // length))
+    settings = {"batch_size": block, "cache_file_name": str(cache_file), "load_from_cache_file": False}
+    settings["new_fingerprint"] = fingerprint
+    return pack_dataset(examples, length, strategy="bfd", map_kwargs=settings)
+
+
+def count_outcomes(encoded: "datasets.Dataset") -> dict[str, int]:
+    """What became of the examples. ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
+    counts: Mapping[str, int] = Counter(encoded["outcome"])
+    reported = ("truncated", "split", "dropped_without_loss", "dropped_loss_truncated")
+    return {"examples": len(encoded) - counts["continued"], **{outcome: counts[outcome] for outcome in reported}}
+
+
+def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
+    """Sequences, tokens (without padding), tokens with loss, and the largest token id in what was written."""
+    import pyarrow.compute as pc
+
+    totals: Counter[str] = Counter(sequences=len(sequences), tokens=0, loss_tokens=0)
+    largest = 0
+    for batch in sequences.data.to_batches():
+        ids, mask = batch.column("input_ids").flatten(), batch.column("loss_mask").flatten()
+        totals.update(tokens=len(ids), loss_tokens=pc.sum(mask).as_py() or 0)
+        largest = max(largest, pc.max(ids).as_py() or 0)
+    return {**totals, "largest_token_id": largest}
+
+
+def columns_of(pieces: list[tuple[Tokens, Outcome]]) -> dict[str, list[Any]]:
+    """Pieces as the columns of a data set."""
+    return {
+        "input_ids": [ids for (ids, _), _ in pieces],
+        "loss_mask": [mask for (_, mask), _ in pieces],
+        "seq_lengths": [[len(ids)] for (ids, _), _ in pieces],
+        "outcome": [outcome for _, outcome in pieces],
+    }

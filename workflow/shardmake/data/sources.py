@@ -1,0 +1,211 @@
+"""Where examples come from: JSONL or Parquet files, a folder of them, or a hub data set.
+
+`read` gives a `datasets.Dataset` on disk whatever the source, and `example_at` turns one of its rows into the example
+as it was written. JSON lines travel as bytes until then: Arrow need not find a common type for all of them, and a
+broken line is reported by its number.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardmake.errors import UserError
+from shardmake.receipt import sha256
+
+if TYPE_CHECKING:
+    import datasets
+
+TRAIN_SPLITS = ("train",)
+EVAL_SPLITS = ("validation", "test", "eval", "dev")
+_SUFFIXES = (".jsonl", ".parquet")
+_HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<split>[\w.-]+))?")
+_LINE, _PLACE = "line", "place"
+
+
+@dataclass(frozen=True)
+class Files:
+    """Local files of one kind, in the order they are read."""
+
+    paths: tuple[Path, ...]
+
+    @property
+    def are_jsonl(self) -> bool:
+        """Whether the files hold JSON lines; Parquet otherwise."""
+        return self.paths[0].suffix == ".jsonl"
+
+    def __str__(self) -> str:
+        return str(self.paths[0]) if len(self.paths) == 1 else f"{self.paths[0].parent} ({len(self.paths)} files)"
+
+
+@dataclass(frozen=True)
+class HubDataset:
+    """A data set on the Hugging Face hub, of which the first of ``splits`` that it has is read."""
+
+    repository: str
+    revision: str | None
+    splits: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return self.repository
+
+
+Source = Files | HubDataset
+
+
+def locate(name: str, revision: str | None, splits: tuple[str, ...]) -> Source:
+    """What ``name`` stands for: a file, a folder of files, or a hub data set (`org/name` or `org/name:split`).
+
+    ``splits`` are the hub data set's splits to try in order where ``name`` gives none. Raises `UserError` for a path
+    that is not there and for files of a kind that cannot be read.
+    """
+    path = Path(name)
+    if path.is_dir():
+        return _files_in(path)
+    if path.is_file():
+        return _one_file(path)
+    match = _HUB_NAME.fullmatch(name)
+    if match is None or path.suffix in (*_SUFFIXES, ".json", ".csv", ".txt"):
+        raise UserError(
+            f"data {name!r} does not exist (now in {Path.cwd()}). Name a .jsonl or .parquet file, a folder of such "
+            "files, or a hub data set (org/name)."
+        )
+    return HubDataset(match["repository"], revision, (match["split"],) if match["split"] else splits)
+
+
+def _one_file(path: Path) -> Files:
+    if path.suffix not in _SUFFIXES:
+        raise UserError(
+            f"{path}: files ending in {path.suffix!r} cannot be read. Use .jsonl (one JSON object a line) or .parquet."
+        )
+    return Files((path,))
+
+
+def _files_in(folder: Path) -> Files:
+    by_suffix = {suffix: sorted(folder.rglob(f"*{suffix}")) for suffix in _SUFFIXES}
+    found = [paths for paths in by_suffix.values() if paths]
+    if not found:
+        raise UserError(f"{folder} holds no .jsonl and no .parquet file.")
+    if len(found) > 1:
+        raise UserError(f"{folder} holds both .jsonl and .parquet files; keep one kind in a folder.")
+    return Files(tuple(found[0]))
+
+
+def identity(source: Source) -> dict[str, Any]:
+    """What tells one content of ``source`` from another: checksums of files, the commit of a hub data set."""
+    if isinstance(source, Files):
+        return {"files": [{"path": str(p), "bytes": p.stat().st_size, "sha256": sha256(p)} for p in source.paths]}
+    import datasets
+
+    with _hub_errors(source):
+        builder = datasets.load_dataset_builder(source.repository, revision=source.revision)
+    return {"hub": source.repository, "commit": builder.hash, "splits": list(source.splits)}
+
+
+def read(source: Source, cache: Path) -> "datasets.Dataset":
+    """All rows of ``source``, memory-mapped from ``cache`` (hub downloads stay in the hub's own cache).
+
+    Raises `UserError` for a file that is no Parquet, for a hub data set that cannot be had, and for no rows at all.
+    """
+    rows = _read_files(source, cache) if isinstance(source, Files) else _read_hub(source, cache)
+    if not len(rows):
+        raise UserError(f"{source} holds no examples.")
+    return rows
+
+
+def _read_files(source: Files, cache: Path) -> "datasets.Dataset":
+    import datasets
+
+    paths = [str(path) for path in source.paths]
+    if source.are_jsonl:
+        if not any(path.stat().st_size for path in source.paths):
+            raise UserError(f"{source} holds no examples.")
+        features = datasets.Features({_PLACE: datasets.Value("string"), _LINE: datasets.Value("binary")})
+        return datasets.Dataset.from_generator(
+            _json_lines, features=features, cache_dir=str(cache), gen_kwargs={"paths": paths}
+        )
+    _check_parquet(source.paths)
+    return datasets.Dataset.from_parquet(paths, cache_dir=str(cache))
+
+
+def _json_lines(paths: list[str]) -> Iterator[dict[str, Any]]:
+    for path in paths:
+        with Path(path).open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield {_PLACE: f"{path}, line {number}", _LINE: line}
+
+
+def _check_parquet(paths: tuple[Path, ...]) -> None:
+    """Refuse files that are no Parquet, and files with other columns than the first."""
+    import pyarrow
+    import pyarrow.parquet
+
+    schemas = {}
+    for path in paths:
+        try:
+            schemas[path] = pyarrow.parquet.read_schema(path).names
+        except pyarrow.ArrowInvalid as error:
+            raise UserError(f"{path} is not a Parquet file: {error}") from None
+    for path, names in schemas.items():
+        if set(names) != set(schemas[paths[0]]):
+            raise UserError(f"{path} has the columns {', '.join(names)}; {paths[0]} has {', '.join(schemas[paths[0]])}")
+
+
+def _read_hub(source: HubDataset, cache: Path) -> "datasets.Dataset":
+    import datasets
+
+    with _hub_errors(source):
+        there = datasets.get_dataset_split_names(source.repository, revision=source.revision)
+        split = next((split for split in source.splits if split in there), None)
+        if split is None:
+            raise UserError(
+                f"hub data set {source} has no split {' or '.join(source.splits)}, only {', '.join(there)}. "
+                f"Name one: {source.repository}:{there[0]}"
+            )
+        return datasets.load_dataset(
+            source.repository, revision=source.revision, split=split, cache_dir=str(cache / "hub")
+        )
+
+
+@contextmanager
+def _hub_errors(source: HubDataset) -> Iterator[None]:
+    """Say what to do where the hub does not give a data set."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{source} is neither a file or folder here ({Path.cwd()}) nor a data set that the hub gives: {error}"
+        ) from error
+
+
+def place_of(row: Mapping[str, Any], index: int) -> str:
+    """Where a row stands, for messages: file and line, or the row's number counted from 1."""
+    return row.get(_PLACE, f"row {index + 1}")
+
+
+def example_at(row: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """The example in one row of `read`; `UserError` with file and line where it is no JSON object.
+
+    Arrow gives a key that other rows have as None; such keys are left out, as in the file.
+    """
+    if _LINE not in row:
+        return _without_nones(row)
+    try:
+        example = json.loads(row[_LINE])
+    except ValueError as error:
+        raise UserError(f"{place_of(row, index)} is not valid JSON: {error}") from None
+    if not isinstance(example, dict):
+        raise UserError(f"{place_of(row, index)} is not a JSON object but {type(example).__name__}.")
+    return example
+
+
+def _without_nones(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_nones(item) for key, item in value.items() if item is not None}
+    return [_without_nones(item) for item in value] if isinstance(value, list) else value
