@@ -47,10 +47,10 @@ def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = 
 @app.command()
 def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Estimate memory for every strategy and choose the fastest that fits."""
-    from shardmake.plan.stage import plan_run
+    from shardmake.plan.stage import describe, plan_run
 
     _, run, cluster, rundir = _open(name, config, runs)
-    plan_run(run, cluster, rundir, tell)
+    tell(describe(plan_run(run, cluster, rundir)))
 
 
 @app.command()
@@ -125,6 +125,15 @@ def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
     _, run, _, rundir = _open(name, config, runs)
     send(run, rundir)
+
+
+@app.command()
+def status(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Show how far a run is, and what came of it."""
+    from shardmake.status import describe
+
+    _, run, _, rundir = _open(name, config, runs)
+    tell(describe(run, rundir))
 
 
 def main() -> None:

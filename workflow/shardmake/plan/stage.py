@@ -1,6 +1,4 @@
-"""The plan stage: choose, check the request against the cluster, write ``memory.json`` and ``plan.json``."""
-
-from collections.abc import Callable
+"""The plan stage: choose, check the data and the request against the cluster, write the plan."""
 
 from shardmake.config import Cluster, Run
 from shardmake.plan.plan import Plan, as_json
@@ -9,12 +7,15 @@ from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 
 
-def plan_run(run: Run, cluster: Cluster, rundir: RunDir, tell: Callable[[str], None]) -> Plan:
-    """Make the plan of a run and write it; a `UserError` if nothing fits or the cluster cannot give what it asks."""
+def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
+    """Make the plan of a run and write it with ``memory.json``.
+
+    Raises:
+        UserError: nothing fits, the data cannot be read, or the cluster cannot give what the plan asks.
+    """
     plan, memory = make_plan(rundir.name, run, cluster)
     write_json(rundir.memory, memory)
     write_json(rundir.plan, as_json(plan))
-    tell(describe(plan))
     return plan
 
 
@@ -22,15 +23,14 @@ def describe(plan: Plan) -> str:
     """The plan in a few lines for people."""
     choice, asked = plan.choice, plan.resources["train"]
     checkpointing = "with" if choice.gradient_checkpointing else "without"
-    rejected = [f"  not {name}: {why}" for name, why in plan.rejected.items()]
     return "\n".join(
         [
             f"{plan.run}: {choice.strategy}, {choice.nodes} node(s) x {choice.processes_per_node} rank(s), "
             f"{choice.precision}, {checkpointing} gradient checkpointing",
             f"  global batch {choice.global_batch_size} = {choice.world_size} ranks x {choice.micro_batch_size} "
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
-            f"  asks Slurm per node for {asked.memory_gib} GiB and {asked.cpus} cores",
+            f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
-            *rejected,
+            f"  {len(plan.rejected)} other candidates, each with its reason, stand in the plan's folder",
         ]
     )
