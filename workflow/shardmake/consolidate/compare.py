@@ -1,0 +1,67 @@
+"""Compare a merged model with the checkpoint it came from, bit for bit in the model's type."""
+
+import os
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardmake.consolidate import folder as hf_folder
+from shardmake.consolidate.contents import Contents, Tensor
+from shardmake.consolidate.convert import Block
+from shardmake.consolidate.jobs import Job, plan_jobs
+from shardmake.consolidate.layout import Entry, Shard
+from shardmake.consolidate.locate import read_checkpoint
+from shardmake.consolidate.stream import Streamer, run_parallel
+from shardmake.errors import UserError
+
+
+def compare(model: Path, checkpoint: Path, *, ties: Iterable[tuple[str, str]] = (), workers: int = 2) -> None:
+    """Read both and compare every stored bit; each of ``ties`` may be stored under either of its names.
+
+    Raises:
+        UserError: a tensor differs, or is only in one of them.
+    """
+    expected = read_checkpoint(checkpoint)
+    merged = hf_folder.read(model).tensors
+    missing = sorted(merged.keys() - expected.tensors.keys())
+    left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in ties}
+    if missing or left_out:
+        raise UserError(f"{model} and {expected.folder} do not hold the same tensors: {[*missing, *sorted(left_out)]}.")
+    shards = [_as_shard(model / name, expected) for name in hf_folder.shard_names(model)]
+    different = _different(shards, model, workers)
+    if different:
+        lines = (f"  {name} differs." for name in sorted(different))
+        raise UserError("\n".join([f"{model} is not what {expected.folder} holds:", *lines]))
+
+
+def _as_shard(path: Path, expected: Contents) -> Shard:
+    """A file of the model as the plan that would have written it."""
+    entries = tuple(_entry(tensor, expected.tensors[tensor.name], path) for tensor in hf_folder.read_file(path))
+    return Shard(path.name, b"", entries, path.stat().st_size)
+
+
+def _entry(merged: Tensor, source: Tensor, path: Path) -> Entry:
+    if merged.shape != source.shape:
+        raise UserError(f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint.")
+    return Entry(source, merged.dtype, merged.pieces[0].record.offset if merged.pieces else 0)
+
+
+def _different(shards: list[Shard], model: Path, workers: int) -> set[str]:
+    """Names of the tensors of which a byte differs."""
+    found: set[str] = set()
+    lock = threading.Lock()
+
+    def work(streamer: Streamer, task: tuple[Shard, Job]) -> None:
+        shard, job = task
+        with (model / shard.name).open("rb") as file:
+
+            def put(content: Block, offset: int, entry: Entry) -> None:
+                if os.pread(file.fileno(), len(content), offset) != content.tobytes():
+                    with lock:
+                        found.add(entry.tensor.name)
+
+            streamer.run(job, put)
+
+    tasks = [(shard, job) for shard, jobs in zip(shards, plan_jobs(shards), strict=True) for job in jobs]
+    run_parallel(tasks, work, workers)
+    return found

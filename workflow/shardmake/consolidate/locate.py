@@ -1,0 +1,88 @@
+"""Find the checkpoint that is meant: in a run's folder, a checkpoint's, or DeepSpeed's or FSDP's inner one."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from shardmake.consolidate import deepspeed, folder
+from shardmake.consolidate.contents import Contents
+from shardmake.consolidate.dtypes import Target
+from shardmake.errors import UserError
+from shardmake.rundir import RunDir
+
+_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+Reader = Callable[[], Contents]
+
+
+def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
+    """The checkpoint at ``path``, whichever way it is pointed at, read but for its tensors.
+
+    In a folder of several checkpoints the newest one that can be read is taken.
+
+    Raises:
+        UserError: there is none, or none can be read; the message says why of each.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path} is no folder. Name a run, a checkpoint, or the folder with its files.")
+    reader = _reader(path, target)
+    if reader is not None:
+        return reader()
+    return _newest(path, _checkpoints(path), target)
+
+
+def _newest(path: Path, candidates: list[Path], target: Target) -> Contents:
+    reasons = []
+    for candidate in candidates:
+        reader = _reader(candidate, target)
+        try:
+            if reader is not None:
+                return reader()
+            reasons.append(f"{candidate} holds no weights.")
+        except UserError as error:
+            reasons.append(str(error))
+    if reasons:
+        raise UserError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
+    raise UserError(
+        f"{path} holds no checkpoint: no global_step*, no *_states.pt, no .metadata, no model.safetensors, "
+        "no checkpoint-*. Name a run, a checkpoint, or the folder with its files."
+    )
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """Folders ``checkpoint-N`` in ``path`` or in the run's ``train/checkpoints``, the newest first."""
+    for parent in (path, RunDir(path).checkpoints):
+        found = {int(match[1]): entry for entry in _folders(parent) if (match := _CHECKPOINT.fullmatch(entry.name))}
+        if found:
+            return [found[step] for step in sorted(found, reverse=True)]
+    return []
+
+
+def _folders(path: Path) -> list[Path]:
+    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
+
+
+def _reader(path: Path, target: Target) -> Reader | None:
+    """How to read the one checkpoint that ``path`` is; None if it is none itself."""
+    if deepspeed.recognises(path):
+        return lambda: deepspeed.read(path, target)
+    inner = _deepspeed_tag(path)
+    if inner is not None:
+        return lambda: deepspeed.read(inner, target)
+    if folder.recognises(path):
+        return lambda: folder.read(path)
+    return None
+
+
+def _deepspeed_tag(path: Path) -> Path | None:
+    """DeepSpeed's inner folder: the one that ``latest`` names, or the only one that there is."""
+    latest = path / "latest"
+    if latest.is_file():
+        tag = path / latest.read_text().strip()
+        if not tag.is_dir() or not deepspeed.recognises(tag):
+            raise UserError(f"{latest} names {tag.name}, which is no complete checkpoint. Take an older checkpoint.")
+        return tag
+    tags = [entry for entry in _folders(path) if deepspeed.recognises(entry)]
+    if len(tags) > 1:
+        names = ", ".join(sorted(tag.name for tag in tags))
+        raise UserError(f"{path} holds several checkpoints ({names}) and no file 'latest'. Name one of them.")
+    return tags[0] if tags else None

@@ -1,0 +1,115 @@
+"""Read a job's bytes block by block, in the type of the output, with the CRC-32 of all that was read."""
+
+import os
+import threading
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import numpy as np
+
+from shardmake.consolidate.archive import Record
+from shardmake.consolidate.convert import Block, Converter
+from shardmake.consolidate.dtypes import ITEM_SIZE
+from shardmake.consolidate.jobs import BLOCK, Job, Move
+from shardmake.consolidate.layout import Entry
+from shardmake.consolidate.unpickle import unbox
+from shardmake.errors import UserError
+
+Put = Callable[[Block, int, Entry], None]
+"""Takes bytes of the output, where they belong in its file, and the entry that they are part of."""
+
+T = TypeVar("T")
+
+
+class Streamer:
+    """One thread's buffers: a block, and where types change up to two more."""
+
+    def __init__(self) -> None:
+        self._buffer = np.empty(BLOCK, np.uint8)
+        self._converter: Converter | None = None
+
+    def run(self, job: Job, put: Put) -> tuple[Record, int]:
+        """Hand all bytes of ``job`` to ``put``.
+
+        Returns:
+            The record as it lies in the file, and the CRC-32 of the job's bytes (0 if the record has none).
+
+        Raises:
+            UserError: the file ends too early.
+        """
+        record = unbox(job.record, job.moves[0].entry.tensor.dtype)
+        source = os.open(record.path, os.O_RDONLY)
+        try:
+            crc, at = 0, job.begin
+            for move in job.moves:
+                crc = self._skip(source, record, at, move.begin, crc)
+                crc = self._move(source, record, move, put, crc)
+                at = move.end
+            return record, self._skip(source, record, at, job.end, crc)
+        finally:
+            os.close(source)
+
+    def _skip(self, source: int, record: Record, begin: int, end: int, crc: int) -> int:
+        """Read bytes that go nowhere (padding), for the checksum."""
+        if record.crc is not None:
+            for at in range(begin, end, BLOCK):
+                crc = zlib.crc32(self._read(source, record, at, min(BLOCK, end - at)).data, crc)
+        return crc
+
+    def _move(self, source: int, record: Record, move: Move, put: Put, crc: int) -> int:
+        wide, narrow = ITEM_SIZE[move.entry.tensor.dtype], ITEM_SIZE[move.entry.dtype]
+        step = BLOCK // move.run * move.run if move.run else BLOCK
+        for at in range(move.begin, move.end, step):
+            block = self._read(source, record, at, min(step, move.end - at))
+            if record.crc is not None:
+                crc = zlib.crc32(block.data, crc)
+            content = self._converted(block, move.entry)
+            if move.run:
+                first = move.offset + (at - move.begin) // move.run * move.stride
+                _put_rows(content, move.run // wide * narrow, first, move, put)
+            else:
+                put(content, move.offset + (at - move.begin) // wide * narrow, move.entry)
+        return crc
+
+    def _read(self, source: int, record: Record, begin: int, size: int) -> Block:
+        view = self._buffer[:size]
+        got = 0
+        while got < size:
+            count = os.preadv(source, [view[got:].data], record.offset + begin + got)
+            if not count:
+                raise UserError(f"{record.path} ended at byte {record.offset + begin + got}: it is cut off.")
+            got += count
+        return view
+
+    def _converted(self, block: Block, entry: Entry) -> Block:
+        if entry.dtype == entry.tensor.dtype:
+            return block
+        if self._converter is None:
+            self._converter = Converter(BLOCK // 2)
+        return self._converter.convert(block, entry.tensor.dtype, entry.dtype)
+
+
+def _put_rows(content: Block, row: int, first: int, move: Move, put: Put) -> None:
+    for index in range(len(content) // row):
+        put(content[index * row : (index + 1) * row], first + index * move.stride, move.entry)
+
+
+def run_parallel(tasks: Iterable[T], work: Callable[[Streamer, T], Any], workers: int) -> None:
+    """Do ``work`` on each of ``tasks`` in threads, each with its own `Streamer`; the first error stops all."""
+    local = threading.local()
+
+    def run(task: T) -> None:
+        if not hasattr(local, "streamer"):
+            local.streamer = Streamer()
+        work(local.streamer, task)
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = [pool.submit(run, task) for task in tasks]
+        try:
+            for future in futures:
+                future.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

@@ -1,0 +1,193 @@
+"""Read a merged model again, all of it, and say whether it is what it should be."""
+
+import hashlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardmake.consolidate import folder as hf_folder
+from shardmake.consolidate.compare import compare
+from shardmake.consolidate.contents import Contents, Tensor
+from shardmake.consolidate.dtypes import CONVERTIBLE, torch_name
+from shardmake.consolidate.loading import Loading, try_loading
+from shardmake.errors import UserError
+from shardmake.receipt import read_json
+
+_BLOCK = 4 << 20
+_EXPONENT = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
+
+
+class FileSum(BaseModel):
+    """Size and checksum of one file."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    size: int = Field(description="Bytes.")
+    sha256: str = Field(description="Hex digest.")
+
+
+class Verification(BaseModel):
+    """What was checked, and found good."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    architecture: str = Field(description="The transformers class that loads it with no missing or unexpected key.")
+    tensors: int = Field(description="Tensors stored.")
+    parameters: int = Field(description="Elements stored.")
+    bytes: int = Field(description="Bytes of all tensors.")
+    dtype: str = Field(description="Type in config.json, and of every floating tensor.")
+    ties: dict[str, str] = Field(description="Tied weights, by the name that is not stored.")
+    zero: list[str] = Field(description="Vectors that are all zero, as biases may be.")
+    files: dict[str, FileSum] = Field(description="Every file of the model.")
+    compared_with: str | None = Field(None, description="The checkpoint that every bit was compared with.")
+
+
+def verify(
+    model: Path, against: Path | None = None, *, workers: int = 2, trust_remote_code: bool = False
+) -> Verification:
+    """Check the model in the folder ``model``.
+
+    Every tensor that its config asks for is there, with shape and type, and none besides; none holds a value that is
+    not finite, none but vectors is all zero; ties are right; the index is true; transformers loads it with no missing
+    or unexpected key; files have the checksums in the folder's receipt, where there is one.
+
+    Args:
+        model: A Hugging Face folder.
+        against: A checkpoint to compare with: bit for bit, or after rounding to the model's type.
+        workers: Threads; each holds a few MiB.
+        trust_remote_code: Whether code in the folder may run.
+
+    Raises:
+        UserError: all that is wrong, one line each.
+    """
+    loading = try_loading(model, trust_remote_code)
+    return verify_loaded(model, loading, against, workers)
+
+
+def verify_loaded(model: Path, loading: Loading, against: Path | None = None, workers: int = 2) -> Verification:
+    """`verify` where transformers has been asked already, about files with the same headers."""
+    contents = hf_folder.read(model)
+    scans = scan(model, workers)
+    problems = [*loading.problems(), *_tie_problems(contents, loading), *_type_problems(model, contents)]
+    problems += [problem for found in scans for problem in found.problems]
+    problems += _receipt_problems(model, {found.name: found.sums for found in scans})
+    if problems:
+        raise UserError("\n".join([f"{model} is not a whole model:", *(f"  {line}." for line in problems)]))
+    if against is not None:
+        compare(model, against, ties=loading.ties, workers=workers)
+    return _summary(model, contents, loading, scans, against)
+
+
+@dataclass(frozen=True)
+class Scan:
+    """What one pass over a file found."""
+
+    name: str
+    sums: FileSum
+    problems: tuple[str, ...] = ()
+    zero: tuple[str, ...] = ()
+
+
+def scan(model: Path, workers: int) -> list[Scan]:
+    """Read every file of the folder once: its checksum and, of weights, their values."""
+    weights = hf_folder.shard_names(model)
+    others = sorted(
+        str(path.relative_to(model))
+        for path in model.rglob("*")
+        if path.is_file() and path.name not in {*weights, "receipt.json"} and not path.name.startswith(".")
+    )
+    with ThreadPoolExecutor(workers) as pool:
+        scanned = pool.map(lambda name: _scan_weights(model / name), weights)
+        plain = pool.map(lambda name: _scan_plain(model, name), others)
+        return [*scanned, *plain]
+
+
+def _scan_plain(model: Path, name: str) -> Scan:
+    content = (model / name).read_bytes()
+    return Scan(name, FileSum(size=len(content), sha256=hashlib.sha256(content).hexdigest()))
+
+
+def _scan_weights(path: Path) -> Scan:
+    problems: list[str] = []
+    zero: list[str] = []
+    hashed = hashlib.sha256()
+    buffer = np.empty(_BLOCK, np.uint8)
+    with path.open("rb", buffering=0) as file:
+        tensors = list(hf_folder.read_file(path))
+        starts = [tensor.pieces[0].record.offset for tensor in tensors if tensor.pieces]
+        hashed.update(file.read(min(starts, default=path.stat().st_size)))
+        for tensor in tensors:
+            finite, any_value = _scan_tensor(file, tensor, buffer, hashed)
+            if not finite:
+                problems.append(f"{tensor.name} holds values that are not finite (NaN or infinity)")
+            if not any_value and tensor.numel and tensor.dtype in CONVERTIBLE:
+                if len(tensor.shape) < 2:
+                    zero.append(tensor.name)
+                else:
+                    problems.append(f"{tensor.name} is all zero")
+    sums = FileSum(size=path.stat().st_size, sha256=hashed.hexdigest())
+    return Scan(path.name, sums, tuple(problems), tuple(zero))
+
+
+def _scan_tensor(file: Any, tensor: Tensor, buffer: Any, hashed: Any) -> tuple[bool, bool]:
+    """Whether all values are finite, and whether any is not zero."""
+    finite, any_value, left = True, False, tensor.nbytes
+    while left:
+        got = file.readinto(memoryview(buffer)[: min(left, _BLOCK)])
+        if not got:
+            raise UserError(f"{file.name} changed while it was read.")
+        block = buffer[:got]
+        hashed.update(block)
+        left -= got
+        any_value = any_value or bool(block.any())
+        if tensor.dtype in _EXPONENT:
+            view, mask = _EXPONENT[tensor.dtype]
+            finite = finite and not bool(((block.view(view) & view(mask)) == mask).any())
+    return finite, any_value
+
+
+def _tie_problems(contents: Contents, loading: Loading) -> list[str]:
+    stored = contents.tensors
+    return [
+        f"{alias} is stored, though the model ties it to {owner}"
+        for alias, owner in loading.ties
+        if alias in stored and owner in stored
+    ]
+
+
+def _type_problems(model: Path, contents: Contents) -> list[str]:
+    config = json.loads((model / "config.json").read_text())
+    said = config.get("dtype") or config.get("torch_dtype")
+    held = {torch_name(tensor.dtype) for tensor in contents.tensors.values() if tensor.dtype in CONVERTIBLE}
+    return [] if said in held or not held else [f"config.json says {said}, the tensors are {', '.join(sorted(held))}"]
+
+
+def _receipt_problems(model: Path, found: dict[str, FileSum]) -> list[str]:
+    if not (model / "receipt.json").is_file():
+        return []
+    receipt = read_json(model / "receipt.json", "shardmake consolidate")
+    recorded = {name: FileSum.model_validate(sums) for name, sums in receipt["verification"]["files"].items()}
+    gone = [f"{name} is in the receipt, but not in the folder" for name in recorded if name not in found]
+    changed = [name for name, sums in recorded.items() if name in found and found[name] != sums]
+    return gone + [f"{name} has changed since the receipt was written" for name in changed]
+
+
+def _summary(
+    model: Path, contents: Contents, loading: Loading, scans: list[Scan], against: Path | None
+) -> Verification:
+    tensors = contents.tensors.values()
+    config = json.loads((model / "config.json").read_text())
+    return Verification(
+        architecture=loading.architecture,
+        tensors=len(tensors),
+        parameters=sum(tensor.numel for tensor in tensors),
+        bytes=sum(tensor.nbytes for tensor in tensors),
+        dtype=str(config.get("dtype") or config.get("torch_dtype")),
+        ties=dict(loading.ties),
+        zero=[name for found in scans for name in found.zero],
+        files={found.name: found.sums for found in scans},
+        compared_with=None if against is None else str(against),
+    )

@@ -1,0 +1,182 @@
+"""Stream the bytes of a plan into its files: bounded memory, several workers, restartable, checksums on the way.
+
+Each output file is filled under a temporary name, synced, and renamed; then a small journal beside it says that it is
+whole and which source bytes went into it, with their CRC-32. A merge that was killed takes up there.
+"""
+
+import ctypes
+import errno
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardmake.consolidate.convert import Block
+from shardmake.consolidate.crc import combine
+from shardmake.consolidate.jobs import Job, plan_jobs
+from shardmake.consolidate.layout import Entry, Shard
+from shardmake.consolidate.stream import Streamer, run_parallel
+from shardmake.errors import UserError
+from shardmake.receipt import digest, fsync_directory, read_json, write_json
+
+_SYNC_FILE_RANGE_WRITE = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass
+class _Output:
+    """An output file that is being filled."""
+
+    shard: Shard
+    jobs: list[Job]
+    left: int
+    file: int = -1
+    sums: list[dict[str, Any]] = field(default_factory=list)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class ShardWriter:
+    """Fills the files of a plan in a folder."""
+
+    def __init__(self, shards: Sequence[Shard], folder: Path) -> None:
+        self.folder = folder
+        self._outputs = [
+            _Output(shard, jobs, max(len(jobs), 1)) for shard, jobs in zip(shards, plan_jobs(shards), strict=True)
+        ]
+
+    def write(self, workers: int = 2, part: tuple[int, int] = (0, 1)) -> None:
+        """Fill the files; those that are there and whole stay.
+
+        Args:
+            workers: Threads; each holds at most three blocks in memory.
+            part: ``(i, n)``: write only every n-th file, from the i-th on, as one of n tasks.
+
+        Raises:
+            UserError: a source file is shorter than planned, or cannot be read.
+            OSError: the folder cannot be written to.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        todo = [output for output in self._outputs[part[0] :: part[1]] if not self._is_whole(output)]
+        tasks: list[tuple[_Output, Job | None]] = [(output, job) for output in todo for job in output.jobs]
+        tasks += [(output, None) for output in todo if not output.jobs]
+        try:
+            run_parallel(tasks, self._run, workers)
+        finally:
+            for output in todo:
+                if output.file >= 0:
+                    os.close(output.file)
+
+    def is_complete(self) -> bool:
+        """Whether every file of the plan is whole."""
+        return all(self._is_whole(output) for output in self._outputs)
+
+    def check_sums(self) -> int:
+        """Compare the CRC-32 of every source record, put together from the journals, with the one its archive holds.
+
+        Returns:
+            The number of source bytes so checked.
+
+        Raises:
+            UserError: they differ; the file and the place in it are named.
+        """
+        by_record: dict[tuple[str, int, int, int], list[tuple[int, int, int]]] = {}
+        for output in self._outputs:
+            for entry in read_json(self._journal(output), "shardmake consolidate")["sources"]:
+                key = (entry["file"], entry["offset"], entry["size"], entry["expected"])
+                by_record.setdefault(key, []).append((entry["begin"], entry["length"], entry["crc"]))
+        for (file, offset, size, expected), parts in by_record.items():
+            parts.sort()
+            assert sum(length for _, length, _ in parts) == size
+            if combine((crc, length) for _, length, crc in parts) != expected:
+                raise UserError(
+                    f"{file} is damaged: the {size} bytes from byte {offset} on do not have the CRC-32 that the file "
+                    "itself records for them (a flipped bit on the disk or on the way). Copy it again, or take an "
+                    "older checkpoint."
+                )
+        return sum(size for _, _, size, _ in by_record)
+
+    def remove_journals(self) -> None:
+        """Remove what only a restart needs."""
+        for output in self._outputs:
+            self._journal(output).unlink(missing_ok=True)
+
+    def _journal(self, output: _Output) -> Path:
+        return self.folder / f".{output.shard.name}.done"
+
+    def _temporary(self, output: _Output) -> Path:
+        return self.folder / f".{output.shard.name}.tmp"
+
+    def _is_whole(self, output: _Output) -> bool:
+        path, journal = self.folder / output.shard.name, self._journal(output)
+        if not (path.is_file() and journal.is_file() and path.stat().st_size == output.shard.size):
+            return False
+        return bool(read_json(journal, "shardmake consolidate")["plan"] == _plan_digest(output))
+
+    def _run(self, streamer: Streamer, task: tuple[_Output, Job | None]) -> None:
+        output, job = task
+        self._open(output)
+        if job is not None:
+            self._copy(streamer, output, job)
+        with output.lock:
+            output.left -= 1
+            is_last = output.left == 0
+        if is_last:
+            self._finish(output)
+
+    def _open(self, output: _Output) -> None:
+        with output.lock:
+            if output.file < 0:
+                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
+                output.file = os.open(self._temporary(output), flags, 0o644)
+                _preallocate(output.file, output.shard.size)
+                os.pwrite(output.file, output.shard.header, 0)
+
+    def _copy(self, streamer: Streamer, output: _Output, job: Job) -> None:
+        def put(content: Block, offset: int, _entry: Entry) -> None:
+            _write(output.file, content, offset)
+
+        record, crc = streamer.run(job, put)
+        if record.crc is not None:
+            place = {"file": str(record.path), "offset": record.offset, "size": record.size, "expected": record.crc}
+            with output.lock:
+                output.sums.append({**place, "begin": job.begin, "length": job.end - job.begin, "crc": crc})
+
+    def _finish(self, output: _Output) -> None:
+        """Sync, rename, and only then say so in the journal."""
+        os.fsync(output.file)
+        os.close(output.file)
+        output.file = -1
+        self._temporary(output).rename(self.folder / output.shard.name)
+        fsync_directory(self.folder)
+        write_json(self._journal(output), {"plan": _plan_digest(output), "sources": output.sums})
+
+
+def _plan_digest(output: _Output) -> str:
+    """What the file is made of: its header, and of each source the place, size and time of change."""
+    files = {job.record.path for job in output.jobs}
+    states = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
+    jobs = [(str(job.record.path), job.record.offset, job.begin, job.end) for job in output.jobs]
+    return digest([output.shard.header.hex(), states, jobs])
+
+
+def _preallocate(file: int, size: int) -> None:
+    """Reserve the space, which also finds out now that there is too little; where that is unknown, set the size."""
+    if _libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        raise OSError(code, os.strerror(code))
+    os.ftruncate(file, size)
+
+
+def _write(target: int, content: Block, offset: int) -> None:
+    """Write, and let the kernel start to put it on the disk, so that the sync at the end finds little left."""
+    view = content.data
+    while view:
+        written = os.pwrite(target, view, offset)
+        _libc.sync_file_range(
+            target, ctypes.c_int64(offset), ctypes.c_int64(written), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
+        )
+        view, offset = view[written:], offset + written
