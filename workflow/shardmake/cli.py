@@ -8,6 +8,7 @@ import typer
 from rich.console import Console
 
 from shardmake.config import Cluster, Config, Run, get_run, load_cluster, load_config
+from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
 
@@ -47,9 +48,11 @@ def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = 
 @app.command()
 def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Estimate memory for every strategy and choose the fastest that fits."""
+    from shardmake.data import check_sources
     from shardmake.plan.stage import describe, plan_run
 
     _, run, cluster, rundir = _open(name, config, runs)
+    check_sources(run)
     tell(describe(plan_run(run, cluster, rundir)))
 
 
@@ -92,21 +95,21 @@ def consolidate(
     source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
     out: Annotated[Path | None, typer.Argument(help="Model folder to write; for a checkpoint's folder.")] = None,
     base: Annotated[Path | None, typer.Option(help="Folder that config and tokenizer come from.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="keep, bf16, fp16 or fp32.")] = None,
+    dtype: Annotated[Target, typer.Option(help="Data type of the weights; keep: the training's own.")] = "keep",
     max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
     workers: Annotated[int, typer.Option(help="Files read at once.")] = 2,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
 ) -> None:
     """Merge a sharded checkpoint into a model folder."""
-    from shardmake.consolidate import consolidate as merge
+    from shardmake.consolidate.merge import consolidate as merge
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
         _, run, _, rundir = _open(source, config, runs)
         consolidate_run(run, rundir, workers=workers, tell=tell)
     else:
-        merge(Path(source), out, base=base, dtype=dtype or "keep", max_shard_size=max_shard_size, workers=workers)
+        merge(Path(source), out, base=base, dtype=dtype, max_shard_size=max_shard_size, workers=workers)
 
 
 @app.command()

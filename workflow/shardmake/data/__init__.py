@@ -3,4 +3,5 @@
 The ranks import `shardmake.data.dataset`, which needs torch; the stage does not until it runs.
 """
 
+from shardmake.data.stage import check_sources as check_sources
 from shardmake.data.stage import prepare as prepare

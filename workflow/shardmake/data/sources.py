@@ -116,6 +116,15 @@ def read(source: Source, cache: Path) -> "datasets.Dataset":
     return rows
 
 
+def check(source: Source) -> None:
+    """Refuse local files that cannot be read to their end, naming file and line; says nothing of hub data sets."""
+    if isinstance(source, Files) and source.are_jsonl:
+        for index, row in enumerate(_json_lines([str(path) for path in source.paths])):
+            example_at(row, index)
+    elif isinstance(source, Files):
+        _check_parquet(source.paths)
+
+
 def _read_files(source: Files, cache: Path) -> "datasets.Dataset":
     import datasets
 

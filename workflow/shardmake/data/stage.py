@@ -14,7 +14,17 @@ from typing import TYPE_CHECKING, Any
 from shardmake.config import Run
 from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
 from shardmake.data.packing import KEPT, columns_of, count_outcomes, count_tokens, fit, pack
-from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, Source, example_at, identity, locate, place_of, read
+from shardmake.data.sources import (
+    EVAL_SPLITS,
+    TRAIN_SPLITS,
+    Source,
+    check,
+    example_at,
+    identity,
+    locate,
+    place_of,
+    read,
+)
 from shardmake.errors import UserError
 from shardmake.receipt import digest, fsync_directory, read_json, sha256, write_json
 from shardmake.rundir import RunDir
@@ -54,6 +64,12 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1, tell: Callable[[str], None]
     for split in ("train", "eval"):
         tell(f"{rundir.data / split}: {_summary(receipt[split], run.sequence_length)}.")
     return receipt
+
+
+def check_sources(run: Run) -> None:
+    """Read the run's local files to their end; `UserError` with file and line for what cannot be read."""
+    for source in _locate(run).values():
+        check(source)
 
 
 def _locate(run: Run) -> dict[str, Source]:

@@ -1,6 +1,7 @@
-"""The plan stage: choose, check the data and the request against the cluster, write the plan."""
+"""The plan stage: choose, hold the request against the cluster, write the plan."""
 
 from shardmake.config import Cluster, Run
+from shardmake.plan.limits import ask_partitions, check_request
 from shardmake.plan.plan import Plan, as_json
 from shardmake.plan.strategy import make_plan
 from shardmake.receipt import write_json
@@ -11,9 +12,11 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """Make the plan of a run and write it with ``memory.json``.
 
     Raises:
-        UserError: nothing fits, the data cannot be read, or the cluster cannot give what the plan asks.
+        UserError: nothing fits, or the cluster cannot give what the plan asks.
     """
     plan, memory = make_plan(rundir.name, run, cluster)
+    if cluster.executor == "slurm":
+        check_request(plan, cluster, ask_partitions())
     write_json(rundir.memory, memory)
     write_json(rundir.plan, as_json(plan))
     return plan

@@ -7,7 +7,7 @@ nothing asked for is an error.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from shardmake.config import Run
 from shardmake.errors import UserError
@@ -70,7 +70,7 @@ def evaluate(run: Run, rundir: RunDir) -> dict[str, Any]:
 
     from shardmake.data.dataset import load
 
-    examples = load(rundir.data, "eval")
+    examples = cast(Sequence[Example], load(rundir.data, "eval"))
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     prompts = _prompts(run, tokenizer, examples)
     base = _assess(run, run.model, run.revision, examples, tokenizer, prompts)

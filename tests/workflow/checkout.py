@@ -1,0 +1,125 @@
+"""A copy of the repository in a folder of its own, in which a test works as a user would."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PARTS = ("Snakefile", "workflow/rules", "profiles", "config", "slurm")
+LOCAL = {
+    "executor": "local",
+    "processes_per_node": 2,
+    "cpus_per_node": 2,
+    "memory_gib_per_node": 6,
+}
+RUN: dict[str, Any] = {
+    "model": "resources/demo/base",
+    "data": {"train": "resources/demo/train.jsonl", "eval": "resources/demo/eval.jsonl"},
+    "sequence_length": 64,
+    "global_batch_size": 8,
+    "micro_batch_size": 2,
+    "max_steps": 6,
+    "learning_rate": 2e-3,
+    "strategy": "zero3",
+    "dtype": "keep",
+    "checkpoints": {"every_steps": 2},
+    "evaluation": {"batch_size": 32, "prompts": ["What does os.getcwd do?"], "max_new_tokens": 4},
+    "push": {"to": "file:published/demo"},
+}
+
+
+@dataclass
+class Checkout:
+    """The copy, its configuration, and commands in it. The run is called ``demo``."""
+
+    root: Path
+
+    @classmethod
+    def create(cls, root: Path, inputs: Path) -> "Checkout":
+        """Copy the workflow to ``root`` and link the demo's inputs."""
+        for part in PARTS:
+            source, target = REPOSITORY / part, root / part
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_symlink():
+                target.symlink_to(source.readlink())
+            elif source.is_dir():
+                shutil.copytree(source, target)
+            else:
+                shutil.copy(source, target)
+        shutil.copytree(inputs, root / "resources/demo")
+        checkout = cls(root)
+        checkout.configure()
+        return checkout
+
+    def configure(self, cluster: dict[str, Any] | None = None, **changes: Any) -> None:
+        """Write the cluster file and a configuration with one run, `RUN` with ``changes``; None removes a key."""
+        run = {key: value for key, value in (RUN | changes).items() if value is not None}
+        (self.root / "config/cluster.yaml").write_text(yaml.safe_dump(LOCAL | (cluster or {})))
+        self.write_config({"cluster": "config/cluster.yaml", "runs": {"demo": run}})
+
+    def write_config(self, config: Any) -> None:
+        """Write ``config/config.yaml``."""
+        (self.root / "config/config.yaml").write_text(yaml.safe_dump(config))
+
+    @property
+    def run(self) -> Path:
+        """Folder of the run."""
+        return self.root / "runs/demo"
+
+    def command(self, *words: str) -> list[str]:
+        """A command of the environment that runs the tests."""
+        return [str(Path(sys.executable).parent / words[0]), *words[1:]]
+
+    def __call__(self, *words: str, check: bool = True, timeout: float = 400) -> subprocess.CompletedProcess[str]:
+        """Run a command in the copy; its output is printed, for the test's report."""
+        done = subprocess.run(
+            self.command(*words),
+            cwd=self.root,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout,
+            check=False,
+            env=environment(),
+        )
+        print(f"$ {' '.join(words)}\n{done.stdout}")
+        if check and done.returncode != 0:
+            raise AssertionError(f"{' '.join(words)} ended with {done.returncode}")
+        return done
+
+    def start(self, *words: str, log: Path) -> "subprocess.Popen[str]":
+        """Start a command in the copy, in a session of its own, and leave it running."""
+        return subprocess.Popen(
+            self.command(*words),
+            cwd=self.root,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=environment(),
+            start_new_session=True,
+        )
+
+    def read(self, name: str) -> Any:
+        """A JSON file of the run."""
+        return json.loads((self.run / name).read_text())
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of the run's metrics."""
+        path = self.run / "train/metrics.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def losses(self) -> dict[int, float]:
+        """Training loss by step."""
+        return {line["step"]: line["loss"] for line in self.metrics() if "loss" in line}
+
+
+def environment() -> dict[str, str]:
+    """The environment of a user whose home has no say."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE_", "SLURM_"))}

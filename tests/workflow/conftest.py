@@ -1,0 +1,22 @@
+"""The demo's inputs, made once, and a fresh copy of the repository for each test."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.demo import make_inputs
+from tests.workflow.checkout import Checkout
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A chat data set, a tokenizer and a small base model."""
+    folder = tmp_path_factory.mktemp("inputs") / "demo"
+    make_inputs(folder)
+    return folder
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, inputs: Path) -> Checkout:
+    """A copy of the repository."""
+    return Checkout.create(tmp_path / "checkout", inputs)

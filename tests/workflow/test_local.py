@@ -1,0 +1,148 @@
+"""The whole workflow on one machine, with real processes."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+
+import psutil
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.workflow.checkout import Checkout
+
+pytestmark = pytest.mark.training
+PROFILE = ("--profile", "profiles/local")
+
+
+def train_as(checkout: Checkout, strategy: str) -> dict[int, float]:
+    """Losses by step of a fresh training with ``strategy``; plan and data of before are used where they still hold."""
+    checkout.configure(strategy=strategy)
+    for stage in ("plan", "render", "data", "train"):
+        checkout("shardmake", stage, "demo")
+    losses = checkout.losses()
+    engine = [checkout.read(f"train/attempts/001/ranks/rank-{rank}.json") for rank in (0, 1)]
+    assert {report["engine"] for report in engine} == {"ddp" if strategy == "ddp" else "deepspeed"}
+    assert {report["zero_stage"] for report in engine} == {0 if strategy == "ddp" else int(strategy[-1])}
+    assert {report["world_size"] for report in engine} == {2}
+    (checkout.run / "train").rename(checkout.root / f"train-{strategy}")
+    return losses
+
+
+def test_strategies_agree(checkout: Checkout) -> None:
+    """Same seed, same data: the engine changes where numbers lie, not what they are."""
+    reference = train_as(checkout, "ddp")
+    assert list(reference) == [1, 2, 3, 4, 5, 6]
+    assert reference[6] < reference[1] - 0.5
+    for strategy in ("zero1", "zero2", "zero3"):
+        assert train_as(checkout, strategy) == pytest.approx(reference, abs=2e-4), strategy
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.2)
+
+
+def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(checkout: Checkout) -> None:
+    blocked = checkout.root / "published"
+    blocked.write_text("a file where the folder should be")
+    checkout.configure(max_steps=10)
+    head = checkout.start("snakemake", *PROFILE, log=checkout.root / "first.log")
+    wait_for(lambda: len(checkout.metrics()) >= 2)
+    kill_tree(head.pid, spare="shardmake.launch.worker")
+    head.wait()
+
+    checkout("snakemake", *PROFILE, "--unlock")
+    again = checkout("snakemake", *PROFILE, check=False)
+    assert again.returncode != 0
+    assert "Adopting job" in again.stdout
+    story = checkout.read("train/attempts/index.json")
+    assert [(entry["attempt"], entry["end"]) for entry in story] == [(1, "finished")]
+    assert sorted(checkout.losses()) == list(range(1, 11))
+    assert "published" in again.stdout and "Traceback" not in again.stdout
+
+    trained = (checkout.run / "train/receipt.json").stat().st_mtime_ns
+    merged = (checkout.run / "model/receipt.json").stat().st_mtime_ns
+    blocked.unlink()
+    mended = checkout("snakemake", *PROFILE)
+    assert "pushing the model" in mended.stdout
+    assert "training;" not in mended.stdout and "merging the sharded" not in mended.stdout
+    assert (checkout.run / "train/receipt.json").stat().st_mtime_ns == trained
+    assert (checkout.run / "model/receipt.json").stat().st_mtime_ns == merged
+    assert_result_is_whole(checkout)
+
+    assert "Nothing to be done" in checkout("snakemake", *PROFILE).stdout
+    comment_edited(checkout)
+    assert "Nothing to be done" in checkout("snakemake", *PROFILE).stdout
+    forced = checkout("snakemake", *PROFILE, "runs/demo/model/receipt.json", "-f")
+    assert "merging the sharded" in forced.stdout and "training;" not in forced.stdout
+
+
+def comment_edited(checkout: Checkout) -> None:
+    for name in ("config/config.yaml", "config/cluster.yaml", "workflow/rules/train.smk"):
+        with (checkout.root / name).open("a") as file:
+            file.write("\n# a thought\n")
+
+
+def kill_tree(pid: int, spare: str) -> None:
+    """SIGKILL a process and its descendants, but for those whose command line holds ``spare``."""
+    root = psutil.Process(pid)
+    doomed = [root, *root.children(recursive=True)]
+    spared = {p.pid for p in doomed if spare in " ".join(p.cmdline())}
+    kept = spared | {child.pid for p in doomed if p.pid in spared for child in p.children(recursive=True)}
+    for process in doomed:
+        if process.pid not in kept:
+            os.kill(process.pid, signal.SIGKILL)
+
+
+def assert_result_is_whole(checkout: Checkout) -> None:
+    """The pushed weights are those that DeepSpeed's own converter takes from the last checkpoint."""
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    receipt = checkout.read("train/receipt.json")
+    reference = get_fp32_state_dict_from_zero_checkpoint(str(checkout.run / receipt["checkpoint"]))
+    pushed = load_file(checkout.root / "published/demo/model.safetensors")
+    assert set(pushed) == set(reference) - {"lm_head.weight"}
+    for name, tensor in pushed.items():
+        assert torch.equal(tensor, reference[name]), name
+    evaluation = checkout.read("evaluation.json")
+    assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"] - 0.3
+    assert len(evaluation["samples"]) == 1
+
+
+def test_a_failing_rank_is_told_where_the_user_looks(checkout: Checkout) -> None:
+    """A batch that the model cannot take: the traceback reaches the terminal, and nothing is tried again."""
+    for stage in ("plan", "render", "data"):
+        checkout("shardmake", stage, "demo")
+    config = checkout.root / "resources/demo/base/config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": ', '"num_hidden_layers": "many", "was": '))
+    failed = checkout("shardmake", "train", "demo", check=False)
+    assert failed.returncode == 2
+    assert "Training of demo stopped: Rank" in failed.stdout
+    assert "Traceback (most recent call last)" in failed.stdout and "num_hidden_layers" in failed.stdout
+    assert [entry["end"] for entry in checkout.read("train/attempts/index.json")] == ["error in the training"]
+
+
+def test_the_stop_file_saves_and_stops_and_training_goes_on_from_there(checkout: Checkout) -> None:
+    checkout.configure(max_steps=400, checkpoints={"every_steps": 300})
+    for stage in ("plan", "render", "data"):
+        checkout("shardmake", stage, "demo")
+    driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
+    wait_for(lambda: len(checkout.metrics()) >= 1)
+    (checkout.run / "train/STOP").touch()
+    assert driver.wait(timeout=120) == 2
+    assert "saved and stopped" in (checkout.root / "driver.log").read_text()
+    steps = {int(folder.name.split("-")[1]) for folder in (checkout.run / "train/checkpoints").iterdir()}
+    assert len(steps) == 1 and steps < set(range(1, 300))
+
+    checkout.configure(max_steps=400, checkpoints={"every_steps": 300})
+    driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
+    wait_for(lambda: "resuming from checkpoint" in (checkout.root / "driver.log").read_text())
+    wait_for(lambda: checkout.metrics()[-1]["attempt"] == 2)
+    (checkout.run / "train/STOP").touch()
+    assert driver.wait(timeout=120) == 2
+    logged = [line["step"] for line in checkout.metrics()]
+    assert logged == sorted(set(logged)), "no step is logged twice"
