@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from tests.cluster.harness import Cluster, ClusterError, environment
+from tests.cluster.harness import Cluster, ClusterError, available, environment
 
 HOW_TO = """\
 The cluster is up: nodes c1, c2, c3, partitions gpu (default) and urgent. It stays up until you take it down.
@@ -24,6 +24,8 @@ def main() -> int:
     parser.add_argument("action", choices=["up", "down", "status", "shell", "run"])
     parser.add_argument("command", nargs=argparse.REMAINDER, help="for `run`")
     arguments = parser.parse_args()
+    if reason := available():
+        parser.exit(1, f"A cluster needs {reason}.\n")
     try:
         return act(Cluster(accounting=arguments.accounting), arguments.action, arguments.command)
     except ClusterError as error:
