@@ -1,0 +1,93 @@
+"""The files that Slurm and munge read, as text."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+HEAD = "head"
+ADDRESSES: Mapping[str, str] = {HEAD: "10.77.0.1", "c1": "10.77.0.11", "c2": "10.77.0.12", "c3": "10.77.0.13"}
+NODES = tuple(host for host in ADDRESSES if host != HEAD)
+GPUS_PER_NODE = 2
+_NODE_LIST = ",".join(NODES)
+
+
+def hosts() -> str:
+    """`/etc/hosts` of every node: no name of the machine below shows through."""
+    return "127.0.0.1 localhost\n" + "".join(f"{address} {host}\n" for host, address in ADDRESSES.items())
+
+
+def slurm_conf(state: Path, *, accounting: bool) -> str:
+    """`slurm.conf` of a cluster that keeps its files in ``state``.
+
+    Three values differ from Slurm's defaults to save waiting: credentials expire after 5 s (a requeued job is held for
+    that long), a silent node is down after 10 s, and the scheduler runs every second.
+    """
+    return f"""\
+ClusterName=test
+SlurmctldHost={HEAD}({ADDRESSES[HEAD]})
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={state}/munge/socket,cred_expire=5
+StateSaveLocation={state}/slurmctld
+SlurmctldPidFile={state}/slurmctld.pid
+SlurmctldLogFile={state}/log/slurmctld.log
+SlurmdSpoolDir={state}/spool-%n
+SlurmdPidFile={state}/slurmd-%n.pid
+SlurmdLogFile={state}/log/slurmd-%n.log
+SlurmdTimeout=10
+# The nodes have what is written below, whatever machine carries them.
+SlurmdParameters=config_overrides
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/linux
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core_Memory
+DefMemPerCPU=1000
+GresTypes=gpu
+SchedulerParameters=sched_interval=1,bf_interval=1
+ReturnToService=2
+JobRequeue=1
+KillWait=5
+MinJobAge=300
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+{_accounting(state) if accounting else "AccountingStorageType=accounting_storage/none"}
+NodeName={_NODE_LIST} CPUs=2 RealMemory=8000 Gres=gpu:a100:{GPUS_PER_NODE}
+PartitionName=gpu Nodes={_NODE_LIST} Default=YES PriorityTier=1 GraceTime=8
+PartitionName=urgent Nodes={_NODE_LIST} PriorityTier=10 PreemptMode=OFF
+"""
+
+
+def _accounting(state: Path) -> str:
+    """Lines for slurmdbd. The password is the path of munge's socket: AuthInfo does not count for this connection."""
+    return f"""\
+AccountingStorageType=accounting_storage/slurmdbd
+AccountingStorageHost={ADDRESSES[HEAD]}
+AccountingStoragePass={state}/munge/socket"""
+
+
+def gres_conf(state: Path) -> str:
+    """`gres.conf`: the GPUs are copies of /dev/null, since Slurm wants devices, and it hands out their numbers."""
+    return f"NodeName={_NODE_LIST} Name=gpu Type=a100 File={state}/gpu[0-{GPUS_PER_NODE - 1}]\n"
+
+
+def cgroup_conf() -> str:
+    """`cgroup.conf`: nothing here uses cgroups, and the plugin's own search fails in containers."""
+    return "CgroupPlugin=cgroup/v1\n"
+
+
+def slurmdbd_conf(state: Path) -> str:
+    """`slurmdbd.conf`, for a MariaDB that listens on the head's loopback."""
+    return f"""\
+DbdHost={HEAD}
+DbdAddr={ADDRESSES[HEAD]}
+SlurmUser=root
+AuthType=auth/munge
+AuthInfo=socket={state}/munge/socket
+StorageType=accounting_storage/mysql
+StorageHost=127.0.0.1
+StorageUser=slurm
+StoragePass=slurm
+PidFile={state}/slurmdbd.pid
+LogFile={state}/log/slurmdbd.log
+"""
