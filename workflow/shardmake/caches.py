@@ -1,4 +1,4 @@
-"""Where compiled kernels are kept: on the node, one folder a user."""
+"""Compiled kernels: where they are kept, and one that is not worth compiling."""
 
 import os
 from pathlib import Path
@@ -15,3 +15,14 @@ def kernel_caches(scratch: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
+
+
+def leave_collectives_to_gloo() -> None:
+    """Keep DeepSpeed from compiling its shared-memory collectives for the CPU.
+
+    It does so at the first start on every node, which takes a C++ compiler and half a minute, for a kernel that
+    serves inference on one node; without it, it uses gloo. Call before DeepSpeed's process group is made.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-from shardmake.caches import kernel_caches
+from shardmake.caches import kernel_caches, leave_collectives_to_gloo
 from shardmake.errors import UserError
 from shardmake.plan.plan import Choice
 
@@ -71,6 +71,7 @@ def _main(folder: Path) -> None:
     files = Files(**request["files"])
     choice = Choice.model_validate(request["choice"])
     _pretend_world(choice.world_size)
+    leave_collectives_to_gloo()
     problems = [
         *_problems_of(lambda: _check_accelerate(files, choice, folder, request["flags"])),
         *_problems_of(lambda: _check_deepspeed(files, choice)),

@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from shardmake.attempt import Attempt, AttemptDir, rank_report
+from shardmake.caches import leave_collectives_to_gloo
 from shardmake.data.dataset import collator, load
 from shardmake.plan.plan import Plan, read_plan
 from shardmake.receipt import read_json, write_json
@@ -79,6 +80,8 @@ def _make_trainer(
     folder: AttemptDir, attempt: Attempt, plan: Plan, settings: dict[str, Any], heartbeat: Heartbeat
 ) -> tuple[ShardedTrainer, Stop]:
     rundir = attempt.rundir
+    if attempt.accelerator == "cpu":
+        leave_collectives_to_gloo()
     # The arguments come before the model: they tell Transformers to load it sharded.
     arguments = _training_arguments(settings, folder, attempt)
     model = _load_model(settings)

@@ -1,0 +1,135 @@
+"""``snakemake --profile slurm``, literally, on the three-node cluster."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from tests.cluster.harness import Cluster
+from tests.workflow.checkout import REPOSITORY, RUN, Checkout
+
+pytestmark = [pytest.mark.cluster, pytest.mark.training]
+SLURM = ("--profile", "slurm")
+
+
+class ClusterCheckout(Checkout):
+    """A checkout on the folder that all nodes share, with commands run on the login node."""
+
+    cluster: Cluster
+
+    def configure_cluster(self, slurm: dict[str, object] | None = None, **changes: object) -> None:
+        """One run on the cluster of the harness, with ``changes``."""
+        file = yaml.safe_load((REPOSITORY / "config/clusters/three-node-test.yaml").read_text())
+        file["slurm"] |= slurm or {}
+        (self.root / "config/cluster.yaml").write_text(yaml.safe_dump(file))
+        run = {"nodes": 2, "precision": "fp32"} | changes
+        self.write_config({"cluster": "config/cluster.yaml", "runs": {"demo": RUN | run}})
+
+    def on_login_node(self, *words: str, check: bool = True) -> str:
+        """Output of a command on the login node."""
+        done = self.cluster.run(self.command(*words), cwd=self.root, check=False, timeout=400)
+        output = f"{done.stdout}{done.stderr}"
+        print(f"$ {' '.join(words)}\n{output}")
+        assert not check or done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}"
+        return output
+
+
+@pytest.fixture
+def lab(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
+    """A checkout on the shared folder."""
+    cluster.reset()
+    checkout = ClusterCheckout.create(shared_folder / "checkout", inputs)
+    assert isinstance(checkout, ClusterCheckout)
+    checkout.cluster = cluster
+    profile = checkout.root / "profiles/slurm/config.yaml"
+    settings = yaml.safe_load(profile.read_text())
+    # Two seconds instead of twenty until Snakemake first asks after a job; nothing else differs from the profile.
+    settings["slurm-init-seconds-before-status-checks"] = 2
+    profile.write_text(yaml.safe_dump(settings))
+    checkout.configure_cluster()
+    return checkout
+
+
+def jobs_submitted(lab: ClusterCheckout) -> list[str]:
+    """Ids of the training jobs of the run, in order."""
+    return [entry["job"] for entry in lab.read("train/attempts/index.json")]
+
+
+def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(lab: ClusterCheckout) -> None:
+    lab.configure_cluster(max_steps=30, checkpoints={"every_steps": 10})
+    lab.on_login_node("snakemake", *SLURM, "plan")
+    assert not (lab.run / "train").exists(), "the plan queues nothing"
+
+    head = lab.cluster.popen(lab.command("snakemake", *SLURM), cwd=lab.root)
+    lab.cluster.wait_until(lambda: len(lab.metrics()) >= 2, "training")
+    kill_with_descendants(lab.cluster, head.pid)
+    head.wait()
+    assert len(lab.cluster.jobs()) == 1, "the training job lives on"
+
+    lab.on_login_node("snakemake", *SLURM, "--unlock")
+    output = lab.on_login_node("snakemake", *SLURM)
+    assert "Adopting job" in output
+    assert len(jobs_submitted(lab)) == 1
+    assert sorted(lab.losses()) == list(range(1, 31))
+    assert_ranks_met(lab, nodes=2)
+    assert_pushed_equals_deepspeeds_own(lab)
+
+
+def kill_with_descendants(cluster: Cluster, pid: int) -> None:
+    """SIGKILL the head and everything it started on the login node: as if that node had crashed."""
+    import psutil
+
+    root = psutil.Process(pid)
+    for process in [root, *root.children(recursive=True)]:
+        process.kill()
+
+
+def assert_ranks_met(lab: ClusterCheckout, nodes: int) -> None:
+    """Every rank reports the first node's address, the whole world, and the planned engine."""
+    reports = [json.loads(path.read_text()) for path in (lab.run / "train/attempts/001/ranks").iterdir()]
+    assert sorted(report["rank"] for report in reports) == [str(rank) for rank in range(2 * nodes)]
+    first = json.loads((lab.run / "train/attempts/001/rendezvous/start-0.json").read_text())
+    assert {report["master_addr"] for report in reports} == {first["address"]} != {"127.0.0.1"}
+    assert first["host"] == "c1" and first["interface"] == "eth0"
+    assert {report["master_port"] for report in reports} == {str(first["port"])}
+    assert {report["host"] for report in reports} == {f"c{node + 1}" for node in range(nodes)}
+    assert {(report["engine"], report["zero_stage"], report["world_size"]) for report in reports} == {
+        ("deepspeed", 3, 2 * nodes)
+    }
+
+
+def assert_pushed_equals_deepspeeds_own(lab: ClusterCheckout) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    checkpoint = lab.run / lab.read("train/receipt.json")["checkpoint"]
+    reference = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
+    pushed = load_file(lab.root / "published/demo/model.safetensors")
+    assert set(pushed) == set(reference) - {"lm_head.weight"}
+    assert all(torch.equal(tensor, reference[name]) for name, tensor in pushed.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"slurm": {"partition": "gpus"}}, "there is no partition 'gpus'. Did you mean 'gpu'?"),
+        ({"nodes": 4}, "nodes"),
+        ({"global_batch_size": 6, "micro_batch_size": "auto"}, "global_batch_size"),
+        ({"strategy": "zerro3"}, "'zerro3' is not allowed. Did you mean 'zero3'?"),
+        ({"learning_rat": 1e-3}, "there is no such key. Did you mean 'learning_rate'?"),
+        ({"model": "resources/demo"}, "it has no config.json"),
+        ({"data": {"train": "resources/demo/broken.jsonl"}}, "broken.jsonl, line 3 is not valid JSON"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_queued(
+    lab: ClusterCheckout, change: dict[str, object], words: str
+) -> None:
+    lines = (lab.root / "resources/demo/train.jsonl").read_text().splitlines()
+    (lab.root / "resources/demo/broken.jsonl").write_text("\n".join([*lines[:2], lines[2][:-9], *lines[3:9]]))
+    lab.configure_cluster(**change)
+    output = lab.on_login_node("snakemake", *SLURM, check=False)
+    assert words in output
+    assert "Traceback" not in output
+    assert not lab.cluster.jobs() and not (lab.run / "train").exists()
