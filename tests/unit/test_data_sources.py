@@ -8,6 +8,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from shardmake.config import Data
 from shardmake.data.sources import TRAIN_SPLITS, Files, HubDataset, example_in, identity, locate, place_of, read
 from shardmake.errors import UserError
 
@@ -30,7 +31,7 @@ def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
 
 
 def examples(name: Path, cache: Path) -> list[Any]:
-    rows = read(locate(str(name), None, TRAIN_SPLITS), cache)
+    rows = read(locate(str(name), Data(train=str(name)), TRAIN_SPLITS), cache)
     return [example_in(row) for row in rows]
 
 
@@ -141,7 +142,8 @@ def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
 )
 def test_other_names_are_hub_data_sets(tmp_path: Path, name: str, splits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert locate(name, "v1", TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "v1", splits)
+    data = Data(train=name, subset="main", revision="v1")
+    assert locate(name, data, TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "main", "v1", splits)
 
 
 def test_identity_follows_the_content(tmp_path: Path) -> None:

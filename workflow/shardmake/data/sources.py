@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.config import Data
 from shardmake.errors import UserError
 from shardmake.receipt import sha256
 
@@ -46,6 +47,7 @@ class HubDataset:
     """A data set on the Hugging Face hub, of which the first of ``splits`` that it has is read."""
 
     repository: str
+    subset: str | None
     revision: str | None
     splits: tuple[str, ...]
 
@@ -56,11 +58,11 @@ class HubDataset:
 Source = Files | HubDataset
 
 
-def locate(name: str, revision: str | None, splits: tuple[str, ...]) -> Source:
+def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
     """What ``name`` stands for: a file, a folder of files, or a hub data set (`org/name` or `org/name:split`).
 
-    ``splits`` are the hub data set's splits to try in order where ``name`` gives none. Raises `UserError` for a path
-    that is not there and for files of a kind that cannot be read.
+    ``data`` gives subset and revision of a hub data set; ``splits`` are its splits to try in order where ``name`` gives
+    none. Raises `UserError` for a path that is not there and for files of a kind that cannot be read.
     """
     path = Path(name)
     if path.is_dir():
@@ -73,7 +75,8 @@ def locate(name: str, revision: str | None, splits: tuple[str, ...]) -> Source:
             f"data {name!r} does not exist (now in {Path.cwd()}). Name a .jsonl or .parquet file, a folder of such "
             "files, or a hub data set (org/name)."
         )
-    return HubDataset(match["repository"], revision, (match["split"],) if match["split"] else splits)
+    chosen = (match["split"],) if match["split"] else splits
+    return HubDataset(match["repository"], data.subset, data.revision, chosen)
 
 
 def _one_file(path: Path) -> Files:
@@ -101,8 +104,13 @@ def identity(source: Source) -> dict[str, Any]:
     import datasets
 
     with _hub_errors(source):
-        builder = datasets.load_dataset_builder(source.repository, revision=source.revision)
-    return {"hub": source.repository, "commit": builder.hash, "splits": list(source.splits)}
+        builder = datasets.load_dataset_builder(source.repository, source.subset, revision=source.revision)
+    return {
+        "hub": source.repository,
+        "subset": source.subset,
+        "commit": builder.hash,
+        "splits": list(source.splits),
+    }
 
 
 def file_record(path: Path, root: Path = Path()) -> dict[str, Any]:
@@ -187,7 +195,7 @@ def _read_hub(source: HubDataset, cache: Path) -> "datasets.Dataset":
     import datasets
 
     with _hub_errors(source):
-        there = datasets.get_dataset_split_names(source.repository, revision=source.revision)
+        there = datasets.get_dataset_split_names(source.repository, source.subset, revision=source.revision)
         split = next((split for split in source.splits if split in there), None)
         if split is None:
             raise UserError(
@@ -195,7 +203,7 @@ def _read_hub(source: HubDataset, cache: Path) -> "datasets.Dataset":
                 f"Name one: {source.repository}:{there[0]}"
             )
         return datasets.load_dataset(
-            source.repository, revision=source.revision, split=split, cache_dir=str(cache / "hub")
+            source.repository, source.subset, revision=source.revision, split=split, cache_dir=str(cache / "hub")
         )
 
 

@@ -74,9 +74,9 @@ def check_sources(run: Run) -> None:
 
 
 def _locate(run: Run) -> dict[str, Source]:
-    sources = {"train": locate(run.data.train, run.data.revision, TRAIN_SPLITS)}
+    sources = {"train": locate(run.data.train, run.data, TRAIN_SPLITS)}
     if run.data.eval is not None:
-        sources["eval"] = locate(run.data.eval, run.data.revision, EVAL_SPLITS)
+        sources["eval"] = locate(run.data.eval, run.data, EVAL_SPLITS)
     return sources
 
 
