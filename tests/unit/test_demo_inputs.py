@@ -4,23 +4,15 @@ import json
 import os
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from shardmake.data.encode import encode_chat
 from shardmake.demo import make_inputs
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo")
-    make_inputs(folder)
-    return folder
-
-
-def test_the_model_loads_as_its_users_load_it(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    model, info = AutoModelForCausalLM.from_pretrained(folder / "base", output_loading_info=True)
+def test_the_model_loads_as_its_users_load_it(inputs: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
+    model, info = AutoModelForCausalLM.from_pretrained(inputs / "base", output_loading_info=True)
     assert not any(info.values())
     assert model.config.vocab_size == len(tokenizer) == 4096
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -28,9 +20,9 @@ def test_the_model_loads_as_its_users_load_it(folder: Path) -> None:
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id == model.config.pad_token_id
 
 
-def test_conversations_survive_the_tokenizer_and_answers_are_marked(folder: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
-    lines = (folder / "eval.jsonl").read_text().splitlines()
+def test_conversations_survive_the_tokenizer_and_answers_are_marked(inputs: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
+    lines = (inputs / "eval.jsonl").read_text().splitlines()
     for line in lines[:50]:
         question, answer = json.loads(line)["messages"]
         ids, mask = encode_chat(tokenizer, [question, answer])
@@ -41,11 +33,11 @@ def test_conversations_survive_the_tokenizer_and_answers_are_marked(folder: Path
         assert len(ids) <= 512
 
 
-def test_files_are_the_same_every_time_and_are_left_alone(folder: Path) -> None:
+def test_files_are_the_same_every_time_and_are_left_alone(inputs: Path) -> None:
     """A file with one other byte would be written again and get a new time."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    files = [path for path in inputs.rglob("*") if path.is_file()]
     assert len(files) == 8
     for file in files:
         os.utime(file, (1, 1))
-    make_inputs(folder)
+    make_inputs(inputs)
     assert {file.stat().st_mtime for file in files} == {1}
