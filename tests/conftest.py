@@ -3,9 +3,14 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from shardmake.demo import make_inputs
 from tests.workflow.checkout import Checkout
+
+# How long an example takes says nothing where tests share two cores with trainings.
+settings.register_profile("shardmake", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shardmake")
 
 
 @pytest.fixture(scope="session")

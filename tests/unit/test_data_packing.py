@@ -53,7 +53,7 @@ def as_dataset(many: list[Tokens]) -> datasets.Dataset:
     return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(many=examples.filter(bool), length=st.integers(40, 90))
 def test_every_example_is_packed_once_and_whole(many: list[Tokens], length: int, tmp_path: Path) -> None:
     packed = pack(as_dataset(many), length, tmp_path / "packed.arrow", "test")

@@ -1,18 +1,19 @@
 """What a user may write: the models of ``config/config.yaml`` and of the cluster files.
 
-The JSON schemas and ``config/README.md`` are generated from these models (`python -m shardmake.config`), so every
+The JSON schemas and ``config/README.md`` are generated from these models (`python -m shardmake.docs`), so every
 field carries a description. Values are checked here, at once, before anything is queued; the checks that need the
 model or the data come with the stages.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from shardmake.complaints import complaints
 from shardmake.errors import UserError, nearest
 from shardmake.receipt import digest
 
@@ -41,29 +42,35 @@ Loss = Literal["plain", "fused"]
 
 def _number(value: Any) -> Any:
     """YAML 1.1 reads ``5e-4`` as text; the intention is clear, so take it as the number it spells."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", value):
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
         return float(value)
-    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    return value
 
 
-Number = Annotated[float, BeforeValidator(_number)]
+AsNumber = BeforeValidator(_number)
+PositiveNumber = Annotated[float, Field(gt=0), AsNumber]
 PositiveInt = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
     """A part of a configuration file: unknown keys and wrong types are refused, values do not change."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Data(Section):
     """Where the examples come from and how they are read."""
 
-    train: str = Field(description="JSONL or Parquet file, a folder of such files, or a hub data set (`org/name`).")
-    eval: str | None = Field(
-        None, description="Evaluation examples, as for `train`. Without it, a part of `train` is set aside."
+    train: str = Field(
+        description="JSONL or Parquet file, a folder of such files, or a hub data set: `org/name` (its split `train`) "
+        "or `org/name:split`."
     )
-    eval_fraction: Annotated[Number, Field(gt=0, lt=0.5)] = Field(
+    eval: str | None = Field(
+        None,
+        description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). "
+        "Without it, a part of `train` is set aside.",
+    )
+    eval_fraction: Annotated[float, Field(gt=0, lt=0.5), AsNumber] = Field(
         0.02, description="Part of `train` set aside for evaluation where `eval` is not given."
     )
     format: Literal["auto", "chat", "prompt-completion", "text"] = Field(
@@ -76,6 +83,7 @@ class Data(Section):
         description="Tokens that carry loss: the assistant's (or completion's) words only, or all. `auto`: "
         "`assistant` for chat and prompt-completion, `all` for text.",
     )
+    subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
 
 
@@ -84,7 +92,7 @@ class Lora(Section):
 
     rank: PositiveInt = Field(16, description="Rank of the adapters.")
     alpha: PositiveInt = Field(32, description="Scale: the update is multiplied by alpha / rank.")
-    dropout: Annotated[Number, Field(ge=0, lt=1)] = Field(0.0, description="Dropout on the adapters' input.")
+    dropout: Annotated[float, Field(ge=0, lt=1), AsNumber] = Field(0.0, description="Dropout on the adapters' input.")
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="Names of the layers that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."
     )
@@ -124,15 +132,16 @@ class Push(Section):
         """`to`, always as a list."""
         return [self.to] if isinstance(self.to, str) else self.to
 
-    @model_validator(mode="after")
-    def _check_destinations(self) -> "Push":
-        for destination in self.destinations:
+    @field_validator("to")
+    @classmethod
+    def _check_destinations(cls, to: str | list[str]) -> str | list[str]:
+        for destination in [to] if isinstance(to, str) else to:
             kind, _, rest = destination.partition(":")
             if kind not in ("file", "hub") or not rest:
                 raise ValueError(f"{destination!r} is no destination; write file:FOLDER or hub:ORG/NAME")
             if kind == "hub" and not re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
                 raise ValueError(f"{destination!r} is no hub repository; write hub:ORG/NAME")
-        return self
+        return to
 
 
 class Run(Section):
@@ -142,7 +151,9 @@ class Run(Section):
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
-    sequence_length: PositiveInt = Field(description="Tokens per training sequence.")
+    sequence_length: PositiveInt = Field(
+        description="Tokens per training sequence. Longer conversations are cut off, longer texts are split."
+    )
     packing: bool = Field(True, description="Put several examples into one sequence; they do not see each other.")
     global_batch_size: PositiveInt = Field(
         description="Sequences per optimizer step over all ranks; kept whatever the number of GPUs."
@@ -151,14 +162,16 @@ class Run(Section):
         "auto", description="Sequences per rank and forward pass. The rest of the global batch is accumulated."
     )
     max_steps: PositiveInt | None = Field(None, description="Optimizer steps. Give this or `epochs`.")
-    epochs: Annotated[Number, Field(gt=0)] | None = Field(None, description="Passes over the data.")
-    learning_rate: Annotated[Number, Field(gt=0)] = Field(description="Peak learning rate.")
+    epochs: PositiveNumber | None = Field(None, description="Passes over the data.")
+    learning_rate: PositiveNumber = Field(description="Peak learning rate.")
     scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         "cosine", description="Course of the learning rate after the warm-up."
     )
-    warmup_ratio: Annotated[Number, Field(ge=0, le=1)] = Field(0.05, description="Part of the steps spent warming up.")
-    weight_decay: Annotated[Number, Field(ge=0)] = Field(0.0, description="Decoupled weight decay.")
-    max_grad_norm: Annotated[Number, Field(gt=0)] = Field(1.0, description="Gradients are clipped to this norm.")
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), AsNumber] = Field(
+        0.05, description="Part of the steps spent warming up."
+    )
+    weight_decay: Annotated[float, Field(ge=0), AsNumber] = Field(0.0, description="Decoupled weight decay.")
+    max_grad_norm: PositiveNumber = Field(1.0, description="Gradients are clipped to this norm.")
     optimizer: Optimizer = Field("adamw", description="Optimizer; `adamw8bit` needs bitsandbytes and a GPU.")
     precision: Precision | Literal["auto"] = Field(
         "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
@@ -226,11 +239,12 @@ class Slurm(Section):
         hours, minutes, seconds = (int(part) for part in clock.split(":"))
         return int(days or 0) * 1440 + hours * 60 + minutes + (seconds > 0)
 
-    @model_validator(mode="after")
-    def _check_time_limit(self) -> "Slurm":
-        if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", self.time_limit):
-            raise ValueError(f"time_limit {self.time_limit!r} is not of the form [D-]HH:MM:SS (quote it in YAML)")
-        return self
+    @field_validator("time_limit")
+    @classmethod
+    def _check_time_limit(cls, time_limit: str) -> str:
+        if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", time_limit):
+            raise ValueError(f"{time_limit!r} is not a time limit; write [D-]HH:MM:SS in quotes, such as '24:00:00'")
+        return time_limit
 
 
 class Cluster(Section):
@@ -240,21 +254,19 @@ class Cluster(Section):
     accelerator: str = Field(
         "cpu", description="GPU model as in `shardmake estimate --list-gpus` (a100-80gb, h100, ...), or `cpu`."
     )
-    gpu_memory_gib: Annotated[Number, Field(gt=0)] | None = Field(
+    gpu_memory_gib: PositiveNumber | None = Field(
         None, description="Memory of one GPU in GiB, where it differs from the model's usual."
     )
     max_nodes: PositiveInt = Field(1, description="Most nodes one run may take.")
     processes_per_node: PositiveInt = Field(description="Ranks per node; on a GPU node, the number of its GPUs.")
     cpus_per_node: PositiveInt = Field(description="Cores that a job may use on a node.")
-    memory_gib_per_node: Annotated[Number, Field(gt=0)] = Field(
-        description="Host RAM that a job may use on a node, GiB."
-    )
+    memory_gib_per_node: PositiveNumber = Field(description="Host RAM that a job may use on a node, GiB.")
     nvme_path: str | None = Field(None, description="Folder on node-local NVMe for offload.")
-    nvme_gib_per_node: Annotated[Number, Field(gt=0)] | None = Field(None, description="Free NVMe space per node, GiB.")
-    intra_node_gbps: Annotated[Number, Field(gt=0)] | None = Field(
+    nvme_gib_per_node: PositiveNumber | None = Field(None, description="Free NVMe space per node, GiB.")
+    intra_node_gbps: PositiveNumber | None = Field(
         None, description="Bandwidth between two GPUs of a node, GB/s each way; without it, by the GPU model."
     )
-    inter_node_gbps: Annotated[Number, Field(gt=0)] = Field(
+    inter_node_gbps: PositiveNumber = Field(
         12.5, description="Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."
     )
     network_interface: str | None = Field(
@@ -269,14 +281,17 @@ class Config(Section):
     """`config/config.yaml`: a cluster and the runs."""
 
     cluster: str = Field(description="The cluster file, relative to the folder Snakemake is started in.")
-    runs: dict[str, Run] = Field(description="The runs, by name; a run's folder is `runs/NAME`.", min_length=1)
+    runs: dict[str, Run] = Field(description="The runs, by name; a run's folder is `runs/NAME`.")
 
-    @model_validator(mode="after")
-    def _check_names(self) -> "Config":
-        for name in self.runs:
+    @field_validator("runs")
+    @classmethod
+    def _check_names(cls, runs: dict[str, Run]) -> dict[str, Run]:
+        if not runs:
+            raise ValueError("give at least one run")
+        for name in runs:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                raise ValueError(f"run name {name!r}: use letters, digits, '.', '_' and '-' (it names a folder)")
-        return self
+                raise ValueError(f"{name!r} cannot name a run's folder; use letters, digits, '.', '_' and '-'")
+        return runs
 
 
 # The settings that only a later stage reads. Whatever is not listed shapes the plan and the training, so that a new
@@ -322,13 +337,30 @@ def load_cluster(path: Path) -> Cluster:
     return _parse(Cluster, read_yaml(path), str(path))
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that is given twice; plain YAML takes the last one and says nothing."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                )
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     if not path.is_file():
         raise UserError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).")
     try:
-        values = yaml.safe_load(path.read_text())
-    except yaml.YAMLError as error:
+        values = yaml.load(path.read_bytes(), _Loader)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise UserError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds no keys; see config/README.md for what belongs there.")
@@ -391,55 +423,5 @@ def _parse(model: type[S], values: Mapping[str, Any], source: str) -> S:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        raise UserError("\n".join([f"{source} cannot be used:", *_complaints(model, error)])) from None
-
-
-def _complaints(model: type[Section], error: ValidationError) -> list[str]:
-    """One line per key that is wrong. A union complains once per branch; the first branch says the most."""
-    by_key: dict[str, str] = {}
-    for detail in error.errors():
-        key, sentence = _explain(model, dict(detail))
-        by_key.setdefault(key, f"  {key}: {sentence}" if key else f"  {sentence}")
-    return list(by_key.values())
-
-
-def _explain(model: type[Section], detail: Mapping[str, Any]) -> tuple[str, str]:
-    """One pydantic complaint as key and sentence: the value, what is allowed and the nearest spelling."""
-    place = [part for part in detail["loc"] if not _is_type_tag(part)]
-    key = ".".join(str(part) for part in place)
-    value, kind = detail["input"], detail["type"]
-    message = detail["msg"].removeprefix("Value error, ")
-    if kind == "extra_forbidden":
-        allowed = _fields_at(model, place[:-1])
-        return key, f"there is no such key.{nearest(str(place[-1]), allowed)} Allowed here: {', '.join(allowed)}."
-    if kind == "missing":
-        return key, "this key is required and missing."
-    if kind == "literal_error":
-        allowed = re.findall(r"'([^']*)'", message)
-        return key, f"{value!r} is not allowed.{nearest(str(value), allowed)} Allowed: {', '.join(allowed)}."
-    if kind == "value_error":
-        return key, f"{message}."
-    return key, f"{value!r} ({type(value).__name__}) does not fit: {message}."
-
-
-_TYPE_TAG = re.compile(r"(int|float|bool|str|(list|dict|literal)\[.*\]|constrained-.*|function-.*)")
-
-
-def _is_type_tag(part: str | int) -> bool:
-    """Pydantic adds the branch of a union to the location; that is no key of the file."""
-    return isinstance(part, str) and _TYPE_TAG.fullmatch(part) is not None
-
-
-def _fields_at(model: type[Section], place: Iterable[str | int]) -> list[str]:
-    """Names of the keys allowed at ``place`` in ``model``."""
-    current: Any = model
-    for part in place:
-        if current is Config and part == "runs":
-            current = {"*": Run}
-        elif isinstance(current, dict):
-            current = current["*"]
-        else:
-            annotation = current.model_fields[part].annotation
-            options = [annotation, *get_args(annotation)]
-            current = next(o for o in options if isinstance(o, type) and issubclass(o, Section))
-    return list(current.model_fields)
+        lines = [f"  {line}" for line in complaints(model, error)]
+        raise UserError("\n".join([f"{source} cannot be used:", *lines])) from None

@@ -85,8 +85,12 @@ class Encoder:
     def _chat(self, messages: list[Message], learn_from: int, example: Mapping[str, Any], place: str) -> Tokens:
         from jinja2 import TemplateError
 
+        tools = example.get("tools")
         try:
-            return encode_chat(self.tokenizer, messages, learn_from, example.get("tools"))
+            if self.assistant_only:
+                return encode_chat(self.tokenizer, messages, learn_from, tools)
+            ids = apply_template(self.tokenizer, messages, tools)
+            return ids, [True] * len(ids)
         except TemplateError as error:
             raise UserError(f"{place}: the tokenizer's chat template refuses this conversation: {error}") from None
         except UserError as error:
@@ -133,12 +137,12 @@ def encode_chat(
 
     ``learn_from`` is the index of the first message whose words may be learned. Where the template marks the
     assistant's words (`{% generation %}`), the marks decide; else the tokens that each assistant message adds to the
-    conversation before it and the assistant's header. Raises `UserError` where the template writes earlier messages
-    differently once later ones follow, because then no difference tells which words are the assistant's.
+    conversation before it and the assistant's header. Raises `UserError` where there is no template, and where it
+    writes earlier messages differently once later ones follow: then no difference tells the assistant's words.
     """
-    if tokenizer.is_fast and _GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+    if tokenizer.is_fast and _GENERATION.search(_template(tokenizer, tools)):
         return _encode_marked(tokenizer, messages, learn_from, tools)
-    ids = _apply(tokenizer, messages, tools)
+    ids = apply_template(tokenizer, messages, tools)
     mask = [False] * len(ids)
     for index, message in enumerate(messages):
         if message["role"] == "assistant" and index >= learn_from:
@@ -167,7 +171,7 @@ def _prefix_length(
     """Number of tokens of ``messages``, with the assistant's header after them or not, checked to begin ``ids``."""
     if not messages:
         return 0
-    prefix = _apply(tokenizer, messages, tools, header=header)
+    prefix = apply_template(tokenizer, messages, tools, header=header)
     if ids[: len(prefix)] != prefix:
         raise UserError(
             "the chat template writes the first messages differently once others follow, so the assistant's words "
@@ -177,11 +181,18 @@ def _prefix_length(
     return len(prefix)
 
 
-def _apply(
-    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any, *, header: bool = False
+def apply_template(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any = None, *, header: bool = False
 ) -> list[int]:
-    return list(
-        tokenizer.apply_chat_template(
-            list(messages), tools=tools, tokenize=True, return_dict=False, add_generation_prompt=header
+    """Token ids of a conversation, with the header of an assistant's turn after it or not."""
+    settings = {"tools": tools, "chat_template": _template(tokenizer, tools), "add_generation_prompt": header}
+    return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **settings))
+
+
+def _template(tokenizer: "PreTrainedTokenizerBase", tools: Any) -> str:
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the tokenizer has no chat template. Save the model's tokenizer with one, take an instruction-tuned "
+            "model's, or give the data as prompt and completion text."
         )
-    )
+    return tokenizer.get_chat_template(tools=tools)

@@ -1,6 +1,6 @@
 """Where examples come from: JSONL or Parquet files, a folder of them, or a hub data set.
 
-`read` gives a `datasets.Dataset` on disk whatever the source, and `example_at` turns one of its rows into the example
+`read` gives a `datasets.Dataset` on disk whatever the source, and `example_in` turns one of its rows into the example
 as it was written. JSON lines travel as bytes until then: Arrow need not find a common type for all of them, and a
 broken line is reported by its number.
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.config import Data
 from shardmake.errors import UserError
 from shardmake.receipt import sha256
 
@@ -23,7 +24,7 @@ TRAIN_SPLITS = ("train",)
 EVAL_SPLITS = ("validation", "test", "eval", "dev")
 _SUFFIXES = (".jsonl", ".parquet")
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<split>[\w.-]+))?")
-_LINE, _PLACE = "line", "place"
+_LINE, _PLACE, _NUMBER = "__line__", "__place__", "__number__"
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class HubDataset:
     """A data set on the Hugging Face hub, of which the first of ``splits`` that it has is read."""
 
     repository: str
+    subset: str | None
     revision: str | None
     splits: tuple[str, ...]
 
@@ -56,11 +58,11 @@ class HubDataset:
 Source = Files | HubDataset
 
 
-def locate(name: str, revision: str | None, splits: tuple[str, ...]) -> Source:
+def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
     """What ``name`` stands for: a file, a folder of files, or a hub data set (`org/name` or `org/name:split`).
 
-    ``splits`` are the hub data set's splits to try in order where ``name`` gives none. Raises `UserError` for a path
-    that is not there and for files of a kind that cannot be read.
+    ``data`` gives subset and revision of a hub data set; ``splits`` are its splits to try in order where ``name`` gives
+    none. Raises `UserError` for a path that is not there and for files of a kind that cannot be read.
     """
     path = Path(name)
     if path.is_dir():
@@ -73,7 +75,8 @@ def locate(name: str, revision: str | None, splits: tuple[str, ...]) -> Source:
             f"data {name!r} does not exist (now in {Path.cwd()}). Name a .jsonl or .parquet file, a folder of such "
             "files, or a hub data set (org/name)."
         )
-    return HubDataset(match["repository"], revision, (match["split"],) if match["split"] else splits)
+    chosen = (match["split"],) if match["split"] else splits
+    return HubDataset(match["repository"], data.subset, data.revision, chosen)
 
 
 def _one_file(path: Path) -> Files:
@@ -97,12 +100,23 @@ def _files_in(folder: Path) -> Files:
 def identity(source: Source) -> dict[str, Any]:
     """What tells one content of ``source`` from another: checksums of files, the commit of a hub data set."""
     if isinstance(source, Files):
-        return {"files": [{"path": str(p), "bytes": p.stat().st_size, "sha256": sha256(p)} for p in source.paths]}
+        return {"files": [file_record(path) for path in source.paths]}
     import datasets
 
     with _hub_errors(source):
-        builder = datasets.load_dataset_builder(source.repository, revision=source.revision)
-    return {"hub": source.repository, "commit": builder.hash, "splits": list(source.splits)}
+        builder = datasets.load_dataset_builder(source.repository, source.subset, revision=source.revision)
+    return {
+        "hub": source.repository,
+        "subset": source.subset,
+        "commit": builder.hash,
+        "splits": list(source.splits),
+    }
+
+
+def file_record(path: Path, root: Path = Path()) -> dict[str, Any]:
+    """Name (below ``root``), size and checksum of a file."""
+    name = path.relative_to(root) if path.is_relative_to(root) else path
+    return {"path": str(name), "bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def read(source: Source, cache: Path) -> "datasets.Dataset":
@@ -110,34 +124,46 @@ def read(source: Source, cache: Path) -> "datasets.Dataset":
 
     Raises `UserError` for a file that is no Parquet, for a hub data set that cannot be had, and for no rows at all.
     """
-    rows = _read_files(source, cache) if isinstance(source, Files) else _read_hub(source, cache)
-    if not len(rows):
-        raise UserError(f"{source} holds no examples.")
-    return rows
+    if isinstance(source, HubDataset):
+        return _numbered(source, _read_hub(source, cache))
+    return _read_jsonl(source, cache) if source.are_jsonl else _numbered(source, _read_parquet(source, cache))
 
 
 def check(source: Source) -> None:
     """Refuse local files that cannot be read to their end, naming file and line; says nothing of hub data sets."""
     if isinstance(source, Files) and source.are_jsonl:
-        for index, row in enumerate(_json_lines([str(path) for path in source.paths])):
-            example_at(row, index)
+        for row in _json_lines([str(path) for path in source.paths]):
+            example_in(row)
     elif isinstance(source, Files):
         _check_parquet(source.paths)
 
 
-def _read_files(source: Files, cache: Path) -> "datasets.Dataset":
+def _read_jsonl(source: Files, cache: Path) -> "datasets.Dataset":
     import datasets
 
     paths = [str(path) for path in source.paths]
-    if source.are_jsonl:
-        if not any(path.stat().st_size for path in source.paths):
-            raise UserError(f"{source} holds no examples.")
-        features = datasets.Features({_PLACE: datasets.Value("string"), _LINE: datasets.Value("binary")})
-        return datasets.Dataset.from_generator(
-            _json_lines, features=features, cache_dir=str(cache), gen_kwargs={"paths": paths}
-        )
+    if not any(_json_lines(paths)):
+        raise UserError(f"{source} holds no examples.")
+    features = datasets.Features({_PLACE: datasets.Value("string"), _LINE: datasets.Value("binary")})
+    return datasets.Dataset.from_generator(
+        _json_lines, features=features, cache_dir=str(cache), gen_kwargs={"paths": paths}
+    )
+
+
+def _read_parquet(source: Files, cache: Path) -> "datasets.Dataset":
+    import datasets
+
     _check_parquet(source.paths)
-    return datasets.Dataset.from_parquet(paths, cache_dir=str(cache))
+    return datasets.Dataset.from_parquet([str(path) for path in source.paths], cache_dir=str(cache))
+
+
+def _numbered(source: Source, rows: "datasets.Dataset") -> "datasets.Dataset":
+    """Rows with their numbers, which stay theirs when rows are picked or shuffled."""
+    import numpy as np
+
+    if not len(rows):
+        raise UserError(f"{source} holds no examples.")
+    return rows.add_column(_NUMBER, np.arange(1, len(rows) + 1))
 
 
 def _json_lines(paths: list[str]) -> Iterator[dict[str, Any]]:
@@ -161,14 +187,15 @@ def _check_parquet(paths: tuple[Path, ...]) -> None:
             raise UserError(f"{path} is not a Parquet file: {error}") from None
     for path, names in schemas.items():
         if set(names) != set(schemas[paths[0]]):
-            raise UserError(f"{path} has the columns {', '.join(names)}; {paths[0]} has {', '.join(schemas[paths[0]])}")
+            other = ", ".join(schemas[paths[0]])
+            raise UserError(f"{path} has the columns {', '.join(names)}; {paths[0]} has {other}.")
 
 
 def _read_hub(source: HubDataset, cache: Path) -> "datasets.Dataset":
     import datasets
 
     with _hub_errors(source):
-        there = datasets.get_dataset_split_names(source.repository, revision=source.revision)
+        there = datasets.get_dataset_split_names(source.repository, source.subset, revision=source.revision)
         split = next((split for split in source.splits if split in there), None)
         if split is None:
             raise UserError(
@@ -176,7 +203,7 @@ def _read_hub(source: HubDataset, cache: Path) -> "datasets.Dataset":
                 f"Name one: {source.repository}:{there[0]}"
             )
         return datasets.load_dataset(
-            source.repository, revision=source.revision, split=split, cache_dir=str(cache / "hub")
+            source.repository, source.subset, revision=source.revision, split=split, cache_dir=str(cache / "hub")
         )
 
 
@@ -193,24 +220,24 @@ def _hub_errors(source: HubDataset) -> Iterator[None]:
         ) from error
 
 
-def place_of(row: Mapping[str, Any], index: int) -> str:
-    """Where a row stands, for messages: file and line, or the row's number counted from 1."""
-    return row.get(_PLACE, f"row {index + 1}")
+def place_of(row: Mapping[str, Any]) -> str:
+    """Where a row of `read` stands, for messages: file and line, or the row's number counted from 1."""
+    return row[_PLACE] if _PLACE in row else f"row {row[_NUMBER]}"
 
 
-def example_at(row: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
     """The example in one row of `read`; `UserError` with file and line where it is no JSON object.
 
     Arrow gives a key that other rows have as None; such keys are left out, as in the file.
     """
     if _LINE not in row:
-        return _without_nones(row)
+        return _without_nones({key: value for key, value in row.items() if key != _NUMBER})
     try:
         example = json.loads(row[_LINE])
     except ValueError as error:
-        raise UserError(f"{place_of(row, index)} is not valid JSON: {error}") from None
+        raise UserError(f"{place_of(row)} is not valid JSON: {error}") from None
     if not isinstance(example, dict):
-        raise UserError(f"{place_of(row, index)} is not a JSON object but {type(example).__name__}.")
+        raise UserError(f"{place_of(row)} is not a JSON object but {type(example).__name__}.")
     return example
 
 

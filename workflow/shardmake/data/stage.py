@@ -19,14 +19,15 @@ from shardmake.data.sources import (
     TRAIN_SPLITS,
     Source,
     check,
-    example_at,
+    example_in,
+    file_record,
     identity,
     locate,
     place_of,
     read,
 )
 from shardmake.errors import UserError
-from shardmake.receipt import digest, fsync_directory, read_json, sha256, write_json
+from shardmake.receipt import digest, fsync_directory, read_json, write_json
 from shardmake.rundir import RunDir
 
 if TYPE_CHECKING:
@@ -73,9 +74,9 @@ def check_sources(run: Run) -> None:
 
 
 def _locate(run: Run) -> dict[str, Source]:
-    sources = {"train": locate(run.data.train, run.data.revision, TRAIN_SPLITS)}
+    sources = {"train": locate(run.data.train, run.data, TRAIN_SPLITS)}
     if run.data.eval is not None:
-        sources["eval"] = locate(run.data.eval, run.data.revision, EVAL_SPLITS)
+        sources["eval"] = locate(run.data.eval, run.data, EVAL_SPLITS)
     return sources
 
 
@@ -138,7 +139,7 @@ def _build(
     if "eval" not in rows:
         rows = _set_aside(rows["train"], run)
     first = rows["train"][0]
-    format = detect_format(run.data, example_at(first, 0), place_of(first, 0))
+    format = detect_format(run.data, example_in(first), place_of(first))
     encoder = Encoder(tokenizer, format, loss_on_assistant(run.data, format))
     results = {split: _build_split(split, rows[split], encoder, run, work, cpus) for split in ("train", "eval")}
     _check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
@@ -150,8 +151,8 @@ def _set_aside(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Datase
     if len(rows) < 2:
         raise UserError(f"{run.data.train} holds one example; evaluation needs another. Give data.eval or more data.")
     count = max(1, round(len(rows) * run.data.eval_fraction))
-    split = rows.train_test_split(test_size=count, seed=run.seed, keep_in_memory=True)
-    return {"train": split["train"], "eval": split["test"]}
+    shuffled = rows.shuffle(seed=run.seed, keep_in_memory=True)
+    return {"train": shuffled.select(range(count, len(rows))), "eval": shuffled.select(range(count))}
 
 
 def _build_split(
@@ -181,7 +182,6 @@ def _encode(rows: "datasets.Dataset", encoder: Encoder, length: int, cache_file:
         _encode_rows,
         batched=True,
         batch_size=100,
-        with_indices=True,
         fn_kwargs={"encoder": encoder, "length": length},
         remove_columns=rows.column_names,
         features=datasets.Features(features),
@@ -193,14 +193,11 @@ def _encode(rows: "datasets.Dataset", encoder: Encoder, length: int, cache_file:
     )
 
 
-def _encode_rows(
-    batch: Mapping[str, list[Any]], indices: list[int], encoder: Encoder, length: int
-) -> dict[str, list[Any]]:
+def _encode_rows(batch: Mapping[str, list[Any]], encoder: Encoder, length: int) -> dict[str, list[Any]]:
     pieces = []
-    for position, index in enumerate(indices):
-        row = {column: values[position] for column, values in batch.items()}
-        tokens = encoder(example_at(row, index), place_of(row, index))
-        pieces += fit(tokens, length, split=encoder.format == "text")
+    for values in zip(*batch.values(), strict=True):
+        row = dict(zip(batch, values, strict=True))
+        pieces += fit(encoder(example_in(row), place_of(row)), length, split=encoder.format == "text")
     return columns_of(pieces)
 
 
@@ -209,14 +206,11 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
 
     folder = work / split
     sequences.save_to_disk(str(folder))
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
     counts = count_tokens(datasets.load_from_disk(str(folder)))
-    return {**counts, "files": [_file_record(path, work) for path in sorted(folder.iterdir())]}
-
-
-def _file_record(path: Path, root: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return {"path": str(path.relative_to(root)), "bytes": path.stat().st_size, "sha256": sha256(path)}
+    return {**counts, "files": [file_record(path, work) for path in sorted(folder.glob("*.arrow"))]}
 
 
 def _check_vocabulary(run: Run, largest: int) -> None:
