@@ -2,15 +2,17 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from shardmake.consolidate import deepspeed, folder
+from shardmake.consolidate import dcp, deepspeed, folder
 from shardmake.consolidate.contents import Contents
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the first (and here only) model
 Reader = Callable[[], Contents]
 
 
@@ -68,9 +70,18 @@ def _reader(path: Path, target: Target) -> Reader | None:
     inner = _deepspeed_tag(path)
     if inner is not None:
         return lambda: deepspeed.read(inner, target)
+    for sharded in (path, path / _FSDP_FOLDER):
+        if dcp.recognises(sharded):
+            return lambda: replace(dcp.read(sharded), step=_step(sharded))
     if folder.recognises(path):
-        return lambda: folder.read(path)
+        return lambda: replace(folder.read(path), step=_step(path))
     return None
+
+
+def _step(path: Path) -> int | None:
+    """The step in the name of the folder or of the one above, where the checkpoint's files do not say it."""
+    found = [match for name in (path.name, path.parent.name) if (match := _CHECKPOINT.fullmatch(name))]
+    return int(found[0][1]) if found else None
 
 
 def _deepspeed_tag(path: Path) -> Path | None:

@@ -16,6 +16,7 @@ from shardmake.consolidate.dtypes import Target, check_target
 from shardmake.consolidate.layout import Shard, index_json, parse_size, plan_shards
 from shardmake.consolidate.loading import Loading, try_loading
 from shardmake.consolidate.locate import read_checkpoint
+from shardmake.consolidate.ties import without_aliases
 from shardmake.consolidate.verify import Verification, verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.errors import UserError
@@ -74,10 +75,12 @@ def consolidate(
     staging = staging_folder(out)
     with _locked(staging):
         sources = folders(contents.folder, base)
-        stored = [tensor for name, tensor in contents.tensors.items() if name not in contents.aliases]
-        shards = plan_shards(stored, dtype, parse_size(max_shard_size))
+        size = parse_size(max_shard_size)
+        stored = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
+        shards = plan_shards(stored.values(), dtype, size)
         loading = _load_headers(shards, sources, staging / ".skeleton", trust_remote_code)
         _check_fit(contents, loading)
+        shards = plan_shards(without_aliases(stored, loading.ties).values(), dtype, size)
         with _nothing_left_on_error(staging):
             writer = ShardWriter(shards, staging)
             checked = _write(writer, shards, staging, workers)
