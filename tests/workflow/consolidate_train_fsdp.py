@@ -1,7 +1,7 @@
 """Real FSDP2 training on the CPU, to have real checkpoints: ``torchrun consolidate_train_fsdp.py OUT VARIANT...``.
 
 Traits of a variant: ``trainer`` (Hugging Face's Trainer saves), ``tied``, ``bf16``, ``tp`` (tensor parallel besides: the
-tensors are cut in two dimensions), ``flat`` (saved without a level ``model``), ``optim`` (optimizer state in the same
+tensors are cut in two dimensions), ``flat`` (saved without a level ``model``), ``fsdp1`` (saved as FSDP1's ShardedTensor), ``optim`` (optimizer state in the same
 folder), ``perrank`` (Accelerate's per-rank files).
 Every variant leaves ``OUT/VARIANT/checkpoint-2/pytorch_model_fsdp_0``, ``base`` and ``truth.safetensors``.
 """
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, init_from_local_shards
+from torch.distributed._shard.sharding_spec import ShardMetadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -84,7 +86,20 @@ def save(model: Any, optimizer: Any, folder: Path, traits: list[str]) -> None:
         dcp.save({"model": weights, "optim": states}, checkpoint_id=folder)
     else:
         weights = get_model_state_dict(model)
+        if "fsdp1" in traits:
+            weights = {name: as_sharded_tensor(tensor) for name, tensor in weights.items()}
         dcp.save(weights if "flat" in traits else {"model": weights}, checkpoint_id=folder)
+
+
+def as_sharded_tensor(tensor: Any) -> ShardedTensor:
+    """What FSDP1 puts into its state dict, which cannot run on a CPU itself."""
+    local = tensor.to_local()
+    rows = torch.zeros(dist.get_world_size(), dtype=torch.int64)
+    dist.all_gather_into_tensor(rows, torch.tensor([local.shape[0]]))
+    offsets = [int(rows[: dist.get_rank()].sum()), *(0 for _ in local.shape[1:])]
+    placement = f"rank:{dist.get_rank()}/cpu"
+    shards = [Shard(local, ShardMetadata(offsets, list(local.shape), placement))] if local.numel() else []
+    return init_from_local_shards(shards, *tensor.shape)
 
 
 def save_truth(model: Any, out: Path) -> None:

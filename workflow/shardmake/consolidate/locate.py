@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shardmake.consolidate import dcp, deepspeed, folder
+from shardmake.consolidate import dcp, deepspeed, folder, perrank
 from shardmake.consolidate.contents import Contents
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
@@ -73,6 +73,8 @@ def _reader(path: Path, target: Target) -> Reader | None:
     for sharded in (path, path / _FSDP_FOLDER):
         if dcp.recognises(sharded):
             return lambda: replace(dcp.read(sharded), step=_step(sharded))
+    if perrank.recognises(path):
+        return lambda: replace(perrank.read(path), step=_step(path))
     if folder.recognises(path):
         return lambda: replace(folder.read(path), step=_step(path))
     return None
