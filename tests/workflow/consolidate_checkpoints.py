@@ -16,7 +16,7 @@ from shardmake.consolidate.writer import ShardWriter
 
 HERE = Path(__file__).parent
 ZERO = {
-    1: ("zero2", "zero3-bf16"),
+    1: ("zero2", "zero3-bf16", "zero2-bf16-lora-nobase"),
     2: (
         "zero1-frozen",
         "zero1-bf16-accumfp32",
@@ -24,6 +24,7 @@ ZERO = {
         "zero2-roundrobin-tied",
         "zero3-bf16-tied-frozen",
         "zero3-subgroups-resnet",
+        "zero3-lora",
     ),
     3: ("zero1-bf16", "zero3-tied"),
     4: ("zero2-bf16-tied-frozen", "zero3-bf16-subgroups"),

@@ -35,6 +35,11 @@ def read(folder: Path) -> Contents:
     return Contents("Hugging Face folder", folder, None, 1, tensors)
 
 
+def read_adapter(path: Path) -> Contents:
+    """A PEFT folder: the tensors in its one safetensors file."""
+    return Contents("PEFT adapter", path.parent, None, 1, {tensor.name: tensor for tensor in read_file(path)})
+
+
 def shard_names(folder: Path) -> list[str]:
     """The names of the safetensors files of the model in ``folder``, from the index where there is one."""
     if not (folder / INDEX).is_file():

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shardmake.consolidate import dcp, deepspeed, folder, perrank
+from shardmake.consolidate import dcp, deepspeed, folder, lora, perrank
 from shardmake.consolidate.contents import Contents
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
@@ -14,6 +14,27 @@ from shardmake.rundir import RunDir
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 _FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the first (and here only) model
 Reader = Callable[[], Contents]
+
+
+def read_model(path: Path, target: Target = "keep", base: Path | None = None) -> Contents:
+    """`read_checkpoint`, and where that is a LoRA adapter, the base model with the adapter added to it.
+
+    Names that a wrapper of the model has put before all others (``module.``, ``_orig_mod.``) are taken off.
+    """
+    contents = _unwrapped(read_checkpoint(path, target))
+    if not lora.is_adapter(contents):
+        return contents
+    base_weights = folder.read(base) if base is not None and folder.recognises(base) else None
+    return lora.merge(contents, base_weights)
+
+
+def _unwrapped(contents: Contents) -> Contents:
+    for prefix in ("module.", "_orig_mod."):
+        if contents.tensors and all(name.startswith(prefix) for name in contents.tensors):
+            tensors = [replace(tensor, name=name.removeprefix(prefix)) for name, tensor in contents.tensors.items()]
+            aliases = {a.removeprefix(prefix): b.removeprefix(prefix) for a, b in contents.aliases.items()}
+            return contents.with_tensors(tensors, aliases)
+    return contents
 
 
 def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
@@ -75,6 +96,8 @@ def _reader(path: Path, target: Target) -> Reader | None:
             return lambda: replace(dcp.read(sharded), step=_step(sharded))
     if perrank.recognises(path):
         return lambda: replace(perrank.read(path), step=_step(path))
+    if (path / lora.WEIGHTS).is_file():
+        return lambda: replace(folder.read_adapter(path / lora.WEIGHTS), step=_step(path))
     if folder.recognises(path):
         return lambda: replace(folder.read(path), step=_step(path))
     return None
