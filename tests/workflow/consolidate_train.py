@@ -33,6 +33,8 @@ def train(out: Path, traits: list[str]) -> None:
     model = make_model(traits)
     if dist.get_rank() == 0:
         model.save_pretrained(out / "base")
+    if "lora" in traits:
+        model = add_adapter(model, out / f"checkpoint-{STEPS}")
     if "frozen" in traits:
         for name, parameter in model.named_parameters():
             parameter.requires_grad = "layers.1" not in name and "embed" not in name
@@ -41,7 +43,7 @@ def train(out: Path, traits: list[str]) -> None:
         loss = forward(engine, traits, step)
         engine.backward(loss)
         engine.step()
-    engine.save_checkpoint(str(out / f"checkpoint-{STEPS}"))
+    engine.save_checkpoint(str(out / f"checkpoint-{STEPS}"), exclude_frozen_parameters="nobase" in traits)
     dist.barrier()
     save_truth(engine, traits, out)
     if "universal" in traits and dist.get_rank() == 0:
@@ -58,6 +60,16 @@ def make_model(traits: list[str]) -> torch.nn.Module:
         num_key_value_heads=2, max_position_embeddings=64, tie_word_embeddings="tied" in traits,
     )  # fmt: skip
     return LlamaForCausalLM(config)
+
+
+def add_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
+    """A PEFT model, with its config where the Trainer puts it."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"))
+    if dist.get_rank() == 0:
+        adapted.peft_config["default"].save_pretrained(folder)
+    return adapted
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -10,18 +10,27 @@ from shardmake.consolidate.contents import Contents, Tensor
 from shardmake.consolidate.convert import Block
 from shardmake.consolidate.jobs import Job, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
-from shardmake.consolidate.locate import read_checkpoint
+from shardmake.consolidate.locate import read_model
 from shardmake.consolidate.stream import Streamer, run_parallel
 from shardmake.errors import UserError
 
 
-def compare(model: Path, checkpoint: Path, *, ties: Iterable[tuple[str, str]] = (), workers: int = 2) -> None:
+def compare(
+    model: Path,
+    checkpoint: Path,
+    *,
+    base: Path | None = None,
+    ties: Iterable[tuple[str, str]] = (),
+    workers: int = 2,
+) -> None:
     """Read both and compare every stored bit; each of ``ties`` may be stored under either of its names.
+
+    ``base`` is the base model's folder, for the checkpoint of an adapter.
 
     Raises:
         UserError: a tensor differs, or is only in one of them.
     """
-    expected = read_checkpoint(checkpoint)
+    expected = read_model(checkpoint, base=base)
     merged = hf_folder.read(model).tensors
     missing = sorted(merged.keys() - expected.tensors.keys())
     left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in ties}

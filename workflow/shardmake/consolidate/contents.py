@@ -32,13 +32,23 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Update:
+    """What a LoRA adapter adds to a weight [out, in]: ``scale`` * ``b`` [out, rank] @ ``a`` [rank, in]."""
+
+    a: "Tensor"
+    b: "Tensor"
+    scale: float
+
+
+@dataclass(frozen=True)
 class Tensor:
-    """One tensor of the model: its name, type, shape and the pieces it is made of."""
+    """One tensor of the model: its name, type, shape, the pieces it is made of, and what is added to them."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
+    update: Update | None = None
 
     @property
     def numel(self) -> int:

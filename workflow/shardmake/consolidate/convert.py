@@ -37,6 +37,11 @@ class Converter:
             self._narrow(self._widen(values[chunk], source), out[chunk], target)
         return out.view(np.uint8)
 
+    def add(self, block: Block, source: str, target: str, delta: Block) -> Block:
+        """`convert` of ``block`` plus ``delta`` (float32, one value per element), added in float32."""
+        wide = self.convert(block, source, "F32").view(np.float32) + delta
+        return self.convert(wide.view(np.uint8), "F32", target)
+
     def _widen(self, values: Block, source: str) -> Block:
         """The values as float32."""
         if source == "F32":

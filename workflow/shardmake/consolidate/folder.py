@@ -1,7 +1,6 @@
 """A plain Hugging Face folder, such as DDP training saves: safetensors files, with or without an index."""
 
 import json
-import re
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,8 +32,12 @@ def read(folder: Path) -> Contents:
     tensors = {tensor.name: tensor for name in names for tensor in read_file(folder / name)}
     if (folder / INDEX).is_file():
         _check_index(folder, {tensor.name: tensor.pieces for tensor in tensors.values()})
-    step = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-    return Contents("Hugging Face folder", folder, int(step[1]) if step else None, 1, tensors)
+    return Contents("Hugging Face folder", folder, None, 1, tensors)
+
+
+def read_adapter(path: Path) -> Contents:
+    """A PEFT folder: the tensors in its one safetensors file."""
+    return Contents("PEFT adapter", path.parent, None, 1, {tensor.name: tensor for tensor in read_file(path)})
 
 
 def shard_names(folder: Path) -> list[str]:

@@ -1,7 +1,7 @@
 """Let transformers itself load a model's folder, without its bytes, and say what it misses.
 
-transformers and torch take more memory than a merge and seconds to import, so they run in a process of their own:
-``python -m shardmake.consolidate.loading FOLDER``. Weights go to the meta device, so that only the files' headers are
+transformers and torch take more memory than a merge and seconds to import, so they run in a process of their own.
+Weights go to the meta device, so that only the files' headers are
 read; a folder with sparse files of the right headers does as well as the real one.
 """
 
@@ -50,7 +50,8 @@ def try_loading(folder: Path, trust_remote_code: bool = False) -> Loading:
     Raises:
         UserError: that process failed in a way that says nothing about the folder.
     """
-    command = [sys.executable, "-m", "shardmake.consolidate.loading", str(folder), str(int(trust_remote_code))]
+    code = "from shardmake.consolidate.loading import main; main()"
+    command = [sys.executable, "-c", code, str(folder), str(int(trust_remote_code))]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -122,7 +123,3 @@ def main() -> None:
     answer, sys.stdout = sys.stdout, sys.stderr
     found = load(Path(sys.argv[1]), sys.argv[2] == "1")
     print(json.dumps(asdict(found)), file=answer)
-
-
-if __name__ == "__main__":
-    main()

@@ -2,16 +2,39 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from shardmake.consolidate import deepspeed, folder
+from shardmake.consolidate import dcp, deepspeed, folder, lora, perrank
 from shardmake.consolidate.contents import Contents
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+_FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the first (and here only) model
 Reader = Callable[[], Contents]
+
+
+def read_model(path: Path, target: Target = "keep", base: Path | None = None) -> Contents:
+    """`read_checkpoint`, and where that is a LoRA adapter, the base model with the adapter added to it.
+
+    Names that a wrapper of the model has put before all others (``module.``, ``_orig_mod.``) are taken off.
+    """
+    contents = _unwrapped(read_checkpoint(path, target))
+    if not lora.is_adapter(contents):
+        return contents
+    base_weights = folder.read(base) if base is not None and folder.recognises(base) else None
+    return lora.merge(contents, base_weights)
+
+
+def _unwrapped(contents: Contents) -> Contents:
+    for prefix in ("module.", "_orig_mod."):
+        if contents.tensors and all(name.startswith(prefix) for name in contents.tensors):
+            tensors = [replace(tensor, name=name.removeprefix(prefix)) for name, tensor in contents.tensors.items()]
+            aliases = {a.removeprefix(prefix): b.removeprefix(prefix) for a, b in contents.aliases.items()}
+            return contents.with_tensors(tensors, aliases)
+    return contents
 
 
 def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
@@ -68,9 +91,22 @@ def _reader(path: Path, target: Target) -> Reader | None:
     inner = _deepspeed_tag(path)
     if inner is not None:
         return lambda: deepspeed.read(inner, target)
+    for sharded in (path, path / _FSDP_FOLDER):
+        if dcp.recognises(sharded):
+            return lambda: replace(dcp.read(sharded), step=_step(sharded))
+    if perrank.recognises(path):
+        return lambda: replace(perrank.read(path), step=_step(path))
+    if (path / lora.WEIGHTS).is_file():
+        return lambda: replace(folder.read_adapter(path / lora.WEIGHTS), step=_step(path))
     if folder.recognises(path):
-        return lambda: folder.read(path)
+        return lambda: replace(folder.read(path), step=_step(path))
     return None
+
+
+def _step(path: Path) -> int | None:
+    """The step in the name of the folder or of the one above, where the checkpoint's files do not say it."""
+    found = [match for name in (path.name, path.parent.name) if (match := _CHECKPOINT.fullmatch(name))]
+    return int(found[0][1]) if found else None
 
 
 def _deepspeed_tag(path: Path) -> Path | None:

@@ -15,7 +15,10 @@ from shardmake.consolidate.contents import Contents
 from shardmake.consolidate.dtypes import Target, check_target
 from shardmake.consolidate.layout import Shard, index_json, parse_size, plan_shards
 from shardmake.consolidate.loading import Loading, try_loading
-from shardmake.consolidate.locate import read_checkpoint
+from shardmake.consolidate.locate import read_model
+from shardmake.consolidate.stream import check_record
+from shardmake.consolidate.ties import without_aliases
+from shardmake.consolidate.unpickle import unbox
 from shardmake.consolidate.verify import Verification, verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.errors import UserError
@@ -69,16 +72,19 @@ def consolidate(
             ``out`` is then as it was before.
     """
     check_target(dtype)
-    contents = read_checkpoint(checkpoint, dtype)
+    contents = read_model(checkpoint, dtype, base)
     report(f"Merging {contents.folder}: {contents.format}, {len(contents.tensors)} tensors.")
     staging = staging_folder(out)
     with _locked(staging):
         sources = folders(contents.folder, base)
-        stored = [tensor for name, tensor in contents.tensors.items() if name not in contents.aliases]
-        shards = plan_shards(stored, dtype, parse_size(max_shard_size))
+        size = parse_size(max_shard_size)
+        stored = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
+        shards = plan_shards(stored.values(), dtype, size)
         loading = _load_headers(shards, sources, staging / ".skeleton", trust_remote_code)
         _check_fit(contents, loading)
+        shards = plan_shards(without_aliases(stored, loading.ties).values(), dtype, size)
         with _nothing_left_on_error(staging):
+            _check_adapter(shards)
             writer = ShardWriter(shards, staging)
             checked = _write(writer, shards, staging, workers)
             _write_small_files(shards, sources, staging)
@@ -120,6 +126,15 @@ def _check_fit(contents: Contents, loading: Loading) -> None:
         more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
         lines = (f"  {line}." for line in [*problems[:20], *more])
         raise UserError("\n".join([f"{contents.folder} does not fit the model's config.json:", *lines]))
+
+
+def _check_adapter(shards: list[Shard]) -> None:
+    """The adapter's factors are read piecemeal while the weights stream, so their checksums are looked at before."""
+    updates = [entry.tensor.update for shard in shards for entry in shard.entries if entry.tensor.update is not None]
+    factors = [factor for update in updates for factor in (update.a, update.b)]
+    types = {piece.record: factor.dtype for factor in factors for piece in factor.pieces}
+    for record, dtype in types.items():
+        check_record(unbox(record, dtype))
 
 
 def _write(writer: ShardWriter, shards: list[Shard], staging: Path, workers: int) -> int:

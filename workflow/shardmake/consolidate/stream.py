@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardmake.consolidate.archive import Record
+from shardmake.consolidate.contents import Tensor, Update
 from shardmake.consolidate.convert import Block, Converter
 from shardmake.consolidate.dtypes import ITEM_SIZE
-from shardmake.consolidate.jobs import BLOCK, Job, Move
-from shardmake.consolidate.layout import Entry
+from shardmake.consolidate.jobs import BLOCK, Job, Move, plan_jobs
+from shardmake.consolidate.layout import Entry, Shard
 from shardmake.consolidate.unpickle import unbox
 from shardmake.errors import UserError
 
@@ -29,6 +30,7 @@ class Streamer:
     def __init__(self) -> None:
         self._buffer = np.empty(BLOCK, np.uint8)
         self._converter: Converter | None = None
+        self._factors: tuple[Update, Block, Block] | None = None
 
     def run(self, job: Job, put: Put) -> tuple[Record, int]:
         """Hand all bytes of ``job`` to ``put``.
@@ -65,7 +67,7 @@ class Streamer:
             block = self._read(source, record, at, min(step, move.end - at))
             if record.crc is not None:
                 crc = zlib.crc32(block.data, crc)
-            content = self._converted(block, move.entry)
+            content = self._converted(block, move, at)
             if move.run:
                 first = move.offset + (at - move.begin) // move.run * move.stride
                 _put_rows(content, move.run // wide * narrow, first, move, put)
@@ -83,12 +85,58 @@ class Streamer:
             got += count
         return view
 
-    def _converted(self, block: Block, entry: Entry) -> Block:
-        if entry.dtype == entry.tensor.dtype:
+    def _converted(self, block: Block, move: Move, at: int) -> Block:
+        """``block``, byte ``at`` of the record on, in the output's type."""
+        source, target, update = move.entry.tensor.dtype, move.entry.dtype, move.entry.tensor.update
+        if source == target and update is None:
             return block
         if self._converter is None:
             self._converter = Converter(BLOCK // 2)
-        return self._converter.convert(block, entry.tensor.dtype, entry.dtype)
+        if update is None:
+            return self._converter.convert(block, source, target)
+        first = (move.offset - move.entry.offset) // ITEM_SIZE[target] + (at - move.begin) // ITEM_SIZE[source]
+        delta = self._delta(update, first, len(block) // ITEM_SIZE[source])
+        return self._converter.add(block, source, target, delta)
+
+    def _delta(self, update: Update, first: int, count: int) -> Block:
+        """Elements ``[first, first + count)`` of what a LoRA adapter adds, row-major, as float32."""
+        if self._factors is None or self._factors[0] is not update:
+            self._factors = (update, read_array(update.a), read_array(update.b) * np.float32(update.scale))
+        _, a, b = self._factors
+        columns = a.shape[1]
+        begin, end = first // columns, -(-(first + count) // columns)
+        flat: Block = (b[begin:end] @ a).reshape(-1)
+        return flat[first - begin * columns :][:count]
+
+
+def check_record(record: Record) -> None:
+    """Read a small record whole and compare its CRC-32; a `UserError` if it is damaged."""
+    with record.path.open("rb") as file:
+        content = os.pread(file.fileno(), record.size, record.offset)
+    if record.crc is not None and zlib.crc32(content) != record.crc:
+        raise damaged(str(record.path), record.offset, record.size)
+
+
+def damaged(file: str, offset: int, size: int) -> UserError:
+    """The error for bytes that do not have the CRC-32 that their file records."""
+    return UserError(
+        f"{file} is damaged: the {size} bytes from byte {offset} on do not have the CRC-32 that the file itself "
+        "records for them (a flipped bit on the disk or on the way). Copy it again, or take an older checkpoint."
+    )
+
+
+def read_array(tensor: Tensor) -> Block:
+    """A small tensor, whole, as a float32 array of its shape."""
+    entry = Entry(tensor, "F32", 0)
+    out = np.empty(tensor.numel * 4, np.uint8)
+
+    def put(content: Block, offset: int, _entry: Entry) -> None:
+        out[offset : offset + len(content)] = content
+
+    streamer = Streamer()
+    for job in plan_jobs([Shard("", b"", (entry,), len(out))])[0]:
+        streamer.run(job, put)
+    return out.view(np.float32).reshape(tensor.shape)
 
 
 def _put_rows(content: Block, row: int, first: int, move: Move, put: Put) -> None:

@@ -55,6 +55,21 @@ class TensorRef:
         )
 
 
+@dataclass(frozen=True)
+class ShardRef:
+    """A rank's part of a distributed tensor (DTensor).
+
+    Attributes:
+        shape: Of the whole tensor.
+        local: This rank's part.
+        spec: torch's DTensorSpec: ``placements`` and ``mesh``.
+    """
+
+    shape: tuple[int, ...]
+    local: TensorRef
+    spec: Any
+
+
 def numel(shape: tuple[int, ...]) -> int:
     """Number of elements of a tensor of ``shape``."""
     count = 1
@@ -199,15 +214,17 @@ def _parameter(data: Any, *_: Any) -> Any:
     return data
 
 
-def _subclass(_function: Any, _type: Any, args: tuple[Any, ...], _state: Any) -> Any:
-    """A tensor subclass such as Parameter: the plain tensor, which ``args`` describe."""
-    return _function(*args)
+def _wrapped(_type: Any, _dtype: Any, shape: tuple[int, ...], *_: Any) -> tuple[int, ...]:
+    """A tensor that has no bytes of its own; what it wraps comes with `_subclass`."""
+    return tuple(shape)
 
 
-def _new_object(kind: type, *args: Any) -> Any:
-    """``copyreg.__newobj__`` as Python pickles dataclasses with it."""
-    assert issubclass(kind, (Inert, OrderedDict))
-    return kind(*args)
+def _subclass(function: Callable[..., Any], _type: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor subclass: Parameter is the plain tensor that ``args`` describe, DTensor a part of one."""
+    if function is not _wrapped:
+        return function(*args)
+    values = state[1] if isinstance(state, tuple) else state
+    return ShardRef(_wrapped(*args), values["_local_tensor"], values["_spec"])
 
 
 def _first(value: Any = None, *_: Any) -> Any:
@@ -232,6 +249,7 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _wrapped,
     ("torch._utils", "_rebuild_parameter"): _parameter,
     ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
     ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
@@ -256,6 +274,11 @@ _INERT: dict[str, set[str]] = {
     "deepspeed.runtime.fp16.loss_scaler": {"LossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile"},
     "deepspeed.utils.tensor_fragment": {"fragment_address"},
     "deepspeed.runtime.config": {"DeepSpeedConfig"},
+    "torch.distributed._mesh_layout": {"_MeshLayout", "_FlatLayout"},
+    "torch.distributed.device_mesh": {"DeviceMesh"},
+    "torch.distributed.tensor": {"DTensor"},
+    "torch.distributed.tensor._dtensor_spec": {"DTensorSpec", "ShardOrderEntry", "TensorMeta"},
+    "torch.distributed.tensor.placement_types": {"Shard", "Replicate", "Partial", "_StridedShard"},
     "torch.distributed.checkpoint.metadata": {
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
         "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",

@@ -46,7 +46,12 @@ class Verification(BaseModel):
 
 
 def verify(
-    model: Path, against: Path | None = None, *, workers: int = 2, trust_remote_code: bool = False
+    model: Path,
+    against: Path | None = None,
+    *,
+    base: Path | None = None,
+    workers: int = 2,
+    trust_remote_code: bool = False,
 ) -> Verification:
     """Check the model in the folder ``model``.
 
@@ -57,17 +62,21 @@ def verify(
     Args:
         model: A Hugging Face folder.
         against: A checkpoint to compare with: bit for bit, or after rounding to the model's type.
+        base: The base model's folder, where ``against`` is an adapter.
         workers: Threads; each holds a few MiB.
         trust_remote_code: Whether code in the folder may run.
 
     Raises:
         UserError: all that is wrong, one line each.
     """
-    loading = try_loading(model, trust_remote_code)
-    return verify_loaded(model, loading, against, workers)
+    verification = verify_loaded(model, try_loading(model, trust_remote_code), workers)
+    if against is None:
+        return verification
+    compare(model, against, base=base, ties=verification.ties.items(), workers=workers)
+    return verification.model_copy(update={"compared_with": str(against)})
 
 
-def verify_loaded(model: Path, loading: Loading, against: Path | None = None, workers: int = 2) -> Verification:
+def verify_loaded(model: Path, loading: Loading, workers: int = 2) -> Verification:
     """`verify` where transformers has been asked already, about files with the same headers."""
     contents = hf_folder.read(model)
     scans = scan(model, workers)
@@ -76,9 +85,7 @@ def verify_loaded(model: Path, loading: Loading, against: Path | None = None, wo
     problems += _receipt_problems(model, {found.name: found.sums for found in scans})
     if problems:
         raise UserError("\n".join([f"{model} is not a whole model:", *(f"  {line}." for line in problems)]))
-    if against is not None:
-        compare(model, against, ties=loading.ties, workers=workers)
-    return _summary(model, contents, loading, scans, against)
+    return _summary(model, contents, loading, scans)
 
 
 @dataclass(frozen=True)
@@ -175,9 +182,7 @@ def _receipt_problems(model: Path, found: dict[str, FileSum]) -> list[str]:
     return gone + [f"{name} has changed since the receipt was written" for name in changed]
 
 
-def _summary(
-    model: Path, contents: Contents, loading: Loading, scans: list[Scan], against: Path | None
-) -> Verification:
+def _summary(model: Path, contents: Contents, loading: Loading, scans: list[Scan]) -> Verification:
     tensors = contents.tensors.values()
     config = json.loads((model / "config.json").read_text())
     return Verification(
@@ -189,5 +194,5 @@ def _summary(
         ties=dict(loading.ties),
         zero=[name for found in scans for name in found.zero],
         files={found.name: found.sums for found in scans},
-        compared_with=None if against is None else str(against),
+        compared_with=None,
     )

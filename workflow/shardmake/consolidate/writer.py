@@ -17,8 +17,7 @@ from shardmake.consolidate.convert import Block
 from shardmake.consolidate.crc import combine
 from shardmake.consolidate.jobs import Job, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
-from shardmake.consolidate.stream import Streamer, run_parallel
-from shardmake.errors import UserError
+from shardmake.consolidate.stream import Streamer, damaged, run_parallel
 from shardmake.receipt import digest, fsync_directory, read_json, write_json
 
 _SYNC_FILE_RANGE_WRITE = 2
@@ -90,11 +89,7 @@ class ShardWriter:
             parts.sort()
             assert sum(length for _, length, _ in parts) == size
             if combine((crc, length) for _, length, crc in parts) != expected:
-                raise UserError(
-                    f"{file} is damaged: the {size} bytes from byte {offset} on do not have the CRC-32 that the file "
-                    "itself records for them (a flipped bit on the disk or on the way). Copy it again, or take an "
-                    "older checkpoint."
-                )
+                raise damaged(file, offset, size)
         return sum(size for _, _, size, _ in by_record)
 
     def remove_journals(self) -> None:
@@ -154,11 +149,13 @@ class ShardWriter:
 
 
 def _plan_digest(output: _Output) -> str:
-    """What the file is made of: its header, and of each source the place, size and time of change."""
+    """What the file is made of: its header, what is added to its tensors, and of each source file size and time."""
+    updates = [entry.tensor.update for entry in output.shard.entries if entry.tensor.update is not None]
     files = {job.record.path for job in output.jobs}
+    files |= {piece.record.path for update in updates for part in (update.a, update.b) for piece in part.pieces}
     states = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     jobs = [(str(job.record.path), job.record.offset, job.begin, job.end) for job in output.jobs]
-    return digest([output.shard.header.hex(), states, jobs])
+    return digest([output.shard.header.hex(), states, jobs, [update.scale for update in updates]])
 
 
 def _preallocate(file: int, size: int) -> None:

@@ -1,0 +1,82 @@
+"""Checkpoints from real training, made once per test session, and what the tests compare them with."""
+
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from shardmake.consolidate.dtypes import Target
+from shardmake.consolidate.layout import parse_size, plan_shards
+from shardmake.consolidate.locate import read_checkpoint
+from shardmake.consolidate.writer import ShardWriter
+
+HERE = Path(__file__).parent
+ZERO = {
+    1: ("zero2", "zero3-bf16", "zero2-bf16-lora-nobase"),
+    2: (
+        "zero1-frozen",
+        "zero1-bf16-accumfp32",
+        "zero2-bf16-frozen",
+        "zero2-roundrobin-tied",
+        "zero3-bf16-tied-frozen",
+        "zero3-subgroups-resnet",
+        "zero3-lora",
+    ),
+    3: ("zero1-bf16", "zero3-tied"),
+    4: ("zero2-bf16-tied-frozen", "zero3-bf16-subgroups"),
+}
+FSDP = {
+    2: ("trainer-tied", "tied-bf16", "optim", "perrank-tied"),
+    3: ("plain", "flat-bf16", "fsdp1"),
+    4: ("tp",),
+}
+TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@functools.cache
+def trained(root: Path, script: str, world: int) -> Path:
+    """The folder with the variants of ``script`` (``zero`` or ``fsdp``) at this world size, trained if need be."""
+    out = root / f"{script}-{world}"
+    variants = (ZERO if script == "zero" else FSDP)[world]
+    program = HERE / ("consolidate_train.py" if script == "zero" else "consolidate_train_fsdp.py")
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}"]
+    done = subprocess.run([*launcher, program, out, *variants], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return out
+
+
+def truth(variant: Path, target: Target = "keep") -> dict[str, torch.Tensor]:
+    """The weights as the ranks gathered them in training, in the type that is asked for."""
+    tensors = load_file(variant / "truth.safetensors")
+    if target == "keep":
+        return tensors
+    return {name: t.to(TORCH[target]) if t.is_floating_point() else t for name, t in tensors.items()}
+
+
+def merged(checkpoint: Path, out: Path, target: Target = "keep", size: str = "20KB") -> dict[str, torch.Tensor]:
+    """The weights as the consolidator writes them, without its check of the whole model."""
+    contents = read_checkpoint(checkpoint, target)
+    stored = [tensor for name, tensor in contents.tensors.items() if name not in contents.aliases]
+    writer = ShardWriter(plan_shards(stored, target, parse_size(size)), out)
+    writer.write(workers=2)
+    writer.check_sums()
+    return load_weights(out)
+
+
+def load_weights(model: Path) -> dict[str, torch.Tensor]:
+    """All tensors in a folder's safetensors files."""
+    return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
+    """Same names, types, shapes and bits."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == theirs[name].dtype, name
+        assert tensor.shape == theirs[name].shape, name
+        assert torch.equal(tensor, theirs[name]), name

@@ -1,0 +1,167 @@
+"""What is wrong with a checkpoint is found, named by file, and leaves nothing half-written."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardmake.consolidate import consolidate, unpickle
+from shardmake.consolidate.locate import read_checkpoint
+from shardmake.errors import UserError
+from tests.workflow.consolidate_checkpoints import trained
+
+pytestmark = pytest.mark.training
+STEP = "checkpoint-2/global_step2"
+RANK1 = f"{STEP}/zero_pp_rank_1_mp_rank_00_optim_states.pt"
+FSDP = "checkpoint-2/pytorch_model_fsdp_0"
+
+
+@pytest.fixture
+def zero3(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = trained(tmp_path_factory.getbasetemp(), "zero", 3) / "zero3-tied"
+    return Path(shutil.copytree(source, tmp_path / "zero3"))
+
+
+@pytest.fixture
+def zero1(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = trained(tmp_path_factory.getbasetemp(), "zero", 2) / "zero1-frozen"
+    return Path(shutil.copytree(source, tmp_path / "zero1"))
+
+
+@pytest.fixture
+def fsdp(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = trained(tmp_path_factory.getbasetemp(), "fsdp", 3) / "plain"
+    return Path(shutil.copytree(source, tmp_path / "fsdp"))
+
+
+def refused(variant: Path, message: str) -> None:
+    """The merge fails with ``message``, before or after it began to write, and leaves no file behind."""
+    out = variant.parent / "model"
+    with pytest.raises(UserError, match=message):
+        consolidate(variant / "checkpoint-2", out, base=variant / "base")
+    assert not out.exists()
+    staging = out.parent / ".model.partial"
+    assert not [path.name for path in staging.rglob("*") if path.name != ".lock"]
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_a_missing_rank(zero3: Path, kind: str) -> None:
+    (zero3 / STEP / f"zero_pp_rank_1_mp_rank_00_{kind}_states.pt").unlink()
+    refused(zero3, "lacks the files of rank 1")
+
+
+def test_the_last_rank_missing(zero3: Path) -> None:
+    (zero3 / STEP / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
+    refused(zero3, "was written by 3 ranks, but holds the optimizer files of 2")
+
+
+def test_a_rank_of_another_world_size(zero3: Path) -> None:
+    shutil.copy(zero3 / RANK1, zero3 / STEP / "zero_pp_rank_3_mp_rank_00_optim_states.pt")
+    refused(zero3, "was written by 3 ranks, but holds the optimizer files of 4")
+
+
+@pytest.mark.parametrize("keep", [0, 0.5, 0.999])
+def test_a_file_that_is_cut_off(zero3: Path, keep: float) -> None:
+    os.truncate(zero3 / RANK1, int((zero3 / RANK1).stat().st_size * keep))
+    refused(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged")
+
+
+def test_two_steps_mixed(zero3: Path, tmp_path: Path) -> None:
+    """A file of another save of the same training; DeepSpeed's own tool merges it without a word."""
+    from tests.workflow.consolidate_damage import rewrite_step
+
+    rewrite_step(zero3 / RANK1, 1.0)
+    refused(zero3, r"mixes files of different saves \(optimizer step of rank 0: 2.0, rank 1: 1.0, rank 2: 2.0\)")
+
+
+def test_a_folder_that_is_named_after_another_step(zero3: Path) -> None:
+    (zero3 / STEP).rename(zero3 / "checkpoint-2" / "global_step9")
+    (zero3 / "checkpoint-2" / "latest").write_text("global_step9")
+    refused(zero3, "global_step9 holds files of step 2")
+
+
+def test_latest_names_a_folder_that_is_not_there(zero3: Path) -> None:
+    (zero3 / "checkpoint-2" / "latest").write_text("global_step4")
+    refused(zero3, "latest names global_step4, which is no complete checkpoint")
+
+
+def flip_bit(ref: unpickle.TensorRef, byte: int) -> None:
+    with ref.record.path.open("r+b") as file:
+        file.seek(ref.record.offset + ref.offset + byte)
+        value = file.read(1)[0]
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([value ^ 1]))
+
+
+def test_a_flipped_bit_in_a_shard(zero3: Path) -> None:
+    """torch.load and zero_to_fp32 never look at the checksum that the file holds."""
+    flip_bit(unpickle.load(zero3 / RANK1)["optimizer_state_dict"]["fp32_flat_groups"][0], 4001)
+    refused(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt is damaged: the \d+ bytes from byte")
+
+
+def test_a_flipped_bit_in_an_fsdp_shard(fsdp: Path) -> None:
+    piece = read_checkpoint(fsdp).tensors["model.layers.0.mlp.up_proj.weight"].pieces[1]
+    record = unpickle.unbox(piece.record, "F32")
+    flip_bit(unpickle.TensorRef(record, 0, "F32", (1,), (1,)), 77)
+    refused(fsdp, r"__1_0\.distcp is damaged: the \d+ bytes from byte")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda folder: (folder / ".metadata").unlink(), "has no .metadata: the checkpoint was not written to its end"),
+        (lambda folder: (folder / "__1_0.distcp").unlink(), r"__1_0\.distcp is missing"),
+        (lambda folder: os.truncate(folder / "__1_0.distcp", 5000), r"__1_0\.distcp has 5000 bytes, but .metadata"),
+        (lambda folder: os.truncate(folder / ".metadata", 500), r"\.metadata cannot be read"),
+    ],
+)
+def test_an_fsdp_checkpoint_that_is_not_whole(fsdp: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(fsdp / FSDP)
+    refused(fsdp, message)
+
+
+def test_a_checkpoint_of_another_model(zero3: Path) -> None:
+    config = json.loads((zero3 / "base" / "config.json").read_text())
+    (zero3 / "base" / "config.json").write_text(json.dumps({**config, "hidden_size": 32, "num_hidden_layers": 3}))
+    refused(zero3, r"does not fit the model's config\.json(.|\n)*model\.layers\.2\.\S+ is missing")
+
+
+def test_no_config(zero3: Path) -> None:
+    shutil.rmtree(zero3 / "base")
+    refused(zero3, r"There is no config\.json in .*--base")
+
+
+@pytest.mark.parametrize("name", ["layer_0_expert_1_mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"])
+def test_layouts_that_are_not_merged(zero1: Path, name: str) -> None:
+    shutil.copy(zero1 / STEP / "mp_rank_00_model_states.pt", zero1 / STEP / name)
+    refused(zero1, f"{name} belongs to .*ds_to_universal")
+
+
+def test_slices_that_do_not_belong_together(zero1: Path) -> None:
+    """ZeRO-1 files of two ranks swapped: sizes fit, but the ranks' own account of their slices does not."""
+    files = [zero1 / STEP / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1)]
+    files[0].rename(zero1 / "kept")
+    files[1].rename(files[0])
+    (zero1 / "kept").rename(files[1])
+    with pytest.raises(UserError, match="by param_slice_mappings: the files do not belong together"):
+        read_checkpoint(zero1, "bf16")
+
+
+def test_an_older_checkpoint_is_taken_from_a_run(zero3: Path, tmp_path: Path) -> None:
+    checkpoints = tmp_path / "run" / "train" / "checkpoints"
+    shutil.copytree(zero3 / "checkpoint-2", checkpoints / "checkpoint-2")
+    shutil.copytree(zero3 / "checkpoint-2", checkpoints / "checkpoint-10")
+    (checkpoints / "checkpoint-10" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    assert read_checkpoint(tmp_path / "run").folder == checkpoints / "checkpoint-2" / "global_step2"
+
+
+def test_an_existing_model_stays_when_the_merge_fails(zero3: Path, tmp_path: Path) -> None:
+    consolidate(zero3, tmp_path / "model", base=zero3 / "base")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
+    os.truncate(zero3 / RANK1, 100)
+    with pytest.raises(UserError, match="is damaged"):
+        consolidate(zero3, tmp_path / "model", base=zero3 / "base")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before

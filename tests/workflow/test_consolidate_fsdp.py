@@ -1,0 +1,77 @@
+"""Merging what FSDP2 wrote in real training, through the Trainer and through torch itself."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate.utils import merge_fsdp_weights
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from shardmake.consolidate import consolidate
+from shardmake.errors import UserError
+from tests.workflow.consolidate_checkpoints import FSDP, assert_equal, load_weights, merged, trained, truth
+
+pytestmark = pytest.mark.training
+VARIANTS = [(world, variant) for world, variants in FSDP.items() for variant in variants]
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda item: f"{item[1]}-{item[0]}ranks")
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    world, name = request.param
+    return trained(tmp_path_factory.getbasetemp(), "fsdp", world) / name
+
+
+@pytest.mark.parametrize("target", ["keep", "bf16", "fp16", "fp32"])
+def test_equals_what_the_ranks_held(variant: Path, tmp_path: Path, target: str) -> None:
+    ours = merged(variant / "checkpoint-2", tmp_path / "out", target)
+    if "tied" in variant.name:  # FSDP2 stores both; the merge of the whole model drops one
+        assert torch.equal(ours.pop("lm_head.weight"), ours["model.embed_tokens.weight"])
+    assert_equal(ours, truth(variant, target))
+
+
+@pytest.mark.parametrize(("world", "name"), [item for item in VARIANTS if "perrank" not in item[1]])
+def test_equals_torchs_own_tool(
+    world: int, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", world) / name
+    dcp_to_torch_save(variant / "checkpoint-2" / "pytorch_model_fsdp_0", tmp_path / "official.pt")
+    official = torch.load(tmp_path / "official.pt")
+    assert_equal(merged(variant / "checkpoint-2", tmp_path / "out"), official.get("model", official))
+
+
+def test_equals_accelerates_own_tool(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 3) / "plain"
+    merge_fsdp_weights(str(variant / "checkpoint-2" / "pytorch_model_fsdp_0"), str(tmp_path / "accelerate"))
+    assert_equal(merged(variant / "checkpoint-2", tmp_path / "out"), load_weights(tmp_path / "accelerate"))
+
+
+def test_stores_a_tie_once(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 2) / "trainer-tied"
+    receipt = consolidate(variant, tmp_path / "model", base=variant / "base")
+    assert receipt.step == 2
+    assert receipt.verification.ties == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert_equal(load_weights(tmp_path / "model"), truth(variant))
+
+
+def test_tied_weights_that_differ_are_not_dropped(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+    variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 2) / "trainer-tied"
+    state = {"model": truth(variant)}
+    state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"] + 1
+    dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    with pytest.raises(UserError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
+        consolidate(tmp_path / "checkpoint", tmp_path / "model", base=variant / "base")
+    assert not (tmp_path / "model").exists()
+
+
+def test_scalars_integers_and_empty_tensors(tmp_path: Path) -> None:
+    """torch's own consolidation to safetensors makes 0.0 of a 0-dim tensor and fails on integers."""
+    state = {
+        "scalar": torch.tensor(3.5), "count": torch.tensor(7), "empty": torch.empty(0, 4), "mask": torch.ones(3).bool(),
+        "double": torch.rand(3, 2).double(), "small": torch.rand(4, 4).to(torch.float8_e4m3fn),
+    }  # fmt: skip
+    dcp.save({"model": state}, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
+    ours = merged(tmp_path / "checkpoint", tmp_path / "out")
+    assert {name: (t.dtype, t.shape) for name, t in ours.items()} == {n: (t.dtype, t.shape) for n, t in state.items()}
+    assert all(torch.equal(ours[name].view(torch.uint8), state[name].view(torch.uint8)) for name in ("small", "double"))
+    assert ours["scalar"] == 3.5 and ours["count"] == 7 and ours["mask"].all()

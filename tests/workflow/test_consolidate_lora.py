@@ -1,0 +1,76 @@
+"""LoRA adapters, merged into the base model as PEFT merges them."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardmake.consolidate import consolidate
+from shardmake.consolidate.verify import verify
+from shardmake.errors import UserError
+from tests.workflow.consolidate_checkpoints import load_weights, trained, truth
+
+SHAPE = LlamaConfig(
+    vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2,
+)  # fmt: skip
+
+
+@pytest.fixture(params=[{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}, "modules_to_save": ["lm_head"]}])
+def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
+    """A base model and an adapter for it with random factors."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(SHAPE).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "base")
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **request.param))
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.data = torch.rand_like(parameter, dtype=torch.float32) / 8
+    adapted.save_pretrained(tmp_path / "checkpoint-7")
+    return tmp_path / "base", tmp_path / "checkpoint-7"
+
+
+def test_a_peft_folder_is_merged_as_peft_merges_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    base, adapter = folders
+    receipt = consolidate(adapter, tmp_path / "model", base=base, dtype="bf16")
+    assert receipt.step == 7
+    model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+    assert_close(load_weights(tmp_path / "model"), expected, torch.bfloat16)
+    assert verify(tmp_path / "model", adapter, base=base).compared_with == str(adapter)
+
+
+@pytest.mark.training
+@pytest.mark.parametrize(("world", "name"), [(1, "zero2-bf16-lora-nobase"), (2, "zero3-lora")])
+def test_a_deepspeed_checkpoint_of_an_adapter(
+    world: int, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    variant = trained(tmp_path_factory.getbasetemp(), "zero", world) / name
+    consolidate(variant / "checkpoint-2", tmp_path / "model", base=variant / "base", dtype="fp32")
+    adapted = get_peft_model(
+        LlamaForCausalLM.from_pretrained(variant / "base", dtype=torch.float32),
+        LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"),
+    )
+    factors = {name: tensor for name, tensor in truth(variant, "fp32").items() if ".lora_" in name}
+    assert not adapted.load_state_dict(factors, strict=False).unexpected_keys
+    assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), torch.float32)
+
+
+def test_an_adapter_of_another_model_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    _, adapter = folders
+    LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "hidden_size": 32})).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match="it was trained on another model"):
+        consolidate(adapter, tmp_path / "model", base=tmp_path / "other")
+    with pytest.raises(UserError, match="--base"):
+        consolidate(adapter, tmp_path / "model")
+
+
+def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Equal but for the order in which a matrix product adds up, then rounded to ``dtype``."""
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        assert tensor.dtype == dtype
+        tolerance = 2**-8 if dtype == torch.bfloat16 else 1e-6
+        torch.testing.assert_close(tensor.float(), theirs[name].float(), rtol=tolerance, atol=1e-6)

@@ -1,0 +1,36 @@
+"""Merging what DeepSpeed wrote in real training: bit for bit what the ranks held, at every world size."""
+
+from pathlib import Path
+
+import pytest
+from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, merged, trained, truth
+
+pytestmark = pytest.mark.training
+VARIANTS = [(world, variant) for world, variants in ZERO.items() for variant in variants]
+
+
+@pytest.fixture(params=VARIANTS, ids=lambda item: f"{item[1]}-{item[0]}ranks")
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    world, name = request.param
+    return trained(tmp_path_factory.getbasetemp(), "zero", world) / name
+
+
+@pytest.mark.parametrize("target", ["keep", "bf16", "fp16"])
+def test_equals_what_the_ranks_held(variant: Path, tmp_path: Path, target: str) -> None:
+    assert_equal(merged(variant / "checkpoint-2", tmp_path / "out", target), truth(variant, target))
+
+
+def test_equals_the_official_tool_where_that_is_right(variant: Path, tmp_path: Path) -> None:
+    """zero_to_fp32 cannot read BF16_Optimizer's files, stores ties twice and loses ZeRO-1's frozen weights."""
+    ours = merged(variant / "checkpoint-2", tmp_path / "out")
+    if "accumfp32" in variant.name:
+        with pytest.raises(ValueError, match="is not a zero checkpoint"):
+            get_fp32_state_dict_from_zero_checkpoint(str(variant / "checkpoint-2"))
+        return
+    official = get_fp32_state_dict_from_zero_checkpoint(str(variant / "checkpoint-2"))
+    lost = ours.keys() - official.keys()
+    assert bool(lost) == variant.name.startswith("zero1-frozen")
+    both = ours.keys() & official.keys()
+    assert_equal({name: ours[name] for name in both}, {name: official[name] for name in both})
