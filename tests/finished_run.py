@@ -6,9 +6,9 @@ from typing import Any
 
 from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.config import Run, parse_config
+from shardmake.manifest import as_json as manifest_as_json
+from shardmake.manifest import read_folder
 from shardmake.plan.plan import Choice, Plan, Resources, Workload, as_json
-from shardmake.publish.manifest import as_json as manifest_as_json
-from shardmake.publish.manifest import read_folder
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.errors import UserError
-from shardmake.publish.manifest import read_folder
+from shardmake.manifest import read_folder
 from shardmake.publish.push import push
 from shardmake.receipt import read_json
 from tests.finished_run import MODEL, make_run, make_rundir, write_model

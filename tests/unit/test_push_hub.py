@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from shardmake.errors import UserError
-from shardmake.publish import hub as hub_push
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
 from tests.finished_run import MODEL, WEIGHTS, make_run, make_rundir, write_model
@@ -22,7 +21,7 @@ def transfer(request: pytest.FixtureRequest) -> str:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub(tmp_path / "hub") as server:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(hub_push, "RETRY_WAITS", (0.0, 0.0, 0.0))
+        monkeypatch.setattr("shardmake.hub.RETRY_WAITS", (0.0, 0.0, 0.0))
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield server
@@ -120,7 +119,7 @@ def test_a_file_lost_after_the_commit_is_pushed_again(hub: FakeHub, rundir: RunD
 def test_a_hub_that_keeps_losing_files_is_an_error(
     hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_push, "RETRY_WAITS", ())
+    monkeypatch.setattr("shardmake.hub.RETRY_WAITS", ())
     hub.lose.append("config.json")
     with pytest.raises(UserError, match=r"lacks or holds other content for: config\.json"):
         push(RUN, rundir)

@@ -6,8 +6,8 @@ from typing import Any
 
 from shardmake.config import Run
 from shardmake.errors import UserError
+from shardmake.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
 from shardmake.publish.card import render_card
-from shardmake.publish.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
 from shardmake.receipt import read_json, write_text
 from shardmake.rundir import RunDir
 

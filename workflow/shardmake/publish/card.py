@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Run
+from shardmake.hub import is_hub_id
 from shardmake.plan.plan import Plan, read_plan
 from shardmake.publish.history import History, read_history
 from shardmake.receipt import read_json
@@ -98,11 +99,6 @@ def _facts(run: Run, plan: Plan, training: dict[str, Any], history: History) -> 
         "Training loss at the end": loss,
         "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
     }
-
-
-def is_hub_id(source: str) -> bool:
-    """Whether ``source`` names something on the hub rather than here."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not Path(source).exists()
 
 
 def public_name(source: str) -> str:

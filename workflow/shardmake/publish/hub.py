@@ -4,30 +4,20 @@ Weights are uploaded first and become visible with the commit that names them, a
 a model. Uploads are addressed by content: a rerun sends only what is missing, and equal content makes no commit.
 """
 
-import hashlib
-import logging
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Push
 from shardmake.errors import UserError
+from shardmake.hub import explained, git_object_id, retried
+from shardmake.manifest import SUMS, parse_sums
 from shardmake.publish.bundle import CARD, Bundle
-from shardmake.publish.manifest import SUMS, parse_sums
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.hf_api import RepoFile
 
-T = TypeVar("T")
-log = logging.getLogger(__name__)
-
-# Seconds before each further attempt. The client retries single requests itself; not creation, and not the whole.
-RETRY_WAITS = (2.0, 8.0, 30.0)
-_PERMANENT = frozenset({400, 401, 402, 403, 404, 410, 413, 422, 451})
 _ADVICE = {
     401: "The hub does not accept the token. Make a new one with write permission and run `hf auth login`.",
     402: "The account's storage or plan is used up. Free some space there or change the plan.",
@@ -47,8 +37,10 @@ def push_to_hub(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> di
 
     Raises `UserError` if the hub refuses, cannot be reached, or keeps losing files.
     """
-    with _explained(repository):
-        return _retried(lambda: _push_once(bundle, repository, push, api), RETRY_WAITS)
+    owner = repository.partition("/")[0]
+    advice = {status: text.format(owner=owner) for status, text in _ADVICE.items()}
+    with explained(f"The push to hub:{repository}", advice, "Nothing is lost: what was uploaded stays. Push again."):
+        return retried(lambda: _push_once(bundle, repository, push, api))
 
 
 def _push_once(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, Any]:
@@ -104,12 +96,6 @@ def _holds(remote: "RepoFile | None", bundle: Bundle, name: str) -> bool:
     return remote.blob_id == git_object_id(bundle.paths[name])
 
 
-def git_object_id(path: Path) -> str:
-    """The name git gives a file of this content: SHA-1 of a header and the bytes."""
-    content = path.read_bytes()
-    return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-
-
 def _names_of_last_push(api: "HfApi", repository: str, commit: str) -> set[str]:
     with TemporaryDirectory() as folder:
         path = api.hf_hub_download(repository, SUMS, revision=commit, local_dir=folder)
@@ -158,57 +144,3 @@ def _read_back(bundle: Bundle, repository: str, api: "HfApi", commit: str) -> No
         raise PushDamagedError(
             f"after commit {commit[:12]} the hub lacks or holds other content for: {', '.join(wrong)}"
         )
-
-
-def _retried(action: Callable[[], T], waits: tuple[float, ...]) -> T:
-    """``action``, again after each wait as long as what went wrong may pass."""
-    for wait in waits:
-        try:
-            return action()
-        except Exception as error:
-            if not _may_pass(error):
-                raise
-            log.warning("The push was interrupted (%s). Next attempt in %g s.", _first_line(error), wait)
-            time.sleep(wait)
-    return action()
-
-
-def _may_pass(error: Exception) -> bool:
-    """Lost connections, overloaded servers, a commit in between: yes. Refusals and errors in this program: no."""
-    from httpx2 import HTTPError
-
-    status = _status(error)
-    if status is not None:
-        return status not in _PERMANENT
-    return isinstance(error, (HTTPError, OSError, RuntimeError))
-
-
-def _status(error: BaseException | None) -> int | None:
-    """HTTP status of ``error`` or of what caused it."""
-    while error is not None:
-        response = getattr(error, "response", None)
-        if response is not None:
-            return response.status_code
-        error = error.__cause__
-    return None
-
-
-@contextmanager
-def _explained(repository: str) -> Iterator[None]:
-    """Turn the client's errors into what to do about them."""
-    from httpx2 import HTTPError
-
-    try:
-        yield
-    except (HTTPError, OSError, RuntimeError) as error:
-        owner = repository.partition("/")[0]
-        advice = _ADVICE.get(_status(error) or 0, "Nothing is lost: what was uploaded stays. Push again.")
-        raise UserError(
-            f"The push to hub:{repository} failed: {_first_line(error)}\n{advice.format(owner=owner)}"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    """The telling line of an error; the client's begin with the status and go on with hints."""
-    message = getattr(error, "server_message", None) or str(error.__cause__ or error)
-    return next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Push, Run
 from shardmake.errors import UserError
+from shardmake.manifest import as_json
 from shardmake.publish.bundle import Bundle, make_bundle
 from shardmake.publish.folder import push_to_folder
 from shardmake.publish.hub import push_to_hub
-from shardmake.publish.manifest import as_json
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 
