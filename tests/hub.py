@@ -307,10 +307,18 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in files]
         return Reply(value={"id": name, "sha": commit, "private": repository.private, "siblings": siblings, "tags": []})
 
-    @route("GET", API + "/tree/" + REVISION)
-    def tree(self, kind: str, name: str, revision: str) -> Reply:
+    @route("GET", API + "/tree/" + REVISION + "(/(?P<folder>.+))?")
+    def tree(self, kind: str, name: str, revision: str, folder: str | None) -> Reply:
         _, files = self._files(self._repository(kind, name), revision)
-        return Reply(value=[blob.as_tree_entry(path) for path, blob in files.items()])
+        above = f"{folder}/" if folder else ""
+        inside = {path: blob for path, blob in files.items() if path.startswith(above)}
+        if self.query.get("recursive", [""])[0].lower() in ("true", "1"):
+            return Reply(value=[blob.as_tree_entry(path) for path, blob in inside.items()])
+        here = [blob.as_tree_entry(path) for path, blob in inside.items() if "/" not in path.removeprefix(above)]
+        below = {
+            above + path.removeprefix(above).partition("/")[0] for path in inside if "/" in path.removeprefix(above)
+        }
+        return Reply(value=here + [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(below)])
 
     @route("POST", API + "/paths-info/(?P<revision>.+)")
     def paths_info(self, kind: str, name: str, revision: str) -> Reply:

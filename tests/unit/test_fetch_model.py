@@ -84,16 +84,22 @@ def test_a_cut_download_is_taken_up_again(hub: FakeHub, rundir: RunDir) -> None:
     assert read_folder(Path(sources.model.path)) == sources.model.files
 
 
-def test_finished_files_are_not_fetched_again_after_a_failure(hub: FakeHub, rundir: RunDir) -> None:
+def test_finished_files_are_not_fetched_again(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/base", FILES)
+    missing = Path(fetch(RUN, rundir).model.path, "model-00002-of-00002.safetensors")
+    missing.resolve().unlink()
+    missing.unlink()
+    hub.requests.clear()
+    assert missing.name in fetch(RUN, rundir).model.files
+    assert [path.rpartition("/")[2] for path in hub.asked("GET /lab/base/resolve/")] == [missing.name]
+
+
+def test_a_fetch_that_failed_leaves_no_manifest(hub: FakeHub, rundir: RunDir) -> None:
     hub.add("lab/base", FILES)
     hub.fail("GET /lab/base/resolve/.*00002", times=99, status=404)
     with pytest.raises(UserError, match="Fetching lab/base failed"):
         fetch(RUN, rundir)
     assert read_sources(rundir) is None
-    hub.faults.clear()
-    hub.requests.clear()
-    fetch(RUN, rundir)
-    assert len(hub.asked("GET /lab/base/resolve/.*safetensors$")) == 1
 
 
 def test_a_damaged_file_in_the_cache_is_replaced(hub: FakeHub, rundir: RunDir) -> None:

@@ -43,7 +43,10 @@ def _fetch_once(api: "HfApi", repository: str, revision: str | None) -> Source:
     tree = api.list_repo_tree(repository, recursive=True, revision=commit)
     listed = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
     names = choose_files(listed)
-    folder = Path(api.snapshot_download(repository, revision=commit, allow_patterns=names))
+    # by the branch's name, so that the cache knows the name offline; a branch that moved meanwhile is asked for again
+    folder = Path(api.snapshot_download(repository, revision=revision, allow_patterns=names))
+    if folder.name != commit:
+        raise RuntimeError(f"{repository} changed during the fetch")
     files = {name: _checked(folder / name, listed[name]) for name in names}
     check_model_folder(folder)
     return Source(name=repository, revision=revision, commit=commit, path=str(folder), files=files)

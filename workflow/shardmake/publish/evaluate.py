@@ -13,6 +13,7 @@ from shardmake.config import Run
 from shardmake.errors import UserError
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
+from shardmake.sources import localize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -80,6 +81,7 @@ def evaluate(run: Run, rundir: RunDir) -> dict[str, Any]:
 
     from shardmake.data.dataset import load
 
+    run = localize(run, rundir)
     examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     prompts = _prompts(run, tokenizer, examples)
