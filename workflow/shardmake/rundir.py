@@ -121,6 +121,11 @@ class RunDir:
         return self.root / "push" / "receipt.json"
 
     @property
+    def figures(self) -> Path:
+        """Folder of the report's figures, for `snakemake --report`."""
+        return self.root / "figures"
+
+    @property
     def report(self) -> Path:
         """The run on one page."""
         return self.root / "report.html"
