@@ -49,6 +49,8 @@ class Repository:
     gated: bool = False
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    """Titles of the pull requests, the first being number 1."""
 
     def commit(self, ref: str, files: Mapping[str, Blob]) -> str:
         oid = hashlib.sha1(f"{len(self.commits)} {sorted(files)} {time.time()}".encode()).hexdigest()
@@ -335,6 +337,19 @@ class _Handler(BaseHTTPRequestHandler):
         repository.refs[branch] = repository.refs["main"]
         return Reply(value={})
 
+    @route("GET", API + "/discussions")
+    def discussions(self, kind: str, name: str) -> Reply:
+        titles = self._repository(kind, name).requests
+        common = {
+            "author": {"name": "lab"},
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "status": "open",
+            "repo": {"name": name, "type": "model"},
+            "isPullRequest": True,
+        }
+        found = [common | {"num": number, "title": title} for number, title in enumerate(titles, 1)]
+        return Reply(value={"discussions": found, "count": len(found), "start": 0})
+
     # Commits
 
     @route("POST", API + "/preupload/(?P<revision>.+)")
@@ -363,14 +378,13 @@ class _Handler(BaseHTTPRequestHandler):
         for path in self.hub.lose:
             new.pop(path, None)
         self.hub.lose.clear()
-        ref = (
-            f"refs/pr/{sum(r.startswith('refs/pr') for r in repository.refs) + 1}"
-            if "create_pr" in self.query
-            else revision
-        )
+        ref = revision
+        if opens_request := "create_pr" in self.query:
+            repository.requests.append(operations[0]["value"]["summary"])
+            ref = f"refs/pr/{len(repository.requests)}"
         oid = repository.commit(ref, new)
         reply = {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}"}
-        if "create_pr" in self.query:
+        if opens_request:
             reply["pullRequestUrl"] = f"{self.hub.url}/{name}/discussions/{ref.rpartition('/')[2]}"
         return Reply(value=reply)
 

@@ -136,6 +136,18 @@ def test_a_branch_is_made_and_main_stays(hub: FakeHub, rundir: RunDir) -> None:
     assert not hub.asked("/commit/")
 
 
+def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir: RunDir) -> None:
+    run = make_run(push={"to": "hub:lab/chat", "pull_request": True})
+    first = push(run, rundir)
+    assert hub.files("lab/chat").keys() == {".gitattributes"}
+    assert contents(hub, "refs/pr/1").keys() > MODEL.keys()
+    assert push(run, rundir) == first
+    write_model(rundir, {**MODEL, "config.json": b"{}"})
+    push(run, rundir)
+    assert contents(hub, "refs/pr/1")["config.json"] == b"{}"
+    assert hub.repositories["lab/chat"].requests == ["Push model"]
+
+
 def test_another_model_under_the_name_is_not_overwritten(hub: FakeHub, rundir: RunDir) -> None:
     hub.add("lab/chat", {"config.json": b"{}", "README.md": b"theirs"}, private=True)
     with pytest.raises(UserError, match=r"The name hub:lab/chat is taken.*config\.json.*Choose another name"):

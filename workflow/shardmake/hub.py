@@ -39,7 +39,7 @@ def retried(action: Callable[[], T]) -> T:
         except Exception as error:
             if not _may_pass(error):
                 raise
-            log.warning("The hub was interrupted (%s). Next attempt in %g s.", first_line(error), wait)
+            log.warning("Interrupted (%s). Next attempt in %g s.", first_line(error), wait)
             time.sleep(wait)
     return action()
 
@@ -51,15 +51,17 @@ def _may_pass(error: Exception) -> bool:
     status = status_of(error)
     if status is not None:
         return status not in _PERMANENT
+    if type(error) in (PermissionError, FileNotFoundError):  # as file systems raise them; subclasses mean other things
+        return False
     return isinstance(error, (HTTPError, OSError, RuntimeError))
 
 
 def status_of(error: BaseException | None) -> int | None:
     """HTTP status of ``error`` or of what caused it; None where no server answered."""
     while error is not None:
-        response = getattr(error, "response", None)
-        if response is not None:
-            return response.status_code
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status is not None:
+            return status
         error = error.__cause__
     return None
 

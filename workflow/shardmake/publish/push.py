@@ -10,6 +10,7 @@ from shardmake.manifest import as_json
 from shardmake.publish.bundle import Bundle, make_bundle
 from shardmake.publish.folder import push_to_folder
 from shardmake.publish.hub import push_to_hub
+from shardmake.publish.store import push_to_store
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 
@@ -44,6 +45,9 @@ def push(run: Run, rundir: RunDir) -> dict[str, Any]:
 
 def _push_to(destination: str, push: Push, bundle: Bundle) -> dict[str, Any]:
     kind, _, place = destination.partition(":")
+    if kind not in ("file", "hub"):
+        push_to_store(bundle, destination)
+        return {}
     if kind == "file":
         push_to_folder(bundle, Path(place))
         return {}
