@@ -11,6 +11,7 @@ from shardmake.publish.card import public_name
 from shardmake.publish.figures import GIB, Memory, length_name
 from shardmake.publish.flops import Utilization, utilization
 from shardmake.publish.history import History, read_history
+from shardmake.publish.secrets import redact
 from shardmake.receipt import read_json, write_text
 from shardmake.rundir import RunDir
 
@@ -55,7 +56,7 @@ def write_report(run: Run, rundir: RunDir) -> Path:
         buckets=list(zip(evaluation["base"]["by_length"], evaluation["tuned"]["by_length"], strict=True)),
         pushed=read_json(rundir.push_receipt, "")["destinations"] if rundir.push_receipt.exists() else [],
     )
-    write_text(rundir.report, page)
+    write_text(rundir.report, redact(page))
     return rundir.report
 
 

@@ -15,6 +15,7 @@ from shardmake.errors import UserError
 from shardmake.hub import first_line, retried
 from shardmake.manifest import SUMS, FileRecord, parse_sums
 from shardmake.publish.bundle import Bundle
+from shardmake.publish.secrets import public_url, redact
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -61,8 +62,8 @@ def push_to_store(bundle: Bundle, url: str) -> None:
 
     Raises `UserError` if the place is somebody else's, cannot be reached or written, or loses what was sent.
     """
-    with _explained(url):
-        retried(lambda: _push_once(bundle, _open(url), url))
+    with _explained(public_url(url)):
+        retried(lambda: _push_once(bundle, _open(url), public_url(url)))
 
 
 def _open(url: str) -> _Place:
@@ -128,7 +129,7 @@ def _explained(url: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        raise UserError(f"The push to {url} failed: {first_line(error)}\n{_advice(error, protocol)}") from error
+        raise UserError(f"The push to {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}") from error
 
 
 def _advice(error: Exception, protocol: str) -> str:
