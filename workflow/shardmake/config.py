@@ -264,6 +264,9 @@ class Cluster(Section):
         None, description="Interface that carries training traffic, such as `ib0`; without it, the default route's."
     )
     internet_on_compute_nodes: bool = Field(False, description="Whether jobs reach the internet.")
+    shared: bool = Field(
+        False, description="A lab shares the runs: everything written is readable and writable for the folder's group."
+    )
     scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
     slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
 
