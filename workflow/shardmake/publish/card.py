@@ -5,13 +5,15 @@ from the run's receipts alone, so the same run gives the same card.
 """
 
 import re
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Run
 from shardmake.hub import is_hub_id
-from shardmake.plan.plan import Plan, read_plan
-from shardmake.publish.history import History, read_history
+from shardmake.plan.plan import read_plan
+from shardmake.publish.flops import utilization
+from shardmake.publish.history import read_history
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
 from shardmake.sources import Source, Sources, localize, read_sources
@@ -19,6 +21,7 @@ from shardmake.sources import Source, Sources, localize, read_sources
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
+PLOT = "loss.png"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
@@ -40,10 +43,11 @@ def render_card(run: Run, rundir: RunDir) -> str:
         base=public_name(run.model),
         revision=_commit(sources.model if sources else None, run.revision),
         is_adapter=_is_adapter(rundir),
-        facts=_facts(run, sources, read_plan(rundir.plan), training, read_history(rundir)),
+        facts=_facts(run, rundir, sources, training),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
         versions=training["versions"],
+        plot=PLOT,
     )
     return str(card)
 
@@ -83,9 +87,10 @@ def _base_license(model: Path) -> str | None:
     return ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None
 
 
-def _facts(run: Run, sources: Sources | None, plan: Plan, training: dict[str, Any], history: History) -> dict[str, str]:
+def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str, Any]) -> dict[str, str]:
     """The table "how it was made"."""
-    choice = plan.choice
+    plan, history = read_plan(rundir.plan), read_history(rundir)
+    choice, used = plan.choice, utilization(run, rundir, history)
     loss = "not logged" if training["loss"] is None else f"{training['loss']:.4f}"
     return {
         "Base model": _named(run.model, _commit(sources.model if sources else None, run.revision)),
@@ -99,6 +104,7 @@ def _facts(run: Run, sources: Sources | None, plan: Plan, training: dict[str, An
         "Steps": f"{training['steps']} optimizer steps, {training['tokens']:,} tokens",
         "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
         "Training loss at the end": loss,
+        **({"MFU": f"{statistics.median(used.shares):.1%} of the dense peak"} if used else {}),
         "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
     }
 

@@ -39,16 +39,23 @@ class Memory:
 
 def loss(history: History) -> str:
     """Training loss, evaluation loss where it was taken, and where an attempt ended."""
+    return _svg("loss", lambda figure: _draw_loss(figure, history))
 
-    def draw(figure: "Figure") -> None:
-        axes = figure.subplots()
-        axes.plot(*history.series("loss"), color=BLUE, label="training")
-        if any(evaluated := history.series("eval_loss")):
-            axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
-        _mark_interruptions(axes, history)
-        _label(axes, "loss (nats per token)")
 
-    return _svg("loss", draw)
+def loss_image(history: History) -> bytes:
+    """The same as a PNG, for the model card: the hub shows no SVG."""
+    buffer = io.BytesIO()
+    _figure(lambda figure: _draw_loss(figure, history)).savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()
+
+
+def _draw_loss(figure: "Figure", history: History) -> None:
+    axes = figure.subplots()
+    axes.plot(*history.series("loss"), color=BLUE, label="training")
+    if any(evaluated := history.series("eval_loss")):
+        axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
+    _mark_interruptions(axes, history)
+    _label(axes, "loss (nats per token)")
 
 
 def optimizer(history: History) -> str:
@@ -139,16 +146,23 @@ def _label(axes: "Axes", what: str) -> None:
         axes.legend()
 
 
-def _svg(name: str, draw: Callable[["Figure"], None]) -> str:
-    """What ``draw`` puts on a figure, as an SVG element. Ids carry ``name``: several figures share one page."""
+def _figure(draw: Callable[["Figure"], None]) -> "Figure":
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(6.4, 3.2), layout="constrained")
         draw(figure)
-        buffer = io.StringIO()
-        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return figure
+
+
+def _svg(name: str, draw: Callable[["Figure"], None]) -> str:
+    """What ``draw`` puts on a figure, as an SVG element. Ids carry ``name``: several figures share one page."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        _figure(draw).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     element = buffer.getvalue()
     element = element[element.index("<svg") :]
     return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", element)
