@@ -1,14 +1,15 @@
 """The folder of a run that is ready to be pushed, without a training: files with known content and their receipts."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.config import Run, parse_config
+from shardmake.manifest import as_json as manifest_as_json
+from shardmake.manifest import read_folder
 from shardmake.plan.plan import Choice, Plan, Resources, Workload, as_json
-from shardmake.publish.manifest import as_json as manifest_as_json
-from shardmake.publish.manifest import read_folder
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 
@@ -28,7 +29,11 @@ CHOICE = Choice(
     processes_per_node=2,
     precision="bf16",
 )
-SCORES = {"loss": 2.5, "perplexity": 12.18, "tokens": 4096, "by_length": []}
+BUCKETS = [
+    {"up_to": 128, "loss": 2.6, "perplexity": 13.5, "tokens": 1024},
+    {"up_to": None, "loss": 2.4, "perplexity": 11.0, "tokens": 3072},
+]
+SCORES = {"loss": 2.5, "perplexity": 12.18, "tokens": 4096, "by_length": BUCKETS}
 
 
 def make_run(**changes: Any) -> Run:
@@ -50,18 +55,21 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
     rundir = RunDir(root / "runs" / "chat")
     write_model(rundir, files)
     write_json(rundir.plan, as_json(make_plan()))
+    write_json(rundir.memory, MEMORY)
     write_json(rundir.train_receipt, TRAINED)
     write_json(rundir.evaluation, EVALUATED)
     write_history(rundir, [(0, 900, range(1, 31), "interrupted"), (1200, 2100, range(31, 61), "finished")])
     return rundir
 
 
-def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]]) -> None:
+def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]], accelerator: str = "cpu") -> None:
     """Attempts with start and end (seconds), the steps that stayed, and why they ended; a step every 20 seconds."""
+    shutil.rmtree(rundir.attempts, ignore_errors=True)
     lines: list[dict[str, Any]] = []
     for number, (started, ended, steps, _) in enumerate(attempts, 1):
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
-        write_record(folder.settings, make_attempt(number, rundir))
+        write_record(folder.settings, make_attempt(number, rundir, accelerator))
+        write_json(folder.plan, as_json(make_plan()))
         exit_ = NodeExit(
             node_rank=0, host="n1", started=started, ended=ended, phase="training", returncode=0, stop_signal=None
         )
@@ -72,14 +80,14 @@ def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]
     rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def make_attempt(number: int, rundir: RunDir) -> Attempt:
+def make_attempt(number: int, rundir: RunDir, accelerator: str) -> Attempt:
     return Attempt(
         number=number,
         run_folder=str(rundir.root),
         nodes=1,
         processes_per_node=2,
         cpus_per_node=2,
-        accelerator="cpu",
+        accelerator=accelerator,
         network_interface=None,
         scratch="/tmp",
         offline=True,
@@ -132,6 +140,16 @@ def make_plan() -> Plan:
     )
 
 
+MEMORY = {
+    "gpu_memory": 40 << 30,
+    "candidates": [
+        {
+            "choice": CHOICE.model_dump(),
+            "gpu": {"device": 11 << 30, "terms": {"weights": 4 << 30, "activations": 5 << 30}},
+            "disk": {"total": 30 << 30, "terms": {"checkpoints": 20 << 30, "model": 10 << 30}},
+        }
+    ],
+}
 TRAINED = {
     "steps": 60,
     "tokens": 245760,

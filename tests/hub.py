@@ -49,6 +49,8 @@ class Repository:
     gated: bool = False
     commits: dict[str, dict[str, Blob]] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    """Titles of the pull requests, the first being number 1."""
 
     def commit(self, ref: str, files: Mapping[str, Blob]) -> str:
         oid = hashlib.sha1(f"{len(self.commits)} {sorted(files)} {time.time()}".encode()).hexdigest()
@@ -307,10 +309,18 @@ class _Handler(BaseHTTPRequestHandler):
         siblings = [{"rfilename": path} for path in files]
         return Reply(value={"id": name, "sha": commit, "private": repository.private, "siblings": siblings, "tags": []})
 
-    @route("GET", API + "/tree/" + REVISION)
-    def tree(self, kind: str, name: str, revision: str) -> Reply:
+    @route("GET", API + "/tree/" + REVISION + "(/(?P<folder>.+))?")
+    def tree(self, kind: str, name: str, revision: str, folder: str | None) -> Reply:
         _, files = self._files(self._repository(kind, name), revision)
-        return Reply(value=[blob.as_tree_entry(path) for path, blob in files.items()])
+        above = f"{folder}/" if folder else ""
+        inside = {path: blob for path, blob in files.items() if path.startswith(above)}
+        if self.query.get("recursive", [""])[0].lower() in ("true", "1"):
+            return Reply(value=[blob.as_tree_entry(path) for path, blob in inside.items()])
+        here = [blob.as_tree_entry(path) for path, blob in inside.items() if "/" not in path.removeprefix(above)]
+        below = {
+            above + path.removeprefix(above).partition("/")[0] for path in inside if "/" in path.removeprefix(above)
+        }
+        return Reply(value=here + [{"type": "directory", "path": path, "oid": "0" * 40} for path in sorted(below)])
 
     @route("POST", API + "/paths-info/(?P<revision>.+)")
     def paths_info(self, kind: str, name: str, revision: str) -> Reply:
@@ -326,6 +336,19 @@ class _Handler(BaseHTTPRequestHandler):
             raise RefusedError(409, "Reference already exists")
         repository.refs[branch] = repository.refs["main"]
         return Reply(value={})
+
+    @route("GET", API + "/discussions")
+    def discussions(self, kind: str, name: str) -> Reply:
+        titles = self._repository(kind, name).requests
+        common = {
+            "author": {"name": "lab"},
+            "createdAt": "2026-01-01T00:00:00.000Z",
+            "status": "open",
+            "repo": {"name": name, "type": "model"},
+            "isPullRequest": True,
+        }
+        found = [common | {"num": number, "title": title} for number, title in enumerate(titles, 1)]
+        return Reply(value={"discussions": found, "count": len(found), "start": 0})
 
     # Commits
 
@@ -355,14 +378,13 @@ class _Handler(BaseHTTPRequestHandler):
         for path in self.hub.lose:
             new.pop(path, None)
         self.hub.lose.clear()
-        ref = (
-            f"refs/pr/{sum(r.startswith('refs/pr') for r in repository.refs) + 1}"
-            if "create_pr" in self.query
-            else revision
-        )
+        ref = revision
+        if opens_request := "create_pr" in self.query:
+            repository.requests.append(operations[0]["value"]["summary"])
+            ref = f"refs/pr/{len(repository.requests)}"
         oid = repository.commit(ref, new)
         reply = {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}"}
-        if "create_pr" in self.query:
+        if opens_request:
             reply["pullRequestUrl"] = f"{self.hub.url}/{name}/discussions/{ref.rpartition('/')[2]}"
         return Reply(value=reply)
 

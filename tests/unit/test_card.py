@@ -5,6 +5,7 @@ from huggingface_hub import ModelCard
 
 from shardmake.errors import UserError
 from shardmake.publish.card import public_name, render_card
+from shardmake.sources import Source, Sources
 from tests.finished_run import make_run, make_rundir
 
 
@@ -86,3 +87,17 @@ def test_a_run_that_was_not_evaluated_names_the_stage(tmp_path: Path) -> None:
 )
 def test_public_names(source: str, name: str) -> None:
     assert public_name(source) == name
+
+
+def test_what_was_fetched_is_named_by_its_commit(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    base = tmp_path / "cache"
+    base.mkdir()
+    (base / "README.md").write_text("---\nlicense: mit\n---\n")
+    sources = Sources(
+        model=Source(name="lab/base", commit="c0ffee", path=str(base)), train=Source(name="t.jsonl", path="t.jsonl")
+    )
+    rundir.sources.write_text(sources.model_dump_json())
+    card = ModelCard(render_card(make_run(revision="main"), rundir))
+    assert "| Base model | lab/base at `c0ffee` |" in card.text
+    assert card.data.license == "mit" and str(base) not in str(card)

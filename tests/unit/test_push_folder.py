@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.errors import UserError
-from shardmake.publish.manifest import read_folder
+from shardmake.manifest import read_folder
 from shardmake.publish.push import push
 from shardmake.receipt import read_json
 from tests.finished_run import MODEL, make_run, make_rundir, write_model
@@ -24,7 +24,7 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
     rundir = make_rundir(tmp_path)
     receipt = push(RUN, rundir)
     published = tmp_path / "published" / "chat"
-    assert sorted(path.name for path in published.iterdir()) == sorted([*MODEL, "README.md", "SHA256SUMS"])
+    assert sorted(path.name for path in published.iterdir()) == sorted([*MODEL, "README.md", "loss.png", "SHA256SUMS"])
     assert all((published / name).read_bytes() == content for name, content in MODEL.items())
     assert [path.name for path in published.parent.iterdir()] == ["chat"]
     assert receipt == read_json(rundir.push_receipt, "")
@@ -54,7 +54,7 @@ def test_a_new_model_replaces_the_old_one_whole(tmp_path: Path) -> None:
     write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
     push(RUN, rundir)
     names = {path.name for path in Path("published/chat").iterdir()}
-    assert names == {"config.json", "model.safetensors", "README.md", "SHA256SUMS"}
+    assert names == {"config.json", "model.safetensors", "README.md", "loss.png", "SHA256SUMS"}
     assert [path.name for path in Path("published").iterdir()] == ["chat"]
 
 

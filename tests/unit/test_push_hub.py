@@ -4,7 +4,6 @@ from pathlib import Path
 import pytest
 
 from shardmake.errors import UserError
-from shardmake.publish import hub as hub_push
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
 from tests.finished_run import MODEL, WEIGHTS, make_run, make_rundir, write_model
@@ -22,7 +21,7 @@ def transfer(request: pytest.FixtureRequest) -> str:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub(tmp_path / "hub") as server:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(hub_push, "RETRY_WAITS", (0.0, 0.0, 0.0))
+        monkeypatch.setattr("shardmake.hub.RETRY_WAITS", (0.0, 0.0, 0.0))
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield server
@@ -44,7 +43,7 @@ def test_the_repository_is_private_and_holds_the_model(hub: FakeHub, rundir: Run
     assert hub.repositories["lab/chat"].private
     found = contents(hub)
     assert {name: found[name] for name in MODEL} == MODEL
-    assert found.keys() - MODEL == {"README.md", "SHA256SUMS"}
+    assert found.keys() - MODEL == {"README.md", "loss.png", "SHA256SUMS"}
     commit = hub.repositories["lab/chat"].refs["main"]
     assert receipt["destinations"] == [
         {"to": "hub:lab/chat", "url": f"{hub.url}/lab/chat/tree/{commit}", "commit": commit}
@@ -77,7 +76,7 @@ def test_only_what_changed_is_sent_and_old_files_go(hub: FakeHub, rundir: RunDir
     first = next(iter(WEIGHTS))
     write_model(rundir, {"config.json": MODEL["config.json"], first: WEIGHTS[first], "new.safetensors": b"new"})
     push(RUN, rundir)
-    assert contents(hub).keys() == {"config.json", first, "new.safetensors", "README.md", "SHA256SUMS"}
+    assert contents(hub).keys() == {"config.json", first, "new.safetensors", "README.md", "loss.png", "SHA256SUMS"}
     assert len(hub.asked("PUT")) == 1
 
 
@@ -120,7 +119,7 @@ def test_a_file_lost_after_the_commit_is_pushed_again(hub: FakeHub, rundir: RunD
 def test_a_hub_that_keeps_losing_files_is_an_error(
     hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hub_push, "RETRY_WAITS", ())
+    monkeypatch.setattr("shardmake.hub.RETRY_WAITS", ())
     hub.lose.append("config.json")
     with pytest.raises(UserError, match=r"lacks or holds other content for: config\.json"):
         push(RUN, rundir)
@@ -135,6 +134,18 @@ def test_a_branch_is_made_and_main_stays(hub: FakeHub, rundir: RunDir) -> None:
     hub.requests.clear()
     push(run, rundir)
     assert not hub.asked("/commit/")
+
+
+def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir: RunDir) -> None:
+    run = make_run(push={"to": "hub:lab/chat", "pull_request": True})
+    first = push(run, rundir)
+    assert hub.files("lab/chat").keys() == {".gitattributes"}
+    assert contents(hub, "refs/pr/1").keys() > MODEL.keys()
+    assert push(run, rundir) == first
+    write_model(rundir, {**MODEL, "config.json": b"{}"})
+    push(run, rundir)
+    assert contents(hub, "refs/pr/1")["config.json"] == b"{}"
+    assert hub.repositories["lab/chat"].requests == ["Push model"]
 
 
 def test_another_model_under_the_name_is_not_overwritten(hub: FakeHub, rundir: RunDir) -> None:

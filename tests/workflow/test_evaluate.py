@@ -1,6 +1,8 @@
 """Evaluation of real, tiny models against losses computed another way."""
 
+import json
 import math
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -8,8 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from shardmake.config import Run
+from shardmake.data import prepare
 from shardmake.errors import UserError
-from shardmake.publish.evaluate import IGNORED, Example, load_model, score
+from shardmake.publish.evaluate import IGNORED, Example, evaluate, load_model, score
+from shardmake.receipt import read_json
+from shardmake.rundir import RunDir
+from tests.finished_run import make_run
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -99,3 +106,61 @@ def test_a_model_that_does_not_load_whole_is_an_error(folder: Path, tmp_path: Pa
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     with pytest.raises(UserError, match=f"does not load whole: {kind}.*up_proj"):
         load_model(str(tmp_path))
+
+
+TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def words(folder: Path) -> None:
+    """A tokenizer of single characters beside the model."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "<user>", "<assistant>", "<end>"]
+    alphabet = [*special, *(chr(code) for code in range(32, 127))]
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(alphabet)}, "<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
+    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+
+
+@pytest.fixture
+def rundir(folder: Path, words: None, tmp_path: Path) -> RunDir:
+    """A run whose final model is the base with its head turned, so that the two differ."""
+    turn = [{"role": "user", "content": "two?"}, {"role": "assistant", "content": "2"}]
+    line = json.dumps({"messages": turn})
+    (tmp_path / "train.jsonl").write_text(f"{line}\n" * 4)
+    rundir = RunDir(tmp_path / "runs" / "chat")
+    shutil.copytree(folder, rundir.model)
+    tensors = load_file(rundir.model / "model.safetensors")
+    tensors["lm_head.weight"] = -tensors["lm_head.weight"]
+    save_file(tensors, rundir.model / "model.safetensors", {"format": "pt"})
+    prepare(a_run(folder, tmp_path), rundir)
+    return rundir
+
+
+def a_run(folder: Path, place: Path, prompts: list[str] | None = None) -> Run:
+    data = {"train": str(place / "train.jsonl"), "eval": str(place / "train.jsonl")}
+    evaluation = {"batch_size": 2, "max_new_tokens": 4, "prompts": prompts or []}
+    return make_run(model=str(folder), data=data, evaluation=evaluation, sequence_length=32)
+
+
+def test_both_models_are_measured_on_the_same_tokens(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
+    result = evaluate(a_run(folder, tmp_path), rundir)
+    assert result == read_json(rundir.evaluation, "")
+    assert result["tokens"] == result["base"]["tokens"] == result["tuned"]["tokens"] == 8, "four times 2 and <end>"
+    assert result["base"]["loss"] != result["tuned"]["loss"]
+    assert {sample["prompt"] for sample in result["samples"]} == {"two?"}
+    assert result["samples"][0]["base"] != result["samples"][0]["tuned"]
+
+
+def test_configured_questions_are_asked_through_the_chat_template(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
+    result = evaluate(a_run(folder, tmp_path, ["one?", "three?"]), rundir)
+    assert [sample["prompt"] for sample in result["samples"]] == ["one?", "three?"]

@@ -121,11 +121,12 @@ class Push(Section):
     """Where the final model goes."""
 
     to: str | list[str] = Field(
-        description="`file:FOLDER` or `hub:ORG/NAME`, or a list of them.",
-        examples=["file:published/docs-chat", "hub:our-lab/docs-chat"],
+        description="`file:FOLDER`, `hub:ORG/NAME`, a URL that fsspec knows (`s3://BUCKET/PREFIX`), or a list of them.",
+        examples=["file:published/docs-chat", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"],
     )
     private: bool = Field(True, description="Create a hub repository as private.")
     revision: str | None = Field(None, description="Branch of the hub repository; without it, its main branch.")
+    pull_request: bool = Field(False, description="Open a pull request on the hub instead of committing to the branch.")
 
     @property
     def destinations(self) -> list[str]:
@@ -137,8 +138,10 @@ class Push(Section):
     def _check_destinations(cls, to: str | list[str]) -> str | list[str]:
         for destination in [to] if isinstance(to, str) else to:
             kind, _, rest = destination.partition(":")
-            if kind not in ("file", "hub") or not rest:
-                raise ValueError(f"{destination!r} is no destination; write file:FOLDER or hub:ORG/NAME")
+            if not rest or (kind not in ("file", "hub") and not re.fullmatch(r"//[^/].*", rest)):
+                raise ValueError(
+                    f"{destination!r} is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX"
+                )
             if kind == "hub" and not re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
                 raise ValueError(f"{destination!r} is no hub repository; write hub:ORG/NAME")
         return to
@@ -273,6 +276,9 @@ class Cluster(Section):
         None, description="Interface that carries training traffic, such as `ib0`; without it, the default route's."
     )
     internet_on_compute_nodes: bool = Field(False, description="Whether jobs reach the internet.")
+    shared: bool = Field(
+        False, description="A lab shares the runs: everything written is readable and writable for the folder's group."
+    )
     scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
     slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
 

@@ -16,6 +16,16 @@ class RunDir:
         return self.root.name
 
     @property
+    def sources(self) -> Path:
+        """Commits, sizes and checksums of what was fetched (`shardmake.sources.Sources`)."""
+        return self.root / "sources.json"
+
+    @property
+    def fetched(self) -> Path:
+        """Folder of fetched examples, one Parquet file a split."""
+        return self.root / "fetched"
+
+    @property
     def plan_folder(self) -> Path:
         """Folder of the plan and the rendered files."""
         return self.root / "plan"
@@ -109,6 +119,11 @@ class RunDir:
     def push_receipt(self) -> Path:
         """Where the model went, read back and compared."""
         return self.root / "push" / "receipt.json"
+
+    @property
+    def figures(self) -> Path:
+        """Folder of the report's figures, for `snakemake --report`."""
+        return self.root / "figures"
 
     @property
     def report(self) -> Path:

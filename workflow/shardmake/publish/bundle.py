@@ -6,12 +6,16 @@ from typing import Any
 
 from shardmake.config import Run
 from shardmake.errors import UserError
-from shardmake.publish.card import render_card
-from shardmake.publish.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
-from shardmake.receipt import read_json, write_text
+from shardmake.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
+from shardmake.publish.card import PLOT, render_card
+from shardmake.publish.figures import loss_image
+from shardmake.publish.history import read_history
+from shardmake.publish.secrets import find_secrets, redact
+from shardmake.receipt import read_json, write_bytes
 from shardmake.rundir import RunDir
 
 CARD = "README.md"
+_TEXTS = (".json", ".txt", ".jinja", ".py", ".md", ".yaml")
 # A loader looks at these first, so on storage without commits they arrive after the weights.
 _LAST = ("model.safetensors.index.json", "adapter_config.json", "config.json", SUMS)
 
@@ -37,15 +41,29 @@ def make_bundle(run: Run, rundir: RunDir) -> Bundle:
     manifest = _verified_model(rundir)
     paths = {name: rundir.model / name for name in manifest}
     folder = rundir.push_receipt.parent
-    _add(paths, manifest, folder / CARD, render_card(run, rundir))
-    _add(paths, manifest, folder / SUMS, format_sums(manifest))
+    _refuse_secrets(paths)
+    _add(paths, manifest, folder / CARD, redact(render_card(run, rundir)).encode())
+    _add(paths, manifest, folder / PLOT, loss_image(read_history(rundir)))
+    _add(paths, manifest, folder / SUMS, format_sums(manifest).encode())
     order = sorted(paths, key=lambda name: (_LAST.index(name) + 1 if name in _LAST else 0, name))
     return Bundle({name: paths[name] for name in order}, {name: manifest[name] for name in order})
 
 
-def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], path: Path, text: str) -> None:
-    write_text(path, text)
+def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], path: Path, content: bytes) -> None:
+    write_bytes(path, content)
     paths[path.name], manifest[path.name] = path, record(path)
+
+
+def _refuse_secrets(paths: dict[str, Path]) -> None:
+    """The model's small files come from the base model and the training's tools; none may carry a secret out."""
+    leaking = [
+        name for name, path in paths.items() if path.suffix in _TEXTS and find_secrets(path.read_text(errors="replace"))
+    ]
+    if leaking:
+        raise UserError(
+            f"{', '.join(leaking)} in the model holds what looks like a token or password, so nothing is pushed. "
+            "Remove it where the file comes from (usually the base model's folder) and consolidate again."
+        )
 
 
 def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:

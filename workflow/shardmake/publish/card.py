@@ -5,18 +5,23 @@ from the run's receipts alone, so the same run gives the same card.
 """
 
 import re
+import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Run
-from shardmake.plan.plan import Plan, read_plan
-from shardmake.publish.history import History, read_history
+from shardmake.hub import is_hub_id
+from shardmake.plan.plan import read_plan
+from shardmake.publish.flops import utilization
+from shardmake.publish.history import read_history
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
+from shardmake.sources import Source, Sources, localize, read_sources
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
+PLOT = "loss.png"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
 _METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
 
@@ -30,17 +35,19 @@ def render_card(run: Run, rundir: RunDir) -> str:
 
     evaluation = read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}")
     training = read_json(rundir.train_receipt, f"shardmake train {rundir.name}")
+    sources = read_sources(rundir)
     card = ModelCard.from_template(
         _metadata(run, rundir, evaluation),
         template_path=str(TEMPLATE),
         name=rundir.name,
         base=public_name(run.model),
-        revision=run.revision,
+        revision=_commit(sources.model if sources else None, run.revision),
         is_adapter=_is_adapter(rundir),
-        facts=_facts(run, read_plan(rundir.plan), training, read_history(rundir)),
+        facts=_facts(run, rundir, sources, training),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
         versions=training["versions"],
+        plot=PLOT,
     )
     return str(card)
 
@@ -60,7 +67,7 @@ def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCar
         base_model=run.model if is_hub_id(run.model) else None,
         datasets=[run.data.train] if is_hub_id(run.data.train) else None,
         library_name="peft" if _is_adapter(rundir) else "transformers",
-        license=_base_license(run.model),
+        license=_base_license(Path(localize(run, rundir).model)),
         model_name=rundir.name,
         pipeline_tag="text-generation",
         tags=["shardmake"],
@@ -72,21 +79,22 @@ def _is_adapter(rundir: RunDir) -> bool:
     return (rundir.model / "adapter_config.json").is_file()
 
 
-def _base_license(model: str) -> str | None:
+def _base_license(model: Path) -> str | None:
     """The licence that the base model's own card states, carried over."""
     from huggingface_hub import ModelCard
 
-    card = Path(model) / "README.md"
+    card = model / "README.md"
     return ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None
 
 
-def _facts(run: Run, plan: Plan, training: dict[str, Any], history: History) -> dict[str, str]:
+def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str, Any]) -> dict[str, str]:
     """The table "how it was made"."""
-    choice = plan.choice
+    plan, history = read_plan(rundir.plan), read_history(rundir)
+    choice, used = plan.choice, utilization(run, rundir, history)
     loss = "not logged" if training["loss"] is None else f"{training['loss']:.4f}"
     return {
-        "Base model": public_name(run.model) + (f" at `{run.revision}`" if run.revision else ""),
-        "Data": public_name(run.data.train) + (f" at `{run.data.revision}`" if run.data.revision else ""),
+        "Base model": _named(run.model, _commit(sources.model if sources else None, run.revision)),
+        "Data": _named(run.data.train, _commit(sources.train if sources else None, run.data.revision)),
         "Method": _METHODS[run.method],
         "Strategy": f"{choice.strategy}. {plan.reason}",
         "Ranks": f"{training['world_size']} ({choice.nodes} x {choice.processes_per_node})",
@@ -96,13 +104,18 @@ def _facts(run: Run, plan: Plan, training: dict[str, Any], history: History) -> 
         "Steps": f"{training['steps']} optimizer steps, {training['tokens']:,} tokens",
         "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
         "Training loss at the end": loss,
+        **({"MFU": f"{statistics.median(used.shares):.1%} of the dense peak"} if used else {}),
         "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
     }
 
 
-def is_hub_id(source: str) -> bool:
-    """Whether ``source`` names something on the hub rather than here."""
-    return re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", source) is not None and not Path(source).exists()
+def _commit(source: Source | None, revision: str | None) -> str | None:
+    """The commit that was fetched, else the revision that the configuration names."""
+    return source.commit if source and source.commit else revision
+
+
+def _named(source: str, revision: str | None) -> str:
+    return public_name(source) + (f" at `{revision}`" if revision else "")
 
 
 def public_name(source: str) -> str:

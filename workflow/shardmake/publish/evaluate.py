@@ -7,12 +7,13 @@ nothing asked for is an error.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.config import Run
 from shardmake.errors import UserError
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
+from shardmake.sources import localize
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,9 +21,19 @@ if TYPE_CHECKING:
 
 Example = Mapping[str, "Tensor"]  # input_ids, labels, position_ids of one sequence, int64, each [tokens]
 IGNORED = -100
+
+
 # Upper ends of the length buckets, in tokens of one example; longer ones come last.
 BUCKETS = (128, 512, 2048, 8192, 32768)
 _PROMPTS = 3
+
+
+class Examples(Protocol):
+    """Sequences by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Example: ...
 
 
 @dataclass
@@ -70,7 +81,8 @@ def evaluate(run: Run, rundir: RunDir) -> dict[str, Any]:
 
     from shardmake.data.dataset import load
 
-    examples = cast(Sequence[Example], load(rundir.data, "eval"))
+    run = localize(run, rundir)
+    examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     prompts = _prompts(run, tokenizer, examples)
     base = _assess(run, run.model, run.revision, examples, tokenizer, prompts)
@@ -99,7 +111,7 @@ def _assess(
     run: Run,
     model: str,
     revision: str | None,
-    examples: Sequence[Example],
+    examples: Examples,
     tokenizer: "PreTrainedTokenizerBase",
     prompts: list[list[int]],
 ) -> _Assessment:
@@ -131,7 +143,7 @@ def load_model(model: str, revision: str | None = None, trust_remote_code: bool 
     return network.eval()
 
 
-def score(network: "PreTrainedModel", examples: Sequence[Example], batch_size: int) -> Scores:
+def score(network: "PreTrainedModel", examples: Examples, batch_size: int) -> Scores:
     """Sum the loss of ``network`` over the loss tokens of ``examples``, by the length of the example they stand in."""
     import torch
 
@@ -190,7 +202,7 @@ def _example_lengths(position_ids: "Tensor") -> "Tensor":
     return lengths
 
 
-def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Sequence[Example]) -> list[list[int]]:
+def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples) -> list[list[int]]:
     """Token ids to answer: the configured questions through the chat template, or the first evaluation examples'."""
     if run.evaluation.prompts:
         return [_ask(tokenizer, prompt) for prompt in run.evaluation.prompts]

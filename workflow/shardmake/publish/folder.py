@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 from shardmake.errors import UserError
+from shardmake.manifest import SUMS, differences, parse_sums, read_folder
 from shardmake.publish.bundle import Bundle
-from shardmake.publish.manifest import SUMS, differences, parse_sums, read_folder
 from shardmake.receipt import fsync_directory
 
 

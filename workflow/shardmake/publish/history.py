@@ -93,3 +93,8 @@ def _span(folder: AttemptDir, lines: list[Line], ends: dict[int, str]) -> Span |
         return None
     number = int(folder.root.name)
     return Span(number, min(started), max(ended), folder.read().world_size, ends.get(number, "unknown"), lines)
+
+
+def attempt_of(rundir: RunDir, number: int) -> AttemptDir:
+    """The folder of attempt ``number``."""
+    return AttemptDir(rundir.attempts / f"{number:03d}")

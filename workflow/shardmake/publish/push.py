@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Push, Run
 from shardmake.errors import UserError
+from shardmake.manifest import as_json
 from shardmake.publish.bundle import Bundle, make_bundle
 from shardmake.publish.folder import push_to_folder
 from shardmake.publish.hub import push_to_hub
-from shardmake.publish.manifest import as_json
+from shardmake.publish.secrets import public_url
+from shardmake.publish.store import push_to_store
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 
@@ -32,7 +34,7 @@ def push(run: Run, rundir: RunDir) -> dict[str, Any]:
     results, complaints = [], []
     for destination in run.push.destinations:
         try:
-            results.append({"to": destination, **_push_to(destination, run.push, bundle)})
+            results.append({"to": public_url(destination), **_push_to(destination, run.push, bundle)})
         except UserError as error:
             complaints.append(str(error))
     if complaints:
@@ -44,6 +46,9 @@ def push(run: Run, rundir: RunDir) -> dict[str, Any]:
 
 def _push_to(destination: str, push: Push, bundle: Bundle) -> dict[str, Any]:
     kind, _, place = destination.partition(":")
+    if kind not in ("file", "hub"):
+        push_to_store(bundle, destination)
+        return {}
     if kind == "file":
         push_to_folder(bundle, Path(place))
         return {}

@@ -1,0 +1,88 @@
+from pathlib import Path
+
+import pytest
+
+from shardmake.clean import clean
+from shardmake.publish.push import push
+from shardmake.rundir import RunDir
+from shardmake.train.ledger import CheckpointRecord, fingerprint, seal, sealed
+from tests.finished_run import make_run, make_rundir, write_model
+
+RUN = make_run(push={"to": "file:published/chat"})
+
+
+@pytest.fixture
+def rundir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with three finished checkpoints and one that was cut short."""
+    monkeypatch.chdir(tmp_path)
+    rundir = make_rundir(tmp_path)
+    for step in (10, 20, 30, 40):
+        make_checkpoint(rundir, step, finished=step != 20)
+    return rundir
+
+
+def make_checkpoint(rundir: RunDir, step: int, *, finished: bool) -> None:
+    folder = rundir.checkpoints / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "shard.bin").write_bytes(bytes(1000))
+    record = CheckpointRecord(
+        step=step,
+        tokens=step,
+        world_size=2,
+        strategy="zero2",
+        attempt=1,
+        recipe="r",
+        saved_at=0,
+        save_seconds=1,
+        versions={},
+        files={"shard.bin": fingerprint(folder / "shard.bin")},
+    )
+    if finished:
+        seal(folder, record)
+
+
+def names(rundir: RunDir) -> set[str]:
+    return {path.name for path in rundir.checkpoints.iterdir()}
+
+
+def listed(runs: Path, *, remove: bool = False) -> tuple[set[str], str]:
+    said: list[str] = []
+    found = clean(runs, remove=remove, tell=said.append)
+    return {item.path.name for item in found}, "\n".join(said)
+
+
+def test_nothing_goes_before_the_model_was_pushed(rundir: RunDir) -> None:
+    assert listed(rundir.root.parent, remove=True)[0] == set()
+    assert len(names(rundir)) == 4
+
+
+def test_it_only_lists_by_default(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    found, said = listed(rundir.root.parent)
+    assert found == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
+    assert "Nothing was removed; add --remove" in said and "its save was never finished" in said
+    assert len(names(rundir)) == 4
+
+
+def test_the_newest_checkpoint_and_the_model_stay(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    (rundir.root / ".model.partial").mkdir()
+    model = sorted(rundir.model.iterdir())
+    listed(rundir.root.parent, remove=True)
+    assert names(rundir) == {"checkpoint-40"}
+    assert [record.step for record, _ in sealed(rundir.checkpoints)] == [40]
+    assert sorted(rundir.model.iterdir()) == model and not (rundir.root / ".model.partial").exists()
+    assert listed(rundir.root.parent)[0] == set()
+
+
+def test_a_model_that_changed_after_the_push_keeps_everything(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    write_model(rundir, {"config.json": b"new"})
+    assert listed(rundir.root.parent)[0] == set()
+
+
+def test_without_a_finished_checkpoint_nothing_goes(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    for record in rundir.checkpoints.glob("*/shardmake.json"):
+        record.unlink()
+    assert listed(rundir.root.parent)[0] == set()

@@ -1,0 +1,85 @@
+"""Fetching a data set from a hub, in a process of its own: `datasets` reads the hub's address when it is imported."""
+
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import pytest
+
+from shardmake.rundir import RunDir
+from shardmake.sources import Sources, localize
+from tests.finished_run import make_run
+from tests.hub import READER, FakeHub
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+from shardmake.config import Run
+from shardmake.errors import UserError
+from shardmake.fetch.stage import fetch
+from shardmake.rundir import RunDir
+try:
+    fetch(Run.model_validate(json.loads(sys.argv[1])), RunDir(Path("runs/chat")), print)
+except UserError as error:
+    sys.exit(str(error))
+"""
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[FakeHub]:
+    with FakeHub(tmp_path / "hub") as server:
+        for name in ("config.json", "tokenizer.json", "model.safetensors"):
+            (tmp_path / "base").mkdir(exist_ok=True)
+            (tmp_path / "base" / name).write_text("{}")
+        yield server
+
+
+def parquet(*texts: str) -> bytes:
+    buffer = io.BytesIO()
+    datasets.Dataset.from_dict({"text": list(texts)}).to_parquet(buffer)
+    return buffer.getvalue()
+
+
+def run_fetch(hub: FakeHub, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    run = make_run(model="base", data={"train": "lab/talk", "eval": "lab/talk"})
+    variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_TOKEN": READER, **environment}
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT, run.model_dump_json()],
+        cwd=folder,
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_splits_come_as_parquet_pinned_to_the_commit_and_stay_offline(hub: FakeHub, tmp_path: Path) -> None:
+    files = {"data/train-0.parquet": parquet("a", "b"), "data/validation-0.parquet": parquet("c")}
+    commit = hub.add("datasets/lab/talk", files)
+    done = run_fetch(hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    rundir = RunDir(tmp_path / "runs" / "chat")
+    sources = Sources.model_validate_json(rundir.sources.read_text())
+    assert sources.eval is not None
+    assert (sources.train.commit, sources.eval.commit) == (commit, commit)
+    run = localize(make_run(model="base", data={"train": "lab/talk", "eval": "lab/talk"}), rundir)
+    assert texts(tmp_path / run.data.train) == ["a", "b"]
+    assert texts(tmp_path / str(run.data.eval)) == ["c"]
+    hub.requests.clear()
+    assert run_fetch(hub, tmp_path, HF_HUB_OFFLINE="1").returncode == 0
+    assert not hub.requests
+
+
+def texts(folder: Path) -> list[str]:
+    (file,) = folder.iterdir()
+    return datasets.Dataset.from_parquet(str(file))["text"][:]
+
+
+def test_a_data_set_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:
+    done = run_fetch(hub, tmp_path)
+    assert done.returncode == 1
+    assert "Asking the hub for the data set lab/talk failed: Repository not found" in done.stderr
+    assert "hf auth login" in done.stderr

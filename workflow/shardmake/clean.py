@@ -1,0 +1,74 @@
+"""What can go, and what it frees: never the only copy of anything, and nothing that a rerun would make again."""
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardmake.receipt import read_json
+from shardmake.rundir import RunDir
+from shardmake.space import GIB, tree_size
+from shardmake.train import ledger
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Removable:
+    """A folder that may be removed, its bytes, and why it may."""
+
+    path: Path
+    size: int
+    why: str
+
+
+def clean(runs: Path, *, remove: bool, tell: Tell) -> list[Removable]:
+    """List what can go below ``runs``, with sizes, and with ``remove`` take it away; return what was listed.
+
+    A folder that is not the user's to remove is named and left.
+    """
+    found = sorted(find_removable(runs), key=lambda item: -item.size)
+    for item in found:
+        tell(f"{item.size / GIB:8.2f} GiB  {item.path}  ({item.why})")
+        if remove:
+            _remove(item, tell)
+    total = sum(item.size for item in found) / GIB
+    tell(f"{total:8.2f} GiB in all. " + ("Removed." if remove else "Nothing was removed; add --remove to do it."))
+    return found
+
+
+def find_removable(runs: Path) -> Iterator[Removable]:
+    """In runs whose model was pushed: all checkpoints but the newest, and what killed saves and merges left."""
+    for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
+        rundir = RunDir(folder)
+        if is_pushed(rundir):
+            yield from _removable(rundir)
+
+
+def is_pushed(rundir: RunDir) -> bool:
+    """Whether training finished and the model that is here now is the one that was pushed and read back."""
+    if not (rundir.train_receipt.exists() and rundir.model_receipt.exists() and rundir.push_receipt.exists()):
+        return False
+    model = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")["verification"]["files"]
+    pushed = read_json(rundir.push_receipt, f"shardmake push {rundir.name}")["files"]
+    return all(pushed.get(name) == entry for name, entry in model.items())
+
+
+def _removable(rundir: RunDir) -> Iterator[Removable]:
+    sealed = [path for _, path in ledger.sealed(rundir.checkpoints)]
+    for path in sealed[1:]:
+        yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
+    for _, path in ledger.checkpoints(rundir.checkpoints):
+        if sealed and path not in sealed:
+            yield Removable(path, tree_size(path), "its save was never finished")
+    for path in rundir.root.glob(".*.partial"):
+        yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
+
+
+def _remove(item: Removable, tell: Tell) -> None:
+    """The record goes first, so that a kill in the middle leaves no checkpoint that counts."""
+    try:
+        (item.path / ledger.RECORD_NAME).unlink(missing_ok=True)
+        shutil.rmtree(item.path)
+    except PermissionError as error:
+        tell(f"  {error.filename} is not yours to remove; it stays.")

@@ -1,0 +1,40 @@
+"""Secrets stay here: what is known to be one, or looks like one, is found before anything leaves the cluster."""
+
+import os
+import re
+from collections.abc import Iterable
+
+_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|ACCESS_KEY|API_KEY|CREDENTIAL", re.IGNORECASE)
+_SHAPES = re.compile(
+    r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[0-9A-Z]{16}\b|\bsk-[A-Za-z0-9_-]{20,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+)
+_SHORTEST = 12
+_USER = re.compile(r"(?<=://)[^/@\s]+@")
+
+
+def find_secrets(text: str) -> list[str]:
+    """The secrets in ``text``: values of variables named as secrets, the hub's token, and what has a token's shape."""
+    return [*_SHAPES.findall(text), *(value for value in _known() if value in text)]
+
+
+def redact(text: str) -> str:
+    """``text`` without secrets."""
+    for secret in find_secrets(text):
+        text = text.replace(secret, "[removed]")
+    return text
+
+
+def public_url(url: str) -> str:
+    """``url`` without the user and password it may carry."""
+    return _USER.sub("", url)
+
+
+def _known() -> Iterable[str]:
+    """Long values with a digit only: a short or plain word would be found in any text."""
+    from huggingface_hub import get_token
+
+    values = [value for name, value in os.environ.items() if _NAMES.search(name)]
+    return {
+        value for value in [*values, get_token() or ""] if len(value) >= _SHORTEST and any(c.isdigit() for c in value)
+    }

@@ -1,0 +1,62 @@
+"""Which exact content a run's model and data stand for, once `shardmake fetch` has brought it here.
+
+Stages after the fetch read local copies only, so that a compute node without internet never has to ask, and a moved
+branch never changes a run under way.
+"""
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardmake.config import Run
+from shardmake.manifest import FileRecord
+from shardmake.receipt import read_json
+from shardmake.rundir import RunDir
+
+
+class Source(BaseModel):
+    """A model or data set as it lies on this machine."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    name: str = Field(description="What the configuration says.")
+    revision: str | None = Field(None, description="Branch, tag or commit that the configuration says.")
+    commit: str | None = Field(None, description="The hub's commit that it stood for; None for a local path.")
+    path: str = Field(description="Folder or file here.")
+    files: dict[str, FileRecord] = Field(
+        default_factory=dict, description="Files by name, for what came from the hub; a local path is taken as it is."
+    )
+
+
+class Sources(BaseModel):
+    """``sources.json``: everything that a run starts from."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    model: Source = Field(description="The base model.")
+    train: Source = Field(description="The training examples.")
+    eval: Source | None = Field(None, description="The evaluation examples, where they are given apart.")
+
+
+def read_sources(rundir: RunDir) -> Sources | None:
+    """The sources of a run; None where it was not fetched."""
+    return Sources.model_validate(read_json(rundir.sources, "")) if rundir.sources.is_file() else None
+
+
+def localize(run: Run, rundir: RunDir) -> Run:
+    """``run`` with its hub ids replaced by the local copies; unchanged where nothing was fetched."""
+    sources = read_sources(rundir)
+    if sources is None:
+        return run
+    data = run.data.model_copy(
+        update={
+            "train": sources.train.path,
+            "eval": sources.eval.path if sources.eval else run.data.eval,
+            "revision": None,
+        }
+    )
+    return run.model_copy(update={"model": sources.model.path, "revision": None, "data": data})
+
+
+def is_whole(source: Source) -> bool:
+    """Whether every fetched file of ``source`` is here, by size."""
+    files = [(Path(source.path, name), entry.size) for name, entry in source.files.items()]
+    return all(path.is_file() and path.stat().st_size == size for path, size in files)

@@ -1,0 +1,98 @@
+"""Room on disk: what a run will need against what the file system and the user's quota leave."""
+
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardmake.errors import UserError
+from shardmake.plan.plan import read_plan
+from shardmake.receipt import read_json
+from shardmake.rundir import RunDir
+
+GIB = 1 << 30
+_QUOTA_SECONDS = 20
+_ADVICE = "Free some space (`shardmake clean` lists what can go), or keep fewer checkpoints (checkpoints.keep)."
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes that may still be written, and what sets the limit."""
+
+    free: int
+    limit: str
+
+
+def check_run(rundir: RunDir) -> None:
+    """Refuse to start a training whose checkpoints and final model will not fit; what is there already counts."""
+    estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
+    choice = read_plan(rundir.plan).choice.model_dump()
+    terms = next(item["disk"]["terms"] for item in estimates["candidates"] if item["choice"] == choice)
+    needed = sum(terms.values()) - tree_size(rundir.checkpoints) - tree_size(rundir.model)
+    listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in terms.items())
+    _check(rundir.root, needed, f"Run {rundir.name} will need {max(needed, 0) / GIB:.1f} GiB more ({listed})")
+
+
+def check_save(folder: Path, size: int) -> None:
+    """Refuse a save of ``size`` bytes into ``folder`` that will not fit."""
+    _check(folder, size, f"The next checkpoint needs {size / GIB:.1f} GiB")
+
+
+def _check(folder: Path, needed: int, sentence: str) -> None:
+    room = room_in(folder)
+    if needed > room.free:
+        raise UserError(f"{sentence}, and {folder} has {room.free / GIB:.1f} GiB left ({room.limit}). {_ADVICE}")
+
+
+def room_in(folder: Path) -> Room:
+    """What may still be written into ``folder``, which need not exist yet."""
+    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    rooms = [Room(shutil.disk_usage(there).free, "free on the file system"), *_quotas(there)]
+    return min(rooms, key=lambda room: room.free)
+
+
+def _quotas(folder: Path) -> list[Room]:
+    """What the user's quotas leave on the file system of ``folder``, as far as its own tools say."""
+    device, point, kind = mount_of(folder, Path("/proc/mounts").read_text())
+    if kind == "lustre" and shutil.which("lfs"):
+        text = _ask("lfs", "quota", "-q", "-u", str(os.getuid()), point)
+        return [Room(left, f"your quota on {point}") for left in quota_left(text, point)]
+    if shutil.which("quota"):
+        return [Room(left, f"your quota on {point}") for left in quota_left(_ask("quota", "-w"), device)]
+    return []
+
+
+def _ask(*command: str) -> str:
+    """What a quota tool prints; nothing where it does not answer, because free space is checked all the same."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=_QUOTA_SECONDS).stdout
+    except subprocess.TimeoutExpired:
+        return ""
+
+
+def mount_of(folder: Path, mounts: str) -> tuple[str, str, str]:
+    """Device, mount point and type of the file system of ``folder``, from the text of ``/proc/mounts``."""
+    rows = [line.split()[:3] for line in mounts.splitlines()]
+    above = [row for row in rows if folder == Path(row[1]) or Path(row[1]) in folder.parents]
+    device, point, kind = max(above, key=lambda row: len(row[1]))
+    return device, point, kind
+
+
+def quota_left(text: str, filesystem: str) -> list[int]:
+    """Bytes left of the block quota in a row that starts with ``filesystem``; none where no limit is set.
+
+    ``quota`` and ``lfs quota`` print the same columns: used, soft and hard limit, in KiB; ``*`` marks one over.
+    """
+    rows = [line.split() for line in text.splitlines()]
+    found = []
+    for _, used, soft, hard in (row[:4] for row in rows if len(row) > 3 and row[0] == filesystem):
+        limit = int(hard) or int(soft)
+        if limit:
+            found.append(max(0, limit - int(used.rstrip("*"))) * 1024)
+    return found
+
+
+def tree_size(folder: Path) -> int:
+    """Bytes of all files below ``folder``; 0 where it is not there."""
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
