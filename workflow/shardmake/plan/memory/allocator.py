@@ -3,7 +3,7 @@
 After ``c10/cuda/CUDACachingAllocator.cpp``: sizes are rounded to 512 bytes; requests up to 1 MiB come from segments of
 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones get a segment of their own, rounded to 2 MiB; the
 smallest free block that is large enough is taken and split where enough remains; neighbours are joined on a free. Every
-stream has blocks of its own. Segments are not given back: the model knows no memory pressure.
+stream has blocks of its own.
 """
 
 from bisect import bisect_left, insort
@@ -60,10 +60,15 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Follows allocations by key; ``reserved`` is what the segments take, which only grows."""
+    """Follows allocations by key; ``peak`` is the most that segments took.
 
-    def __init__(self) -> None:
+    Where a new segment would pass ``limit``, all segments without a taken block are given back first.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
         self.reserved = 0
+        self.peak = 0
+        self._limit = limit
         self._pools: dict[tuple[int, bool], _Pool] = {}
         self._taken: dict[int, _Block] = {}
         self._numbers = 0
@@ -102,8 +107,17 @@ class CachingAllocator:
             length = LARGE_SEGMENT
         else:
             length = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+        if self._limit is not None and self.reserved + length > self._limit:
+            self._release()
         self.reserved += length
+        self.peak = max(self.peak, self.reserved)
         return self._block(length, pool)
+
+    def _release(self) -> None:
+        for pool in self._pools.values():
+            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
+                pool.remove(block)
+                self.reserved -= block.size
 
     def _block(self, size: int, pool: _Pool) -> _Block:
         self._numbers += 1

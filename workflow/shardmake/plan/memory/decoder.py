@@ -22,6 +22,7 @@ class Weights:
     items: dict[str, Parameter]
     shapes: dict[str, tuple[int, ...]]
     adapted: set[str] = field(default_factory=set)
+    quantized: set[str] = field(default_factory=set)
     rank: int = 0
     dropout: float = 0.0
 
@@ -44,7 +45,8 @@ def weights_of(scenario: Scenario) -> Weights:
         shapes[tensor.name] = tensor.shape
     adapted = {tensor.module.rpartition(".")[0] for tensor in adapters}
     rank = adapters[0].shape[0] if adapters else 0
-    return Weights(items, shapes, adapted, rank, scenario.lora_dropout)
+    quantized = {t.name for t in scenario.model.tensors if is_quantized(t)} if scenario.method == "qlora" else set()
+    return Weights(items, shapes, adapted, quantized, rank, scenario.lora_dropout)
 
 
 def weight_bytes(scenario: Scenario) -> int:
@@ -225,8 +227,8 @@ class _Step:
         rows, columns = weights.shapes[name]
         base, bias = weights.items[name], weights.items.get(f"{module}.bias")
         if module not in weights.adapted:
-            return ghost.linear(hidden, base, rows, columns, bias, made=made)
-        out = ghost.linear(hidden, base, rows, columns, bias)
+            return ghost.linear(hidden, base, rows, columns, bias, made, name in weights.quantized)
+        out = ghost.linear(hidden, base, rows, columns, bias, expanded=name in weights.quantized)
         return self._adapted(hidden, out, module, rows, columns)
 
     def _adapted(self, hidden: Ghost, out: Ghost, module: str, rows: int, columns: int) -> Ghost:

@@ -71,6 +71,10 @@ class Engine:
         if self.scenario.stack.foreach_optimizer:
             trained = states.trained_bytes(self.scenario) * self.scenario.split.trainable
             self.timeline.free(self.timeline.alloc(trained, "optimizer temporaries"))
+        if not self.scenario.stack.keeps_gradients:
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
         for key in self.gradients.values():
             self.timeline.free(key)
         self.gradients.clear()
@@ -123,9 +127,9 @@ class ZeroOneTwo(Engine):
             self.timeline.alloc(size, term)
             for term, size in states.optimizer_step(self.scenario, self.buckets).items()
         ]
-        for key in (*self.gradients.values(), *keys):
+        for key in keys:
             self.timeline.free(key)
-        self.gradients.clear()
+        self._drop_gradients()
 
 
 class ZeroThree(Engine):
@@ -263,13 +267,16 @@ class Fsdp(Engine):
             self._reshard(unit)
 
     def _keeps(self, unit: Unit) -> bool:
-        tied_embedding = unit == EMBEDDING and self.scenario.model.tied
-        return self.scenario.strategy == "fsdp-grad-op" or unit == HEAD or tied_embedding
+        root = unit == EMBEDDING and self.scenario.stack.fsdp1
+        return self.scenario.strategy == "fsdp-grad-op" or unit == HEAD or root
 
     def _gather(self, unit: Unit) -> None:
         if unit in self._live or not self._units.get(unit):
             return
         size = self.scenario.compute * self._units[unit]
+        if self.scenario.stack.fsdp1:
+            self._live[unit] = self.timeline.alloc(size, "gathered weights", COMMUNICATION)
+            return
         flat = self.timeline.alloc(size, "gathered weights", COMMUNICATION)
         self._live[unit] = self.timeline.alloc(size, "gathered weights")
         self._drop_flat()
@@ -292,7 +299,8 @@ class Fsdp(Engine):
         for key in self._waiting:
             self.timeline.free(key)
         self._waiting.clear()
-        self._reshard(unit)
+        if not (self.scenario.stack.fsdp1 and isinstance(unit, str)):
+            self._reshard(unit)
         self._add_part(unit, trained)
 
     def _add_part(self, unit: Unit, trained: int) -> None:

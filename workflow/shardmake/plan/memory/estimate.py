@@ -62,12 +62,12 @@ def estimate(scenario: Scenario, buckets: Buckets, kept_checkpoints: int = 2) ->
     )
 
 
-def gpu(scenario: Scenario, buckets: Buckets, script: Script | None = None) -> Gpu:
-    """Memory of the fullest rank, acted out allocation by allocation."""
+def gpu(scenario: Scenario, buckets: Buckets, script: Script | None = None, capacity: int | None = None) -> Gpu:
+    """Memory of the fullest rank, acted out allocation by allocation, on a device of ``capacity`` bytes."""
     timeline = act(scenario, buckets, script or script_of(scenario))
     phase = timeline.highest()
     peak = timeline.peaks[phase]
-    reserved = peak.total if scenario.on_cpu else timeline.reserved()
+    reserved = peak.total if scenario.on_cpu else timeline.reserved(capacity - outside(scenario) if capacity else None)
     return Gpu(peak.total, reserved, reserved + outside(scenario), phase, peak.terms)
 
 

@@ -243,29 +243,40 @@ def announce(parameter: Parameter, grad: Ghost) -> None:
 
 
 def linear(
-    tensor: Ghost, weight: Parameter, rows: int, columns: int, bias: Parameter | None = None, made: bool = True
+    tensor: Ghost,
+    weight: Parameter,
+    rows: int,
+    columns: int,
+    bias: Parameter | None = None,
+    made: bool = True,
+    expanded: bool = False,
 ) -> Ghost:
     """``x W^T + b``; saves x only for a trained weight; the weight's gradient is made before x's.
 
     Under autocast the input is cast for this layer alone, a trained weight's cast is kept for the whole forward pass,
-    and its gradient is made in 16 bits and cast to the weight's type.
+    and its gradient is made in 16 bits and cast to the weight's type. An ``expanded`` weight is held in 4 bits and made
+    whole for each use (bitsandbytes' `MatMul4Bit`).
     """
     tape = tensor.tape
     tensor = cast(tensor, tape.autocast or tensor.item)
     cast_weight = tape.cast_weight(weight, tensor.item)
     tokens, wants = tensor.numel // columns, tensor.node is not None
+    whole = Storage(tape, rows * columns * tensor.item) if expanded else None
     saved = [tensor.storage if weight.trained else None, cast_weight if wants else None]
 
     def function(grad: Ghost) -> list[Ghost | None]:
+        whole = Storage(tape, rows * columns * grad.item) if expanded and wants else None
         weight_grad = new(grad, rows * columns) if weight.trained else None
         bias_grad = new(grad, rows) if bias is not None and bias.trained else None
         input_grad = new(grad, tokens * columns) if wants else None
         saved.clear()
+        del whole
         _announce(bias, bias_grad)
         _announce(weight, weight_grad)
         return [input_grad]
 
     out = Ghost(tape, tokens * rows, tensor.item, storage=None if made else NOTHING)
+    del whole
     if tape.recording and (wants or weight.trained):
         out.node = Node([tensor.node], function)
         tape.nodes.append(out.node)

@@ -7,7 +7,7 @@ from shardmake.plan.memory.scenario import BYTES, Scenario
 from shardmake.plan.memory.states import Terms, optimizer_bytes
 from shardmake.plan.model import Model
 
-PROCESS = int(1.0 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB per rank
+PROCESS = int(1.5 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB; the upper end
 CPU_PROCESS = int(0.6 * 2**30)  # imports of torch, transformers, deepspeed without a GPU
 
 

@@ -24,6 +24,12 @@ class Stack:
     """SDPA's output is copied to be contiguous (transformers before 4.48)."""
     foreach_optimizer: bool = False
     """The optimizer is torch's foreach one, whose temporaries take as much as the trained weights."""
+    keeps_gradients: bool = False
+    """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
+    softmax_saves_input: bool = False
+    """Softmax's backward formula names its input (torch before 1.12)."""
+    fsdp1: bool = False
+    """FSDP1: one flat weight per unit without a copy; embedding, norm and head stay gathered."""
     autocast: bool = True
     """Whether a 16-bit precision means autocast; without it the trained weights' type is what computes."""
     nccl: bool = True

@@ -75,12 +75,12 @@ class Timeline:
         """The phase of the peak."""
         return max(self.peaks, key=lambda phase: self.peaks[phase].total)
 
-    def reserved(self) -> int:
-        """What the caching allocator holds in the end."""
-        allocator = CachingAllocator()
+    def reserved(self, limit: int | None = None) -> int:
+        """The most that the caching allocator holds on a device that gives it at most ``limit`` bytes."""
+        allocator = CachingAllocator(limit)
         for key, size, stream in self.events:
             if size >= 0:
                 allocator.alloc(key, size, stream)
             else:
                 allocator.free(key)
-        return allocator.reserved
+        return allocator.peak

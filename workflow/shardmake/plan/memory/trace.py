@@ -30,6 +30,7 @@ def traced(scenario: Scenario) -> Script:
             "weights": scenario.adapter_weights if adapted else held,
             "frozen": held,
             "keeps_output": scenario.stack.keeps_output,
+            "softmax_saves_input": scenario.stack.softmax_saves_input,
             "method": scenario.method,
             "rank": scenario.lora_rank,
             "targets": scenario.lora_targets,

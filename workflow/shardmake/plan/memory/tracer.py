@@ -40,7 +40,7 @@ def main() -> int:
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
     """Events of the second of two identical micro steps, in the form of `shardmake.plan.memory.script`."""
-    act_like_the_gpu()
+    act_like_the_gpu(request["softmax_saves_input"])
     model = prepare(request)
     recorder = Recorder()
     with ExitStack() as stack:
@@ -348,6 +348,24 @@ def _gpu_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inp
     return _DropoutFunction.apply(input) if training and p else input
 
 
+class _OldSoftmax(torch.autograd.Function):
+    """Softmax whose backward formula takes its input beside its result."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(tensor)
+        ctx.save_for_backward(tensor, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(grads[0])
+
+    @staticmethod
+    def run(tensor: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+        return _OldSoftmax.apply(tensor if dtype is None else tensor.to(dtype))
+
+
 def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """``function`` as CUDA's autocast runs it: in fp32. The CPU's leaves it as it comes."""
 
@@ -359,10 +377,12 @@ def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return wrapped
 
 
-def act_like_the_gpu() -> None:
+def act_like_the_gpu(softmax_saves_input: bool = False) -> None:
     """Replace the functions whose CPU versions save something else. Function modes would not do: they are off while the
     backward pass recomputes a checkpointed layer."""
     nn.functional.dropout = _gpu_dropout
+    if softmax_saves_input:
+        nn.functional.softmax = _OldSoftmax.run
     for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy"):
         setattr(nn.functional, name, _in_fp32(getattr(nn.functional, name)))
     torch.softmax = _in_fp32(torch.softmax)
