@@ -19,6 +19,7 @@ from shardmake.plan.model import Tensor, is_quantized
 HEAD = "head"
 EMBEDDING = "embedding"
 Unit = int | str
+FLAT = ("model buffers", "cuBLAS workspaces", "communication buffers", "weights kept whole", "gradients")
 
 
 @dataclass
@@ -32,13 +33,26 @@ class Engine:
     gradients: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        tensors = [*self.scenario.model.tensors, *self.scenario.split.adapters]
-        self.sizes = {tensor.name: tensor.numel for tensor in tensors}
+        model, adapters = self.scenario.model.tensors, self.scenario.split.adapters
+        self.sizes = {tensor.name: tensor.numel for tensor in (*model, *adapters)}
+        self.trained = [tensor.numel for tensor in (model if self.scenario.method == "full" else adapters)]
+        self._late: dict[str, int] = {}
 
     def load(self) -> None:
-        """Put on the GPU what stays there."""
+        """Put on the GPU what stays there; torch's optimizers make their states in the first step."""
         for term, size in states.resident(self.scenario, self.buckets).items():
-            self.timeline.alloc(size, term)
+            if term == "optimizer states" and self.scenario.zero_stage == 0:
+                self._late[term] = size
+            else:
+                self._take(term, size)
+
+    def _take(self, term: str, size: int) -> list[int]:
+        """Allocate ``size`` bytes as this engine holds them: DeepSpeed flat, the others tensor by tensor."""
+        if self.scenario.zero_stage or term in FLAT:
+            return [self.timeline.alloc(size, term)]
+        parts = list(self.sizes.values()) if term == "frozen weights" else self.trained
+        whole = sum(parts)
+        return [self.timeline.alloc(size * part // whole, term) for part in parts]
 
     def before_forward(self, block: int) -> None:
         """A layer's forward pass begins."""
@@ -68,9 +82,14 @@ class Engine:
 
     def step(self) -> None:
         """The optimizer's step, after which gradients go."""
+        for term, size in self._late.items():
+            self._take(term, size)
+        self._late.clear()
         if self.scenario.stack.foreach_optimizer:
-            trained = states.trained_bytes(self.scenario) * self.scenario.split.trainable
-            self.timeline.free(self.timeline.alloc(trained, "optimizer temporaries"))
+            held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.is_fsdp else 1))
+            trained = states.trained_bytes(self.scenario) * held
+            for key in self._take("optimizer temporaries", trained):
+                self.timeline.free(key)
         if not self.scenario.stack.keeps_gradients:
             self._drop_gradients()
 
@@ -213,15 +232,38 @@ class Fsdp(Engine):
     """
 
     def load(self) -> None:
-        """This rank's part of everything."""
-        super().load()
+        """This rank's part of everything. FSDP1 brings each unit whole, FSDP2 each tensor."""
         self._units = units(self.scenario)
+        if self.scenario.stack.fsdp1 and not self.scenario.offloads_parameters:
+            self._wrap_units()
+        else:
+            super().load()
+            whole = self.timeline.alloc(4 * max(self.sizes.values()), "weights on their way")
+            self.timeline.free(whole)
         self._trained = trained_units(self.scenario)
         self._live: dict[Unit, int] = {}
         self._flat: deque[int] = deque()
         self._waiting: list[int] = []
         self._reducing: int | None = None
         self._last = max((unit for unit in self._units if isinstance(unit, int)), default=-1)
+
+    def _wrap_units(self) -> None:
+        """Each unit's tensors, their flat copy, and the part of it that stays (``FlatParamHandle``)."""
+        terms = states.resident(self.scenario, self.buckets)
+        self._late["optimizer states"] = terms.pop("optimizer states", 0)
+        for term in ("weights", "frozen weights"):
+            terms.pop(term, 0)
+        for term, size in terms.items():
+            self._take(term, size)
+        tensors = unit_tensors(self.scenario)
+        for unit, numel in self._units.items():
+            compute = self.scenario.compute
+            single = [self.timeline.alloc(compute * part, "weights on their way") for part in tensors[unit]]
+            flat = self.timeline.alloc(compute * numel, "weights on their way")
+            for key in single:
+                self.timeline.free(key)
+            self.timeline.alloc(compute * ceil(numel / self.scenario.shards), "weights")
+            self.timeline.free(flat)
 
     def before_forward(self, block: int) -> None:
         """Gather the layer."""
@@ -333,13 +375,17 @@ def unit_of(tensor: Tensor, tied: bool) -> Unit:
 
 def units(scenario: Scenario) -> dict[Unit, int]:
     """Elements of each group that is gathered; 4-bit weights count as the 16-bit elements that carry them."""
-    sizes: dict[Unit, int] = {}
+    return {unit: sum(parts) for unit, parts in unit_tensors(scenario).items()}
+
+
+def unit_tensors(scenario: Scenario) -> dict[Unit, list[int]]:
+    """Elements of each tensor of each group."""
+    sizes: dict[Unit, list[int]] = {}
     model = scenario.model
     for tensor in (*model.tensors, *scenario.split.adapters):
         quantized = scenario.method == "qlora" and is_quantized(tensor) and "lora_" not in tensor.name
         numel = ceil(tensor.numel * states.NF4_BYTES / scenario.compute) if quantized else tensor.numel
-        unit = unit_of(tensor, model.tied)
-        sizes[unit] = sizes.get(unit, 0) + numel
+        sizes.setdefault(unit_of(tensor, model.tied), []).append(numel)
     return sizes
 
 
