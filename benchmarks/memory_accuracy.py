@@ -101,6 +101,7 @@ class Result:
 
     @property
     def grade(self) -> str:
+        """How well the source specifies the row."""
         return re.match(r"[A-E]-?", self.row["notes"]).group()  # type: ignore[union-attr]
 
     @property
@@ -195,9 +196,7 @@ def bert(row: Row) -> Case:
     optimizer = {"adafactor": "adafactor", "bnb Adam8bit": "adamw8bit"}.get(row["optimizer"], "adamw")
     accumulation = int(re.search(r"grad_accum=(\d+)", row["notes"]).group(1))  # type: ignore[union-attr]
     precision = "fp16" if half else "fp32"
-    scenario = base(
-        row, precision=precision, optimizer=optimizer, accumulation=accumulation, stack=BEFORE_TORCH_2
-    )
+    scenario = base(row, precision=precision, optimizer=optimizer, accumulation=accumulation, stack=BEFORE_TORCH_2)
     figures = gpu(scenario, Buckets())
     return Case((figures.reserved + context) / GIB, "device")
 

@@ -4,15 +4,12 @@ Follows ``modeling_llama.py`` (and Mistral, Qwen2, Qwen3, Gemma) of transformers
 did differently. `tests/unit/test_decoder.py` compares the result with the fake-tensor trace of the real code.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from shardmake.plan.memory import ghost
 from shardmake.plan.memory.ghost import Event, Ghost, Node, Parameter, Storage, Tape
 from shardmake.plan.memory.scenario import BYTES, Scenario
-from shardmake.plan.model import Decoder, Tensor, is_quantized
-
-CHUNK = 1024  # rows of logits at a time in a fused or chunked loss, at least (Liger picks them so that they match x)
+from shardmake.plan.model import Decoder, is_quantized
 
 
 @dataclass
@@ -288,4 +285,4 @@ def layer_forward_bytes(scenario: Scenario) -> int:
         if event[0] == "free":
             sizes.pop(event[1], None)
     del out
-    return sum(sizes.values())  # type: ignore[arg-type]
+    return sum(sizes.values())

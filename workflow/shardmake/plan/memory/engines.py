@@ -3,7 +3,7 @@
 An `Engine` holds the states of one rank on a `Timeline` and reacts as the step goes by: before and after a layer, when
 a gradient is whole, at the end of a backward pass, at the optimizer's step. Sources: DeepSpeed 0.19
 ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``partitioned_param_coordinator.py``; torch's FSDP2
-``_fsdp_param_group.py`` and ``_fsdp_collectives.py``; Accelerate's ``fsdp2_prepare_model``; torch's DDP ``reducer.cpp``.
+``_fsdp_param_group.py`` and ``_fsdp_collectives.py``; Accelerate's ``fsdp2_prepare_model``; DDP's ``reducer.cpp``.
 """
 
 from collections import deque
@@ -143,8 +143,7 @@ class ZeroOneTwo(Engine):
     def step(self) -> None:
         """Gradients of this rank's part, flattened and in fp32."""
         keys = [
-            self.timeline.alloc(size, term)
-            for term, size in states.optimizer_step(self.scenario, self.buckets).items()
+            self.timeline.alloc(size, term) for term, size in states.optimizer_step(self.scenario, self.buckets).items()
         ]
         for key in keys:
             self.timeline.free(key)
@@ -158,7 +157,7 @@ class ZeroThree(Engine):
         """The rank's part of everything, and weights too small to be cut."""
         super().load()
         self._units = units(self.scenario)
-        self._order = [EMBEDDING, *sorted(u for u in self._units if isinstance(u, int)), HEAD]
+        self._order: list[Unit] = [EMBEDDING, *sorted(u for u in self._units if isinstance(u, int)), HEAD]
         self._live: dict[Unit, int] = {}
 
     def before_forward(self, block: int) -> None:
@@ -227,8 +226,8 @@ class ZeroThree(Engine):
 class Fsdp(Engine):
     """FSDP2 as Accelerate prepares it: a unit per layer, the embedding, and norm with head, which stays gathered.
 
-    An all-gather lands flat and is copied out into the weights; the next one is on its way by then. In the backward pass
-    a layer's gradients wait until it is done, then go flat into a reduce-scatter.
+    An all-gather lands flat and is copied out into the weights; the next one is on its way by then. Backwards, a
+    layer's gradients wait until it is done, then go flat into a reduce-scatter.
     """
 
     def load(self) -> None:
@@ -337,7 +336,9 @@ class Fsdp(Engine):
         self._finish_reduction()
         trained = self._trained.get(unit, 0)
         if trained and self._waiting:
-            self._reducing = self.timeline.alloc(self.scenario.compute * trained, "communication buffers", COMMUNICATION)
+            self._reducing = self.timeline.alloc(
+                self.scenario.compute * trained, "communication buffers", COMMUNICATION
+            )
         for key in self._waiting:
             self.timeline.free(key)
         self._waiting.clear()
@@ -365,7 +366,7 @@ def make_engine(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> Eng
 
 
 def unit_of(tensor: Tensor, tied: bool) -> Unit:
-    """The group that ``tensor`` is gathered with: its layer, the embedding, or the tail; tied weights go to the tail."""
+    """The group that ``tensor`` is gathered with: its layer, the embedding, or the tail, which tied weights go to."""
     if tensor.block is not None:
         return tensor.block
     if tensor.kind == "embedding":

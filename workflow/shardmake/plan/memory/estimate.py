@@ -5,7 +5,7 @@ from typing import Any
 
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.hardware import GIB, Hardware
-from shardmake.plan.memory import host, states
+from shardmake.plan.memory import closed, host, states
 from shardmake.plan.memory.decoder import micro_step
 from shardmake.plan.memory.engines import make_engine
 from shardmake.plan.memory.scenario import Scenario
@@ -52,13 +52,28 @@ class Estimate:
         }
 
 
-def estimate(scenario: Scenario, buckets: Buckets, kept_checkpoints: int = 2) -> Estimate:
-    """The memory of ``scenario``."""
+def quick(scenario: Scenario, buckets: Buckets, activations: closed.Profile, kept: int = 2) -> Estimate:
+    """The estimate in closed form."""
+    by_phase = closed.phases(scenario, buckets, activations)
+    phase = max(by_phase, key=lambda name: sum(by_phase[name].values()))
+    terms = {term: size for term, size in by_phase[phase].items() if size}
+    allocated = sum(terms.values())
+    reserved = allocated if scenario.on_cpu else int(closed.RESERVED_SHARE * allocated)
+    figures = Gpu(allocated, reserved, reserved + outside(scenario), phase, terms)
+    return _estimate(scenario, buckets, figures, kept)
+
+
+def full(scenario: Scenario, buckets: Buckets, script: Script, kept: int = 2, capacity: int | None = None) -> Estimate:
+    """The estimate with the step acted out and the allocator's model."""
+    return _estimate(scenario, buckets, gpu(scenario, buckets, script, capacity), kept)
+
+
+def _estimate(scenario: Scenario, buckets: Buckets, figures: Gpu, kept: int) -> Estimate:
     return Estimate(
-        gpu=gpu(scenario, buckets),
+        gpu=figures,
         host=host.host_terms(scenario, buckets),
         nvme=host.nvme_bytes(scenario),
-        disk=host.disk_terms(scenario, kept_checkpoints),
+        disk=host.disk_terms(scenario, kept),
     )
 
 

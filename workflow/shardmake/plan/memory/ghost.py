@@ -7,8 +7,9 @@ saved, as the autograd engine does.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
-Event = tuple[str, int, int] | tuple[str, int] | tuple[str, int | None, str] | tuple[str]
+Event = tuple[Any, ...]
 
 
 class Tape:
@@ -31,7 +32,7 @@ class Tape:
         return number
 
     def cast_weight(self, weight: "Parameter", item: int) -> "Storage | None":
-        """A copy of ``weight`` in ``item`` bytes where it has another type; trained ones are kept (autocast's cache)."""
+        """A copy of ``weight`` in ``item`` bytes where its type differs; trained ones are kept (autocast's cache)."""
         if weight.item == item:
             return None
         if weight.name not in self.casts:
@@ -50,7 +51,7 @@ class Tape:
 
     def mark(self, *event: object) -> None:
         """Put a marker between the events."""
-        self.events.append(event)  # type: ignore[arg-type]
+        self.events.append(event)
 
 
 class Storage:
@@ -126,9 +127,7 @@ def new(like: Ghost, numel: int | None = None, item: int | None = None) -> Ghost
     return Ghost(like.tape, like.numel if numel is None else numel, like.item if item is None else item)
 
 
-def derive(
-    out: Ghost, inputs: Sequence[Ghost], backward: Backward
-) -> Ghost:
+def derive(out: Ghost, inputs: Sequence[Ghost], backward: Backward) -> Ghost:
     """Make ``out`` the result of ``inputs``, where one of them has a graph; ``backward`` holds what is saved."""
     if out.tape.recording and any(tensor.node is not None for tensor in inputs):
         out.node = Node([tensor.node for tensor in inputs], backward)
@@ -365,12 +364,10 @@ def scale_columns(tensor: Ghost, weight: Parameter) -> Ghost:
     item, source, wants = max(tensor.item, weight.item), tensor.item, tensor.node is not None
 
     def function(grad: Ghost) -> list[Ghost | None]:
-        weight_grad = None
-        if weight.trained:
-            product = new(grad)
-            weight_grad = new(grad, weight.numel)
+        product = new(grad) if weight.trained else None
+        weight_grad = new(grad, weight.numel) if weight.trained else None
         to_tensor = new(grad)
-        product = None
+        del product
         to_tensor = _as(to_tensor, source)
         saved.clear()
         _announce(weight, weight_grad)

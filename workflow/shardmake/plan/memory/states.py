@@ -115,3 +115,25 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
     if scenario.zero_stage == 3:
         return scenario.compute * buckets.reduce_bucket_size
     return 0
+
+
+def gradients(scenario: Scenario) -> int:
+    """Bytes of gradients at the end of a backward pass, beside ZeRO-3's flat buffer, which is resident."""
+    trained, n = scenario.split.trainable, scenario.shards
+    if scenario.zero_stage == 1:
+        return scenario.compute * trained
+    if scenario.zero_stage == 2:
+        return 0 if scenario.offloads_optimizer else scenario.compute * ceil(trained / n)
+    if scenario.zero_stage == 3 or scenario.strategy == "fsdp-offload":
+        return 0
+    return trained_bytes(scenario) * (ceil(trained / n) if scenario.is_fsdp else trained)
+
+
+def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
+    """Buffers that live during a backward pass: ZeRO-1 and 2's buckets, FSDP's reduce-scatter of one layer."""
+    if scenario.zero_stage in (1, 2):
+        copies = 2 if buckets.overlap_comm else 1
+        return copies * scenario.compute * min(buckets.reduce_bucket_size, scenario.split.trainable)
+    if scenario.is_fsdp and scenario.method == "full":
+        return 2 * scenario.compute * scenario.model.largest_block
+    return 0

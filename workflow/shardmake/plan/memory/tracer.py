@@ -25,13 +25,15 @@ from shardmake.plan.census import block_paths, build
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Event = list[Any]
+ORIGINALS = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy")}
+TORCH_SOFTMAX = torch.softmax
 
 
 def main() -> int:
-    """Read the request on standard input, write the script of the step on standard output."""
-    request = json.load(sys.stdin)
+    """Read the requests on standard input, write the script of each step on standard output."""
+    requests = json.load(sys.stdin)["requests"]
     try:
-        json.dump(trace(request), sys.stdout)
+        json.dump([trace(request) for request in requests], sys.stdout)
     except UserError as error:
         print(error)
         return 2
@@ -289,7 +291,9 @@ class _MemoryEfficient(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> Any:
         query, key, value, *_rest = ctx.saved_tensors
         delta = query.new_empty(query.shape[:3], dtype=torch.float32)
-        grads = [torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)]
+        grads = [
+            torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
+        ]
         del delta
         return *(grad.transpose(1, 2) for grad in grads), None
 
@@ -381,11 +385,10 @@ def act_like_the_gpu(softmax_saves_input: bool = False) -> None:
     """Replace the functions whose CPU versions save something else. Function modes would not do: they are off while the
     backward pass recomputes a checkpointed layer."""
     nn.functional.dropout = _gpu_dropout
-    if softmax_saves_input:
-        nn.functional.softmax = _OldSoftmax.run
-    for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy"):
-        setattr(nn.functional, name, _in_fp32(getattr(nn.functional, name)))
-    torch.softmax = _in_fp32(torch.softmax)
+    for name, original in ORIGINALS.items():
+        old = name == "softmax" and softmax_saves_input
+        setattr(nn.functional, name, _in_fp32(_OldSoftmax.run if old else original))
+    torch.softmax = _in_fp32(TORCH_SOFTMAX)
 
 
 if __name__ == "__main__":
