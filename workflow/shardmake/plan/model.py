@@ -420,15 +420,23 @@ def run_helper(module: str, request: Mapping[str, Any]) -> Any:
     return json.loads(done.stdout)
 
 
-def cached_helper(module: str, request: Mapping[str, Any]) -> Any:
-    """`run_helper`, kept on disk by request and by the versions of torch, transformers and shardmake."""
+def cached_path(module: str, request: Mapping[str, Any]) -> Path:
+    """Where the answer to ``request`` is kept: by its content and the versions of torch, transformers and shardmake."""
     versions = [version(package) for package in ("torch", "transformers", "shardmake")]
-    path = cache_folder() / f"{module.rpartition('.')[2]}-{digest([dict(request), versions])}.json"
-    if path.is_file():
-        return json.loads(path.read_text())
-    result = run_helper(module, request)
-    write_json(path, result)
-    return result
+    return cache_folder() / f"{module.rpartition('.')[2]}-{digest([dict(request), versions])}.json"
+
+
+def read_cached(module: str, request: Mapping[str, Any]) -> Any:
+    """The answer to ``request`` that is kept."""
+    return json.loads(cached_path(module, request).read_text())
+
+
+def cached_helper(module: str, request: Mapping[str, Any]) -> Any:
+    """`run_helper`, with its answer kept on disk."""
+    path = cached_path(module, request)
+    if not path.is_file():
+        write_json(path, run_helper(module, request))
+    return json.loads(path.read_text())
 
 
 def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Model:

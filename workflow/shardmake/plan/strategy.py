@@ -10,8 +10,11 @@ from shardmake.errors import UserError
 from shardmake.plan import steptime
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.hardware import GIB, Hardware, from_cluster
-from shardmake.plan.memory.estimate import COMFORT, Estimate, estimate, verdict
+from shardmake.plan.memory import closed
+from shardmake.plan.memory.estimate import COMFORT, Estimate, full, quick, script_of, verdict
 from shardmake.plan.memory.scenario import BYTES, Scenario
+from shardmake.plan.memory.script import Script
+from shardmake.plan.memory.trace import trace_all
 from shardmake.plan.model import Model, Split, read_model, split
 from shardmake.plan.plan import Choice, Plan, Resources, Workload
 
@@ -35,6 +38,8 @@ LADDER: tuple[Strategy, ...] = (
     "zero3-offload",
     "zero3-nvme",
 )
+ALMOST = 1.1  # of the GPU's memory: above it, the closed form is trusted to rule a candidate out
+LESS = 0.97  # of the memory of the rung before: less of a difference is no use
 FSDP_LADDER: tuple[Strategy, ...] = ("fsdp-grad-op", "fsdp-hybrid", "fsdp", "fsdp-offload")
 
 
@@ -48,6 +53,8 @@ class Candidate:
     tight: bool
     reason: str
     step_seconds: float
+    acted: bool
+    """Whether the step was acted out; else the figures are the closed form's."""
 
     @property
     def name(self) -> str:
@@ -64,6 +71,7 @@ class Candidate:
             "fits": self.fits,
             "reason": self.reason,
             "step_seconds": self.step_seconds,
+            "method": "acted" if self.acted else "closed form",
         }
 
 
@@ -98,15 +106,19 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, An
     Raises `UserError` where settings contradict each other or nothing fits.
     """
     settings = resolve(run, cluster)
-    candidates = [evaluate(settings, choice) for choice in choices(settings)]
-    chosen = choose(candidates, settings)
+    desk = Desk(settings)
+    possible = list(choices(settings))
+    desk.prepare(possible)
+    candidates = [desk.scan(choice) for choice in possible]
+    chosen, candidates = choose(candidates, desk)
+    rungs, candidates = ladder(chosen, candidates, desk)
     plan = Plan(
         run=name,
         choice=chosen.choice,
         workload=settings.workload,
         reason=_reason(chosen, candidates),
         rejected=_rejected(chosen, candidates),
-        ladder=[candidate.choice for candidate in ladder(chosen, candidates)],
+        ladder=[candidate.choice for candidate in rungs],
         resources=resources(settings, chosen),
     )
     return plan, memory_json(settings, candidates)
@@ -274,14 +286,43 @@ def _micro_advice(settings: Settings, usable: list[int]) -> str:
     )
 
 
-def evaluate(settings: Settings, choice: Choice) -> Candidate:
-    """``choice`` with its memory, verdict and time."""
-    scenario = scenario_of(settings, choice)
-    memory = estimate(scenario, buckets_of(settings, choice), settings.run.checkpoints.keep)
-    fits, reason = verdict(memory, scenario, settings.hardware)
-    tight = not settings.hardware.is_cpu and memory.gpu.device * COMFORT > settings.hardware.gpu_memory
-    seconds = steptime.step_time(scenario, settings.hardware).total
-    return Candidate(choice, memory, fits, tight, reason, seconds)
+class Desk:
+    """Estimates candidates of one run, and remembers what they share."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._profiles: dict[tuple[object, ...], closed.Profile] = {}
+        self._scripts: dict[tuple[object, ...], Script] = {}
+
+    def prepare(self, possible: Iterable[Choice]) -> None:
+        """Trace at once what ``possible`` need, where the model has no closed form."""
+        if self.settings.model.decoder is None:
+            trace_all(scenario_of(self.settings, choice) for choice in possible)
+
+    def scan(self, choice: Choice) -> Candidate:
+        """``choice`` in closed form."""
+        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+        activations = closed.profile(scenario, self._profiles)
+        return self._judged(choice, scenario, quick(scenario, buckets, activations, self._kept), acted=False)
+
+    def act(self, choice: Choice) -> Candidate:
+        """``choice`` acted out, allocation by allocation."""
+        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+        key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast)
+        if key not in self._scripts:
+            self._scripts[key] = script_of(scenario)
+        return self._judged(choice, scenario, full(scenario, buckets, self._scripts[key], self._kept), acted=True)
+
+    @property
+    def _kept(self) -> int:
+        return self.settings.run.checkpoints.keep
+
+    def _judged(self, choice: Choice, scenario: Scenario, memory: Estimate, acted: bool) -> Candidate:
+        hardware = self.settings.hardware
+        fits, reason = verdict(memory, scenario, hardware)
+        tight = not hardware.is_cpu and memory.gpu.device * COMFORT > hardware.gpu_memory
+        seconds = steptime.step_time(scenario, hardware).total
+        return Candidate(choice, memory, fits, tight, reason, seconds, acted)
 
 
 def scenario_of(settings: Settings, choice: Choice) -> Scenario:
@@ -303,6 +344,8 @@ def scenario_of(settings: Settings, choice: Choice) -> Scenario:
         optimizer=run.optimizer,
         method=run.method,
         loss=run.loss,
+        lora_rank=run.lora.rank,
+        lora_targets=run.lora.targets if isinstance(run.lora.targets, str) else tuple(run.lora.targets),
         lora_dropout=run.lora.dropout,
         on_cpu=settings.hardware.is_cpu,
     )
@@ -324,14 +367,40 @@ def buckets_of(settings: Settings, choice: Choice) -> Buckets:
 # The choice
 
 
-def choose(candidates: list[Candidate], settings: Settings) -> Candidate:
-    """The fastest that fits with room to spare on the fewest nodes; a tight one only where nothing else fits."""
-    fitting = [candidate for candidate in candidates if candidate.fits]
-    if not fitting:
-        raise UserError(_nothing_fits(candidates, settings))
-    roomy = [candidate for candidate in fitting if not candidate.tight] or fitting
-    fewest = min(candidate.choice.nodes for candidate in roomy)
-    return min((c for c in roomy if c.choice.nodes == fewest), key=_preference)
+def choose(candidates: list[Candidate], desk: Desk) -> tuple[Candidate, list[Candidate]]:
+    """The fastest that fits with room to spare on the fewest nodes; a tight one only where nothing else fits.
+
+    Candidates come in closed form; from the best on they are acted out until one holds. The second value is all of
+    them with the better figures where there are some.
+    """
+    known = {candidate.name: candidate for candidate in candidates}
+    for wants_room in (True, False):
+        for candidate in sorted(candidates, key=_order_of_trial):
+            if not _may_fit(candidate, desk.settings.hardware):
+                continue
+            if not known[candidate.name].acted:
+                known[candidate.name] = desk.act(candidate.choice)
+            acted = known[candidate.name]
+            if acted.fits and not (wants_room and acted.tight):
+                return acted, list(known.values())
+    raise UserError(_nothing_fits(list(known.values()), desk.settings))
+
+
+def _may_fit(candidate: Candidate, hardware: Hardware) -> bool:
+    """Whether acting out may still find room: the closed form is within a tenth of it."""
+    return candidate.fits or (
+        not hardware.is_cpu
+        and candidate.memory.gpu.device < ALMOST * hardware.gpu_memory
+        and _host_fits(candidate, hardware)
+    )
+
+
+def _host_fits(candidate: Candidate, hardware: Hardware) -> bool:
+    return candidate.memory.host_total <= hardware.host_memory
+
+
+def _order_of_trial(candidate: Candidate) -> tuple[int, tuple[float, int, bool, int]]:
+    return candidate.choice.nodes, _preference(candidate)
 
 
 def _preference(candidate: Candidate) -> tuple[float, int, bool, int]:
@@ -381,15 +450,23 @@ def _nothing_fits(candidates: list[Candidate], settings: Settings) -> str:
 # The ladder
 
 
-def ladder(chosen: Candidate, candidates: list[Candidate]) -> list[Candidate]:
-    """What follows the choice after each out-of-memory: each rung needs less GPU memory than the one before."""
+def ladder(chosen: Candidate, candidates: list[Candidate], desk: Desk) -> tuple[list[Candidate], list[Candidate]]:
+    """What follows the choice after each out-of-memory: each rung needs less GPU memory than the one before.
+
+    The second value is all candidates, with acted figures for the rungs.
+    """
     rungs: list[Candidate] = []
+    known = {candidate.name: candidate for candidate in candidates}
     below = chosen.memory.gpu.device
-    for candidate in sorted(candidates, key=_rung(chosen)):
-        if _is_below(candidate, chosen) and candidate.memory.gpu.device < below:
-            rungs.append(candidate)
-            below = candidate.memory.gpu.device
-    return rungs
+    for candidate in sorted(candidates, key=_rung):
+        if not _is_below(candidate, chosen) or candidate.memory.gpu.device > LESS * below:
+            continue
+        acted = candidate if candidate.acted else desk.act(candidate.choice)
+        known[acted.name] = acted
+        if acted.fits and acted.memory.gpu.device < LESS * below:
+            rungs.append(acted)
+            below = acted.memory.gpu.device
+    return rungs, list(known.values())
 
 
 def _order(strategy: Strategy) -> int:
@@ -397,12 +474,9 @@ def _order(strategy: Strategy) -> int:
     return family.index(strategy)
 
 
-def _rung(chosen: Candidate) -> Any:
-    def key(candidate: Candidate) -> tuple[int, int, bool, int]:
-        choice = candidate.choice
-        return choice.nodes, _order(choice.strategy), choice.gradient_checkpointing, -choice.micro_batch_size
-
-    return key
+def _rung(candidate: Candidate) -> tuple[int, int, bool, int]:
+    choice = candidate.choice
+    return choice.nodes, _order(choice.strategy), choice.gradient_checkpointing, -choice.micro_batch_size
 
 
 def _is_below(candidate: Candidate, chosen: Candidate) -> bool:

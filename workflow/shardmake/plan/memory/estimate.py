@@ -6,8 +6,13 @@ from typing import Any
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.hardware import GIB, Hardware
 from shardmake.plan.memory import closed, host, states
+from shardmake.plan.memory.decoder import micro_step
+from shardmake.plan.memory.engines import make_engine
 from shardmake.plan.memory.scenario import Scenario
+from shardmake.plan.memory.script import Script, play
 from shardmake.plan.memory.states import Terms
+from shardmake.plan.memory.timeline import Timeline
+from shardmake.plan.memory.trace import scaled
 
 COMFORT = 1.05  # used memory times this must fit; between it and 1 a candidate is called tight
 
@@ -47,78 +52,70 @@ class Estimate:
         }
 
 
-def estimate(scenario: Scenario, buckets: Buckets, kept_checkpoints: int = 2) -> Estimate:
-    """The memory of ``scenario``."""
+def quick(scenario: Scenario, buckets: Buckets, activations: closed.Profile, kept: int = 2) -> Estimate:
+    """The estimate in closed form."""
+    by_phase = closed.phases(scenario, buckets, activations)
+    phase = max(by_phase, key=lambda name: sum(by_phase[name].values()))
+    terms = {term: size for term, size in by_phase[phase].items() if size}
+    allocated = sum(terms.values())
+    reserved = allocated if scenario.on_cpu else int(closed.RESERVED_SHARE * allocated)
+    figures = Gpu(allocated, reserved, reserved + outside(scenario), phase, terms)
+    return _estimate(scenario, buckets, figures, kept)
+
+
+def full(scenario: Scenario, buckets: Buckets, script: Script, kept: int = 2, capacity: int | None = None) -> Estimate:
+    """The estimate with the step acted out and the allocator's model."""
+    return _estimate(scenario, buckets, gpu(scenario, buckets, script, capacity), kept)
+
+
+def _estimate(scenario: Scenario, buckets: Buckets, figures: Gpu, kept: int) -> Estimate:
     return Estimate(
-        gpu=gpu(scenario, buckets),
+        gpu=figures,
         host=host.host_terms(scenario, buckets),
         nvme=host.nvme_bytes(scenario),
-        disk=host.disk_terms(scenario, kept_checkpoints),
+        disk=host.disk_terms(scenario, kept),
     )
 
 
-def gpu(scenario: Scenario, buckets: Buckets) -> Gpu:
-    """Memory of the fullest rank."""
-    all_phases = phases(scenario, buckets)
-    name = max(all_phases, key=lambda phase: sum(all_phases[phase].values()))
-    terms = all_phases[name]
-    allocated = sum(terms.values())
-    reserved = int(1.06 * allocated)
-    return Gpu(allocated, reserved, reserved + _outside(scenario), name, terms)
+def gpu(scenario: Scenario, buckets: Buckets, script: Script | None = None, capacity: int | None = None) -> Gpu:
+    """Memory of the fullest rank, acted out allocation by allocation, on a device of ``capacity`` bytes."""
+    timeline = act(scenario, buckets, script or script_of(scenario))
+    phase = timeline.highest()
+    peak = timeline.peaks[phase]
+    reserved = peak.total if scenario.on_cpu else timeline.reserved(capacity - outside(scenario) if capacity else None)
+    return Gpu(peak.total, reserved, reserved + outside(scenario), phase, peak.terms)
 
 
-def phases(scenario: Scenario, buckets: Buckets) -> dict[str, Terms]:
-    """What lives at the peak of each phase."""
-    base = states.resident(scenario, buckets)
-    grads = states.gradients(scenario)
-    held = grads if scenario.accumulation > 1 else {}
-    saved, layer, loss = _activations(scenario)
-    live = _live(scenario, buckets)
-    return {
-        "cross entropy": {**base, **held, **live, "activations": saved, "logits and loss": loss},
-        "backward": {**base, **grads, **live, "activations": saved, "one layer's backward": layer},
-        "optimizer step": {**base, **grads, **states.optimizer_step(scenario, buckets)},
-    }
+def script_of(scenario: Scenario) -> Script:
+    """The micro step in closed form where the family is known, else traced."""
+    return micro_step(scenario) if scenario.model.decoder else scaled(scenario)
 
 
-def _activations(scenario: Scenario) -> tuple[int, int, int]:
-    """Saved activations, what the backward pass of one layer adds, and the loss."""
-    model, shape = scenario.model, scenario.model.decoder
-    layers = shape.layers if shape else len(model.blocks)
-    per_token = closed.layer_bytes(scenario, shape) if shape else closed.generic_layer_bytes(scenario)
-    one = per_token * scenario.tokens
-    extra = 2 * scenario.compute * (shape.f if shape else 4 * model.hidden_size) * scenario.tokens
-    loss = closed.cross_entropy_bytes(scenario, model.vocab_size)
-    if scenario.checkpointing:
-        return layers * closed.checkpoint_bytes(scenario, model.hidden_size) * scenario.tokens, one + extra, loss
-    return layers * one, extra, loss
+def act(scenario: Scenario, buckets: Buckets, script: Script) -> Timeline:
+    """Two optimizer steps, the second with up to two micro steps: it is like all that follow."""
+    timeline = Timeline()
+    engine = make_engine(scenario, buckets, timeline)
+    engine.load()
+    timeline.enter("load")
+    for micro_steps in (1, min(scenario.accumulation, 2)):
+        for _ in range(micro_steps):
+            play(script, engine, timeline, last_block(scenario))
+        timeline.enter("optimizer step")
+        engine.step()
+    return timeline
 
 
-def _live(scenario: Scenario, buckets: Buckets) -> Terms:
-    """Gathered weights around the turn from forward to backward."""
-    model = scenario.model
-    if scenario.zero_stage == 3:
-        whole = model.parameters
-        window = min(whole, buckets.stage3_max_live_parameters, buckets.stage3_max_reuse_distance // 2)
-        gathered = min(
-            whole, max(window, model.largest_block + model.largest_tensor) + 2 * buckets.stage3_prefetch_bucket_size
-        )
-        return {"gathered weights": scenario.compute * gathered}
-    if scenario.is_fsdp:
-        gathered = min(model.parameters, model.outside_blocks + 2 * model.largest_block)
-        if scenario.strategy == "fsdp-grad-op":
-            gathered = model.parameters
-        return {"gathered weights": scenario.compute * gathered}
-    if scenario.autocast and not scenario.checkpointing:
-        return {"autocast cache": 2 * scenario.split.trainable}
-    return {}
+def last_block(scenario: Scenario) -> int:
+    """Index of the last layer."""
+    return len(scenario.model.blocks) - 1
 
 
-def _outside(scenario: Scenario) -> int:
+def outside(scenario: Scenario) -> int:
     """What the device shows beyond the allocator."""
     if scenario.on_cpu:
         return 0
-    return states.CONTEXT + (states.NCCL if scenario.world_size > 1 else 0)
+    talks = scenario.world_size > 1 and scenario.stack.nccl
+    return states.CONTEXT + (states.NCCL if talks else 0)
 
 
 def verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[bool, str]:

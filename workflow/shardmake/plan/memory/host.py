@@ -5,8 +5,9 @@ from math import ceil
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.memory.scenario import BYTES, Scenario
 from shardmake.plan.memory.states import Terms, optimizer_bytes
+from shardmake.plan.model import Model
 
-PROCESS = int(1.0 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB per rank
+PROCESS = int(1.5 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB; the upper end
 CPU_PROCESS = int(0.6 * 2**30)  # imports of torch, transformers, deepspeed without a GPU
 
 
@@ -83,3 +84,13 @@ def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
         "checkpoints": (kept + 1) * checkpoint_bytes(scenario),
         "final model": final_bytes * scenario.model.parameters,
     }
+
+
+def loading_rank(model: Model, item: int, shard: int) -> int:
+    """Peak of the one rank that loads under FSDP: all weights, the file in flight, the process itself."""
+    return item * model.parameters + shard + PROCESS
+
+
+def waiting_rank() -> int:
+    """A rank that gets its weights from another."""
+    return PROCESS

@@ -9,6 +9,34 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
+class Stack:
+    """What differs between versions of the libraries; the defaults are those of transformers 5 and its Trainer."""
+
+    keeps_output: bool = False
+    """The training loop holds the model's output while the backward pass runs."""
+    returns_wide_logits: bool = False
+    """Logits are returned in fp32 (transformers before 4.45)."""
+    copies_shifted_logits: bool = False
+    """The loss makes a contiguous copy of the shifted logits (transformers before 4.48)."""
+    expands_keys: bool = False
+    """SDPA gets repeated keys and values (transformers before 4.48)."""
+    copies_attention: bool = False
+    """SDPA's output is copied to be contiguous (transformers before 4.48)."""
+    foreach_optimizer: bool = False
+    """The optimizer is torch's foreach one, whose temporaries take as much as the trained weights."""
+    keeps_gradients: bool = False
+    """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
+    softmax_saves_input: bool = False
+    """Softmax's backward formula names its input (torch before 1.12)."""
+    fsdp1: bool = False
+    """FSDP1: one flat weight per unit without a copy; embedding, norm and head stay gathered."""
+    autocast: bool = True
+    """Whether a 16-bit precision means autocast; without it the trained weights' type is what computes."""
+    nccl: bool = True
+    """Ranks talk over NCCL, whose buffers lie outside the allocator."""
+
+
+@dataclass(frozen=True)
 class Scenario:
     """Model, method, parallelism and settings of one candidate.
 
@@ -32,8 +60,12 @@ class Scenario:
     optimizer: Optimizer = "adamw"
     method: Method = "full"
     loss: Loss = "plain"
+    lora_rank: int = 16
+    lora_targets: str | tuple[str, ...] = "all-linear"
     lora_dropout: float = 0.0
+    adapter_weights: Precision = "fp32"
     on_cpu: bool = False
+    stack: Stack = Stack()
 
     @property
     def world_size(self) -> int:
@@ -69,7 +101,8 @@ class Scenario:
     def autocast(self) -> bool:
         """Whether the forward pass casts fp32 weights as it goes."""
         full = self.method == "full"
-        return self.strategy == "ddp" and self.precision != "fp32" and (self.weights == "fp32" or not full)
+        held = self.weights if full else self.adapter_weights
+        return self.stack.autocast and self.strategy == "ddp" and self.precision != "fp32" and held == "fp32"
 
     @property
     def gathers_parameters(self) -> bool:

@@ -13,6 +13,7 @@ from shardmake.plan.memory.scenario import BYTES, Scenario
 Terms = dict[str, int]
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 and a 32-bit one per 64 * 256 (double quant)
 CONTEXT = int(0.5 * 2**30)  # CUDA context and kernels, lazily loaded: 0.45 to 0.55 GiB (facts: A100, torch 2)
+CUBLAS = 2 * 8_519_680  # a workspace for the forward and one for the backward thread (CUDABlas.cpp: 4096:2:16:8 KiB)
 NCCL = int(1.45 * 2**30)  # after the first collective, per communicator (ml-engineering, 2 ranks)
 
 
@@ -34,26 +35,14 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
     terms = {
         "weights": _weights(scenario),
         "frozen weights": _frozen(scenario),
+        "gradients": _gradient_partition(scenario),
         "optimizer states": _optimizer(scenario),
         "model buffers": scenario.model.buffer_bytes,
         "communication buffers": _communication(scenario, buckets),
+        "weights kept whole": _persistent(scenario, buckets),
+        "cuBLAS workspaces": 0 if scenario.on_cpu else CUBLAS,
     }
     return {name: size for name, size in terms.items() if size}
-
-
-def gradients(scenario: Scenario) -> Terms:
-    """Gradients that live at the end of the backward pass."""
-    trained, n = scenario.split.trainable, scenario.shards
-    if scenario.zero_stage in (2, 3):
-        on_gpu = not scenario.offloads_optimizer
-        return {"gradients": scenario.compute * ceil(trained / n)} if on_gpu else {}
-    if scenario.zero_stage == 1:
-        return {"gradients": scenario.compute * trained}
-    if scenario.strategy == "fsdp-offload":
-        return {}
-    if scenario.is_fsdp:
-        return {"gradients": 4 * ceil(trained / n)}
-    return {"gradients": BYTES[_trained_type(scenario)] * trained}
 
 
 def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
@@ -67,9 +56,25 @@ def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
     return {"flat gradients": scenario.compute * part, "fp32 gradients": 4 * part}
 
 
-def _trained_type(scenario: Scenario) -> str:
-    """Data type that DDP holds trained weights in; adapters are fp32 (PEFT's default)."""
-    return scenario.weights if scenario.method == "full" else "fp32"
+def trained_bytes(scenario: Scenario) -> int:
+    """Bytes per element that DDP and FSDP hold trained weights in; adapters are fp32 (PEFT's default)."""
+    return BYTES[scenario.weights if scenario.method == "full" else scenario.adapter_weights]
+
+
+def _gradient_partition(scenario: Scenario) -> int:
+    """ZeRO-3's flat buffer of this rank's gradients (``grad_partitions_flat_buffer``)."""
+    if scenario.zero_stage != 3 or scenario.offloads_optimizer:
+        return 0
+    return scenario.compute * ceil(scenario.split.trainable / scenario.shards)
+
+
+def _persistent(scenario: Scenario, buckets: Buckets) -> int:
+    """Weights below ZeRO-3's persistence threshold stay gathered."""
+    if scenario.zero_stage != 3 or scenario.world_size == 1:
+        return 0
+    limit = buckets.stage3_param_persistence_threshold
+    tensors = (*scenario.model.tensors, *scenario.split.adapters)
+    return scenario.compute * sum(tensor.numel for tensor in tensors if tensor.numel <= limit)
 
 
 def _weights(scenario: Scenario) -> int:
@@ -81,8 +86,8 @@ def _weights(scenario: Scenario) -> int:
     if scenario.zero_stage:
         return scenario.compute * trained
     if scenario.is_fsdp:
-        return 4 * ceil(trained / n)
-    return BYTES[_trained_type(scenario)] * trained
+        return trained_bytes(scenario) * ceil(trained / n)
+    return trained_bytes(scenario) * trained
 
 
 def _frozen(scenario: Scenario) -> int:
@@ -97,19 +102,38 @@ def _optimizer(scenario: Scenario) -> int:
     if scenario.offloads_optimizer:
         return 0
     if scenario.zero_stage:
-        master = 4 if scenario.precision != "fp32" else 0
-        return ceil((master + optimizer_bytes(scenario)) * ceil(trained / n))
+        return ceil((4 + optimizer_bytes(scenario)) * ceil(trained / n))
     if scenario.is_fsdp:
-        return ceil(optimizer_bytes(scenario) * ceil(trained / n))
-    return ceil(optimizer_bytes(scenario, BYTES[_trained_type(scenario)]) * trained)
+        return ceil(optimizer_bytes(scenario, trained_bytes(scenario)) * ceil(trained / n))
+    return ceil(optimizer_bytes(scenario, trained_bytes(scenario)) * trained)
 
 
 def _communication(scenario: Scenario, buckets: Buckets) -> int:
-    """Reducer buckets of DDP (a copy of the gradients), DeepSpeed's bucket of gradients on their way."""
+    """Reducer buckets of DDP (a copy of the gradients), ZeRO-3's bucket of gradients on their way."""
     if scenario.strategy == "ddp":
-        return BYTES[_trained_type(scenario)] * scenario.split.trainable if scenario.world_size > 1 else 0
-    if scenario.zero_stage == 0:
+        return trained_bytes(scenario) * scenario.split.trainable if scenario.world_size > 1 else 0
+    if scenario.zero_stage == 3:
+        return scenario.compute * buckets.reduce_bucket_size
+    return 0
+
+
+def gradients(scenario: Scenario) -> int:
+    """Bytes of gradients at the end of a backward pass, beside ZeRO-3's flat buffer, which is resident."""
+    trained, n = scenario.split.trainable, scenario.shards
+    if scenario.zero_stage == 1:
+        return scenario.compute * trained
+    if scenario.zero_stage == 2:
+        return 0 if scenario.offloads_optimizer else scenario.compute * ceil(trained / n)
+    if scenario.zero_stage == 3 or scenario.strategy == "fsdp-offload":
         return 0
-    copies = 2 if scenario.zero_stage < 3 and buckets.overlap_comm else 1
-    elements = min(buckets.reduce_bucket_size, max(scenario.split.trainable, 1))
-    return copies * scenario.compute * elements
+    return trained_bytes(scenario) * (ceil(trained / n) if scenario.is_fsdp else trained)
+
+
+def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
+    """Buffers that live during a backward pass: ZeRO-1 and 2's buckets, FSDP's reduce-scatter of one layer."""
+    if scenario.zero_stage in (1, 2):
+        copies = 2 if buckets.overlap_comm else 1
+        return copies * scenario.compute * min(buckets.reduce_bucket_size, scenario.split.trainable)
+    if scenario.is_fsdp and scenario.method == "full":
+        return 2 * scenario.compute * scenario.model.largest_block
+    return 0

@@ -1,0 +1,143 @@
+"""A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations and frees.
+
+After ``c10/cuda/CUDACachingAllocator.cpp``: sizes are rounded to 512 bytes; requests up to 1 MiB come from segments of
+2 MiB, those below 10 MiB from segments of 20 MiB, larger ones get a segment of their own, rounded to 2 MiB; the
+smallest free block that is large enough is taken and split where enough remains; neighbours are joined on a free. Every
+stream has blocks of its own.
+"""
+
+from bisect import bisect_left, insort
+
+MIB = 1 << 20
+ROUND = 512
+SMALL = 1 * MIB
+SMALL_SEGMENT = 2 * MIB
+LARGE = 10 * MIB
+LARGE_SEGMENT = 20 * MIB
+SEGMENT_ROUND = 2 * MIB
+
+
+def rounded(size: int) -> int:
+    """Bytes that an allocation of ``size`` takes."""
+    return -(-size // ROUND) * ROUND
+
+
+class _Block:
+    __slots__ = ("after", "before", "free", "number", "pool", "size")
+
+    def __init__(self, size: int, pool: "_Pool", number: int) -> None:
+        self.size = size
+        self.pool = pool
+        self.number = number
+        self.before: _Block | None = None
+        self.after: _Block | None = None
+        self.free = False
+
+
+class _Pool:
+    """Free blocks of one stream and size class, by size."""
+
+    __slots__ = ("blocks", "keys", "least_rest")
+
+    def __init__(self, least_rest: int) -> None:
+        self.keys: list[tuple[int, int]] = []
+        self.blocks: dict[int, _Block] = {}
+        self.least_rest = least_rest
+
+    def put(self, block: _Block) -> None:
+        block.free = True
+        insort(self.keys, (block.size, block.number))
+        self.blocks[block.number] = block
+
+    def remove(self, block: _Block) -> None:
+        block.free = False
+        del self.keys[bisect_left(self.keys, (block.size, block.number))]
+        del self.blocks[block.number]
+
+    def best(self, size: int) -> _Block | None:
+        place = bisect_left(self.keys, (size, -1))
+        return self.blocks[self.keys[place][1]] if place < len(self.keys) else None
+
+
+class CachingAllocator:
+    """Follows allocations by key; ``peak`` is the most that segments took.
+
+    Where a new segment would pass ``limit``, all segments without a taken block are given back first.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.reserved = 0
+        self.peak = 0
+        self._limit = limit
+        self._pools: dict[tuple[int, bool], _Pool] = {}
+        self._taken: dict[int, _Block] = {}
+        self._numbers = 0
+
+    def alloc(self, key: int, size: int, stream: int = 0) -> None:
+        """Take ``size`` bytes under ``key``."""
+        size = rounded(size)
+        small = size <= SMALL
+        pool = self._pools.setdefault((stream, small), _Pool(ROUND if small else SMALL + 1))
+        block = pool.best(size)
+        if block is None:
+            block = self._segment(size, pool, small)
+        else:
+            pool.remove(block)
+        self._split(block, size)
+        self._taken[key] = block
+
+    def free(self, key: int) -> None:
+        """Give back what ``key`` holds."""
+        block = self._taken.pop(key)
+        pool = block.pool
+        after, before = block.after, block.before
+        if after is not None and after.free:
+            pool.remove(after)
+            _join(block, after)
+        if before is not None and before.free:
+            pool.remove(before)
+            _join(before, block)
+            block = before
+        pool.put(block)
+
+    def _segment(self, size: int, pool: _Pool, small: bool) -> _Block:
+        if small:
+            length = SMALL_SEGMENT
+        elif size < LARGE:
+            length = LARGE_SEGMENT
+        else:
+            length = -(-size // SEGMENT_ROUND) * SEGMENT_ROUND
+        if self._limit is not None and self.reserved + length > self._limit:
+            self._release()
+        self.reserved += length
+        self.peak = max(self.peak, self.reserved)
+        return self._block(length, pool)
+
+    def _release(self) -> None:
+        for pool in self._pools.values():
+            for block in [block for block in pool.blocks.values() if block.before is None and block.after is None]:
+                pool.remove(block)
+                self.reserved -= block.size
+
+    def _block(self, size: int, pool: _Pool) -> _Block:
+        self._numbers += 1
+        return _Block(size, pool, self._numbers)
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = block.size - size
+        if rest < block.pool.least_rest:
+            return
+        tail = self._block(rest, block.pool)
+        tail.before, tail.after = block, block.after
+        if block.after is not None:
+            block.after.before = tail
+        block.after = tail
+        block.size = size
+        block.pool.put(tail)
+
+
+def _join(left: _Block, right: _Block) -> None:
+    left.size += right.size
+    left.after = right.after
+    if right.after is not None:
+        right.after.before = left
