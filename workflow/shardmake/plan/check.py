@@ -10,15 +10,17 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 
 from shardmake.caches import kernel_caches, leave_collectives_to_gloo
 from shardmake.errors import UserError
+from shardmake.plan.engine import engine_of
 from shardmake.plan.plan import Choice
 
 
@@ -31,13 +33,19 @@ class Files:
     training: dict[str, Any]
 
 
-def check_rendered(files: Files, choice: Choice, flags: list[str], scratch: str) -> None:
+def check_rendered(files: Files, choice: Choice, hidden_size: int, flags: list[str], scratch: str) -> None:
     """Have the libraries read ``files``; a `UserError` lists everything that they refuse or understand differently.
 
-    ``flags`` are the options of `accelerate launch` that stand beside the file; ``scratch`` is the folder for compiled
-    kernels, of which DeepSpeed builds one for the CPU as soon as it reads a configuration.
+    ``hidden_size`` is the model's, from which Trainer fills in bucket sizes. ``flags`` are the options of `accelerate
+    launch` that stand beside the file; ``scratch`` is the folder for compiled kernels, of which DeepSpeed builds one
+    for the CPU as soon as it reads a configuration.
     """
-    request = {"files": asdict(files), "choice": choice.model_dump(mode="json"), "flags": flags}
+    request = {
+        "files": asdict(files),
+        "choice": choice.model_dump(mode="json"),
+        "hidden_size": hidden_size,
+        "flags": flags,
+    }
     with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
         answer = Path(folder, "answer.json")
         Path(folder, "request.json").write_text(json.dumps(request))
@@ -75,7 +83,7 @@ def _main(folder: Path) -> None:
     problems = [
         *_problems_of(lambda: _check_accelerate(files, choice, folder, request["flags"])),
         *_problems_of(lambda: _check_deepspeed(files, choice)),
-        *_problems_of(lambda: _check_training(files, choice, folder)),
+        *_problems_of(lambda: _check_training(files, choice, request["hidden_size"], folder)),
     ]
     (folder / "answer.json").write_text(json.dumps(problems))
 
@@ -104,12 +112,20 @@ def _check_accelerate(files: Files, choice: Choice, folder: Path, flags: list[st
     path.write_text(yaml.safe_dump(files.accelerate))
     arguments = ["--config_file", str(path), *flags, "-m", "shardmake.train"]
     launched, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-    per_node = launched.num_processes // launched.num_machines
+    per_node, engine = launched.num_processes // launched.num_machines, engine_of(choice).distributed_type
+    _check_replicas(files.accelerate.get("parallelism_config", {}))
     return [
         *_differences("accelerate.yaml", _flat(files.accelerate), vars(launched)),
         *_unequal("accelerate.yaml: processes per node", per_node, choice.processes_per_node),
-        *_unequal("accelerate.yaml: distributed_type", defaults.distributed_type.value, _engine(choice)),
+        *_unequal("accelerate.yaml: distributed_type", defaults.distributed_type.value, engine),
     ]
+
+
+def _check_replicas(values: Mapping[str, Any]) -> None:
+    """Accelerate's ParallelismConfig takes the sizes of the mesh, or raises."""
+    from accelerate import ParallelismConfig
+
+    ParallelismConfig(**{key.removeprefix("parallelism_config_"): value for key, value in values.items()})
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,10 +137,6 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in apart}
 
 
-def _engine(choice: Choice) -> str:
-    return "DEEPSPEED" if choice.is_deepspeed else "FSDP" if choice.is_fsdp else "MULTI_GPU"
-
-
 def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
     """DeepSpeed's config class at the planned world size: known keys, types, batch arithmetic."""
     if not files.deepspeed:
@@ -133,7 +145,11 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
     from deepspeed.runtime.config import DeepSpeedConfig
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    read = DeepSpeedConfig(_without_auto(files.deepspeed))
+    values = _without_auto(files.deepspeed)
+    sizes = {"train_micro_batch_size_per_gpu": choice.micro_batch_size} | {
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps
+    }
+    read = DeepSpeedConfig(sizes | values)
     return [
         *_unequal("deepspeed.json: train_batch_size", read.train_batch_size, choice.global_batch_size),
         *_unequal("deepspeed.json: stage", int(read.zero_optimization_stage), choice.zero_stage),
@@ -149,8 +165,8 @@ def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _check_training(files: Files, choice: Choice, folder: Path) -> list[str]:
-    """TrainingArguments takes every argument, with DeepSpeed's file beside it, and counts the same batch."""
+def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
+    """TrainingArguments takes every argument, counts the same batch, and agrees with DeepSpeed's file or FSDP."""
     from transformers import TrainingArguments
 
     extra: dict[str, Any] = {"deepspeed": files.deepspeed} if files.deepspeed else {}
@@ -158,11 +174,47 @@ def _check_training(files: Files, choice: Choice, folder: Path) -> list[str]:
     given = files.training["arguments"] | {"use_cpu": True, "ddp_backend": "gloo"}
     arguments = TrainingArguments(output_dir=str(folder / "output"), **given, **extra)
     batch = arguments.world_size * arguments.train_batch_size * arguments.gradient_accumulation_steps
-    mismatches = arguments.hf_deepspeed_config.mismatches if files.deepspeed else []
     return [
         *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),
-        *(f"deepspeed.json and training.json differ: {line.lstrip('- ')}" for line in mismatches),
+        *(_check_auto(arguments, hidden_size) if files.deepspeed else []),
+        *(_check_fsdp(arguments) if choice.is_fsdp else []),
     ]
+
+
+def _check_auto(arguments: Any, hidden_size: int) -> list[str]:
+    """Have Trainer fill in "auto" and compare the rest, as it does once the model is loaded on every rank."""
+    model = SimpleNamespace(config=SimpleNamespace(hidden_size=hidden_size))
+    read = arguments.hf_deepspeed_config
+    mismatches = list(read.mismatches)
+    read.mismatches = []
+    read.trainer_config_finalize(arguments, model, max(arguments.max_steps, 1))
+    left = [key for key, value in _leaves(read.config) if value == "auto"]
+    return [
+        *(f"deepspeed.json and training.json differ: {line.lstrip('- ')}" for line in mismatches),
+        *(f'deepspeed.json: nothing fills in the "auto" of {key}' for key in left),
+    ]
+
+
+def _leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value of nested dictionaries with its dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _check_fsdp(arguments: Any) -> list[str]:
+    """Accelerate's plugin takes what Trainer hands it; FSDP1's broadcast of weights stays out, it wants a GPU."""
+    from accelerate.utils import FullyShardedDataParallelPlugin
+
+    needs_gpu = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
+    FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args | (needs_gpu if _is_fsdp1(arguments) else {}))
+    return []
+
+
+def _is_fsdp1(arguments: Any) -> bool:
+    return arguments.fsdp_plugin_args["fsdp_version"] == 1
 
 
 def _differences(place: str, written: Mapping[str, Any], understood: Mapping[str, Any]) -> list[str]:
