@@ -41,19 +41,20 @@ def test_every_parser_complains_about_its_own_file() -> None:
     files = render("zero2")
     broken = replace(
         files,
-        accelerate=files.accelerate | {"num_processes": 3, "same_network": False},
-        deepspeed=files.deepspeed | {"gradient_accumulation_steps": 3, "gradient_clipping": "auto", "prescale": "auto"},
+        accelerate=files.accelerate | {"num_processes": 3, "same_network": True},
+        deepspeed=files.deepspeed
+        | {"gradient_accumulation_steps": 3, "gradient_clipping": "auto", "zero_optimisation": {}},
         training={**files.training, "arguments": files.training["arguments"] | {"bf16": False}},
     )
     with pytest.raises(UserError) as refusal:
         check("zero2", broken)
     message = str(refusal.value)
     assert "accelerate.yaml: processes per node is understood as 1; planned is 2" in message
-    assert "accelerate.yaml: same_network is understood as True; planned is False" in message
+    assert "accelerate.yaml: accelerate ignores same_network" in message
     assert "deepspeed.json: train_batch_size is understood as 24; planned is 16" in message
     assert "ds gradient_accumulation_steps=3 vs hf gradient_accumulation_steps=2" in message
     assert "ds bf16.enabled=True vs hf bf16|bf16_full_eval=False" in message
-    assert 'nothing fills in the "auto" of prescale' in message
+    assert "deepspeed.json: DeepSpeed ignores zero_optimisation" in message
     assert "gradient_clipping" not in message
 
 

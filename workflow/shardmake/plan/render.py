@@ -15,6 +15,7 @@ from shardmake.plan.accelerate_file import accelerate_config
 from shardmake.plan.check import Files, check_rendered
 from shardmake.plan.deepspeed_file import deepspeed_config
 from shardmake.plan.model import Model, read_model
+from shardmake.plan.own_files import merge_own_files
 from shardmake.plan.plan import Choice, Plan
 from shardmake.plan.training_file import training_config
 from shardmake.receipt import write_json, write_text
@@ -22,21 +23,23 @@ from shardmake.receipt import write_json, write_text
 ACCELERATE, DEEPSPEED, TRAINING = "accelerate.yaml", "deepspeed.json", "training.json"
 
 
-def render(plan: Plan, run: Run, cluster: Cluster, folder: Path) -> None:
+def render(plan: Plan, run: Run, cluster: Cluster, folder: Path) -> list[str]:
     """Write the three files of ``plan`` into ``folder``, each only if its content changed.
 
-    Before that the libraries' own parsers read them (`shardmake.plan.check`). Raises `UserError` where run and plan
-    contradict each other or a library would refuse a file.
+    Before that the libraries' own parsers read them (`shardmake.plan.check`). Returns a line for everything that the
+    run's own files changed. Raises `UserError` where run, plan and own files contradict each other or a library would
+    refuse a file.
     """
     _check_batch(plan.choice, run)
     _check_hybrid(plan.choice)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    files = render_files(plan, run, cluster, model, folder)
+    files, told = merge_own_files(render_files(plan, run, cluster, model, folder), run, plan.choice)
     flags = launch_flags(plan, machine_rank=0, address="localhost", port=1)
     check_rendered(files, plan.choice, model.hidden_size, flags, cluster.scratch)
     write_text(folder / ACCELERATE, as_yaml(files.accelerate))
     write_json(folder / DEEPSPEED, files.deepspeed)
     write_json(folder / TRAINING, files.training)
+    return told
 
 
 def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> Files:

@@ -30,7 +30,7 @@ def training_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dic
         },
         "method": _method(run),
         "arguments": training_arguments(plan, run, cluster, model),
-        "optimizer": cpu_optimizer(choice, run),
+        "optimizer": cpu_optimizer(choice, run, cluster),
         "expected": expected_engine(choice, run.fsdp_version),
         "loss": run.loss,
         "keep_checkpoints": run.checkpoints.keep,
@@ -54,12 +54,14 @@ def _method(run: Run) -> dict[str, Any]:
     return {"kind": run.method, **run.lora.model_dump()}
 
 
-def cpu_optimizer(choice: Choice, run: Run) -> dict[str, Any] | None:
-    """DeepSpeed's vectorized Adam where the optimizer's states live on the CPU; None: what ``optim`` names.
+def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any] | None:
+    """DeepSpeed's vectorized Adam where a GPU's optimizer states live on the host; None: what ``optim`` names.
 
     The trainer builds it over Trainer's own parameter groups; from deepspeed.json it would decay norms and biases too.
+    Ranks without a GPU gain nothing from it, and would wait a minute and a half while it is compiled.
     """
-    if not choice.is_deepspeed or engine_of(choice).offload_optimizer is None or run.optimizer != "adamw":
+    offloads = choice.is_deepspeed and engine_of(choice).offload_optimizer is not None
+    if not offloads or run.optimizer != "adamw" or cluster.is_cpu:
         return None
     arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON, "adamw_mode": True}
     return {"class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "arguments": arguments}

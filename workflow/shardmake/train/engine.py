@@ -34,14 +34,18 @@ def describe_engine(trainer: Any) -> dict[str, Any]:
 
 def _describe_deepspeed(engine: Any) -> dict[str, Any]:
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
-    config = engine.zero_offload_optimizer(), engine.zero_offload_param()
-    optimizer, param = (None if part is None or part.device == "none" else str(part.device.value) for part in config)
     return {
         "zero_stage": engine.zero_optimization_stage(),
         "dtype": dtype,
-        "offload_optimizer": optimizer,
-        "offload_param": param,
+        "offload_optimizer": _device(engine.zero_offload_optimizer()),
+        "offload_param": _device(engine.zero_offload_param()),
     }
+
+
+def _device(offload: Any) -> str | None:
+    """``cpu``, ``nvme`` or None; DeepSpeed keeps the device as its enum or as the enum's value."""
+    name = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    return None if name == "none" else name
 
 
 def _describe_fsdp2(model: Any) -> dict[str, Any]:
