@@ -63,7 +63,8 @@ def render(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.plan.render import render as write_files
 
     _, run, cluster, rundir = _open(name, config, runs)
-    write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder)
+    for line in write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder):
+        tell(line)
     tell(f"Rendered {rundir.accelerate}, {rundir.deepspeed} and {rundir.training}.")
 
 

@@ -192,6 +192,18 @@ class Run(Section):
         "auto", description="How states are sharded; `auto`: the fastest that fits."
     )
     nodes: PositiveInt | None = Field(None, description="Nodes for training; without it, as few as the model fits on.")
+    fsdp_version: Literal[1, 2] = Field(2, description="Which FSDP runs the `fsdp` strategies.")
+    deepspeed_values: Literal["explicit", "auto"] = Field(
+        "explicit",
+        description='`auto`: deepspeed.json says "auto" wherever Trainer fills in its own value; both give the same.',
+    )
+    deepspeed_config: str | None = Field(
+        None, description="A DeepSpeed file of your own; what it sets beyond the plan is kept, contradictions refused."
+    )
+    accelerate_config: str | None = Field(
+        None, description="An Accelerate file of your own; merged and checked as `deepspeed_config`."
+    )
+    torch_compile: bool = Field(False, description="Compile the model with torch.compile.")
     seed: int = Field(42, description="Seed of data order, initialisation of adapters and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Saving during training.")
     eval_every_steps: PositiveInt | None = Field(
@@ -281,6 +293,11 @@ class Cluster(Section):
     )
     scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
     slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether the ranks run without a GPU."""
+        return self.accelerator == "cpu"
 
 
 class Config(Section):

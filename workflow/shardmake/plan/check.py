@@ -1,8 +1,8 @@
 """The libraries' own parsers over the rendered files, before anything is queued.
 
 Accelerate's config class and argument parser, transformers' TrainingArguments and DeepSpeed's config class read the
-files just as they will on the nodes, at the planned world size, without a GPU and without weights. They keep global
-state and read the environment, so they run in a process of their own: ``python -m shardmake.plan.check``.
+files just as they will on the nodes, at the planned world size (`shardmake.plan.parsers`). What they refuse, what they
+understand differently from the plan and what they drop without a word is an error.
 """
 
 import json
@@ -15,10 +15,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from shardmake.caches import kernel_caches, leave_collectives_to_gloo
+from shardmake.caches import kernel_caches
 from shardmake.errors import UserError
+from shardmake.plan import parsers
+from shardmake.plan.engine import engine_of
 from shardmake.plan.plan import Choice
 
 
@@ -31,56 +31,54 @@ class Files:
     training: dict[str, Any]
 
 
-def check_rendered(files: Files, choice: Choice, flags: list[str], scratch: str) -> None:
+def check_rendered(files: Files, choice: Choice, hidden_size: int, flags: list[str], scratch: str) -> None:
     """Have the libraries read ``files``; a `UserError` lists everything that they refuse or understand differently.
 
-    ``flags`` are the options of `accelerate launch` that stand beside the file; ``scratch`` is the folder for compiled
-    kernels, of which DeepSpeed builds one for the CPU as soon as it reads a configuration.
+    ``hidden_size`` is the model's, from which Trainer fills in bucket sizes. ``flags`` are the options of `accelerate
+    launch` that stand beside the file; ``scratch`` is the folder for compiled kernels, of which DeepSpeed builds one
+    for the CPU as soon as it reads a configuration.
     """
-    request = {"files": asdict(files), "choice": choice.model_dump(mode="json"), "flags": flags}
+    request = {"files": asdict(files), "choice": choice.model_dump(), "hidden_size": hidden_size, "flags": flags}
+    problems = ask_libraries("shardmake.plan.check", request, choice.world_size, bool(files.deepspeed), scratch)
+    if problems:
+        raise UserError("\n".join(["The rendered files do not fit together:", *(f"  {line}" for line in problems)]))
+
+
+def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> list[str]:
+    """Run ``module`` over ``request`` in a process that finds itself as rank 0 of ``world_size``; its answer."""
     with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
         answer = Path(folder, "answer.json")
         Path(folder, "request.json").write_text(json.dumps(request))
         process = subprocess.run(
-            [sys.executable, "-m", "shardmake.plan.check", folder],
-            env=_environment(choice, files) | kernel_caches(scratch),
+            [sys.executable, "-m", module, folder],
+            env=_environment(world_size, deepspeed) | kernel_caches(scratch),
             capture_output=True,
             text=True,
             check=False,
         )
         if not answer.is_file():
-            raise UserError(f"The rendered files could not be checked:\n{process.stderr[-3000:]}")
-        problems = json.loads(answer.read_text())
-    if problems:
-        raise UserError("\n".join(["The rendered files do not fit together:", *(f"  {line}" for line in problems)]))
+            raise UserError(f"The files could not be checked:\n{process.stderr[-3000:]}")
+        return json.loads(answer.read_text())
 
 
-def _environment(choice: Choice, files: Files) -> dict[str, str]:
+def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
     """What the launcher would set for rank 0, so that the libraries see the planned world."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(choice.world_size), "MASTER_ADDR": "localhost"}
-    engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if files.deepspeed else {}
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost"}
+    engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if deepspeed else {}
     return inherited | world | engine
 
 
 # --- in the child process ---------------------------------------------------------------------------------------------
 
 
-def _main(folder: Path) -> None:
+def answer_request(folder: Path, check: Callable[[dict[str, Any]], list[str]]) -> None:
+    """Apply ``check`` to the request in ``folder`` and leave its answer there."""
     request = json.loads((folder / "request.json").read_text())
-    files = Files(**request["files"])
-    choice = Choice.model_validate(request["choice"])
-    _pretend_world(choice.world_size)
-    leave_collectives_to_gloo()
-    problems = [
-        *_problems_of(lambda: _check_accelerate(files, choice, folder, request["flags"])),
-        *_problems_of(lambda: _check_deepspeed(files, choice)),
-        *_problems_of(lambda: _check_training(files, choice, folder)),
-    ]
-    (folder / "answer.json").write_text(json.dumps(problems))
+    (folder / "answer.json").write_text(json.dumps(check(request)))
 
 
-def _problems_of(check: Callable[[], list[str]]) -> list[str]:
+def problems_of(check: Callable[[], list[str]]) -> list[str]:
     """What ``check`` finds; whatever a library raises over a file is its way of refusing it."""
     try:
         return check()
@@ -88,27 +86,31 @@ def _problems_of(check: Callable[[], list[str]]) -> list[str]:
         return [f"{type(error).__module__.split('.')[0]}.{type(error).__name__}: {error}"]
 
 
-def _pretend_world(world_size: int) -> None:
-    """A process group of ``world_size`` with torch's fake backend: the libraries read sizes, nothing communicates."""
-    import torch.distributed
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-
-
-def _check_accelerate(files: Files, choice: Choice, folder: Path, flags: list[str]) -> list[str]:
-    """Accelerate's config class and launcher read the file; each key must reach the launch arguments."""
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-
-    path = folder / "accelerate.yaml"
-    path.write_text(yaml.safe_dump(files.accelerate))
-    arguments = ["--config_file", str(path), *flags, "-m", "shardmake.train"]
-    launched, defaults, _ = _validate_launch_command(launch_command_parser().parse_args(arguments))
-    per_node = launched.num_processes // launched.num_machines
+def _check(request: dict[str, Any], folder: Path) -> list[str]:
+    files, choice = Files(**request["files"]), Choice.model_validate(request["choice"])
+    parsers.pretend_world(choice.world_size)
     return [
-        *_differences("accelerate.yaml", _flat(files.accelerate), vars(launched)),
+        *problems_of(lambda: _check_accelerate(files, choice, request["flags"], folder)),
+        *problems_of(lambda: _check_deepspeed(files, choice)),
+        *problems_of(lambda: _check_training(files, choice, request["hidden_size"], folder)),
+    ]
+
+
+def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Path) -> list[str]:
+    """Each key of the file must reach the launch arguments, and the launch must start the planned ranks."""
+    launched, ignored = parsers.launch_arguments(files.accelerate, flags, folder)
+    parsers.check_replicas(files.accelerate.get("parallelism_config", {}))
+    per_node, engine = launched.num_processes // launched.num_machines, engine_of(choice).distributed_type
+    flat = {key: value for key, value in _flat(files.accelerate).items() if key not in ignored}
+    return [
+        *(
+            line
+            for key, value in flat.items()
+            for line in _unequal(f"accelerate.yaml: {key}", vars(launched)[key], value)
+        ),
+        *(f"accelerate.yaml: accelerate ignores {key}" for key in ignored),
         *_unequal("accelerate.yaml: processes per node", per_node, choice.processes_per_node),
-        *_unequal("accelerate.yaml: distributed_type", defaults.distributed_type.value, _engine(choice)),
+        *_unequal("accelerate.yaml: distributed_type", files.accelerate["distributed_type"], engine),
     ]
 
 
@@ -121,52 +123,31 @@ def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in flat.items() if key not in apart}
 
 
-def _engine(choice: Choice) -> str:
-    return "DEEPSPEED" if choice.is_deepspeed else "FSDP" if choice.is_fsdp else "MULTI_GPU"
-
-
 def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
-    """DeepSpeed's config class at the planned world size: known keys, types, batch arithmetic."""
+    """Known keys, types, and the batch arithmetic at the planned world size."""
     if not files.deepspeed:
         return []
-    import deepspeed
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
-    read = DeepSpeedConfig(_without_auto(files.deepspeed))
+    filled = {
+        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+    }
+    read, ignored = parsers.deepspeed_settings(files.deepspeed, filled)
     return [
         *_unequal("deepspeed.json: train_batch_size", read.train_batch_size, choice.global_batch_size),
         *_unequal("deepspeed.json: stage", int(read.zero_optimization_stage), choice.zero_stage),
+        *(f"deepspeed.json: DeepSpeed ignores {key}" for key in ignored),
     ]
 
 
-def _without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` without the keys that Trainer fills in."""
-    return {
-        key: _without_auto(value) if isinstance(value, dict) else value
-        for key, value in values.items()
-        if value != "auto"
-    }
-
-
-def _check_training(files: Files, choice: Choice, folder: Path) -> list[str]:
-    """TrainingArguments takes every argument, with DeepSpeed's file beside it, and counts the same batch."""
-    from transformers import TrainingArguments
-
-    extra: dict[str, Any] = {"deepspeed": files.deepspeed} if files.deepspeed else {}
-    # The check may run where there is no GPU; the device is not what it is about.
-    given = files.training["arguments"] | {"use_cpu": True, "ddp_backend": "gloo"}
-    arguments = TrainingArguments(output_dir=str(folder / "output"), **given, **extra)
+def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
+    """TrainingArguments takes every argument, counts the same batch, and agrees with DeepSpeed's file or FSDP."""
+    arguments, ignored = parsers.training_arguments(files.training["arguments"], files.deepspeed, folder)
     batch = arguments.world_size * arguments.train_batch_size * arguments.gradient_accumulation_steps
-    mismatches = arguments.hf_deepspeed_config.mismatches if files.deepspeed else []
     return [
         *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),
-        *(f"deepspeed.json and training.json differ: {line.lstrip('- ')}" for line in mismatches),
+        *(f"training.json: transformers ignores {key}" for key in ignored),
+        *(parsers.mismatches(arguments, hidden_size) if files.deepspeed else []),
     ]
-
-
-def _differences(place: str, written: Mapping[str, Any], understood: Mapping[str, Any]) -> list[str]:
-    return [line for key, value in written.items() for line in _unequal(f"{place}: {key}", understood.get(key), value)]
 
 
 def _unequal(what: str, understood: object, planned: object) -> list[str]:
@@ -174,4 +155,4 @@ def _unequal(what: str, understood: object, planned: object) -> list[str]:
 
 
 if __name__ == "__main__":
-    _main(Path(sys.argv[1]))
+    answer_request(Path(sys.argv[1]), lambda request: _check(request, Path(sys.argv[1])))

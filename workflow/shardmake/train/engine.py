@@ -23,32 +23,59 @@ def describe_engine(trainer: Any) -> dict[str, Any]:
     kind = type(model).__name__
     if kind == "DeepSpeedEngine":
         return {"engine": "deepspeed", "world_size": world_size, **_describe_deepspeed(model)}
-    engine = "fsdp" if _is_fsdp(model) else "ddp" if kind == "DistributedDataParallel" else kind
-    return {
-        "engine": "ddp" if engine == kind and world_size == 1 else engine,
-        "zero_stage": 0,
-        "world_size": world_size,
-        "dtype": _DTYPE_OF_MODE[trainer.accelerator.mixed_precision],
-        "offload_optimizer": None,
-        "offload_param": None,
-    }
+    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPE_OF_MODE[trainer.accelerator.mixed_precision]}
+    if kind.startswith("FSDP"):
+        return {"engine": "fsdp", **common, **_describe_fsdp2(model)}
+    if kind == "FullyShardedDataParallel":
+        return {"engine": "fsdp", **common, **_describe_fsdp1(model)}
+    is_ddp = kind == "DistributedDataParallel" or world_size == 1
+    return {"engine": "ddp" if is_ddp else kind, **common, "offload_optimizer": None, "offload_param": None}
 
 
 def _describe_deepspeed(engine: Any) -> dict[str, Any]:
     dtype = "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
-    config = engine.zero_offload_optimizer(), engine.zero_offload_param()
-    optimizer, param = (None if part is None or part.device == "none" else str(part.device.value) for part in config)
     return {
         "zero_stage": engine.zero_optimization_stage(),
         "dtype": dtype,
-        "offload_optimizer": optimizer,
-        "offload_param": param,
+        "offload_optimizer": _device(engine.zero_offload_optimizer()),
+        "offload_param": _device(engine.zero_offload_param()),
     }
 
 
-def _is_fsdp(model: Any) -> bool:
-    """FSDP1 wraps the module; FSDP2 gives it a mixed-in class whose name starts with FSDP."""
-    return any(cls.__name__ in ("FullyShardedDataParallel", "FSDPModule") for cls in type(model).__mro__)
+def _device(offload: Any) -> str | None:
+    """``cpu``, ``nvme`` or None; DeepSpeed keeps the device as its enum or as the enum's value."""
+    name = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    return None if name == "none" else name
+
+
+def _describe_fsdp2(model: Any) -> dict[str, Any]:
+    """FSDP2 turns every wrapped module into a class ``FSDP...``, each with a state of its own.
+
+    The modules around the blocks never free their weights after forward; whether anything does tells the strategies
+    apart, and that the blocks were found at all.
+    """
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    offload = "cpu" if any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups) else None
+    return {
+        "fsdp_version": 2,
+        "reshard_after_forward": any(group.post_forward_mesh_info is not None for group in groups),
+        "replicas": max(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups),
+        "offload_optimizer": offload,
+        "offload_param": offload,
+    }
+
+
+def _describe_fsdp1(model: Any) -> dict[str, Any]:
+    offload = "cpu" if model.cpu_offload.offload_params else None
+    hybrid = model.sharding_strategy.name.startswith(("HYBRID", "_HYBRID"))
+    return {
+        "fsdp_version": 1,
+        "reshard_after_forward": model.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
+        "replicas": model._inter_node_pg.size() if hybrid else 1,
+        "offload_optimizer": offload,
+        "offload_param": offload,
+    }
 
 
 def check_engine(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:

@@ -1,5 +1,6 @@
 """One rank of a training: load, check the engine, train, seal, and on rank 0 write the receipt as the last act."""
 
+import importlib
 import os
 import time
 from pathlib import Path
@@ -104,6 +105,7 @@ def _make_trainer(
         eval_dataset=load(rundir.data, "eval"),
         data_collator=collator(rundir.data, plan.workload.attention),
         processing_class=_load_tokenizer(settings),
+        optimizer_cls_and_kwargs=_optimizer(settings),
         callbacks=[
             Metrics(rundir.metrics, tokens_per_step, attempt.number),
             stop,
@@ -132,6 +134,15 @@ def _training_arguments(settings: dict[str, Any], folder: AttemptDir, attempt: A
     if read_json(folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(folder.deepspeed)
     return TrainingArguments(output_dir=str(attempt.rundir.checkpoints), **arguments)
+
+
+def _optimizer(settings: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """The optimizer that the plan names by its class; None: the one that the training arguments name."""
+    named = settings["optimizer"]
+    if named is None:
+        return None
+    module, _, name = named["class"].rpartition(".")
+    return getattr(importlib.import_module(module), name), named["arguments"]
 
 
 def _load_model(settings: dict[str, Any]) -> PreTrainedModel:

@@ -1,0 +1,77 @@
+"""Plans, runs and a model for tests that need no file and no library."""
+
+from typing import Any
+
+from shardmake.config import Cluster, Data, Run, Strategy
+from shardmake.plan.model import Model, from_config
+from shardmake.plan.plan import Choice, Plan, Resources, Workload
+
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 128,
+}
+
+
+def make_model(**changes: Any) -> Model:
+    return from_config(LLAMA | changes)
+
+
+def make_cluster(**changes: Any) -> Cluster:
+    values: dict[str, Any] = {
+        "executor": "local",
+        "processes_per_node": 2,
+        "cpus_per_node": 4,
+        "memory_gib_per_node": 8.0,
+        "nvme_path": "/scratch/nvme",
+        "scratch": "/tmp",
+    }
+    return Cluster(**values | changes)
+
+
+def make_run(**changes: Any) -> Run:
+    values: dict[str, Any] = {
+        "model": "base",
+        "data": Data(train="train.jsonl"),
+        "sequence_length": 32,
+        "global_batch_size": 16,
+        "max_steps": 10,
+        "learning_rate": 1e-3,
+    }
+    return Run(**values | changes)
+
+
+def make_plan(strategy: Strategy, **changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "strategy": strategy,
+        "gradient_checkpointing": False,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "nodes": 2,
+        "processes_per_node": 2,
+        "precision": "bf16",
+    }
+    workload = Workload(
+        model="base",
+        sequence_length=32,
+        packing=True,
+        method="full",
+        optimizer="adamw",
+        attention="sdpa",
+        loss="plain",
+    )
+    return Plan(
+        run="docs-chat",
+        choice=Choice(**values | changes),
+        workload=workload,
+        reason="asked for",
+        rejected={},
+        ladder=[],
+        resources={"train": Resources(memory_gib=8, cpus=4)},
+    )
