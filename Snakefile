@@ -18,12 +18,13 @@ include: "workflow/rules/common.smk"
 include: "workflow/rules/plan.smk"
 include: "workflow/rules/train.smk"
 include: "workflow/rules/export.smk"
+include: "workflow/rules/report.smk"
 
 
 rule all:
     default_target: True
     input:
-        [final_receipt(run) for run in RUNS],
+        expand("runs/{run}/report.html", run=RUNS),
 
 
 rule plan:

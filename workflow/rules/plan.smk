@@ -1,6 +1,29 @@
+rule fetch:
+    input:
+        inputs_of("model", "data"),
+    output:
+        sources="runs/{run}/sources.json",
+    log:
+        "logs/{run}/fetch.log",
+    localrule: True
+    conda:
+        "../../envs/workflow.yaml"
+    params:
+        config=CONFIG_FLAGS,
+        settings=settings_of("fetch"),
+    message:
+        "{wildcards.run}: bringing model and data here, pinned to their commits, so that no job needs the internet"
+    shell:
+        """
+        shardmake fetch {wildcards.run} \
+            {params.config} \
+            2>&1 | tee -i {log}
+        """
+
+
 rule choose_strategy:
     input:
-        model=inputs_of("model"),
+        sources="runs/{run}/sources.json",
     output:
         memory="runs/{run}/plan/memory.json",
         plan="runs/{run}/plan/plan.json",

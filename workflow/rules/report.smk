@@ -22,4 +22,8 @@ rule report_run:
     message:
         "{wildcards.run}: putting losses, speed, memory and samples on one page, {output.page}"
     shell:
-        "shardmake report {wildcards.run}" " {params.config}" " 2>&1 | tee -i {log}"
+        """
+        shardmake report {wildcards.run} \
+            {params.config} \
+            2>&1 | tee -i {log}
+        """

@@ -7,10 +7,11 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from shardmake.config import Cluster, Config, Run, get_run, load_cluster, load_config
+from shardmake.config import Cluster, Run, get_run, load_cluster, load_config
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
+from shardmake.sources import localize
 
 app = typer.Typer(
     help="Distributed fine-tuning that fits, runs, survives and ends as a model people can load.",
@@ -32,9 +33,16 @@ def tell(message: str) -> None:
     console.print(message, markup=False)
 
 
-def _open(name: str, files: list[Path], runs: Path) -> tuple[Config, Run, Cluster, RunDir]:
+def _open(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
+    """The run as it is configured, its cluster and its folder."""
     config = load_config(*files)
-    return config, get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    return get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+
+
+def _open_fetched(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
+    """As `_open`, with hub ids replaced by what `fetch` brought here."""
+    run, cluster, rundir = _open(name, files, runs)
+    return localize(run, rundir), cluster, rundir
 
 
 @app.command()
@@ -46,12 +54,21 @@ def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = 
 
 
 @app.command()
+def fetch(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Bring model and data here, pinned to their commits; run it where there is internet."""
+    from shardmake.fetch.stage import fetch as bring
+
+    run, _, rundir = _open(name, config, runs)
+    bring(run, rundir, tell)
+
+
+@app.command()
 def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Estimate memory for every strategy and choose the fastest that fits."""
     from shardmake.data import check_sources
     from shardmake.plan.stage import describe, plan_run
 
-    _, run, cluster, rundir = _open(name, config, runs)
+    run, cluster, rundir = _open_fetched(name, config, runs)
     check_sources(run)
     tell(describe(plan_run(run, cluster, rundir)))
 
@@ -62,7 +79,7 @@ def render(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.plan.plan import read_plan
     from shardmake.plan.render import render as write_files
 
-    _, run, cluster, rundir = _open(name, config, runs)
+    run, cluster, rundir = _open_fetched(name, config, runs)
     for line in write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder):
         tell(line)
     tell(f"Rendered {rundir.accelerate}, {rundir.deepspeed} and {rundir.training}.")
@@ -78,7 +95,7 @@ def data(
     """Tokenize and pack the data."""
     from shardmake.data import prepare
 
-    _, run, _, rundir = _open(name, config, runs)
+    run, _, rundir = _open_fetched(name, config, runs)
     prepare(run, rundir, cpus=cpus, tell=tell)
 
 
@@ -87,7 +104,7 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Train: adopt the run's job or submit one, and bring it to its end."""
     from shardmake.launch.driver import train as drive
 
-    _, run, cluster, rundir = _open(name, config, runs)
+    run, cluster, rundir = _open_fetched(name, config, runs)
     drive(run, cluster, rundir, tell)
 
 
@@ -107,7 +124,7 @@ def consolidate(
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
-        _, run, _, rundir = _open(source, config, runs)
+        run, _, rundir = _open_fetched(source, config, runs)
         consolidate_run(run, rundir, workers=workers, tell=tell)
     else:
         merge(Path(source), out, base=base, dtype=dtype, max_shard_size=max_shard_size, workers=workers)
@@ -118,7 +135,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     """Measure the base and the tuned model, and let both answer."""
     from shardmake.publish.evaluate import evaluate as measure
 
-    _, run, _, rundir = _open(name, config, runs)
+    run, _, rundir = _open(name, config, runs)
     measure(run, rundir)
 
 
@@ -127,8 +144,41 @@ def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Push the model and read back what arrived."""
     from shardmake.publish.push import push as send
 
-    _, run, _, rundir = _open(name, config, runs)
+    run, _, rundir = _open(name, config, runs)
     send(run, rundir)
+
+
+@app.command()
+def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Put the run on one page: losses, speed, memory, samples."""
+    from shardmake.publish.report import write_report
+
+    run, _, rundir = _open(name, config, runs)
+    tell(f"Wrote {write_report(run, rundir)}.")
+
+
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(help="A model folder.")],
+    against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit for bit.")] = None,
+    workers: Annotated[int, typer.Option(help="Files read at once.")] = 2,
+) -> None:
+    """Check a model folder tensor by tensor, and against the checkpoint it was merged from."""
+    from shardmake.consolidate.verify import verify as check_model
+
+    found = check_model(model, against, workers=workers)
+    tell(f"{model} is whole: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
+
+
+@app.command()
+def clean(
+    runs: Runs = RUNS,
+    remove: Annotated[bool, typer.Option("--remove", help="Take it away; without it, only list.")] = False,
+) -> None:
+    """List what finished and pushed runs no longer need, with sizes; never the only copy of anything."""
+    from shardmake.clean import clean as tidy
+
+    tidy(runs, remove=remove, tell=tell)
 
 
 @app.command()
@@ -136,7 +186,7 @@ def status(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Show how far a run is, and what came of it."""
     from shardmake.status import describe
 
-    _, run, _, rundir = _open(name, config, runs)
+    run, _, rundir = _open(name, config, runs)
     tell(describe(run, rundir))
 
 

@@ -320,6 +320,7 @@ class Config(Section):
 # The settings that only a later stage reads. Whatever is not listed shapes the plan and the training, so that a new
 # push destination never retrains anything.
 STAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "fetch": ("model", "revision", "data"),
     "data": ("data", "model", "revision", "sequence_length", "packing", "seed", "trust_remote_code"),
     "consolidate": ("dtype", "max_shard_size"),
     "evaluate": ("evaluation",),

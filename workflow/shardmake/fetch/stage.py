@@ -7,6 +7,7 @@ as ``revision`` or remove ``sources.json``.
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -62,7 +63,7 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | 
     """One split as a Parquet file in the run's folder, with the columns that the hub's data set has."""
     from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read
 
-    source = locate(name, run.data.revision, TRAIN_SPLITS if split == "train" else EVAL_SPLITS)
+    source = locate(name, run.data, TRAIN_SPLITS if split == "train" else EVAL_SPLITS)
     if not isinstance(source, HubDataset):
         return Source(name=name, path=name)
     if _still_stands(before, name, run.data.revision):
@@ -71,7 +72,7 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | 
         return before
     tell(f"Fetching data {name}.")
     commit = _commit_of_data(_connect(), source.repository, source.revision)
-    rows = read(HubDataset(source.repository, commit, source.splits), rundir.fetched / "cache")
+    rows = read(replace(source, revision=commit), rundir.fetched / "cache")
     path = rundir.fetched / split / f"{split}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(str(path))
