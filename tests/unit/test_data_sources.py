@@ -25,7 +25,7 @@ def write_jsonl(path: Path, rows: list[Any] = ROWS) -> Path:
 
 def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
     pyarrow.parquet.write_table(
-        pyarrow.Table.from_pylist([dict.fromkeys({key for row in rows for key in row}) | row for row in rows]), path
+        pyarrow.Table.from_pylist([dict.fromkeys(key for row in rows for key in row) | row for row in rows]), path
     )
     return path
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config import Data
-from shardmake.errors import UserError
+from shardmake.errors import UserError, nearest
 from shardmake.receipt import sha256
 
 if TYPE_CHECKING:
@@ -120,12 +120,12 @@ def file_record(path: Path, root: Path = Path()) -> dict[str, Any]:
 
 
 def read(source: Source, cache: Path) -> "datasets.Dataset":
-    """All rows of ``source``, memory-mapped from ``cache`` (hub downloads stay in the hub's own cache).
+    """All rows of ``source``, memory-mapped from ``cache``, or from the hub's own cache.
 
     Raises `UserError` for a file that is no Parquet, for a hub data set that cannot be had, and for no rows at all.
     """
     if isinstance(source, HubDataset):
-        return _numbered(source, _read_hub(source, cache))
+        return _numbered(source, _read_hub(source))
     return _read_jsonl(source, cache) if source.are_jsonl else _numbered(source, _read_parquet(source, cache))
 
 
@@ -191,7 +191,7 @@ def _check_parquet(paths: tuple[Path, ...]) -> None:
             raise UserError(f"{path} has the columns {', '.join(names)}; {paths[0]} has {other}.")
 
 
-def _read_hub(source: HubDataset, cache: Path) -> "datasets.Dataset":
+def _read_hub(source: HubDataset) -> "datasets.Dataset":
     import datasets
 
     with _hub_errors(source):
@@ -200,11 +200,9 @@ def _read_hub(source: HubDataset, cache: Path) -> "datasets.Dataset":
         if split is None:
             raise UserError(
                 f"hub data set {source} has no split {' or '.join(source.splits)}, only {', '.join(there)}. "
-                f"Name one: {source.repository}:{there[0]}"
+                f"Name one, as in {source.repository}:{there[0]}."
             )
-        return datasets.load_dataset(
-            source.repository, source.subset, revision=source.revision, split=split, cache_dir=str(cache / "hub")
-        )
+        return datasets.load_dataset(source.repository, source.subset, revision=source.revision, split=split)
 
 
 @contextmanager
@@ -214,10 +212,24 @@ def _hub_errors(source: HubDataset) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except (OSError, ValueError) as error:
+    except ValueError as error:
+        raise UserError(f"hub data set {source}: {_subset_mistake(source) or error}") from None
+    except OSError as error:
         raise UserError(
-            f"{source} is neither a file or folder here ({Path.cwd()}) nor a data set that the hub gives: {error}"
-        ) from error
+            f"data {str(source)!r} is no file or folder here ({Path.cwd()}), and the hub does not give it: {error}"
+        ) from None
+
+
+def _subset_mistake(source: HubDataset) -> str:
+    """What is wrong with the subset, or nothing."""
+    import datasets
+
+    subsets = datasets.get_dataset_config_names(source.repository, revision=source.revision)
+    there = f"There are: {', '.join(subsets)}."
+    if source.subset is None:
+        return f"it has several subsets; choose one with data.subset. {there}" if len(subsets) > 1 else ""
+    suggestion = nearest(source.subset, subsets)
+    return "" if source.subset in subsets else f"it has no subset {source.subset!r}.{suggestion} {there}"
 
 
 def place_of(row: Mapping[str, Any]) -> str:
