@@ -97,6 +97,7 @@ class FakeHub:
         self.requests: list[str] = []
         self.faults: list[Fault] = []
         self.lose: list[str] = []
+        self.before: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         (folder / "objects").mkdir(parents=True)
 
@@ -202,6 +203,7 @@ class _Handler(BaseHTTPRequestHandler):
         with self.hub.lock:
             self.hub.requests.append(f"{self.command} {path}")
             fault = self._next_fault(f"{self.command} {path}")
+        self.hub.before()
         if fault is not None and fault.status is None and self.command in ("POST", "PUT"):
             return self._break_off()
         self.body = self._read_body()

@@ -67,11 +67,9 @@ def test_the_licence_of_the_base_model_is_carried_over(tmp_path: Path) -> None:
     assert ModelCard(render_card(make_run(model=str(base)), make_rundir(tmp_path))).data.license == "apache-2.0"
 
 
-def test_an_adapter_is_loaded_over_its_base(tmp_path: Path) -> None:
-    run = make_run(method="lora", revision="v1")
-    card = render_card(run, make_rundir(tmp_path, {"adapter_config.json": b"{}"}))
-    assert 'AutoModelForCausalLM.from_pretrained("lab/base", revision="v1")' in card
-    assert ModelCard(card).data.library_name == "peft"
+def test_adapters_are_named_as_the_method_and_loaded_like_any_model(tmp_path: Path) -> None:
+    card = render_card(make_run(method="lora"), make_rundir(tmp_path))
+    assert "| Method | LoRA, merged into the base model |" in card
 
 
 def test_a_run_that_was_not_evaluated_names_the_stage(tmp_path: Path) -> None:

@@ -122,11 +122,11 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora": {"dropout": 1}}, ["lora.dropout: 1 is not allowed. Allowed: a number >= 0 and < 1."]),
     ({"checkpoints": {"keep": 0}}, ["checkpoints.keep: 0 is not allowed. Allowed: a whole number >= 1."]),
     ({"evaluation": {"prompts": "Hello?"}}, ["evaluation.prompts: 'Hello?' is not allowed. Allowed: a list of text."]),
-    ({"push": {"to": "published"}}, ["push.to: 'published' is no destination; write file:FOLDER or hub:ORG/NAME."]),
-    ({"push": {"to": ["file:a", "file:"]}}, ["push.to: 'file:' is no destination; write file:FOLDER or hub:ORG/NAME."]),
+    ({"push": {"to": "published"}}, ["push.to: 'published' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
+    ({"push": {"to": ["file:a", "file:"]}}, ["push.to: 'file:' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
     ({"push": {"to": "hub:name"}}, ["push.to: 'hub:name' is no hub repository; write hub:ORG/NAME."]),
     ({"push": {"to": 3}}, [f"push.to: 3 is not allowed. Allowed: text, a list of text. {TEXT_OR_NUMBER}"]),
-    ({"push": "file:a"}, ["push: 'file:a' is not allowed. Allowed: the keys to, private, revision."]),
+    ({"push": "file:a"}, ["push: 'file:a' is not allowed. Allowed: the keys to, private, revision, pull_request."]),
 ]  # fmt: skip
 
 

@@ -5,6 +5,8 @@ from pathlib import Path
 from shardmake.rundir import RunDir
 
 PATHS = {
+    "sources": "sources.json",
+    "fetched": "fetched",
     "plan_folder": "plan",
     "memory": "plan/memory.json",
     "plan": "plan/plan.json",
@@ -24,6 +26,7 @@ PATHS = {
     "model_receipt": "model/receipt.json",
     "evaluation": "evaluation.json",
     "push_receipt": "push/receipt.json",
+    "figures": "figures",
     "report": "report.html",
 }
 

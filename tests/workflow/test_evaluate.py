@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from shardmake.config import Run
 from shardmake.data import prepare
 from shardmake.errors import UserError
-from shardmake.publish.evaluate import IGNORED, Example, evaluate, load_model, score
+from shardmake.publish.evaluate import IGNORED, Example, Scores, evaluate, load_model, score
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
 from tests.finished_run import make_run
@@ -68,8 +68,12 @@ def expected(network: "PreTrainedModel", example: Example) -> float:
 SHORT, MIDDLE, LONG = example(40, 10, 1), example(150, 50, 2), example(600, 1, 3)
 
 
+def score_all(network: "PreTrainedModel", examples: list[Example], batch_size: int) -> Scores:
+    return score(network, examples, range(len(examples)), batch_size)
+
+
 def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTrainedModel") -> None:
-    result = score(network, [SHORT, LONG], batch_size=2).as_json()
+    result = score_all(network, [SHORT, LONG], 2).as_json()
     assert result["tokens"] == 30 + 599
     mean = (expected(network, SHORT) + expected(network, LONG)) / 629
     assert result["loss"] == pytest.approx(mean, rel=1e-5)
@@ -77,14 +81,14 @@ def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTraine
 
 
 def test_packed_examples_do_not_see_each_other(network: "PreTrainedModel") -> None:
-    alone = score(network, [SHORT, MIDDLE, LONG], batch_size=1).as_json()
-    together = score(network, [packed(MIDDLE, SHORT), LONG], batch_size=2).as_json()
+    alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_json()
+    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_json()
     assert together["tokens"] == alone["tokens"]
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
 def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "PreTrainedModel") -> None:
-    by_length = score(network, [packed(MIDDLE, SHORT), LONG], batch_size=2).as_json()["by_length"]
+    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_json()["by_length"]
     assert [(bucket["up_to"], bucket["tokens"]) for bucket in by_length] == [(128, 30), (512, 100), (2048, 599)]
     for bucket, part in zip(by_length, [SHORT, MIDDLE, LONG], strict=True):
         assert bucket["loss"] * bucket["tokens"] == pytest.approx(expected(network, part), rel=1e-4)
@@ -92,7 +96,7 @@ def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "P
 
 def test_nothing_to_learn_is_an_error(network: "PreTrainedModel") -> None:
     with pytest.raises(UserError, match=r"no tokens that carry loss.*data\.loss_on"):
-        score(network, [example(10, 10, 0)], batch_size=1)
+        score_all(network, [example(10, 10, 0)], 1).as_json()
 
 
 @pytest.mark.parametrize(("change", "kind"), [("drop", "missing_keys"), ("add", "unexpected_keys")])
@@ -126,7 +130,7 @@ def words(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>")
-    fast.add_special_tokens({"additional_special_tokens": ["<user>", "<assistant>"]})
+    fast.add_tokens(["<user>", "<assistant>"])  # no special ones: their text would stay in the decoded prompt
     fast.chat_template = TEMPLATE
     fast.save_pretrained(folder)
 
@@ -164,3 +168,12 @@ def test_both_models_are_measured_on_the_same_tokens(folder: Path, rundir: RunDi
 def test_configured_questions_are_asked_through_the_chat_template(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
     result = evaluate(a_run(folder, tmp_path, ["one?", "three?"]), rundir)
     assert [sample["prompt"] for sample in result["samples"]] == ["one?", "three?"]
+
+
+def test_processes_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
+    alone = evaluate(a_run(folder, tmp_path), rundir)
+    together = evaluate(a_run(folder, tmp_path), rundir, processes=2)
+    assert together["samples"] == alone["samples"]
+    for model in ("base", "tuned"):
+        assert together[model]["tokens"] == alone[model]["tokens"]
+        assert together[model]["loss"] == pytest.approx(alone[model]["loss"], rel=1e-6)

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 PLOT = "loss.png"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-_METHODS = {"full": "full fine-tuning", "lora": "LoRA", "qlora": "QLoRA"}
+_MERGED = "merged into the base model"
+_METHODS = {"full": "full fine-tuning", "lora": f"LoRA, {_MERGED}", "qlora": f"QLoRA, {_MERGED}"}
 
 
 def render_card(run: Run, rundir: RunDir) -> str:
@@ -41,8 +42,6 @@ def render_card(run: Run, rundir: RunDir) -> str:
         template_path=str(TEMPLATE),
         name=rundir.name,
         base=public_name(run.model),
-        revision=_commit(sources.model if sources else None, run.revision),
-        is_adapter=_is_adapter(rundir),
         facts=_facts(run, rundir, sources, training),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
@@ -66,17 +65,13 @@ def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCar
     return ModelCardData(
         base_model=run.model if is_hub_id(run.model) else None,
         datasets=[run.data.train] if is_hub_id(run.data.train) else None,
-        library_name="peft" if _is_adapter(rundir) else "transformers",
+        library_name="transformers",
         license=_base_license(Path(localize(run, rundir).model)),
         model_name=rundir.name,
         pipeline_tag="text-generation",
         tags=["shardmake"],
         eval_results=[perplexity],
     )
-
-
-def _is_adapter(rundir: RunDir) -> bool:
-    return (rundir.model / "adapter_config.json").is_file()
 
 
 def _base_license(model: Path) -> str | None:

@@ -5,8 +5,12 @@ nothing asked for is an error.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+import multiprocessing
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.config import Run
@@ -58,10 +62,15 @@ class Scores:
     @property
     def total(self) -> Score:
         """All buckets together."""
-        return Score(sum(b.loss for b in self.buckets), sum(b.tokens for b in self.buckets))
+        return _sum(self.buckets)
 
     def as_json(self) -> dict[str, Any]:
-        """The total, and each bucket that holds tokens by the most tokens of its examples (None: no limit)."""
+        """The total, and each bucket that holds tokens by the most tokens of its examples (None: no limit).
+
+        Raises `UserError` where no token carries loss.
+        """
+        if not self.total.tokens:
+            raise UserError("The evaluation split holds no tokens that carry loss. Check data.eval and data.loss_on.")
         by_length = [
             {"up_to": up_to, **score.as_json()}
             for up_to, score in zip((*BUCKETS, None), self.buckets, strict=True)
@@ -70,11 +79,17 @@ class Scores:
         return {**self.total.as_json(), "by_length": by_length}
 
 
-def evaluate(run: Run, rundir: RunDir) -> dict[str, Any]:
+def _sum(scores: Iterable[Score]) -> Score:
+    losses, tokens = zip(*((score.loss, score.tokens) for score in scores), strict=True)
+    return Score(math.fsum(losses), sum(tokens))
+
+
+def evaluate(run: Run, rundir: RunDir, processes: int | None = None) -> dict[str, Any]:
     """Write and return ``evaluation.json``.
 
     ``{"sequences", "tokens", "base": {"loss", "perplexity", "tokens", "by_length"}, "tuned": {...}, "samples":
-    [{"prompt", "base", "tuned"}]}``; losses in nats per loss token.
+    [{"prompt", "base", "tuned"}]}``; losses in nats per loss token. ``processes`` share the sequences among them, each
+    with the whole model; without it, as many as there are GPUs, or one where a GPU does not hold the model.
     Raises `UserError` if a model cannot be loaded whole or the evaluation split holds no loss tokens.
     """
     from transformers import AutoTokenizer
@@ -85,16 +100,21 @@ def evaluate(run: Run, rundir: RunDir) -> dict[str, Any]:
     examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     prompts = _prompts(run, tokenizer, examples)
-    base = _assess(run, run.model, run.revision, examples, tokenizer, prompts)
-    tuned = _assess(run, str(rundir.model), None, examples, tokenizer, prompts)
+    models = [Task(run, rundir, run.model, run.revision, prompts), Task(run, rundir, str(rundir.model), None, prompts)]
+    base, tuned = _assess(models, processes or _gpus_that_hold(rundir.model))
+    answers = zip(prompts, base.answers, tuned.answers, strict=True)
     evaluation = {
         "sequences": len(examples),
-        "tokens": base.scores["tokens"],
-        "base": base.scores,
-        "tuned": tuned.scores,
+        "tokens": base.scores.total.tokens,
+        "base": base.scores.as_json(),
+        "tuned": tuned.scores.as_json(),
         "samples": [
-            {"prompt": tokenizer.decode(prompt, skip_special_tokens=True).strip(), "base": before, "tuned": after}
-            for prompt, before, after in zip(prompts, base.answers, tuned.answers, strict=True)
+            {
+                "prompt": _question(tokenizer, prompt),
+                "base": tokenizer.decode(before, skip_special_tokens=True).strip(),
+                "tuned": tokenizer.decode(after, skip_special_tokens=True).strip(),
+            }
+            for prompt, before, after in answers
         ],
     }
     write_json(rundir.evaluation, evaluation)
@@ -102,27 +122,72 @@ def evaluate(run: Run, rundir: RunDir) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Assessment:
-    scores: dict[str, Any]
-    answers: list[str]
+class Task:
+    """One model to measure, and prompts (token ids) for it to answer."""
+
+    run: Run
+    rundir: RunDir
+    model: str
+    revision: str | None
+    prompts: list[list[int]]
 
 
-def _assess(
-    run: Run,
-    model: str,
-    revision: str | None,
-    examples: Examples,
-    tokenizer: "PreTrainedTokenizerBase",
-    prompts: list[list[int]],
-) -> _Assessment:
-    """One model, loaded, measured and let go."""
-    network = load_model(model, revision, run.trust_remote_code)
-    scores = score(network, examples, run.evaluation.batch_size)
-    return _Assessment(scores.as_json(), [_answer(network, tokenizer, prompt, run) for prompt in prompts])
+@dataclass(frozen=True)
+class Assessment:
+    """What a model scored and answered (token ids, by prompt)."""
+
+    scores: Scores
+    answers: list[list[int]]
 
 
-def load_model(model: str, revision: str | None = None, trust_remote_code: bool = False) -> "PreTrainedModel":
-    """The model in evaluation mode: on the GPUs, spread if one is too small, else on the CPU in full precision."""
+def _assess(tasks: list[Task], processes: int) -> list[Assessment]:
+    """Measure models one after the other, alone or in processes of their own."""
+    if processes == 1:
+        return [_assess_share(task, None, 1) for task in tasks]
+    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
+        return [
+            _joined(list(pool.map(partial(_assess_share, task, world_size=processes), range(processes))))
+            for task in tasks
+        ]
+
+
+def _joined(shares: list[Assessment]) -> Assessment:
+    buckets = zip(*(share.scores.buckets for share in shares), strict=True)
+    return Assessment(Scores([_sum(scores) for scores in buckets]), shares[0].answers)
+
+
+def _gpus_that_hold(model: Path) -> int:
+    """GPUs to measure on side by side: all, if one holds the weights with room for activations; else 1."""
+    import torch
+
+    weights = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    count = torch.cuda.device_count()
+    return count if count and weights < 0.7 * torch.cuda.get_device_properties(0).total_memory else 1
+
+
+def _assess_share(task: Task, rank: int | None, world_size: int) -> Assessment:
+    """Score every ``world_size``-th sequence from ``rank`` on; the first rank, or the only one (None), also answers."""
+    import torch
+
+    from shardmake.data.dataset import load
+
+    evaluation = task.run.evaluation
+    network = load_model(task.model, task.revision, task.run.trust_remote_code, rank)
+    examples = load(task.rundir.data, "eval")
+    rows = range(rank or 0, len(examples), world_size)
+    scores = score(network, examples, rows, evaluation.batch_size)
+    prompts = [] if rank else task.prompts
+    answers = [_answer(network, prompt, evaluation.max_new_tokens) for prompt in prompts]
+    del network
+    torch.cuda.empty_cache()  # the next model may come to this GPU in another process
+    return Assessment(scores, answers)
+
+
+def load_model(
+    model: str, revision: str | None = None, trust_remote_code: bool = False, device: int | None = None
+) -> "PreTrainedModel":
+    """The model in evaluation mode: on GPU ``device``, else spread over GPUs and host, else on the CPU in fp32."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -132,7 +197,7 @@ def load_model(model: str, revision: str | None = None, trust_remote_code: bool 
         revision=revision or "main",
         trust_remote_code=trust_remote_code,
         dtype="auto" if has_gpu else torch.float32,
-        device_map="auto" if has_gpu else None,
+        device_map=("auto" if device is None else {"": device}) if has_gpu else None,
         output_loading_info=True,
     )
     if wrong := {kind: sorted(keys) for kind, keys in info.items() if keys}:
@@ -143,17 +208,14 @@ def load_model(model: str, revision: str | None = None, trust_remote_code: bool 
     return network.eval()
 
 
-def score(network: "PreTrainedModel", examples: Examples, batch_size: int) -> Scores:
-    """Sum the loss of ``network`` over the loss tokens of ``examples``, by the length of the example they stand in."""
+def score(network: "PreTrainedModel", examples: Examples, rows: Sequence[int], batch_size: int) -> Scores:
+    """Sum the loss of ``network`` over the loss tokens of ``rows``, by the length of the example they stand in."""
     import torch
 
     scores = Scores()
     with torch.inference_mode():
-        for start in range(0, len(examples), batch_size):
-            rows = range(start, min(start + batch_size, len(examples)))
-            _add_batch(network, _batch([examples[row] for row in rows]), scores)
-    if not scores.total.tokens:
-        raise UserError("The evaluation split holds no tokens that carry loss. Check data.eval and data.loss_on.")
+        for start in range(0, len(rows), batch_size):
+            _add_batch(network, _batch([examples[row] for row in rows[start : start + batch_size]]), scores)
     return scores
 
 
@@ -222,8 +284,22 @@ def _opening(example: Example) -> list[int]:
     return example["input_ids"][: first if first > 1 else 16].tolist()
 
 
-def _answer(network: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", prompt: list[int], run: Run) -> str:
-    """The greedy continuation of ``prompt``, without special tokens."""
+def _question(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
+    """What a user said in ``prompt``, without what the chat template puts around it; else all of its text."""
+    if tokenizer.chat_template is not None:
+        mark = "\N{OBJECT REPLACEMENT CHARACTER}"
+        around = tokenizer.apply_chat_template(
+            [{"role": "user", "content": mark}], add_generation_prompt=True, tokenize=False
+        )
+        before, _, after = around.partition(mark)
+        text = tokenizer.decode(prompt)
+        if text.startswith(before) and text.endswith(after):
+            return text[len(before) : len(text) - len(after)]
+    return tokenizer.decode(prompt, skip_special_tokens=True).strip()
+
+
+def _answer(network: "PreTrainedModel", prompt: list[int], max_new_tokens: int) -> list[int]:
+    """The greedy continuation of ``prompt``, in token ids."""
     import torch
 
     ids = torch.tensor([prompt], device=network.device)
@@ -231,8 +307,8 @@ def _answer(network: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase", pr
         output = network.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=run.evaluation.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             do_sample=False,
-            pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
+            pad_token_id=0,  # never used: one prompt at a time needs no filling
         )
-    return tokenizer.decode(output[0, len(prompt) :], skip_special_tokens=True).strip()
+    return output[0, len(prompt) :].tolist()

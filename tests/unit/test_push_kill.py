@@ -1,0 +1,57 @@
+"""A push that is killed at any of its requests, then repeated, ends as one that was not."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardmake.publish.push import push
+from tests.finished_run import MODEL, make_run, make_rundir, write_model
+from tests.hub import WRITER, FakeHub
+
+RUN = make_run(push={"to": "hub:lab/chat"})
+OLD = {"config.json": b"old", "model.safetensors": b"old"}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub(tmp_path / "hub") as server:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        yield server
+
+
+def push_and_die(hub: FakeHub, root: Path, at: int) -> bool:
+    """Push in a process of its own that is killed when its request number ``at`` arrives; whether it came so far."""
+    hub.requests.clear()
+    process = multiprocessing.get_context("fork").Process(target=push, args=(RUN, make_rundir(root)))
+    hub.before = lambda: os.kill(process.pid or 0, signal.SIGKILL) if len(hub.requests) == at else None
+    process.start()
+    process.join()
+    hub.before = lambda: None
+    return process.exitcode == -signal.SIGKILL
+
+
+def contents(hub: FakeHub) -> dict[str, bytes]:
+    files = hub.files("lab/chat")
+    return {name: hub.content("lab/chat", name) for name in files if name not in (".gitattributes", "README.md")}
+
+
+def test_killed_at_every_request(hub: FakeHub, tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path / "old")
+    write_model(rundir, OLD)
+    push(RUN, rundir)
+    old, start = contents(hub), len(hub.repositories["lab/chat"].commits)
+    at = 1
+    while push_and_die(hub, tmp_path / "new", at):
+        found = contents(hub)
+        assert found == old or {name: found.get(name) for name in MODEL} == MODEL, f"half a model at request {at}"
+        at += 1
+    assert at > 8, "the pushes were killed at several places"
+    assert {name: contents(hub)[name] for name in MODEL} == MODEL
+    assert contents(hub).keys() == {*MODEL, "loss.png", "SHA256SUMS"}
+    assert len(hub.repositories["lab/chat"].commits) == start + 1
