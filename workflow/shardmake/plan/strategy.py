@@ -8,7 +8,8 @@ from typing import Any
 from shardmake.config import STRATEGIES, Attention, Cluster, Precision, Run, Strategy
 from shardmake.errors import UserError
 from shardmake.plan import steptime
-from shardmake.plan.buckets import Buckets
+from shardmake.plan.buckets import Buckets, read_buckets
+from shardmake.plan.deepspeed_file import zero_optimization
 from shardmake.plan.hardware import GIB, Hardware, from_cluster
 from shardmake.plan.memory import closed
 from shardmake.plan.memory.estimate import COMFORT, Estimate, full, quick, script_of, verdict
@@ -82,6 +83,7 @@ class Settings:
     run: Run
     model: Model
     split: Split
+    cluster: Cluster
     hardware: Hardware
     precision: Precision
     attention: Attention
@@ -149,6 +151,7 @@ def resolve(run: Run, cluster: Cluster) -> Settings:
         run=run,
         model=model,
         split=split(model, run.method, run.lora.rank, run.lora.targets),
+        cluster=cluster,
         hardware=hardware,
         precision=_precision(run, hardware),
         attention=_attention(run, hardware),
@@ -352,15 +355,10 @@ def scenario_of(settings: Settings, choice: Choice) -> Scenario:
 
 
 def buckets_of(settings: Settings, choice: Choice) -> Buckets:
-    """DeepSpeed's buffer sizes for ``choice``."""
-    h = settings.model.hidden_size
-    return Buckets(
-        reduce_bucket_size=h * h,
-        stage3_prefetch_bucket_size=int(0.9 * h * h),
-        stage3_param_persistence_threshold=10 * h,
-        overlap_comm=not settings.hardware.is_cpu,
-        pin_memory=not settings.hardware.is_cpu,
-    )
+    """DeepSpeed's buffer sizes for ``choice``: those of the file that is rendered."""
+    if not choice.is_deepspeed:
+        return Buckets()
+    return read_buckets(zero_optimization(choice, settings.model, settings.cluster, ""), settings.model.hidden_size)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

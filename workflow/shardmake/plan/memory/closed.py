@@ -87,7 +87,13 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     bucket = {"gradients on their way": states.bucket_bytes(scenario, buckets)}
     head, layer = _gathered(scenario, buckets)
     return {
-        "cross entropy": {**base, **held, **head, **bucket, "activations": activations.loss},
+        "cross entropy": {
+            **base,
+            **held,
+            **head,
+            **({} if scenario.is_fsdp else bucket),
+            "activations": activations.loss,
+        },
         "backward of the last layer": {**base, **held, **layer, **bucket, "activations": activations.last_layer},
         "backward of the first layer": {**base, **whole, **layer, **bucket, "activations": activations.first_layer},
         "optimizer step": {**base, **whole, **states.optimizer_step(scenario, buckets)},

@@ -20,14 +20,14 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     """Host RAM of one node while training runs, and the load's peak beyond it."""
     ranks = scenario.ranks_per_node
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
-    for name, size in _offloaded(scenario, buckets).items():
+    for name, size in offloaded(scenario, buckets).items():
         terms[name] = ranks * size
     steady = sum(terms.values()) - terms["processes"]
     terms["loading"] = max(0, _load(scenario) - steady)
     return {name: size for name, size in terms.items() if size}
 
 
-def _offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
+def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     """Offloaded states of one rank (DeepSpeed's ``stage_1_and_2.py`` and ``stage3.py``: 18 and 20 bytes an element)."""
     if not scenario.offloads_optimizer:
         return {}
