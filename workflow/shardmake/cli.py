@@ -74,15 +74,39 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
 
 @app.command()
-def render(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+def render(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    show: Annotated[bool, typer.Option("--show", help="Print what would be submitted, and write nothing.")] = False,
+) -> None:
     """Render the Accelerate and DeepSpeed files from the plan, and check them."""
+    from shardmake.launch.preview import preview
     from shardmake.plan.plan import read_plan
     from shardmake.plan.render import render as write_files
 
     run, cluster, rundir = _open_fetched(name, config, runs)
+    if show:
+        tell(preview(read_plan(rundir.plan), run, cluster, rundir))
+        return
     for line in write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder):
         tell(line)
     tell(f"Rendered {rundir.accelerate}, {rundir.deepspeed} and {rundir.training}.")
+
+
+@app.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(help="An Accelerate file, a DeepSpeed file, arguments.")],
+) -> None:
+    """Tell what is wrong within and between configuration files that you have already."""
+    from shardmake.plan.lint import check_files
+
+    found = check_files(files)
+    for finding in found:
+        tell(f"{finding.level}: {finding.text}")
+    if any(finding.level == "error" for finding in found):
+        raise typer.Exit(1)
+    tell("No errors.")
 
 
 @app.command()

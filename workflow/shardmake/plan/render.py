@@ -56,11 +56,11 @@ def as_yaml(values: dict[str, object]) -> str:
     return yaml.safe_dump(values, sort_keys=False)
 
 
-def launch_command(plan: Plan, attempt: Path, machine_rank: int, address: str, port: int) -> list[str]:
+def launch_command(plan: Plan, attempt: Path, machine_rank: int | str, address: str, port: int | str) -> list[str]:
     """The command that starts the ranks of node ``machine_rank``; it can be typed by hand just so.
 
-    ``attempt`` is the attempt's folder with its rendered files; ``address`` and ``port`` are node 0's. Keys that
-    accelerate would ignore in its file are given here.
+    ``attempt`` is the attempt's folder with its rendered files; ``address`` and ``port`` are node 0's; what is
+    not known yet may be a word in its place. Keys that accelerate would ignore in its file are given here.
     """
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
@@ -70,7 +70,7 @@ def launch_command(plan: Plan, attempt: Path, machine_rank: int, address: str, p
     ]
 
 
-def launch_flags(plan: Plan, machine_rank: int, address: str, port: int) -> list[str]:
+def launch_flags(plan: Plan, machine_rank: int | str, address: str, port: int | str) -> list[str]:
     """Options of `accelerate launch` beside its file: what only the node knows, and what the file cannot say."""
     return [
         *("--machine_rank", str(machine_rank)),

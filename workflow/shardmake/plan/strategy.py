@@ -182,7 +182,6 @@ def _check_cpu(run: Run) -> None:
         "attention: flash": run.attention == "flash",
         "precision: fp16": run.precision == "fp16",
         "loss: fused": run.loss == "fused",
-        "strategy: zero3-nvme": run.strategy == "zero3-nvme",
     }
     for setting, wanted in needs_gpu.items():
         if wanted:

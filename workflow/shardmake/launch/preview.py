@@ -1,0 +1,52 @@
+"""What would be submitted: the batch script, the command and environment of each node, the rendered files."""
+
+import json
+import shlex
+from pathlib import Path
+
+from shardmake.attempt import AttemptDir
+from shardmake.config import Cluster, Run
+from shardmake.launch.jobs import SlurmJobs, attempt_settings
+from shardmake.launch.rendezvous import Rendezvous
+from shardmake.launch.worker import rank_environment
+from shardmake.plan.model import read_model
+from shardmake.plan.own_files import merge_own_files
+from shardmake.plan.plan import Plan
+from shardmake.plan.render import as_yaml, launch_command, render_files
+from shardmake.rundir import RunDir
+
+ATTEMPT = "NNN"
+"""Stands for the attempt's number, which the driver gives."""
+
+
+def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
+    """Text for people; nothing is written or submitted. ``K``, ``ADDRESS`` and ``PORT`` are known once the job runs."""
+    folder = AttemptDir(rundir.attempts.absolute() / ATTEMPT)
+    model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
+    parts = {
+        "batch script" if cluster.executor == "slurm" else "started here, without Slurm": _submission(
+            plan, cluster, rundir, folder
+        ),
+        f"on each node K of {plan.choice.nodes}, once node 0 has published its address": _node(
+            plan, cluster, rundir.root, folder
+        ),
+        str(folder.accelerate): as_yaml(files.accelerate),
+        str(folder.deepspeed): json.dumps(files.deepspeed, indent=2),
+        str(folder.training): json.dumps(files.training, indent=2),
+    }
+    return "\n".join(f"# --- {title}\n{body.strip()}\n" for title, body in parts.items())
+
+
+def _submission(plan: Plan, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:
+    if cluster.executor == "slurm":
+        return SlurmJobs(rundir.root, cluster).script(folder, plan, excluded=[])
+    return f"python -m shardmake.launch.worker {folder.root} 0"
+
+
+def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:
+    meeting = Rendezvous(address="ADDRESS", port=0, interface=cluster.network_interface or "INTERFACE", host="HOST")
+    settings = attempt_settings(0, run_folder, cluster, plan, resume_from=None, recipe="")
+    variables = sorted(rank_environment(settings, meeting).items())
+    exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
+    return f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"
