@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaConfig
 
 from shardmake.config import Run, parse_config
-from shardmake.data import prepare, stage
+from shardmake.data import check_sources, prepare, stage
 from shardmake.data.dataset import IGNORED, collator, load
 from shardmake.errors import UserError
 from shardmake.receipt import read_json, sha256
@@ -180,6 +180,16 @@ def test_a_broken_line_is_named_by_a_worker_process_too(
     path.write_text(path.read_text() + "{\n")
     message = refusal(make_run(model, {"train": str(path)}), RunDir(tmp_path / "run"), cpus=2)
     assert message.startswith(f"{path}, line 21 is not valid JSON: ")
+
+
+def test_sources_are_checked_without_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "e.jsonl"
+    data = {"train": write_jsonl(tmp_path / "t.jsonl", conversations(3)), "eval": write_jsonl(path, conversations(2))}
+    run = make_run(tmp_path / "nowhere", data)
+    check_sources(run)
+    path.write_text(path.read_text() + "{\n")
+    with pytest.raises(UserError, match=r"e\.jsonl, line 3 is not valid JSON: "):
+        check_sources(run)
 
 
 def test_data_with_nothing_to_learn_is_refused(model: Path, tmp_path: Path) -> None:
