@@ -20,6 +20,7 @@ from transformers import (
 from shardmake.attempt import Attempt, AttemptDir, rank_report
 from shardmake.caches import leave_collectives_to_gloo
 from shardmake.data.dataset import collator, load
+from shardmake.data.isolation import check_isolation
 from shardmake.plan.plan import Plan, read_plan
 from shardmake.receipt import read_json, write_json
 from shardmake.train import ledger
@@ -127,6 +128,7 @@ class _Gate(TrainerCallback):
         found = describe_engine(self.trainer)
         rank_report(self.folder, self.rank, environment_report() | found)
         check_engine(found, self.expected)
+        check_isolation(self.trainer.model_wrapped, self.trainer.data_collator, self.trainer.args.device)
 
 
 def _training_arguments(settings: dict[str, Any], folder: AttemptDir, attempt: Attempt) -> TrainingArguments:
