@@ -1,13 +1,14 @@
 """The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
 
+import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
-from shardmake.config import Cluster, Run, get_run, load_cluster, load_config
+from shardmake.config import Attention, Cluster, Method, Optimizer, Precision, Run, get_run, load_cluster, load_config
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
@@ -24,6 +25,8 @@ console = Console(highlight=False, soft_wrap=True)
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
 ConfigFiles = Annotated[list[Path], typer.Option("--config", help="Configuration file; later ones win.")]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
+Weights = Literal["bf16", "fp32"]
+LossKind = Literal["plain", "fused", "chunked"]
 CONFIG = [Path("config/config.yaml")]
 RUNS = Path("runs")
 
@@ -60,6 +63,69 @@ def fetch(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
     run, _, rundir = _open(name, config, runs)
     bring(run, rundir, tell)
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="Hub id, model folder, or config.json.")] = "",
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
+    gpu_memory: Annotated[float, typer.Option(help="Memory of a GPU, GiB.")] = 80.0,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
+    strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. All without it.")] = None,
+    gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without; both if not given.")] = None,
+    attention: Annotated[Attention, typer.Option(help="Attention kernel.")] = "flash",
+    precision: Annotated[Precision, typer.Option(help="Compute data type.")] = "bf16",
+    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer.")] = "adamw",
+    method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    lora_targets: Annotated[str, typer.Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear",
+    weights: Annotated[Weights | None, typer.Option(help="Data type that trainable weights are held in.")] = None,
+    loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
+    host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB; no limit without it.")] = None,
+    accelerator: Annotated[str, typer.Option(help="GPU model, for the step time.")] = "a100-80gb",
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run model code that comes with the model.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per candidate, in bytes.")] = False,
+    explain: Annotated[bool, typer.Option(help="Every term with its formula or source.")] = False,
+    list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the GPU models there are figures for.")] = False,
+) -> None:
+    """Estimate the memory of every strategy, from a config.json alone."""
+    from shardmake.plan import command
+
+    if list_gpus:
+        for gpu in command.list_gpus():
+            tell(gpu.name)
+        return
+    answer = command.estimate(
+        command.Question(
+            model=model,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            gpu_memory=gpu_memory,
+            sequence_length=sequence_length,
+            micro_batch=micro_batch,
+            strategies=strategy or (),
+            gradient_checkpointing=gradient_checkpointing,
+            attention=attention,
+            precision=precision,
+            optimizer=optimizer,
+            method=method,
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,
+            weights=weights,
+            loss=loss,
+            host_memory=host_memory,
+            accelerator=accelerator,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(answer.as_json(), indent=2))
+    else:
+        command.print_table(answer, explain=explain)
 
 
 @app.command()
