@@ -7,7 +7,6 @@ and the next driver adopts it.
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -16,7 +15,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from shardmake.attempt import AttemptDir, Record, write_record
 from shardmake.config import Cluster, Run
@@ -25,9 +23,10 @@ from shardmake.launch.follow import Follower
 from shardmake.launch.jobs import Jobs, attempt_settings, make_jobs
 from shardmake.launch.outcome import Action, End, Evidence, Outcome, classify, decide
 from shardmake.launch.states import JobState, JobStatus
+from shardmake.launch.story import Chapter, excluded_nodes, idle_attempts, next_rung, read_story, write_story
 from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
-from shardmake.receipt import read_json, write_json
+from shardmake.receipt import digest, read_json, write_json
 from shardmake.rundir import RunDir
 from shardmake.train import ledger
 from shardmake.train.receipt import is_last, write_receipt
@@ -99,9 +98,10 @@ class Driver:
         self.jobs: Jobs = make_jobs(rundir.root, cluster)
         settings = read_json(rundir.training, "shardmake render NAME")
         data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
+        self.plan_digest = digest(as_json(plan))
         self.recipe = recipe_digest(settings, plan, data_receipt)
-        self.story: list[dict[str, Any]] = self._read_story()
-        self.excluded: list[str] = []
+        self.index = rundir.attempts / "index.json"
+        self.story = read_story(self.index)
 
     def drive(self) -> None:
         """Adopt or submit, watch, decide, until the training is over."""
@@ -147,8 +147,8 @@ class Driver:
         folder = AttemptDir((self.rundir.attempts / f"{number:03d}").resolve())
         self._clear_stop_file()
         self.rundir.train_receipt.unlink(missing_ok=True)
-        resume_from = self._choose_checkpoint()
         plan = self._write_configuration(folder)
+        resume_from = self._choose_checkpoint(plan.choice)
         settings = attempt_settings(
             number,
             self.rundir.root,
@@ -158,7 +158,7 @@ class Driver:
             recipe=self.recipe,
         )
         write_record(folder.settings, settings)
-        job = Job(id=self.jobs.submit(folder, plan, self.excluded), attempt=number, submitted=time.time())
+        job = Job(id=self.jobs.submit(folder, plan, excluded_nodes(self.story)), attempt=number, submitted=time.time())
         write_record(self.rundir.job, job)
         start = f"resuming from {resume_from.name}" if resume_from else "from the base model"
         self.tell(
@@ -169,14 +169,14 @@ class Driver:
 
     def _write_configuration(self, folder: AttemptDir) -> Plan:
         """Put the files of this attempt's rung into its folder, so that it tells its own story."""
-        rung = self._rung()
+        rung = min(next_rung(self.story, self.plan_digest), len(self.plan.ladder))
         choice: Choice = self.plan.choice if rung == 0 else self.plan.ladder[rung - 1]
         plan = self.plan.model_copy(update={"choice": choice})
         write_json(folder.plan, as_json(plan))
         render(plan, self.run, self.cluster, folder.root)
         return plan
 
-    def _choose_checkpoint(self) -> Path | None:
+    def _choose_checkpoint(self, choice: Choice) -> Path | None:
         """The newest whole checkpoint of this recipe; everything else is told, and removed or set aside."""
         folder = self.rundir.checkpoints.resolve()
         found = ledger.newest_whole(folder, self.tell)
@@ -188,7 +188,10 @@ class Driver:
             self.rundir.metrics.unlink(missing_ok=True)
             return None
         ledger.discard_unfinished(folder, self.tell)
-        return found[1] if found else None
+        if found is None:
+            return None
+        check_resumable(*found, choice)
+        return found[1]
 
     def _clear_stop_file(self) -> None:
         if self.rundir.stop_file.exists():
@@ -247,39 +250,44 @@ class Driver:
             )
         )
         newest = next(ledger.sealed(self.rundir.checkpoints), None)
-        self.story.append(
-            {
-                "attempt": job.attempt,
-                "job": job.id,
-                "strategy": read_plan(folder.plan).choice.strategy,
-                "rung": self._rung(),
-                "submitted": job.submitted,
-                "ended": time.time(),
-                "end": outcome.end.value,
-                "sentence": outcome.sentence,
-                "host": outcome.host,
-                "checkpoint_step": newest[0].step if newest else 0,
-            }
+        chapter = Chapter(
+            attempt=job.attempt,
+            job=job.id,
+            plan=self.plan_digest,
+            strategy=read_plan(folder.plan).choice.strategy,
+            rung=next_rung(self.story, self.plan_digest),
+            submitted=job.submitted,
+            ended=time.time(),
+            end=outcome.end.value,
+            sentence=outcome.sentence,
+            host=outcome.host,
+            checkpoint_step=newest[0].step if newest else 0,
         )
-        write_json(self.rundir.attempts / "index.json", self.story)
+        self._write([*self.story, chapter])
         self.rundir.job.unlink(missing_ok=True)
         return outcome
 
     def _answer(self, outcome: Outcome) -> None:
         """Prepare the next attempt, or raise."""
+        rung = next_rung(self.story, self.plan_digest)
         action = decide(
             outcome,
-            idle_attempts=self._idle_attempts(),
+            idle_attempts=idle_attempts(self.story),
             cap=IDLE_ATTEMPTS,
-            rungs_left=len(self.plan.ladder) - self._rung(),
+            rungs_left=len(self.plan.ladder) - rung,
         )
         self.tell(f"{outcome.sentence} -> {action.value}")
         if action is Action.STOP:
             raise UserError(self._last_words(outcome))
-        if action is Action.EXCLUDE_AND_RESUME and outcome.host:
-            self.excluded.append(outcome.host)
-        self.story[-1]["next_rung"] = self._rung() + (action is Action.NEXT_RUNG)
-        write_json(self.rundir.attempts / "index.json", self.story)
+        decision = {
+            "next_rung": rung + (action is Action.NEXT_RUNG),
+            "excluded": outcome.host if action is Action.EXCLUDE_AND_RESUME else None,
+        }
+        self._write([*self.story[:-1], self.story[-1].model_copy(update=decision)])
+
+    def _write(self, story: list[Chapter]) -> None:
+        self.story = story
+        write_story(self.index, story)
 
     def _last_words(self, outcome: Outcome) -> str:
         """The one error that matters, and where to read on."""
@@ -292,25 +300,29 @@ class Driver:
         parts.append(f"Everything the ranks printed is in {_short(folder)}. {_ADVICE.get(outcome.end, _RUN_AGAIN)}")
         return "\n".join(parts)
 
-    # ---- the story so far -------------------------------------------------------------------------------------
-
-    def _read_story(self) -> list[dict[str, Any]]:
-        index = self.rundir.attempts / "index.json"
-        return json.loads(index.read_text()) if index.exists() else []
-
     def _last_attempt(self) -> int:
         """Number of the newest attempt, 0 if there was none."""
-        folders = (path.name for path in self.rundir.attempts.glob("[0-9]*"))
-        return max((int(name) for name in folders if name.isdigit()), default=0)
+        return max((int(path.name) for path in self.rundir.attempts.glob("[0-9]*")), default=0)
 
-    def _rung(self) -> int:
-        """Rung of the ladder that the next attempt takes; 0 is the plan's choice."""
-        return min(self.story[-1].get("next_rung", 0), len(self.plan.ladder)) if self.story else 0
 
-    def _idle_attempts(self) -> int:
-        """Attempts since the newest checkpoint last advanced."""
-        steps = [entry["checkpoint_step"] for entry in self.story]
-        return next((n for n, step in enumerate(reversed(steps)) if step < steps[-1]), len(steps))
+def check_resumable(record: ledger.CheckpointRecord, checkpoint: Path, choice: Choice) -> None:
+    """Refuse a checkpoint that the engine of ``choice`` cannot load.
+
+    DeepSpeed reads its own ZeRO stage at its own world size only; torch's distributed checkpoints fit any world size.
+    """
+    wrote, reads = _format(record.strategy), _format(choice.strategy)
+    same_ranks = record.world_size == choice.world_size or not choice.is_deepspeed
+    if wrote != reads or not same_ranks:
+        raise UserError(
+            f"{_short(checkpoint)} was written by {record.strategy} on {record.world_size} ranks and cannot be resumed "
+            f"by {choice.strategy} on {choice.world_size}. Set strategy and nodes as they were, or move "
+            f"{_short(checkpoint.parent)} away to start afresh."
+        )
+
+
+def _format(strategy: str) -> str:
+    """What a strategy's checkpoints are written in: zero1, zero2, zero3, fsdp or ddp."""
+    return strategy.partition("-")[0]
 
 
 _RUN_AGAIN = "Mend the cause and run the same command again; it resumes from the newest checkpoint."

@@ -179,7 +179,7 @@ class LocalJobs:
 
     def how_to_cancel(self, job: str) -> str:
         """See `Jobs`."""
-        return f"kill {job.partition('@')[0]}"
+        return f"kill -INT {job.partition('@')[0]}"
 
 
 def _process_name(process: psutil.Process) -> str:

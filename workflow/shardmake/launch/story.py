@@ -1,0 +1,62 @@
+"""The story of a run's attempts, as ``train/attempts/index.json`` tells it, and what follows from it."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import Field, TypeAdapter
+
+from shardmake.attempt import Record
+from shardmake.receipt import write_json
+
+
+class Chapter(Record):
+    """One attempt that has ended."""
+
+    attempt: int = Field(description="Its number.")
+    job: str = Field(description="The job it ran as.")
+    plan: str = Field(description="Digest of the plan whose ladder the rungs belong to.")
+    strategy: str = Field(description="How states were sharded.")
+    rung: int = Field(description="Rung of the plan's ladder; 0 is the plan's choice.")
+    submitted: float = Field(description="Unix time.")
+    ended: float = Field(description="Unix time at which the driver saw the end.")
+    end: str = Field(description="Why it ended (`shardmake.launch.outcome.End`).")
+    sentence: str = Field(description="The same for people.")
+    host: str | None = Field(description="The node to blame, where there is one.")
+    checkpoint_step: int = Field(description="Step of the newest checkpoint afterwards.")
+    next_rung: int | None = Field(None, description="Rung for the next attempt, once decided.")
+    excluded: str | None = Field(None, description="Node that later attempts avoid.")
+
+
+_CHAPTERS = TypeAdapter(list[Chapter])
+
+
+def read_story(path: Path) -> list[Chapter]:
+    """The chapters so far."""
+    return _CHAPTERS.validate_json(path.read_text()) if path.exists() else []
+
+
+def write_story(path: Path, story: Sequence[Chapter]) -> None:
+    """Write the chapters."""
+    write_json(path, [chapter.model_dump(mode="json") for chapter in story])
+
+
+def next_rung(story: Sequence[Chapter], plan: str) -> int:
+    """Rung of ``plan`` (a digest) that the next attempt takes; a chapter without a decision repeats its own."""
+    if not story or story[-1].plan != plan:
+        return 0
+    last = story[-1]
+    return last.rung if last.next_rung is None else last.next_rung
+
+
+def idle_attempts(story: Sequence[Chapter]) -> int:
+    """Attempts at the end of the story that did not advance the newest checkpoint."""
+    steps = [0, *(chapter.checkpoint_step for chapter in story)]
+    idle = 0
+    while idle < len(story) and steps[-1 - idle] <= steps[-2 - idle]:
+        idle += 1
+    return idle
+
+
+def excluded_nodes(story: Sequence[Chapter]) -> list[str]:
+    """Nodes that failed on their own, once each."""
+    return list(dict.fromkeys(chapter.excluded for chapter in story if chapter.excluded))
