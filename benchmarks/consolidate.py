@@ -72,14 +72,13 @@ def main() -> None:
     sources = make_sources(options.folder, options.ranks)
     tools = make_tools(sources)
     runs: dict[str, list[dict[str, Any]]] = {}
-    for cache in ("cold", "warm"):
-        for _ in range(options.rounds):
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for done in range(1, options.rounds + 1):
+        for cache in ("cold", "warm"):
             for name, (source, code) in tools.items():
                 runs.setdefault(f"{name} ({cache})", []).append(run(options.folder / "out", source, code, cache))
-    result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": options.rounds, "tools": summary(runs)}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
+        result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs)}
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
@@ -215,7 +214,7 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "load_average_at_start": os.getloadavg()[0],
+        "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
         **{name: version(name) for name in packages},
     }
