@@ -1,5 +1,6 @@
 """From a checkpoint to a verified Hugging Face folder: the order of the steps, and what is left if one fails."""
 
+import ctypes
 import fcntl
 import os
 import shutil
@@ -213,7 +214,7 @@ def _nothing_left_on_error(staging: Path) -> Iterator[None]:
 
 
 def _replace(staging: Path, out: Path) -> None:
-    """Put the finished folder in the place of ``out``; a reader sees the old folder, none, or the new one."""
+    """Put the finished folder in the place of ``out``; a reader sees the old folder or the new one, never a mix."""
     out = out.resolve()
     (staging / ".lock").unlink()
     for path in staging.iterdir():
@@ -221,10 +222,20 @@ def _replace(staging: Path, out: Path) -> None:
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     fsync_directory(staging)
-    old = out.parent / f".{out.name}.old"
-    shutil.rmtree(old, ignore_errors=True)
-    if out.exists():
+    if not out.exists() or not any(out.iterdir()):
+        staging.rename(out)  # over an empty folder, too
+    elif not _exchange(staging, out):
+        old = out.parent / f".{out.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
         out.rename(old)
-    staging.rename(out)
+        staging.rename(out)
+        shutil.rmtree(old)
     fsync_directory(out.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; False where the file system cannot (NFS)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: see renameat2(2)
+    return bool(libc.renameat2(here, bytes(one), here, bytes(other), exchange) == 0)

@@ -1,0 +1,224 @@
+"""Time and memory of merging, against ``cp`` of the same bytes and against every official tool, in one interleaved run.
+
+    python benchmarks/consolidate.py FOLDER [--rounds 5] [--ranks 4] [--out benchmarks/results/consolidate.json]
+
+FOLDER needs about 14 GB. Every tool runs in a process of its own; its time includes the sync of what it wrote.
+``cold``: the page cache is told to drop the sources first; ``warm``: they are read first. Memory is the peak of the
+anonymous memory of the process and its children, sampled.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from benchmarks.synthetic import llama, shapes, write_zero3
+
+DEEPSPEED = """
+from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
+convert("{zero}", "{out}", safe_serialization=True)
+"""
+ACCELERATE = "from accelerate.utils import merge_fsdp_weights; merge_fsdp_weights('{dcp}', '{out}')"
+TORCH_SAVE = """
+import os; os.makedirs("{out}")
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+dcp_to_torch_save("{dcp}", "{out}/model.pt")
+"""
+TORCH_HF = """
+import os; os.makedirs("{out}")
+from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+consolidate_safetensors_files("{hf}", "{out}", {{name: 1 for name in {names}}}, num_threads=2)
+"""
+OURS = """
+import time; start = time.time()
+import json
+from pathlib import Path
+from shardmake.consolidate.locate import read_model
+from shardmake.consolidate.layout import parse_size, plan_shards
+from shardmake.consolidate.writer import ShardWriter
+contents = read_model(Path("{source}"), "{dtype}")
+writer = ShardWriter(plan_shards(contents.tensors.values(), "{dtype}", parse_size("5GB")), Path("{out}"))
+planned = time.time()
+writer.write(2)
+written = time.time()
+writer.check_sums()
+print(json.dumps({{"plan": planned - start, "copy": written - planned}}))
+"""
+WHOLE = """
+from pathlib import Path
+from shardmake.consolidate import consolidate
+consolidate(Path("{source}"), Path("{out}"), base=Path("{base}"), dtype="{dtype}")
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/consolidate.json"))
+    options = parser.parse_args()
+    sources = make_sources(options.folder, options.ranks)
+    tools = make_tools(sources)
+    runs: dict[str, list[dict[str, Any]]] = {}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for done in range(1, options.rounds + 1):
+        for cache in ("cold", "warm"):
+            for name, (source, code) in tools.items():
+                runs.setdefault(f"{name} ({cache})", []).append(run(options.folder / "out", source, code, cache))
+        result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs)}
+        options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
+    """The same 0.5B model as ZeRO-3, DCP and torch's HF shards; made once, because that takes long."""
+    config = llama("0.5B")
+    names = shapes(config)
+    paths = {kind: folder / kind for kind in ("zero", "dcp", "hf", "base")}
+    if not paths["zero"].exists():
+        write_zero3(paths["zero"], paths["base"], config, ranks)
+        code = f"from benchmarks.consolidate import save_dcp; save_dcp({str(paths['dcp'])!r}, {str(paths['hf'])!r})"
+        subprocess.run([sys.executable, "-c", code], check=True)
+    size = sum(4 * shape.numel() for shape in names.values())
+    return {**{kind: str(path) for kind, path in paths.items()}, "bytes": size, "names": list(names)}
+
+
+def save_dcp(dcp_folder: str, hf_folder: str) -> None:
+    """Random weights through torch's own writers."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    state = {name: torch.rand(shape) for name, shape in shapes(llama("0.5B")).items()}
+    dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(dcp_folder, thread_count=4), no_dist=True)
+    dcp.save(state, storage_writer=HuggingFaceStorageWriter(hf_folder, save_distributed=True), no_dist=True)
+
+
+def make_tools(sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
+    """By name, the folder that is read and the Python program; ``cp`` copies a merged fp32 model."""
+    zero, dcp, hf = sources["zero"], sources["dcp"], sources["hf"]
+    tools = {
+        "cp of the fp32 model": (hf, ""),
+        "shardmake, ZeRO-3": (zero, OURS.replace("{source}", zero).replace("{dtype}", "keep")),
+        "shardmake, ZeRO-3 to bf16": (zero, OURS.replace("{source}", zero).replace("{dtype}", "bf16")),
+        "shardmake, DCP": (dcp, OURS.replace("{source}", dcp).replace("{dtype}", "keep")),
+        "shardmake, ZeRO-3, verified": (zero, WHOLE.replace("{source}", zero).replace("{dtype}", "keep")),
+        "zero_to_fp32": (zero, DEEPSPEED),
+        "accelerate merge-weights": (dcp, ACCELERATE),
+        "dcp_to_torch_save": (dcp, TORCH_SAVE),
+        "consolidate_safetensors_files": (hf, TORCH_HF.replace("{names}", repr(sources["names"]))),
+    }
+    fill = {key: sources[key] for key in ("zero", "dcp", "hf", "base")}
+    return {name: (source, _fill(code, fill)) for name, (source, code) in tools.items()}
+
+
+def _fill(code: str, values: dict[str, str]) -> str:
+    for key, value in values.items():
+        code = code.replace("{" + key + "}", value)
+    return code.replace("{{", "{").replace("}}", "}")
+
+
+def run(out: Path, source: str, code: str, cache: str) -> dict[str, Any]:
+    """One run: seconds until all is on the disk, peak anonymous memory in MiB, and the program's own phases."""
+    shutil.rmtree(out, ignore_errors=True)
+    prepare(source, cache)
+    program = [sys.executable, "-c", code.replace("{out}", str(out))]
+    command = program if code else ["cp", "-r", source, str(out)]
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
+    peak = watch(process)
+    output, errors = process.communicate()
+    assert process.returncode == 0, errors[-3000:]
+    sync(out)
+    seconds = time.perf_counter() - start
+    shutil.rmtree(out)
+    phases = json.loads(output.splitlines()[-1]) if output.startswith("{") else {}
+    return {"seconds": seconds, "anonymous_mib": peak / 2**20, **phases}
+
+
+def prepare(source: str, cache: str) -> None:
+    """Drop the source's pages, or read them."""
+    os.sync()
+    for path in files(Path(source)):
+        with path.open("rb") as file:
+            if cache == "cold":
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            else:
+                while file.read(1 << 24):
+                    pass
+
+
+def files(folder: Path) -> Iterator[Path]:
+    return (path for path in folder.rglob("*") if path.is_file())
+
+
+def sync(folder: Path) -> None:
+    for path in files(folder):
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def watch(process: subprocess.Popen[str]) -> int:
+    """Peak of the anonymous memory of ``process`` and its children, bytes, sampled every 20 ms."""
+    peak = 0
+    while process.poll() is None:
+        peak = max(peak, sum(anonymous(pid) for pid in tree(process.pid)))
+        time.sleep(0.02)
+    return peak
+
+
+def tree(pid: int) -> list[int]:
+    try:
+        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def anonymous(pid: int) -> int:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) << 10 for line in lines if line.startswith("RssAnon"))
+
+
+def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Medians, and the ratio to ``cp`` in the same state of the page cache."""
+    medians = {
+        name: {key: round(statistics.median(run[key] for run in found), 3) for key in found[0]}
+        | {"seconds_all": [round(run["seconds"], 2) for run in found]}
+        for name, found in runs.items()
+    }
+    for name, values in medians.items():
+        floor = medians[f"cp of the fp32 model ({'cold' if name.endswith('(cold)') else 'warm'})"]["seconds"]
+        values["times_cp"] = round(values["seconds"] / floor, 2)
+        if "copy" in values:
+            values["copy_times_cp"] = round(values["copy"] / floor, 2)
+    return medians
+
+
+def machine() -> dict[str, Any]:
+    packages = ("torch", "deepspeed", "accelerate", "safetensors", "numpy")
+    return {
+        "cpu": platform.processor() or platform.machine(),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        **{name: version(name) for name in packages},
+    }
+
+
+if __name__ == "__main__":
+    main()

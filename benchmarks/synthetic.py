@@ -1,0 +1,81 @@
+"""Checkpoints of any size in the exact layout of DeepSpeed ZeRO-3, without a training.
+
+With ``sparse``, files have their full length but hold no bytes, so that a checkpoint of 405B parameters takes no space.
+"""
+
+import math
+from collections import OrderedDict
+from pathlib import Path
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+SHAPES = {
+    "0.5B": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 15, "vocab_size": 32000},
+    "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256},
+    "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256},
+}
+
+
+def llama(name: str) -> LlamaConfig:
+    """A Llama config of the size called ``name``."""
+    hidden = SHAPES[name]["hidden_size"]
+    heads = {"num_attention_heads": hidden // 128, "num_key_value_heads": max(hidden // 1024, 1)}
+    return LlamaConfig(**SHAPES[name], **heads, architectures=["LlamaForCausalLM"])
+
+
+def shapes(config: LlamaConfig) -> OrderedDict[str, torch.Size]:
+    """Name and shape of every weight, in the order of the model."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return OrderedDict((name, parameter.shape) for name, parameter in model.named_parameters())
+
+
+def write_zero3(checkpoint: Path, base: Path, config: LlamaConfig, ranks: int, sparse: bool = False) -> None:
+    """Write ``checkpoint/global_step1`` with the Adam states that a real one has, and ``base/config.json``."""
+    folder = checkpoint / "global_step1"
+    folder.mkdir(parents=True)
+    (checkpoint / "latest").write_text("global_step1")
+    config.save_pretrained(base)
+    names = shapes(config)
+    elements = sum(math.ceil(shape.numel() / ranks) for shape in names.values())
+    for rank in range(ranks):
+        stem = folder / f"zero_pp_rank_{rank}_mp_rank_00"
+        torch.save(_model_state(names), f"{stem}_model_states.pt")
+        if sparse:
+            with FakeTensorMode():
+                state = _optimizer_state(elements, ranks)
+            with skip_data(materialize_fake_tensors=True):
+                torch.save(state, f"{stem}_optim_states.pt")
+        else:
+            torch.save(_optimizer_state(elements, ranks), f"{stem}_optim_states.pt")
+
+
+def _model_state(names: OrderedDict[str, torch.Size]) -> dict[str, object]:
+    return {
+        "module": OrderedDict((name, torch.empty(0)) for name in names),
+        "buffer_names": [],
+        "param_shapes": [names],
+        "frozen_param_shapes": None,
+        "frozen_param_fragments": None,
+        "shared_params": {},
+        "global_steps": 1,
+        "ds_config": {},
+        "ds_version": "0.19.8",
+    }
+
+
+def _optimizer_state(elements: int, ranks: int) -> dict[str, object]:
+    adam = {"step": 1, "exp_avg": torch.zeros(elements), "exp_avg_sq": torch.zeros(elements)}
+    inner = {"state": {0: adam}, "param_groups": [{"lr": 1e-3}]}
+    flat = torch.rand(elements)
+    return {
+        "optimizer_state_dict": {
+            "zero_stage": 3,
+            "partition_count": ranks,
+            "optimizer_state_dict": inner,
+            "fp32_flat_groups": [flat],
+        }
+    }

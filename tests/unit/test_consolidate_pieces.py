@@ -1,0 +1,195 @@
+"""The pure parts: CRC arithmetic, rounding, boxes, files; and merges of checkpoints that hypothesis makes up."""
+
+import json
+import math
+import struct
+import tempfile
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from shardmake.consolidate import jobs, stream
+from shardmake.consolidate.archive import Record
+from shardmake.consolidate.contents import Tensor, box
+from shardmake.consolidate.convert import Converter
+from shardmake.consolidate.crc import combine
+from shardmake.consolidate.dtypes import ITEM_SIZE, torch_name
+from shardmake.consolidate.layout import parse_size, plan_shards
+from shardmake.consolidate.locate import read_checkpoint
+from shardmake.consolidate.writer import ShardWriter
+from shardmake.errors import UserError
+
+SHAPE = st.lists(st.integers(0, 7), max_size=3).map(tuple)
+GROUPS = st.lists(st.lists(SHAPE, min_size=1, max_size=5), min_size=1, max_size=3)
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Blocks and jobs of a few bytes, so that tiny tensors are cut as large ones are."""
+    for module in (jobs, stream):
+        monkeypatch.setattr(module, "BLOCK", 64)
+    monkeypatch.setattr(jobs, "JOB", 160)
+    yield
+
+
+@given(st.lists(st.binary(max_size=300), max_size=8))
+def test_crc_of_parts_is_crc_of_the_whole(parts: list[bytes]) -> None:
+    assert combine((zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(b"".join(parts))
+
+
+@pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
+@pytest.mark.parametrize("target", ["F32", "F16", "BF16"])
+def test_rounding_is_torchs(source: str, target: str) -> None:
+    generator = np.random.default_rng(0)
+    bits = generator.integers(0, 256, size=200_000 * ITEM_SIZE[source], dtype=np.uint8)
+    dtypes = (getattr(torch, torch_name(source)), getattr(torch, torch_name(target)))
+    expected = torch.from_numpy(bits.copy()).view(dtypes[0]).to(dtypes[1])
+    ours = torch.from_numpy(Converter(200_000).convert(bits, source, target).copy()).view(dtypes[1])
+    nan = expected.isnan()
+    assert torch.equal(ours.isnan(), nan)
+    assert torch.equal(ours[~nan].view(torch.uint8), expected[~nan].view(torch.uint8))
+
+
+@given(st.data())
+def test_boxes_of_a_grid_make_up_the_tensor(data: st.DataObject) -> None:
+    shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple))
+    cuts = [sorted(data.draw(st.sets(st.integers(1, size - 1))) if size > 1 else []) for size in shape]
+    whole = np.arange(math.prod(shape)).reshape(shape)
+    out = np.full(whole.size, -1)
+    edges = [list(zip([0, *cut], [*cut, size], strict=True)) for cut, size in zip(cuts, shape, strict=True)]
+    for cell in np.ndindex(*(len(edge) for edge in edges)):
+        spans = [edge[index] for edge, index in zip(edges, cell, strict=True)]
+        stored = whole[tuple(slice(*span) for span in spans)].reshape(-1)
+        sizes = tuple(high - low for low, high in spans)
+        for piece in box(Record(Path(), 0, stored.size, None), 0, 1, shape, tuple(low for low, _ in spans), sizes):
+            for run in range(piece.runs):
+                first = piece.start + run * piece.count
+                to = piece.at + run * piece.stride
+                out[to : to + piece.count] = stored[first : first + piece.count]
+    assert (out == whole.reshape(-1)).all()
+
+
+@given(st.lists(st.tuples(SHAPE, st.sampled_from(["F32", "BF16", "I64", "BOOL"])), max_size=12), st.integers(1, 600))
+def test_shards_hold_every_tensor_once_and_their_headers_are_true(kinds: list[tuple[Any, str]], limit: int) -> None:
+    tensors = [Tensor(f"t{index}", dtype, shape, ()) for index, (shape, dtype) in enumerate(kinds)]
+    shards = plan_shards(tensors, "keep", limit)
+    assert sorted(e.tensor.name for s in shards for e in s.entries) == sorted(t.name for t in tensors)
+    for shard in shards:
+        length = struct.unpack("<Q", shard.header[:8])[0]
+        header = json.loads(shard.header[8:])
+        assert len(shard.header) == 8 + length and length % 8 == 0 and header["__metadata__"] == {"format": "pt"}
+        assert sum(entry.nbytes for entry in shard.entries) <= limit or len(shard.entries) == 1
+        for entry in shard.entries:
+            begin, end = header[entry.tensor.name]["data_offsets"]
+            assert begin + len(shard.header) == entry.offset and end - begin == entry.nbytes
+            assert entry.offset % ITEM_SIZE[entry.dtype] == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("2GiB", 2 << 30), ("1.5kb", 1500)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "5 apples", "-1GB", "0GB", "GB"])
+def test_sizes_that_are_none(text: str) -> None:
+    with pytest.raises(UserError, match="not understood"):
+        parse_size(text)
+
+
+def named(groups: list[list[tuple[int, ...]]]) -> list[OrderedDict[str, torch.Tensor]]:
+    values = torch.arange(1.0, 1e6)
+    made, at = [], 0
+    for index, shapes in enumerate(groups):
+        group = OrderedDict()
+        for position, shape in enumerate(shapes):
+            count = math.prod(shape)
+            group[f"g{index}.p{position}"] = values[at : at + count].reshape(shape)
+            at += count
+        made.append(group)
+    return made
+
+
+def model_state(groups: list[OrderedDict[str, torch.Tensor]], module: dict[str, torch.Tensor]) -> dict[str, Any]:
+    shapes = [OrderedDict((name, tensor.shape) for name, tensor in group.items()) for group in groups]
+    return {"module": module, "param_shapes": shapes, "buffer_names": [], "shared_params": {}, "global_steps": 1}
+
+
+def check(folder: Path, groups: list[OrderedDict[str, torch.Tensor]], target: str) -> None:
+    contents = read_checkpoint(folder, target)
+    writer = ShardWriter(plan_shards(contents.tensors.values(), target, 256), folder / "out")
+    writer.write(workers=2)
+    assert writer.is_complete()
+    writer.check_sums()
+    merged = {n: t for file in (folder / "out").glob("*.safetensors") for n, t in load_file(file).items()}
+    expected = {name: tensor for group in groups for name, tensor in group.items()}
+    assert merged.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(merged[name], tensor.to(merged[name].dtype)), name
+        assert merged[name].shape == tensor.shape
+        assert merged[name].dtype == (torch.bfloat16 if target == "bf16" else torch.float32)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(GROUPS, st.integers(1, 5), st.sampled_from(["keep", "bf16"]), st.booleans())
+def test_zero3_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, target: str, subgroups: bool) -> None:
+    """Each parameter in ``world`` pieces of equal size, the last ones padded with a value that must not show."""
+    params = named(groups)
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        for rank in range(world):
+            flat = [torch.cat([_part(t, rank, world) for t in group.values()]) for group in params]
+            state = {
+                "zero_stage": 3,
+                "partition_count": world,
+                "fp32_flat_groups": flat if subgroups else [torch.cat(flat)],
+            }
+            torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+            model = model_state(params, {name: torch.empty(0) for group in params for name in group})
+            torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+        check(folder, params, target)
+
+
+def _part(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    size = math.ceil(tensor.numel() / world)
+    padded = torch.full((size * world,), -7.0)
+    padded[: tensor.numel()] = tensor.reshape(-1)
+    return padded[rank * size : (rank + 1) * size]
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(GROUPS, st.integers(1, 5), st.sampled_from(["keep", "bf16"]), st.integers(0, 3))
+def test_zero2_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, target: str, padding: int) -> None:
+    """Each group one vector, a gap after every parameter, cut into slices of equal size, the end's padding removed."""
+    params = named(groups)
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        vectors, paddings = [], []
+        for group in params:
+            vectors.append(
+                torch.cat([torch.cat([t.reshape(-1), torch.full((padding,), -7.0)]) for t in group.values()])
+            )
+            paddings.append([padding] * len(group))
+        for rank in range(world):
+            slices = []
+            for vector in vectors:
+                size = math.ceil(vector.numel() / (2 * world)) * 2
+                slices.append(vector[rank * size : (rank + 1) * size].clone())
+            state = {
+                "zero_stage": 2, "partition_count": [world] * len(params), "single_partition_of_fp32_groups": slices,
+                "param_alignment_paddings": paddings,
+            }  # fmt: skip
+            torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        half = {name: tensor.half() for group in params for name, tensor in group.items()}
+        torch.save(model_state(params, half), folder / "mp_rank_00_model_states.pt")
+        check(folder, params, target)
