@@ -93,7 +93,8 @@ def test_what_was_fetched_is_named_by_its_commit(tmp_path: Path) -> None:
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
     sources = Sources(
-        model=Source(name="lab/base", commit="c0ffee", path=str(base)), train=Source(name="t.jsonl", path="t.jsonl")
+        model=Source(name="lab/base", revision="main", commit="c0ffee", path=str(base)),
+        train=Source(name="resources/demo/train.jsonl", path="resources/demo/train.jsonl"),
     )
     rundir.sources.write_text(sources.model_dump_json())
     card = ModelCard(render_card(make_run(revision="main"), rundir))
