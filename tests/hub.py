@@ -97,6 +97,7 @@ class FakeHub:
         self.requests: list[str] = []
         self.faults: list[Fault] = []
         self.lose: list[str] = []
+        self.card_errors: list[str] = []
         self.before: Callable[[], None] = lambda: None
         self.lock = threading.RLock()
         (folder / "objects").mkdir(parents=True)
@@ -302,7 +303,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     @route("POST", "/api/validate-yaml")
     def validate_yaml(self) -> Reply:
-        return Reply(value={"errors": [], "warnings": []})
+        errors = [{"message": message} for message in self.hub.card_errors]
+        return Reply(400 if errors else 200, {"errors": errors, "warnings": []})
 
     @route("GET", API + "(/revision/(?P<revision>.+))?")
     def repository_info(self, kind: str, name: str, revision: str | None) -> Reply:

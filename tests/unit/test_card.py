@@ -42,6 +42,12 @@ def test_the_card_tells_what_the_receipts_say(tmp_path: Path) -> None:
         assert f"\n{line}\n" in f"{card.text}\n"
 
 
+def test_a_hub_data_set_is_named_by_its_id(tmp_path: Path) -> None:
+    card = ModelCard(render_card(make_run(data={"train": "lab/talk:train_sft"}), make_rundir(tmp_path)))
+    assert card.data.datasets == ["lab/talk"]
+    assert "| Data | lab/talk:train_sft |" in card.text
+
+
 def test_a_sample_with_backticks_does_not_break_its_fence(tmp_path: Path) -> None:
     assert "Base:\n\n````text\n```\n````\n" in render_card(make_run(), make_rundir(tmp_path))
 
@@ -81,7 +87,13 @@ def test_a_run_that_was_not_evaluated_names_the_stage(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("source", "name"),
-    [("lab/base", "lab/base"), ("/data/ada/base", "base"), ("resources/demo/base", "base"), ("./base", "base")],
+    [
+        ("lab/base", "lab/base"),
+        ("lab/talk:train", "lab/talk:train"),
+        ("/data/ada/base", "base"),
+        ("resources/demo/base", "base"),
+        ("./base", "base"),
+    ],
 )
 def test_public_names(source: str, name: str) -> None:
     assert public_name(source) == name
@@ -93,7 +105,8 @@ def test_what_was_fetched_is_named_by_its_commit(tmp_path: Path) -> None:
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
     sources = Sources(
-        model=Source(name="lab/base", commit="c0ffee", path=str(base)), train=Source(name="t.jsonl", path="t.jsonl")
+        model=Source(name="lab/base", revision="main", commit="c0ffee", path=str(base)),
+        train=Source(name="resources/demo/train.jsonl", path="resources/demo/train.jsonl"),
     )
     rundir.sources.write_text(sources.model_dump_json())
     card = ModelCard(render_card(make_run(revision="main"), rundir))

@@ -1,6 +1,7 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,8 +57,30 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
 def test_later_stages_read_the_local_copy(hub: FakeHub, rundir: RunDir) -> None:
     hub.add("lab/base", FILES)
     sources = fetch(make_run(model="lab/base", revision="main", data={"train": "train.jsonl"}), rundir)
-    run = localize(RUN, rundir)
+    run = localize(make_run(model="lab/base", revision="main", data={"train": "train.jsonl"}), rundir)
     assert (run.model, run.revision, run.data.train) == (sources.model.path, None, "train.jsonl")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "lab/other"},
+        {"revision": "v2"},
+        {"data": {"train": "other.jsonl"}},
+        {"data": {"train": "train.jsonl", "eval": "other.jsonl"}},
+    ],
+)
+def test_a_configuration_that_changed_since_asks_for_another_fetch(
+    hub: FakeHub, rundir: RunDir, changes: dict[str, Any]
+) -> None:
+    hub.add("lab/base", FILES)
+    fetch(RUN, rundir)
+    with pytest.raises(UserError, match=r"The configuration names .* was made for .*Fetch again: shardmake fetch chat"):
+        localize(make_run(**{"model": "lab/base", "data": {"train": "train.jsonl"}, **changes}), rundir)
+
+
+def test_a_run_that_was_not_fetched_stays_as_it_is(rundir: RunDir) -> None:
+    assert localize(RUN, rundir) is RUN
 
 
 def test_a_branch_that_moves_does_not_move_the_run(hub: FakeHub, rundir: RunDir) -> None:

@@ -211,6 +211,14 @@ def test_storage_used_up_says_so(hub: FakeHub, rundir: RunDir) -> None:
         push(RUN, rundir)
 
 
+def test_metadata_that_the_hub_does_not_take(hub: FakeHub, rundir: RunDir) -> None:
+    hub.card_errors.append('"license" must be one of ...')
+    with pytest.raises(
+        UserError, match=r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub does not take'
+    ):
+        push(RUN, rundir)
+
+
 def test_a_hub_that_is_gone(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match=r"The push to hub:lab/chat failed: .*refused.*\nNothing is lost.*Push again"):

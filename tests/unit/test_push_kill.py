@@ -3,16 +3,19 @@
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from shardmake.manifest import read_folder
 from shardmake.publish.push import push
 from tests.finished_run import MODEL, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
+FOLDER_RUN = make_run(push={"to": "file:published/chat"})
 OLD = {"config.json": b"old", "model.safetensors": b"old"}
 
 
@@ -55,3 +58,50 @@ def test_killed_at_every_request(hub: FakeHub, tmp_path: Path) -> None:
     assert {name: contents(hub)[name] for name in MODEL} == MODEL
     assert contents(hub).keys() == {*MODEL, "loss.png", "SHA256SUMS"}
     assert len(hub.repositories["lab/chat"].commits) == start + 1
+
+
+def push_to_folder_and_die(root: Path, at: int) -> bool:
+    """Push to ``published/chat`` in a process that kills itself before its change number ``at`` to ``published``."""
+
+    def work() -> None:
+        changes = 0
+
+        def count(event: str, arguments: tuple[object, ...]) -> None:
+            nonlocal changes
+            if event in ("os.mkdir", "os.rename", "shutil.copyfile", "os.remove", "os.rmdir"):
+                changes += any("published" in str(argument) for argument in arguments)
+                if changes == at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(count)
+        push(FOLDER_RUN, make_rundir(root))
+
+    process = multiprocessing.get_context("fork").Process(target=work)
+    process.start()
+    process.join()
+    return process.exitcode == -signal.SIGKILL
+
+
+def holds_model(folder: Path) -> bool:
+    return all((folder / name).is_file() and (folder / name).read_bytes() == MODEL[name] for name in MODEL)
+
+
+def test_killed_at_every_change_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    old = make_rundir(tmp_path / "old")
+    write_model(old, OLD)
+    target = tmp_path / "published" / "chat"
+    at, places = 1, set()
+    while True:
+        push(FOLDER_RUN, old)
+        before = read_folder(target)
+        if not push_to_folder_and_die(tmp_path / "new", at):
+            break
+        places.add(target.exists())
+        if target.exists():
+            assert read_folder(target) == before or holds_model(target), f"half a model at change {at}"
+        push(FOLDER_RUN, make_rundir(tmp_path / "again"))
+        assert holds_model(target)
+        assert [path.name for path in target.parent.iterdir()] == ["chat"], f"leftovers after change {at}"
+        at += 1
+    assert places == {True, False}, "also between the two renames"

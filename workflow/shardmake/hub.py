@@ -73,12 +73,17 @@ def explained(what: str, advice: Mapping[int, str], otherwise: str) -> Iterator[
 
     try:
         yield
-    except (HTTPError, OSError, RuntimeError) as error:
+    except UserError:
+        raise
+    except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: what the hub says of a bad upload
         todo = advice.get(status_of(error) or 0, otherwise)
         raise UserError(f"{what} failed: {first_line(error)}\n{todo}") from error
 
 
 def first_line(error: BaseException) -> str:
-    """The telling line of an error; the client's begin with the status and go on with hints."""
-    message = getattr(error, "server_message", None) or str(error.__cause__ or error)
+    """The telling line of an error: the server's words, all of a refusal by the client, else the first line."""
+    message = getattr(error, "server_message", None)
+    if message is None and isinstance(error, ValueError):
+        return " ".join(str(error).split())
+    message = message or str(error.__cause__ or error)
     return next((line.strip() for line in message.splitlines() if line.strip()), type(error).__name__)

@@ -5,12 +5,15 @@ prove it with ``sha256sum -c SHA256SUMS``, and the next push can tell its own fi
 """
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from shardmake.errors import UserError
 from shardmake.receipt import sha256
 
 SUMS = "SHA256SUMS"
+_READERS = 4
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,11 @@ def record(path: Path) -> FileRecord:
 
 
 def read_folder(folder: Path) -> dict[str, FileRecord]:
-    """The manifest of every file below ``folder``, by its path relative to it."""
-    return {path.relative_to(folder).as_posix(): record(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The manifest of every file below ``folder``, by its path relative to it; several files are read at once."""
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    with ThreadPoolExecutor(_READERS) as pool:
+        records = pool.map(record, paths)
+        return {path.relative_to(folder).as_posix(): entry for path, entry in zip(paths, records, strict=True)}
 
 
 def differences(expected: Manifest, found: Manifest) -> list[str]:
@@ -57,10 +63,12 @@ def format_sums(manifest: Manifest) -> str:
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Digest by file name, from text that `format_sums` wrote; ValueError if it is anything else."""
+    """Digest by file name, from text that `format_sums` wrote; `UserError` if it is anything else."""
     pairs = [line.split("  ", 1) for line in text.splitlines()]
     if any(len(pair) != 2 or len(pair[0]) != 64 for pair in pairs):
-        raise ValueError(f"not a list of SHA-256 digests: {text[:80]!r}")
+        raise UserError(
+            f"There is a {SUMS} that no push of Shardmake wrote. Choose another place in push.to, or move it away."
+        )
     return {name: digest for digest, name in pairs}
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.config import Run
+from shardmake.errors import UserError
 from shardmake.manifest import FileRecord
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
@@ -19,6 +20,7 @@ class Source(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(description="What the configuration says.")
+    subset: str | None = Field(None, description="Subset of a hub data set that the configuration says.")
     revision: str | None = Field(None, description="Branch, tag or commit that the configuration says.")
     commit: str | None = Field(None, description="The hub's commit that it stood for; None for a local path.")
     path: str = Field(description="Folder or file here.")
@@ -42,18 +44,40 @@ def read_sources(rundir: RunDir) -> Sources | None:
 
 
 def localize(run: Run, rundir: RunDir) -> Run:
-    """``run`` with its hub ids replaced by the local copies; unchanged where nothing was fetched."""
+    """``run`` with its hub ids replaced by the local copies; unchanged where nothing was fetched.
+
+    Raises `UserError` where the configuration names something else than what was fetched.
+    """
     sources = read_sources(rundir)
     if sources is None:
         return run
+    _check_same((run.model, None, run.revision), sources.model, rundir)
+    _check_same((run.data.train, run.data.subset, run.data.revision), sources.train, rundir)
+    if run.data.eval or sources.eval:
+        _check_same((run.data.eval, run.data.subset, run.data.revision), sources.eval, rundir)
     data = run.data.model_copy(
         update={
             "train": sources.train.path,
             "eval": sources.eval.path if sources.eval else run.data.eval,
+            "subset": None,
             "revision": None,
         }
     )
     return run.model_copy(update={"model": sources.model.path, "revision": None, "data": data})
+
+
+def _check_same(named: tuple[str | None, ...], source: Source | None, rundir: RunDir) -> None:
+    """Refuse a source that is not what the configuration names: (name, subset, revision); of a path, only the name."""
+    fetched = (source.name, source.subset, source.revision) if source else (None, None, None)
+    if fetched[0] != named[0] or (source and source.commit and fetched != named):
+        raise UserError(
+            f"The configuration names {_said(named)}, and {rundir.sources} was made for {_said(fetched)}. "
+            f"Fetch again: shardmake fetch {rundir.name}"
+        )
+
+
+def _said(named: tuple[str | None, ...]) -> str:
+    return " ".join(part for part in named if part) or "nothing"
 
 
 def is_whole(source: Source) -> bool:

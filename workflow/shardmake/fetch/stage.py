@@ -66,7 +66,7 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | 
     source = locate(name, run.data, TRAIN_SPLITS if split == "train" else EVAL_SPLITS)
     if not isinstance(source, HubDataset):
         return Source(name=name, path=name)
-    if _still_stands(before, name, run.data.revision):
+    if _still_stands(before, name, source.revision, source.subset):
         assert before is not None
         tell(f"Data {name} is here, at commit {before.commit}.")
         return before
@@ -77,16 +77,21 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | 
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(str(path))
     return Source(
-        name=name, revision=run.data.revision, commit=commit, path=str(path.parent), files={path.name: record(path)}
+        name=name,
+        subset=source.subset,
+        revision=source.revision,
+        commit=commit,
+        path=str(path.parent),
+        files={path.name: record(path)},
     )
 
 
-def _still_stands(before: Source | None, name: str, revision: str | None) -> bool:
+def _still_stands(before: Source | None, name: str, revision: str | None, subset: str | None = None) -> bool:
     """Whether an earlier fetch of the same thing is here, whole."""
     return (
         before is not None
         and before.commit is not None
-        and (before.name, before.revision) == (name, revision)
+        and (before.name, before.revision, before.subset) == (name, revision, subset)
         and is_whole(before)
     )
 

@@ -54,6 +54,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
 def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCardData":
     from huggingface_hub import EvalResult, ModelCardData
 
+    repository = run.data.train.partition(":")[0]  # of org/name:split
     data = public_name(run.data.train)
     perplexity = EvalResult(
         task_type="text-generation",
@@ -64,7 +65,7 @@ def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCar
     )
     return ModelCardData(
         base_model=run.model if is_hub_id(run.model) else None,
-        datasets=[run.data.train] if is_hub_id(run.data.train) else None,
+        datasets=[repository] if is_hub_id(repository) else None,
         library_name="transformers",
         license=_base_license(Path(localize(run, rundir).model)),
         model_name=rundir.name,
@@ -114,8 +115,8 @@ def _named(source: str, revision: str | None) -> str:
 
 
 def public_name(source: str) -> str:
-    """What may be told of ``source``: a hub id whole, of a path the last part."""
-    return source if is_hub_id(source) else Path(source).name
+    """What may be told of ``source``: a hub id (``org/name``, ``org/name:split``) whole, of a path the last part."""
+    return source if is_hub_id(source.partition(":")[0]) else Path(source).name
 
 
 def _fenced(text: str) -> str:

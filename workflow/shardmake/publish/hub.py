@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 _TITLE = "Push model"
 _ADVICE = {
+    400: "The hub does not take what was sent. Its words above say what to correct, usually in the base model's card.",
     401: "The hub does not accept the token. Make a new one with write permission and run `hf auth login`.",
     402: "The account's storage or plan is used up. Free some space there or change the plan.",
     403: "The token may not write there. Take a token with write permission, ask {owner} for the right, or push to "

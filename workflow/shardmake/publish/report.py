@@ -1,6 +1,7 @@
 """A run on one page: ``report.html``, which needs nothing beside itself, and its figures as files."""
 
 import statistics
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,41 +24,67 @@ def write_report(run: Run, rundir: RunDir) -> Path:
 
     Raises `UserError` if a stage that the report tells of has not run.
     """
+    facts = _read(run, rundir)
+    drawings = _draw(facts)
+    for name, drawing in drawings.items():
+        write_text(rundir.figures / f"{name}.svg", drawing)
+    write_text(rundir.report, redact(_page(run, rundir, facts, drawings)))
+    return rundir.report
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the run's folder says."""
+
+    plan: Plan
+    training: dict[str, Any]
+    history: History
+    used: Utilization | None
+    memory: Memory
+    evaluation: dict[str, Any]
+    pushed: list[dict[str, Any]]
+
+
+def _read(run: Run, rundir: RunDir) -> _Facts:
+    plan, history = read_plan(rundir.plan), read_history(rundir)
+    estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
+    return _Facts(
+        plan=plan,
+        training=read_json(rundir.train_receipt, f"shardmake train {rundir.name}"),
+        history=history,
+        used=utilization(run, rundir, history),
+        memory=memory_of(estimates, plan, history),
+        evaluation=read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}"),
+        pushed=read_json(rundir.push_receipt, "")["destinations"] if rundir.push_receipt.exists() else [],
+    )
+
+
+def _draw(facts: _Facts) -> dict[str, str]:
+    return {
+        "loss": figures.loss(facts.history),
+        "optimizer": figures.optimizer(facts.history),
+        "speed": figures.speed(facts.history, facts.used),
+        "memory": figures.memory(facts.memory),
+        "by-length": figures.by_length(facts.evaluation),
+    }
+
+
+def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> str:
     from jinja2 import Environment, StrictUndefined
 
-    evaluation = read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}")
-    training = read_json(rundir.train_receipt, f"shardmake train {rundir.name}")
-    plan, history = read_plan(rundir.plan), read_history(rundir)
-    used = utilization(run, rundir, history)
-    memory = memory_of(read_json(rundir.memory, f"shardmake plan {rundir.name}"), plan, history)
-    drawn = {
-        "loss": figures.loss(history),
-        "optimizer": figures.optimizer(history),
-        "speed": figures.speed(history, used),
-        "memory": figures.memory(memory),
-        "by-length": figures.by_length(evaluation),
-    }
-    for name, drawing in drawn.items():
-        write_text(rundir.figures / f"{name}.svg", drawing)
-    template = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    template.filters.update(bucket=length_name, duration=duration, gib=lambda size: f"{size / GIB:.1f} GiB")
-    page = template.from_string(TEMPLATE.read_text()).render(
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(bucket=length_name, duration=duration, gib=lambda size: f"{size / GIB:.1f} GiB")
+    lengths = zip(facts.evaluation["base"]["by_length"], facts.evaluation["tuned"]["by_length"], strict=True)
+    return environment.from_string(TEMPLATE.read_text()).render(
+        vars(facts),
         name=rundir.name,
         base=public_name(run.model),
         data=public_name(run.data.train),
         run=run,
-        plan=plan,
-        training=training,
-        history=history,
-        evaluation=evaluation,
-        memory=memory,
-        tiles=_tiles(training, history, evaluation, used),
-        figures=drawn,
-        buckets=list(zip(evaluation["base"]["by_length"], evaluation["tuned"]["by_length"], strict=True)),
-        pushed=read_json(rundir.push_receipt, "")["destinations"] if rundir.push_receipt.exists() else [],
+        tiles=_tiles(facts),
+        figures=drawings,
+        buckets=list(lengths),
     )
-    write_text(rundir.report, redact(page))
-    return rundir.report
 
 
 def memory_of(estimates: dict[str, Any], plan: Plan, history: History) -> Memory:
@@ -68,10 +95,9 @@ def memory_of(estimates: dict[str, Any], plan: Plan, history: History) -> Memory
     return Memory(gpu["terms"], gpu["device"], estimates["gpu_memory"], max(measured, default=None))
 
 
-def _tiles(
-    training: dict[str, Any], history: History, evaluation: dict[str, Any], used: Utilization | None
-) -> dict[str, str]:
+def _tiles(facts: _Facts) -> dict[str, str]:
     """The figures that people look for first."""
+    training, history, evaluation, used = facts.training, facts.history, facts.evaluation, facts.used
     rates = history.series("tokens_per_second")[1]
     return {
         "evaluation loss": f"{evaluation['base']['loss']:.3f} → {evaluation['tuned']['loss']:.3f}",
