@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("model") / "config.json"
     path.write_text(json.dumps(CONFIG))
     return str(path)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+def test_the_second_answer_comes_from_the_cache_and_is_equal(model: str, tmp_path: Path) -> None:
+    first = estimate(Question(model, strategies=["zero3"]))
+    assert len(list(tmp_path.rglob("estimate-*.json"))) == 2
+    assert estimate(Question(model, strategies=["zero3"])) == first
 
 
 def test_every_strategy_with_the_documented_keys(model: str) -> None:

@@ -52,6 +52,11 @@ class Estimate:
         }
 
 
+def from_json(values: dict[str, Any]) -> Estimate:
+    """The estimate that `Estimate.as_json` wrote."""
+    return Estimate(Gpu(**values["gpu"]), *(values[place]["terms"] for place in ("host", "nvme", "disk")))
+
+
 def quick(scenario: Scenario, buckets: Buckets, activations: closed.Profile, kept: int = 2) -> Estimate:
     """The estimate in closed form."""
     by_phase = closed.phases(scenario, buckets, activations)
