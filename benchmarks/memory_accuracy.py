@@ -217,7 +217,8 @@ def qwen(row: Row) -> Case:
     if "LoRA" in kind:
         scenario = replace(with_lora(scenario, 64, "all-linear"), lora_dropout=0.05)
     if "multinode" in kind:
-        scenario = replace(scenario, nodes=2, ranks_per_node=2)
+        scenario = replace(scenario, nodes=2, ranks_per_node=2, strategy="zero2")
+        buckets = Buckets(200_000_000, 200_000_000)  # finetune_lora_ds.sh with ds_config_zero2.json
     return device(scenario, buckets)
 
 
@@ -237,7 +238,7 @@ def peft_docs(row: Row) -> Case:
 def swift(row: Row) -> Case:
     """ms-swift's scripts say what nvidia-smi showed."""
     if "Liger" in row["strategy"] and "padded" not in row["strategy"]:
-        scenario = base(row, strategy="zero3", loss="fused")
+        scenario = base(row, strategy="zero3", loss="fused", stack=Stack(liger_layers=True))
         return device(scenario, Buckets(reduce_bucket_size=scenario.model.hidden_size**2))
     if row["strategy"] == "DeepSpeed ZeRO-2 LoRA r8":
         return device(with_lora(base(row, strategy="zero2"), 8, "all-linear"), Buckets())

@@ -175,7 +175,7 @@ def predict(strategy: str) -> dict[str, int]:
     timeline = act(scenario, buckets, script_of(scenario))
     return {
         "tensors": sum(states.resident(scenario, buckets).values()) + sum(offloaded.values()),
-        "rss": timeline.allocated + sum(offloaded.values()),
+        "rss": timeline.resident() + sum(offloaded.values()),
     }
 
 

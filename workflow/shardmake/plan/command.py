@@ -1,5 +1,6 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table, in JSON, explained."""
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -9,11 +10,12 @@ from shardmake.errors import UserError, nearest
 from shardmake.plan import steptime
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware
-from shardmake.plan.memory.estimate import Estimate, full, script_of, verdict
+from shardmake.plan.memory.estimate import Estimate, from_json, full, script_of, verdict
 from shardmake.plan.memory.scenario import Scenario
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import trace_all
-from shardmake.plan.model import Model, Split, read_model, split
+from shardmake.plan.model import Model, Split, cached_path, read_model, split
+from shardmake.receipt import write_json
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
 LossKind = Literal["plain", "fused", "chunked"]
@@ -144,13 +146,26 @@ def _rows(question: Question, model: Model, part: Split, hardware: Hardware) -> 
 
 
 def _row(scenario: Scenario, hardware: Hardware, scripts: dict[tuple[bool, bool], Script]) -> Row:
-    key = (scenario.checkpointing, scenario.autocast)
-    if key not in scripts:
-        scripts[key] = script_of(scenario)
-    memory = full(scenario, buckets_for(scenario.model), scripts[key])
+    memory = _remembered(scenario, scripts)
     fits, reason = verdict(memory, scenario, hardware)
     seconds = steptime.step_time(scenario, hardware).total
     return Row(scenario.strategy, scenario.checkpointing, memory, fits, reason, seconds, scenario.nodes)
+
+
+def _remembered(scenario: Scenario, scripts: dict[tuple[bool, bool], Script]) -> Estimate:
+    """The estimate of ``scenario``, kept on disk by everything it depends on."""
+    buckets = buckets_for(scenario.model)
+    settings = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
+    request = {"model": scenario.model.key, "settings": settings, "buckets": vars(buckets)}
+    path = cached_path("shardmake.plan.estimate", request)
+    if path.is_file():
+        return from_json(json.loads(path.read_text()))
+    key = (scenario.checkpointing, scenario.autocast)
+    if key not in scripts:
+        scripts[key] = script_of(scenario)
+    memory = full(scenario, buckets, scripts[key])
+    write_json(path, memory.as_json())
+    return memory
 
 
 def buckets_for(model: Model) -> Buckets:

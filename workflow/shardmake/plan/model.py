@@ -5,13 +5,14 @@ architecture is built by transformers on the meta device in a process of its own
 config and version. Both give the same tensors, which the tests check.
 """
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -421,9 +422,16 @@ def run_helper(module: str, request: Mapping[str, Any]) -> Any:
 
 
 def cached_path(module: str, request: Mapping[str, Any]) -> Path:
-    """Where the answer to ``request`` is kept: by its content and the versions of torch, transformers and shardmake."""
-    versions = [version(package) for package in ("torch", "transformers", "shardmake")]
-    return cache_folder() / f"{module.rpartition('.')[2]}-{digest([dict(request), versions])}.json"
+    """Where the answer to ``request`` is kept: by its content, the libraries' versions and these formulas' text."""
+    key = digest([dict(request), _versions()])
+    return cache_folder() / f"{module.rpartition('.')[2]}-{key}.json"
+
+
+@cache
+def _versions() -> list[str]:
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return [version("torch"), version("transformers"), text]
 
 
 def read_cached(module: str, request: Mapping[str, Any]) -> Any:

@@ -494,7 +494,7 @@ def _is_below(candidate: Candidate, chosen: Candidate) -> bool:
 def resources(settings: Settings, chosen: Candidate) -> dict[str, Resources]:
     """Memory and cores per node by stage; every figure with a quarter to spare and at most what a node has."""
     hardware, model = settings.hardware, settings.model
-    tensors = chosen.choice.processes_per_node * chosen.memory.gpu.allocated if hardware.is_cpu else 0
+    tensors = chosen.choice.processes_per_node * chosen.memory.gpu.reserved if hardware.is_cpu else 0
     weights = BYTES[settings.precision] * model.parameters
     largest = 4 * model.largest_tensor
     few = min(4, hardware.cpus_per_node)

@@ -96,7 +96,12 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
         },
         "backward of the last layer": {**base, **held, **layer, **bucket, "activations": activations.last_layer},
         "backward of the first layer": {**base, **whole, **layer, **bucket, "activations": activations.first_layer},
-        "optimizer step": {**base, **whole, **states.optimizer_step(scenario, buckets)},
+        "optimizer step": {
+            **base,
+            **whole,
+            **states.optimizer_step(scenario, buckets),
+            "optimizer temporaries": states.step_temporaries(scenario, buckets),
+        },
     }
 
 

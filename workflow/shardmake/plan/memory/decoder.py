@@ -155,7 +155,7 @@ class _Step:
 
     def _rms_norm(self, hidden: Ghost, weight: Parameter, rows: int) -> Ghost:
         """transformers' RMSNorm: computed in fp32, with an fp32 copy of the input."""
-        if self.scenario.loss == "fused":
+        if self.scenario.stack.liger_layers:
             return _fused_norm(hidden, weight, rows)
         wide = ghost.cast(hidden, 4)
         factors = ghost.row_rsqrt(ghost.row_mean(ghost.square(wide), rows))
@@ -207,7 +207,7 @@ class _Step:
 
     def _mlp(self, hidden: Ghost, prefix: str, made: bool) -> Ghost:
         gate = self._linear(hidden, f"{prefix}.gate_proj")
-        if self.scenario.loss == "fused":
+        if self.scenario.stack.liger_layers:
             product = ghost.fused_product(gate, self._linear(hidden, f"{prefix}.up_proj"))
             del gate, hidden
             return self._linear(product, f"{prefix}.down_proj", made)

@@ -90,8 +90,14 @@ class Engine:
             trained = states.trained_bytes(self.scenario) * held
             for key in self._take("optimizer temporaries", trained):
                 self.timeline.free(key)
+        self._update()
         if not self.scenario.stack.keeps_gradients:
             self._drop_gradients()
+
+    def _update(self) -> None:
+        size = states.step_temporaries(self.scenario, self.buckets)
+        if size:
+            self.timeline.free(self.timeline.alloc(size, "optimizer temporaries"))
 
     def _drop_gradients(self) -> None:
         for key in self.gradients.values():
@@ -105,8 +111,7 @@ class ZeroOneTwo(Engine):
     def start_backward(self) -> None:
         """The buckets live during a backward pass."""
         count = 2 if self.buckets.overlap_comm else 1
-        elements = min(self.buckets.reduce_bucket_size, self.scenario.split.trainable)
-        size = self.scenario.compute * elements
+        size = self.scenario.compute * self.buckets.reduce_bucket_size
         self._ipg = [self.timeline.alloc(size, "communication buffers") for _ in range(count)]
         self._large: int | None = None
 
@@ -145,9 +150,10 @@ class ZeroOneTwo(Engine):
         keys = [
             self.timeline.alloc(size, term) for term, size in states.optimizer_step(self.scenario, self.buckets).items()
         ]
+        self._drop_gradients()
+        self._update()
         for key in keys:
             self.timeline.free(key)
-        self._drop_gradients()
 
 
 class ZeroThree(Engine):
@@ -192,8 +198,12 @@ class ZeroThree(Engine):
 
     def step(self) -> None:
         """One sub-group after the other gets fp32 gradients."""
-        for term, size in states.optimizer_step(self.scenario, self.buckets).items():
-            self.timeline.free(self.timeline.alloc(size, term))
+        keys = [
+            self.timeline.alloc(size, term) for term, size in states.optimizer_step(self.scenario, self.buckets).items()
+        ]
+        self._update()
+        for key in keys:
+            self.timeline.free(key)
 
     def _fetch(self, unit: Unit) -> None:
         """The gathered bytes arrive flat and are copied out; a prefetched bucket is on its way beside them."""

@@ -52,6 +52,11 @@ class Estimate:
         }
 
 
+def from_json(values: dict[str, Any]) -> Estimate:
+    """The estimate that `Estimate.as_json` wrote."""
+    return Estimate(Gpu(**values["gpu"]), *(values[place]["terms"] for place in ("host", "nvme", "disk")))
+
+
 def quick(scenario: Scenario, buckets: Buckets, activations: closed.Profile, kept: int = 2) -> Estimate:
     """The estimate in closed form."""
     by_phase = closed.phases(scenario, buckets, activations)
@@ -82,7 +87,11 @@ def gpu(scenario: Scenario, buckets: Buckets, script: Script | None = None, capa
     timeline = act(scenario, buckets, script or script_of(scenario))
     phase = timeline.highest()
     peak = timeline.peaks[phase]
-    reserved = peak.total if scenario.on_cpu else timeline.reserved(capacity - outside(scenario) if capacity else None)
+    reserved = (
+        timeline.resident()
+        if scenario.on_cpu
+        else timeline.reserved(capacity - outside(scenario) if capacity else None)
+    )
     return Gpu(peak.total, reserved, reserved + outside(scenario), phase, peak.terms)
 
 
@@ -138,7 +147,7 @@ def verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[b
 
 def _cpu_verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[bool, str]:
     """On CPU the ranks' tensors and the host's share one node's RAM."""
-    need = scenario.ranks_per_node * result.gpu.allocated + result.host_total
+    need = scenario.ranks_per_node * result.gpu.reserved + result.host_total
     figures = f"{need / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
     if need > hardware.host_memory:
         return False, f"needs {figures}"

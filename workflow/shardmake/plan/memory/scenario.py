@@ -24,6 +24,8 @@ class Stack:
     """SDPA's output is copied to be contiguous (transformers before 4.48)."""
     foreach_optimizer: bool = False
     """The optimizer is torch's foreach one, whose temporaries take as much as the trained weights."""
+    liger_layers: bool = False
+    """Liger's RMSNorm and SwiGLU beside its loss."""
     keeps_gradients: bool = False
     """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
     softmax_saves_input: bool = False

@@ -53,7 +53,16 @@ def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
     part = ceil(trained / n)
     if scenario.zero_stage == 3:
         return {"fp32 gradients of a sub-group": 4 * min(buckets.sub_group_size, part)}
-    return {"flat gradients": scenario.compute * part, "fp32 gradients": 4 * part}
+    cast = {} if scenario.compute == 4 else {"fp32 gradients": 4 * part}
+    return {"flat gradients": scenario.compute * part, **cast}
+
+
+def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
+    """What torch's AdamW makes for one tensor at a time where it is not fused, on CPU: a root and a quotient."""
+    if not scenario.on_cpu or scenario.optimizer != "adamw":
+        return 0
+    flat = min(buckets.sub_group_size, ceil(scenario.split.trainable / scenario.shards))
+    return 2 * 4 * (flat if scenario.zero_stage else scenario.model.largest_tensor)
 
 
 def trained_bytes(scenario: Scenario) -> int:
@@ -133,7 +142,7 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
     """Buffers that live during a backward pass: ZeRO-1 and 2's buckets, FSDP's reduce-scatter of one layer."""
     if scenario.zero_stage in (1, 2):
         copies = 2 if buckets.overlap_comm else 1
-        return copies * scenario.compute * min(buckets.reduce_bucket_size, scenario.split.trainable)
+        return copies * scenario.compute * buckets.reduce_bucket_size
     if scenario.is_fsdp and scenario.method == "full":
         return 2 * scenario.compute * scenario.model.largest_block
     return 0

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from shardmake.plan.memory.allocator import CachingAllocator, rounded
 
 COMPUTE, COMMUNICATION = 0, 1  # streams
+HEAP_BLOCK = 32 << 20  # glibc's largest dynamic mmap threshold: freed blocks below it stay with the process
 
 
 @dataclass
@@ -74,6 +75,22 @@ class Timeline:
     def highest(self) -> str:
         """The phase of the peak."""
         return max(self.peaks, key=lambda phase: self.peaks[phase].total)
+
+    def resident(self) -> int:
+        """Most RSS of a process on CPU: what glibc took for smaller blocks it keeps, larger ones are returned."""
+        sizes: dict[int, int] = {}
+        heap = mapped = heap_peak = peak = 0
+        for key, size, _ in self.events:
+            change = size if size >= 0 else -sizes.pop(key)
+            if size >= 0:
+                sizes[key] = size
+            if abs(change) < HEAP_BLOCK:
+                heap += change
+                heap_peak = max(heap_peak, heap)
+            else:
+                mapped += change
+            peak = max(peak, heap_peak + mapped)
+        return peak
 
     def reserved(self, limit: int | None = None) -> int:
         """The most that the caching allocator holds on a device that gives it at most ``limit`` bytes."""

@@ -1,0 +1,154 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config import Cluster, Run
+from shardmake.errors import UserError
+from shardmake.plan.plan import Plan
+from shardmake.plan.strategy import make_plan
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
+TINY = {
+    **LLAMA,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+EIGHT = {
+    **LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+CPU = Cluster(executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=8.0)
+
+
+def gpus(**more: Any) -> Cluster:
+    values = {
+        "executor": "slurm",
+        "accelerator": "h100",
+        "processes_per_node": 8,
+        "cpus_per_node": 64,
+        "memory_gib_per_node": 1000.0,
+        "max_nodes": 4,
+    }
+    return Cluster(**{**values, **more})
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    for name, config in (("tiny", TINY), ("eight", EIGHT)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return {name: str(tmp_path / name) for name in ("tiny", "eight")}
+
+
+def plan(model: str, cluster: Cluster, **more: Any) -> Plan:
+    values = {
+        "model": model,
+        "data": {"train": "train.jsonl"},
+        "sequence_length": 512,
+        "global_batch_size": 32,
+        "max_steps": 10,
+        "learning_rate": 1e-4,
+    }
+    return make_plan("run", Run(**{**values, **more}), cluster)[0]
+
+
+def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> None:
+    made = plan(folders["tiny"], CPU)
+    assert (made.choice.strategy, made.choice.precision, made.workload.attention) == ("ddp", "fp32", "sdpa")
+    assert made.choice.global_batch_size == 32
+    assert made.reason.startswith("ddp")
+    assert all(choice.strategy.startswith(("ddp", "zero")) for choice in made.ladder)
+
+
+def test_an_8b_on_one_node_of_h100_is_sharded_and_fits(folders: dict[str, str]) -> None:
+    made = plan(folders["eight"], gpus(), sequence_length=4096)
+    assert made.choice.nodes == 1
+    assert made.choice.strategy not in ("ddp", "zero3-nvme")
+    assert made.choice.precision == "bf16"
+    assert any("needs" in reason for name, reason in made.rejected.items() if name.startswith("ddp"))
+
+
+def test_the_plan_is_the_same_every_time(folders: dict[str, str]) -> None:
+    assert plan(folders["eight"], gpus()) == plan(folders["eight"], gpus())
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp", "zero3-offload"])
+def test_a_named_strategy_is_respected(strategy: str, folders: dict[str, str]) -> None:
+    made = plan(folders["eight"], gpus(max_nodes=4), strategy=strategy, nodes=4)
+    assert made.choice.strategy == strategy
+    assert {choice.strategy for choice in made.ladder} <= {strategy}
+
+
+def test_a_named_strategy_that_does_not_fit_is_refused_with_figures(folders: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"Strategy ddp does not fit.* GiB"):
+        plan(folders["eight"], gpus(), strategy="ddp", nodes=1)
+
+
+def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
+    values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
+    made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())
+    by_choice = {json.dumps(c["choice"]): c["gpu"]["device"] for c in memory["candidates"]}
+    needs = [by_choice[json.dumps(choice.model_dump())] for choice in (made.choice, *made.ladder)]
+    assert len(needs) > 2
+    assert needs == sorted(needs, reverse=True)
+    assert len(set(needs)) == len(needs)
+
+
+def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -> None:
+    values = {"model": folders["tiny"], "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 8}
+    made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), CPU)
+    assert len(memory["candidates"]) == len(made.rejected) + 1
+    for candidate in memory["candidates"]:
+        assert sum(candidate["gpu"]["terms"].values()) == candidate["gpu"]["allocated"]
+        assert set(candidate) >= {"strategy", "gpu", "host", "nvme", "disk", "fits", "reason", "step_seconds"}
+    json.dumps(memory)
+
+
+REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
+    (CPU, {"global_batch_size": 7}, r"cannot be divided over 2 ranks .*Use 6 or 8"),
+    (CPU, {"micro_batch_size": 3}, r"no multiple of 2 ranks x micro_batch_size 3.*30 or 36"),
+    (gpus(), {"nodes": 9}, r"asks for 9 nodes.*allows 4"),
+    (CPU, {"optimizer": "adamw8bit"}, "adamw8bit needs a GPU"),
+    (CPU, {"method": "qlora"}, "qlora needs a GPU"),
+    (CPU, {"precision": "fp16"}, "fp16 needs a GPU"),
+    (gpus(accelerator="v100-32gb"), {"precision": "bf16"}, "bf16 needs Ampere"),
+    (gpus(accelerator="v100-32gb"), {"attention": "flash"}, "flash needs Ampere"),
+    (gpus(accelerator="h1000"), {}, r"no accelerator 'h1000'.*Did you mean 'h100'"),
+    (gpus(gpu_memory_gib=81920.0), {}, "nvidia-smi prints MiB"),
+    (gpus(), {"sequence_length": 16384}, r"knows 8192 positions"),
+    (gpus(), {"strategy": "zero3-nvme"}, "set nvme_path"),
+]
+
+
+@pytest.mark.parametrize(("cluster", "settings", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_contradictions_are_refused_with_what_to_do(
+    cluster: Cluster, settings: dict[str, Any], sentence: str, folders: dict[str, str]
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        plan(folders["tiny"], cluster, **settings)
+
+
+def test_old_gpus_compute_in_fp16(folders: dict[str, str]) -> None:
+    assert plan(folders["tiny"], gpus(accelerator="v100-32gb")).choice.precision == "fp16"
+
+
+def test_more_nodes_only_where_they_are_needed(folders: dict[str, str]) -> None:
+    small = gpus(accelerator="a10", memory_gib_per_node=64.0, processes_per_node=4, max_nodes=8)
+    assert plan(folders["eight"], small, sequence_length=2048).choice.nodes > 1
+
+
+def test_resources_are_at_most_a_node(folders: dict[str, str]) -> None:
+    for cluster, model in ((CPU, "tiny"), (gpus(), "eight")):
+        for asked in plan(folders[model], cluster).resources.values():
+            assert 1 <= asked.memory_gib <= cluster.memory_gib_per_node
+            assert 1 <= asked.cpus <= cluster.cpus_per_node
