@@ -1,18 +1,27 @@
 """The libraries' own parsers: what they accept, what they refuse, what they drop without a word."""
 
-from dataclasses import replace
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from shardmake.config import STRATEGIES, Strategy
 from shardmake.errors import UserError
 from shardmake.plan.accelerate_file import IGNORED_IN_FILE
 from shardmake.plan.check import Files, check_rendered
+from shardmake.plan.plan import Choice
 from shardmake.plan.render import launch_flags, render_files
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 def render(strategy: Strategy, **settings: Any) -> Files:
@@ -25,16 +34,61 @@ def check(strategy: Strategy, files: Files) -> None:
     check_rendered(files, plan.choice, make_model().hidden_size, flags, "/tmp")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_rendered_files_are_understood(strategy: Strategy) -> None:
-    check(strategy, render(strategy))
-
-
-@pytest.mark.parametrize(
-    ("strategy", "setting", "value"), [("zero3-nvme", "deepspeed_values", "auto"), ("fsdp-hybrid", "fsdp_version", 1)]
+WORLD_SIZE = 4
+choices = st.builds(
+    Choice,
+    strategy=st.sampled_from(STRATEGIES),
+    gradient_checkpointing=st.booleans(),
+    micro_batch_size=st.integers(1, 64),
+    gradient_accumulation_steps=st.integers(1, 64),
+    nodes=st.sampled_from([1, 2]),
+    processes_per_node=st.just(1),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+).map(lambda choice: choice.model_copy(update={"processes_per_node": WORLD_SIZE // choice.nodes}))
+runs = st.fixed_dictionaries(
+    {
+        "fsdp_version": st.sampled_from([1, 2]),
+        "deepspeed_values": st.sampled_from(["auto", "explicit"]),
+        "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
+        "scheduler": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
+        "warmup_ratio": st.floats(0, 1),
+        "max_grad_norm": st.floats(0.1, 10),
+        "method": st.sampled_from(["full", "lora"]),
+        "eval_every_steps": st.none() | st.integers(1, 100),
+    }
 )
-def test_other_ways_of_saying_it_are_understood(strategy: Strategy, setting: str, value: Literal[1, "auto"]) -> None:
-    check(strategy, render(strategy, **{setting: value}))
+accelerators = st.sampled_from(["cpu", "a100-80gb"])
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drawn=st.lists(st.tuples(choices, runs, accelerators), min_size=24, max_size=24))
+def test_whatever_is_rendered_is_understood(drawn: list[tuple[Choice, dict[str, Any], str]]) -> None:
+    """All three parsers accept every plan and agree with it; every strategy is among them."""
+    drawn += [(make_plan(strategy).choice, {}, "a100-80gb") for strategy in STRATEGIES]
+    requests = [make_request(choice, settings, accelerator) for choice, settings, accelerator in drawn]
+    answers = ask_many(requests)
+    assert [(answer, request["choice"]) for answer, request in zip(answers, requests, strict=True) if answer] == []
+
+
+def make_request(choice: Choice, settings: dict[str, Any], accelerator: str) -> dict[str, Any]:
+    plan = make_plan("ddp").model_copy(update={"choice": choice})
+    run = make_run(global_batch_size=choice.global_batch_size, **settings)
+    model = make_model()
+    files = render_files(plan, run, make_cluster(accelerator=accelerator), model, Path("plan"))
+    flags = launch_flags(plan, machine_rank=0, address="localhost", port=1)
+    size = model.hidden_size
+    return {"files": asdict(files), "choice": choice.model_dump(), "hidden_size": size, "flags": flags}
+
+
+def ask_many(requests: list[dict[str, Any]]) -> list[list[str]]:
+    """The libraries' answers, all from one process of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "requests.json")
+        path.write_text(json.dumps(requests))
+        command = [sys.executable, "-m", "tests.unit.check_many", str(path), str(WORLD_SIZE)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(path.read_text())
 
 
 def test_every_parser_complains_about_its_own_file() -> None:

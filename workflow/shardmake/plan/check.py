@@ -87,8 +87,13 @@ def problems_of(check: Callable[[], list[str]]) -> list[str]:
 
 
 def _check(request: dict[str, Any], folder: Path) -> list[str]:
+    parsers.pretend_world(Choice.model_validate(request["choice"]).world_size)
+    return find_problems(request, folder)
+
+
+def find_problems(request: Mapping[str, Any], folder: Path) -> list[str]:
+    """What the libraries find in the files of ``request``, in a world of the size that it asks for."""
     files, choice = Files(**request["files"]), Choice.model_validate(request["choice"])
-    parsers.pretend_world(choice.world_size)
     return [
         *problems_of(lambda: _check_accelerate(files, choice, request["flags"], folder)),
         *problems_of(lambda: _check_deepspeed(files, choice)),

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import (
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
     Trainer,
@@ -26,6 +25,7 @@ from shardmake.receipt import read_json, write_json
 from shardmake.train import ledger
 from shardmake.train.callbacks import Heartbeat, Metrics, Seal, Stop
 from shardmake.train.engine import check_engine, describe_engine, environment_report
+from shardmake.train.load import load_base
 from shardmake.train.receipt import write_receipt
 
 
@@ -148,14 +148,8 @@ def _optimizer(settings: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], d
 
 
 def _load_model(settings: dict[str, Any]) -> PreTrainedModel:
-    model, method = settings["model"], settings["method"]
-    loaded = AutoModelForCausalLM.from_pretrained(
-        model["path"],
-        revision=model["revision"],
-        trust_remote_code=model["trust_remote_code"],
-        dtype=getattr(torch, model["dtype"]),
-        attn_implementation=model["attention"],
-    )
+    method = settings["method"]
+    loaded = load_base(settings)
     loaded.config.use_cache = False
     if method["kind"] == "full":
         return loaded

@@ -1,0 +1,31 @@
+"""One rank that loads a model as rendered and writes down its peak memory: ``load_rank.py ATTEMPT``."""
+
+import json
+import os
+import resource
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+import tests.fsdp_on_cpu  # noqa: F401
+from shardmake.train.load import load_base
+
+folder = Path(sys.argv[1])
+settings: dict[str, Any] = json.loads((folder / "training.json").read_text())
+
+
+def peak() -> int:
+    """Most resident memory so far, bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+deepspeed = {"deepspeed": str(folder / "deepspeed.json")} if settings["expected"]["engine"] == "deepspeed" else {}
+arguments = TrainingArguments(output_dir=str(folder / "output"), **settings["arguments"], **deepspeed)
+before = peak()
+model = load_base(settings)
+(folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"before": before, "peak": peak()}))
+torch.distributed.barrier()
+torch.distributed.destroy_process_group()
