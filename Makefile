@@ -26,7 +26,8 @@ install: .venv/installed
 test: install
 	PYTHON=$(PYTHON) envs/system.sh test
 	$(MAKE) check
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 tests/unit
+	$(BIN)/pytest tests/workflow tests/cluster
 
 # Style, types, workflow: seconds, no processes.
 check: install
