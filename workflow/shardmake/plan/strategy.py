@@ -161,6 +161,7 @@ def resolve(run: Run, cluster: Cluster) -> Settings:
 def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None:
     if hardware.is_cpu:
         _check_cpu(run)
+    _check_packages(run)
     if run.nodes is not None and run.nodes > cluster.max_nodes:
         raise UserError(
             f"The run asks for {run.nodes} nodes, the cluster file allows {cluster.max_nodes} (max_nodes). "
@@ -173,6 +174,19 @@ def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None
         )
     if run.strategy == "zero3-nvme" and hardware.nvme is None:
         raise UserError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
+
+
+def _check_packages(run: Run) -> None:
+    """What only some runs need and Shardmake does not install; without it the ranks would fail, or fall back."""
+    wanted = {
+        "loss: fused": ("liger_kernel", "liger-kernel", run.loss == "fused"),
+        "attention: flash": ("flash_attn", "flash-attn", run.attention == "flash"),
+        "optimizer: adamw8bit": ("bitsandbytes", "bitsandbytes", run.optimizer == "adamw8bit"),
+        "method: qlora": ("bitsandbytes", "bitsandbytes", run.method == "qlora"),
+    }
+    for setting, (module, package, is_wanted) in wanted.items():
+        if is_wanted and find_spec(module) is None:
+            raise UserError(f"{setting} needs the package {package}, which is not installed: pip install {package}")
 
 
 def _check_cpu(run: Run) -> None:

@@ -134,6 +134,7 @@ def _optimizer_arguments(run: Run, cluster: Cluster) -> dict[str, Any]:
         "adam_epsilon": ADAM_EPSILON,
         "weight_decay": run.weight_decay,
         "max_grad_norm": run.max_grad_norm,
+        "use_liger_kernel": run.loss == "fused",
     }
 
 

@@ -18,10 +18,26 @@ def load_base(settings: dict[str, Any]) -> PreTrainedModel:
     """
     model = settings["model"]
     source = {"revision": model["revision"], "trust_remote_code": model["trust_remote_code"]}
-    how = {"dtype": getattr(torch, model["dtype"]), "attn_implementation": model["attention"]}
+    dtype = getattr(torch, model["dtype"])
+    how = {"dtype": dtype, "attn_implementation": model["attention"]}
+    if settings["method"]["kind"] == "qlora":
+        how["quantization_config"] = _four_bits(dtype)
     if settings["expected"]["engine"] == "fsdp" and os.environ.get("LOCAL_RANK", "0") != "0":
         return _empty(AutoConfig.from_pretrained(model["path"], **source), how, model["trust_remote_code"])
     return AutoModelForCausalLM.from_pretrained(model["path"], **source, **how)
+
+
+def _four_bits(dtype: torch.dtype) -> Any:
+    """NF4 with double quantization (QLoRA, arXiv 2305.14314), stored in ``dtype`` so that FSDP can shard it."""
+    from transformers import BitsAndBytesConfig
+
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_storage=dtype,
+    )
 
 
 def _empty(config: Any, how: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel:

@@ -153,8 +153,10 @@ def _load_model(settings: dict[str, Any]) -> PreTrainedModel:
     loaded.config.use_cache = False
     if method["kind"] == "full":
         return loaded
-    from peft import LoraConfig, get_peft_model
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
+    if method["kind"] == "qlora":
+        loaded = prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=False)
     adapters = LoraConfig(
         r=method["rank"],
         lora_alpha=method["alpha"],
