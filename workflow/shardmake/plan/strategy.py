@@ -147,7 +147,7 @@ def resolve(run: Run, cluster: Cluster) -> Settings:
     hardware = from_cluster(cluster)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     _check(run, cluster, hardware, model)
-    return Settings(
+    settings = Settings(
         run=run,
         model=model,
         split=split(model, run.method, run.lora.rank, run.lora.targets),
@@ -156,12 +156,13 @@ def resolve(run: Run, cluster: Cluster) -> Settings:
         precision=_precision(run, hardware),
         attention=_attention(run, hardware),
     )
+    _check_packages(run)
+    return settings
 
 
 def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None:
     if hardware.is_cpu:
         _check_cpu(run)
-    _check_packages(run)
     if run.nodes is not None and run.nodes > cluster.max_nodes:
         raise UserError(
             f"The run asks for {run.nodes} nodes, the cluster file allows {cluster.max_nodes} (max_nodes). "
