@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,13 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
     assert {name: entry["sha256"] for name, entry in receipt["files"].items()} == {
         name: entry.sha256 for name, entry in read_folder(published).items()
     }
+
+
+def test_it_says_where_the_model_goes_and_that_it_arrived(tmp_path: Path) -> None:
+    said: list[str] = []
+    push(RUN, make_rundir(tmp_path), said.append)
+    assert re.fullmatch(r"Pushing 8 files, 0\.4 MB to file:published/chat\.", said[0])
+    assert said[1:] == ["file:published/chat holds the model; every file was read back and compared."]
 
 
 def test_sha256sum_accepts_the_published_checksums(tmp_path: Path) -> None:

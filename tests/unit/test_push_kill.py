@@ -11,12 +11,14 @@ import pytest
 
 from shardmake.manifest import read_folder
 from shardmake.publish.push import push
+from shardmake.rundir import RunDir
 from tests.finished_run import MODEL, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
 FOLDER_RUN = make_run(push={"to": "file:published/chat"})
 OLD = {"config.json": b"old", "model.safetensors": b"old"}
+NEW = {"config.json": b"new", "model.safetensors": b"new"}
 
 
 @pytest.fixture
@@ -74,7 +76,7 @@ def push_to_folder_and_die(root: Path, at: int) -> bool:
                     os.kill(os.getpid(), signal.SIGKILL)
 
         sys.addaudithook(count)
-        push(FOLDER_RUN, make_rundir(root))
+        push(FOLDER_RUN, RunDir(root))
 
     process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
@@ -83,24 +85,23 @@ def push_to_folder_and_die(root: Path, at: int) -> bool:
 
 
 def holds_model(folder: Path) -> bool:
-    return all((folder / name).is_file() and (folder / name).read_bytes() == MODEL[name] for name in MODEL)
+    return all((folder / name).is_file() and (folder / name).read_bytes() == NEW[name] for name in NEW)
 
 
 def test_killed_at_every_change_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    old = make_rundir(tmp_path / "old")
-    write_model(old, OLD)
+    old, new = make_rundir(tmp_path / "old", OLD), make_rundir(tmp_path / "new", NEW)
     target = tmp_path / "published" / "chat"
     at, places = 1, set()
     while True:
         push(FOLDER_RUN, old)
         before = read_folder(target)
-        if not push_to_folder_and_die(tmp_path / "new", at):
+        if not push_to_folder_and_die(new.root, at):
             break
         places.add(target.exists())
         if target.exists():
             assert read_folder(target) == before or holds_model(target), f"half a model at change {at}"
-        push(FOLDER_RUN, make_rundir(tmp_path / "again"))
+        push(FOLDER_RUN, new)
         assert holds_model(target)
         assert [path.name for path in target.parent.iterdir()] == ["chat"], f"leftovers after change {at}"
         at += 1

@@ -157,7 +157,10 @@ def a_run(folder: Path, place: Path, prompts: list[str] | None = None) -> Run:
 
 
 def test_both_models_are_measured_on_the_same_tokens(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    result = evaluate(a_run(folder, tmp_path), rundir)
+    said: list[str] = []
+    result = evaluate(a_run(folder, tmp_path), rundir, tell=said.append)
+    assert said[0] == "Measuring the base and the tuned model on 2 sequences."
+    assert [line.partition(":")[0] for line in said[1:]] == ["base", "tuned"]
     assert result == read_json(rundir.evaluation, "")
     assert result["tokens"] == result["base"]["tokens"] == result["tuned"]["tokens"] == 8, "four times 2 and <end>"
     assert result["base"]["loss"] != result["tuned"]["loss"]

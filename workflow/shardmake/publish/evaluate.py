@@ -6,7 +6,7 @@ nothing asked for is an error.
 
 import math
 import multiprocessing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+Tell = Callable[[str], None]
 Example = Mapping[str, "Tensor"]  # input_ids, labels, position_ids of one sequence, int64, each [tokens]
 IGNORED = -100
 
@@ -84,7 +85,7 @@ def _sum(scores: Iterable[Score]) -> Score:
     return Score(math.fsum(losses), sum(tokens))
 
 
-def evaluate(run: Run, rundir: RunDir, processes: int | None = None) -> dict[str, Any]:
+def evaluate(run: Run, rundir: RunDir, processes: int | None = None, tell: Tell = lambda _: None) -> dict[str, Any]:
     """Write and return ``evaluation.json``.
 
     ``{"sequences", "tokens", "base": {"loss", "perplexity", "tokens", "by_length"}, "tuned": {...}, "samples":
@@ -100,22 +101,17 @@ def evaluate(run: Run, rundir: RunDir, processes: int | None = None) -> dict[str
     examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     prompts = _prompts(run, tokenizer, examples)
+    tell(f"Measuring the base and the tuned model on {len(examples):,} sequences.")
     models = [Task(run, rundir, run.model, run.revision, prompts), Task(run, rundir, str(rundir.model), None, prompts)]
     base, tuned = _assess(models, processes or _gpus_that_hold(rundir.model))
-    answers = zip(prompts, base.answers, tuned.answers, strict=True)
+    measured = {"base": base.scores.as_json(), "tuned": tuned.scores.as_json()}
+    for name, found in measured.items():
+        tell(f"{name}: loss {found['loss']:.4f}, perplexity {found['perplexity']:,.2f}, {found['tokens']:,} tokens")
     evaluation = {
         "sequences": len(examples),
         "tokens": base.scores.total.tokens,
-        "base": base.scores.as_json(),
-        "tuned": tuned.scores.as_json(),
-        "samples": [
-            {
-                "prompt": _question(tokenizer, prompt),
-                "base": tokenizer.decode(before, skip_special_tokens=True).strip(),
-                "tuned": tokenizer.decode(after, skip_special_tokens=True).strip(),
-            }
-            for prompt, before, after in answers
-        ],
+        **measured,
+        "samples": _samples(tokenizer, prompts, base, tuned),
     }
     write_json(rundir.evaluation, evaluation)
     return evaluation
@@ -282,6 +278,18 @@ def _opening(example: Example) -> list[int]:
     """What stands before the first loss token; of a text that carries loss from the start, the first tokens."""
     first = int((example["labels"] != IGNORED).nonzero()[0])
     return example["input_ids"][: first if first > 1 else 16].tolist()
+
+
+def _samples(
+    tokenizer: "PreTrainedTokenizerBase", prompts: list[list[int]], base: Assessment, tuned: Assessment
+) -> list[dict[str, str]]:
+    def text(ids: list[int]) -> str:
+        return tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+    return [
+        {"prompt": _question(tokenizer, prompt), "base": text(before), "tuned": text(after)}
+        for prompt, before, after in zip(prompts, base.answers, tuned.answers, strict=True)
+    ]
 
 
 def _question(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:

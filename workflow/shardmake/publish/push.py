@@ -1,6 +1,7 @@
 """Bring the final model to its destinations, and prove that it arrived."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from shardmake.rundir import RunDir
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
+Tell = Callable[[str], None]
 
-def push(run: Run, rundir: RunDir) -> dict[str, Any]:
+
+def push(run: Run, rundir: RunDir, tell: Tell = lambda _: None) -> dict[str, Any]:
     """Push the model of ``rundir`` to every destination of ``run`` and return the receipt.
 
     Safe to repeat at any point: what has arrived is not sent again. All destinations are tried before an error of one
@@ -31,10 +34,13 @@ def push(run: Run, rundir: RunDir) -> dict[str, Any]:
             f"Run {rundir.name} has no push.to. Add one, such as `push: {{to: file:published/{rundir.name}}}`."
         )
     bundle = make_bundle(run, rundir)
+    what = f"{len(bundle.paths)} files, {bundle.size / 1e6:,.1f} MB"
     results, complaints = [], []
     for destination in run.push.destinations:
+        tell(f"Pushing {what} to {public_url(destination)}.")
         try:
             results.append({"to": public_url(destination), **_push_to(destination, run.push, bundle)})
+            tell(f"{public_url(destination)} holds the model; every file was read back and compared.")
         except UserError as error:
             complaints.append(str(error))
     if complaints:
