@@ -13,6 +13,7 @@ from torch.serialization import skip_data
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 SHAPES = {
+    "0.2B": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "vocab_size": 32000},
     "0.5B": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 15, "vocab_size": 32000},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256},
@@ -33,8 +34,10 @@ def shapes(config: LlamaConfig) -> OrderedDict[str, torch.Size]:
     return OrderedDict((name, parameter.shape) for name, parameter in model.named_parameters())
 
 
-def write_zero3(checkpoint: Path, base: Path, config: LlamaConfig, ranks: int, sparse: bool = False) -> None:
-    """Write ``checkpoint/global_step1`` with the Adam states that a real one has, and ``base/config.json``."""
+def write_zero3(
+    checkpoint: Path, base: Path, config: LlamaConfig, ranks: int, *, sparse: bool = False, adam: bool = True
+) -> None:
+    """Write ``checkpoint/global_step1``, with Adam's states as a real one has if ``adam``, and ``base/config.json``."""
     folder = checkpoint / "global_step1"
     folder.mkdir(parents=True)
     (checkpoint / "latest").write_text("global_step1")
@@ -46,11 +49,11 @@ def write_zero3(checkpoint: Path, base: Path, config: LlamaConfig, ranks: int, s
         torch.save(_model_state(names), f"{stem}_model_states.pt")
         if sparse:
             with FakeTensorMode():
-                state = _optimizer_state(elements, ranks)
+                state = _optimizer_state(elements, ranks, adam)
             with skip_data(materialize_fake_tensors=True):
                 torch.save(state, f"{stem}_optim_states.pt")
         else:
-            torch.save(_optimizer_state(elements, ranks), f"{stem}_optim_states.pt")
+            torch.save(_optimizer_state(elements, ranks, adam), f"{stem}_optim_states.pt")
 
 
 def _model_state(names: OrderedDict[str, torch.Size]) -> dict[str, object]:
@@ -67,9 +70,9 @@ def _model_state(names: OrderedDict[str, torch.Size]) -> dict[str, object]:
     }
 
 
-def _optimizer_state(elements: int, ranks: int) -> dict[str, object]:
-    adam = {"step": 1, "exp_avg": torch.zeros(elements), "exp_avg_sq": torch.zeros(elements)}
-    inner = {"state": {0: adam}, "param_groups": [{"lr": 1e-3}]}
+def _optimizer_state(elements: int, ranks: int, adam: bool) -> dict[str, object]:
+    moments = {"exp_avg": torch.zeros(elements), "exp_avg_sq": torch.zeros(elements)} if adam else {}
+    inner = {"state": {0: {"step": 1, **moments}}, "param_groups": [{"lr": 1e-3}]}
     flat = torch.rand(elements)
     return {
         "optimizer_state_dict": {

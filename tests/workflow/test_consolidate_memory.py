@@ -1,0 +1,65 @@
+"""Memory does not grow with the model: planned at 405B, measured on real bytes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.consolidate import watch
+from benchmarks.synthetic import llama, shapes, write_zero3
+
+MIB = 1 << 20
+LIMIT = 300 * MIB
+PER_WORKER = 32 * MIB
+PLAN = """
+import json, sys
+from pathlib import Path
+from shardmake.consolidate.jobs import plan_jobs
+from shardmake.consolidate.layout import plan_shards
+from shardmake.consolidate.locate import read_checkpoint
+contents = read_checkpoint(Path(sys.argv[1]), "bf16")
+shards = plan_shards(contents.tensors.values(), "bf16", 5 * 10**9)
+jobs = plan_jobs(shards)
+moved = sum(move.end - move.begin for of_shard in jobs for job in of_shard for move in job.moves)
+print(json.dumps([sum(tensor.numel for tensor in contents.tensors.values()), moved, len(shards)]))
+"""
+MERGE = """
+import sys
+from pathlib import Path
+from shardmake.consolidate import consolidate
+consolidate(Path(sys.argv[1]), Path(sys.argv[2]), base=Path(sys.argv[3]), dtype=sys.argv[4], workers=2)
+"""
+
+
+def peak_of(code: str, *arguments: object) -> tuple[int, str]:
+    """Peak of anonymous memory, bytes, of a Python program and its children, and what it printed."""
+    command = [sys.executable, "-c", code, *(str(argument) for argument in arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    peak = watch(process)
+    output, _ = process.communicate()
+    assert process.returncode == 0
+    return peak, output
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("70B", 16), ("405B", 64)])
+def test_planning_a_huge_model(tmp_path: Path, name: str, ranks: int) -> None:
+    config = llama(name)
+    write_zero3(tmp_path / "checkpoint", tmp_path / "base", config, ranks, sparse=True)
+    peak, output = peak_of(PLAN, tmp_path / "checkpoint")
+    elements, moved, shards = json.loads(output)
+    expected = sum(shape.numel() for shape in shapes(config).values())
+    assert elements == expected
+    assert moved == 4 * expected
+    assert shards >= 2 * expected // 5_000_000_000
+    assert peak < LIMIT
+
+
+@pytest.mark.parametrize("dtype", ["keep", "bf16"])
+def test_merging_a_model_that_is_larger_than_the_memory_allowed(tmp_path: Path, dtype: str) -> None:
+    config = llama("0.2B")
+    write_zero3(tmp_path / "checkpoint", tmp_path / "base", config, 2, adam=False)
+    assert sum(4 * shape.numel() for shape in shapes(config).values()) > 2 * (LIMIT + 2 * PER_WORKER)
+    peak, _ = peak_of(MERGE, tmp_path / "checkpoint", tmp_path / "model", tmp_path / "base", dtype)
+    assert peak < LIMIT + 2 * PER_WORKER
