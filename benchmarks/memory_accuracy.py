@@ -1,6 +1,6 @@
 """How far the estimates are from published measurements, row by row, beside the formulas that people use today.
 
-    python benchmarks/memory_accuracy.py [--csv FILE] [--markdown]
+    python benchmarks/memory_accuracy.py [--csv FILE]
 
 Each row's source says what was run; `CASES` turns it into a scenario. Nothing here is fitted to the rows: a setting is
 what the source's script says, or the library's default at its date.
@@ -17,6 +17,7 @@ from statistics import median
 
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.memory import states
+from shardmake.plan.memory.deepspeed_table import table
 from shardmake.plan.memory.estimate import gpu
 from shardmake.plan.memory.scenario import Scenario, Stack
 from shardmake.plan.model import Model, from_config, split
@@ -25,6 +26,7 @@ GIB = 1 << 30
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"
 Row = dict[str, str]
 METAMATH_TOKENS = 650
+T0_3B = (2_783_959_040, 65_798_144)
 
 
 def llama(hidden: int, inner: int, layers: int, heads: int, groups: int, vocabulary: int, **more: object) -> Model:
@@ -365,7 +367,18 @@ def main() -> int:
     print()
     for grade in ("A", "A-", "B"):
         print(summary(results, grade))
+    for name in ("deepspeed", "accelerate", "cookbook"):
+        print(beside(results, name))
+    print("\nDeepSpeed's own table for T0_3B, one node with two GPUs:\n" + table(*T0_3B, 1, 2))
     return 0
+
+
+def beside(results: list[Result], name: str) -> str:
+    """Error of another formula and ours on the rows that it has something to say about."""
+    rows = [result for result in results if name in result.others and result.case.estimate is not None]
+    theirs = median(abs(100 * (result.others[name] / result.measured - 1)) for result in rows)
+    ours = median(abs(result.error) for result in rows)
+    return f"{name}: median absolute error {theirs:.1f} % on {len(rows)} full fine-tunes, ours {ours:.1f} %"
 
 
 if __name__ == "__main__":

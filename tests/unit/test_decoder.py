@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 
+from shardmake.plan.buckets import Buckets
 from shardmake.plan.memory.closed import Profile, of_script
 from shardmake.plan.memory.decoder import micro_step
+from shardmake.plan.memory.estimate import gpu
 from shardmake.plan.memory.scenario import Scenario, Stack
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import _request
 from shardmake.plan.model import from_config, split
+from tests.unit.test_plan_model import OTHERS
 
 SIZES = {
     "model_type": "llama",
@@ -28,7 +31,7 @@ LAYERS = 3
 
 
 def scenario(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
-    model = from_config({**SIZES, **(config or {})})
+    model = more.pop("model", None) or from_config({**SIZES, **(config or {})})
     values = {
         "model": model,
         "split": split(model, more.get("method", "full"), 16, more.get("lora_targets", "all-linear")),
@@ -112,6 +115,22 @@ def gradients(script: Script) -> set[str]:
     """Weights that got a gradient, by the model's own names."""
     names = {event[2] for event in script if event[0] == "grad"}
     return {name.removeprefix("base_model.model.").replace(".default", "") for name in names}
+
+
+@pytest.mark.parametrize("config", [config for config, _ in OTHERS], ids=lambda config: config["model_type"])
+def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> None:
+    """Encoders, encoder-decoders, mixtures of experts: marks for each layer and a gradient for each weight."""
+    model = from_config(config)
+    case = scenario(model=model, split=split(model, "full"), sequence_length=32, attention="sdpa", masked=True)
+    script = tracer.trace(_request(case))
+    blocks = len(model.blocks)
+    assert [event[1] for event in script if event[0] == "forward"] == list(range(blocks))
+    assert gradients(script) >= {tensor.name for tensor in model.tensors if tensor.block is not None} - UNUSED
+    assert gpu(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), script).allocated > 0
+
+
+# T5's relative attention bias is an embedding that the stand-in for fused attention does not read.
+UNUSED = {f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for side in ("encoder", "decoder")}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -4,7 +4,7 @@ from math import ceil
 
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.memory.scenario import BYTES, Scenario
-from shardmake.plan.memory.states import Terms, optimizer_bytes
+from shardmake.plan.memory.states import Terms, largest_trained, optimizer_bytes
 from shardmake.plan.model import Model
 
 PROCESS = int(1.5 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB; the upper end
@@ -46,7 +46,9 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     }
     if scenario.is_fsdp:
         return states
-    states["16-bit gradients or weights"] = hold(2 * part)
+    states["compute-type gradients or weights"] = hold(scenario.compute * part)
+    if scenario.zero_stage < 3:
+        states["largest gradient"] = hold(scenario.compute * largest_trained(scenario))
     if scenario.offloads_parameters:
         states["parameters"] = hold(scenario.compute * ceil(scenario.split.total / scenario.world_size))
     return states

@@ -123,7 +123,15 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
         return trained_bytes(scenario) * scenario.split.trainable if scenario.world_size > 1 else 0
     if scenario.zero_stage == 3:
         return scenario.compute * buckets.reduce_bucket_size
+    if scenario.strategy == "zero2-offload":
+        return scenario.compute * largest_trained(scenario)  # temp_grad_buffer_for_gpu_offload
     return 0
+
+
+def largest_trained(scenario: Scenario) -> int:
+    """Elements of the largest trained tensor."""
+    trained = scenario.model.tensors if scenario.method == "full" else scenario.split.adapters
+    return max(tensor.numel for tensor in trained)
 
 
 def gradients(scenario: Scenario) -> int:

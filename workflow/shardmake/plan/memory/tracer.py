@@ -33,11 +33,19 @@ def main() -> int:
     """Read the requests on standard input, write the script of each step on standard output."""
     requests = json.load(sys.stdin)["requests"]
     try:
-        json.dump([trace(request) for request in requests], sys.stdout)
+        json.dump([_trace_or_say_why(request) for request in requests], sys.stdout)
     except UserError as error:
         print(error)
         return 2
     return 0
+
+
+def _trace_or_say_why(request: Mapping[str, Any]) -> list[Event]:
+    try:
+        return trace(request)
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        model = request["config"]["model_type"]
+        raise UserError(f"A training step of this {model} cannot be traced: {error}") from None
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
@@ -146,6 +154,8 @@ def _inputs(model: Any, batch: int, length: int, masked: bool) -> dict[str, torc
     inputs = {"input_ids": tokens, "labels": torch.zeros(batch, dtype=torch.long) if classifies else tokens}
     if masked:
         inputs["attention_mask"] = torch.ones((batch, length), dtype=torch.long)
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
     return inputs
 
 
