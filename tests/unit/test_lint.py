@@ -119,6 +119,17 @@ def test_reading(tmp_path: Path) -> None:
         read_sources([tmp_path / "ds.json", tmp_path / "ds.json"])
     with pytest.raises(UserError, match="does not exist"):
         read_sources([tmp_path / "none.yaml"])
+    (tmp_path / "broken.json").write_text("{")
+    with pytest.raises(UserError, match="cannot be read"):
+        read_sources([tmp_path / "broken.json"])
+
+
+def test_numbers_are_read_as_the_libraries_read_them(tmp_path: Path) -> None:
+    """YAML 1.1 takes 5e8 for text, which DeepSpeed's JSON does not."""
+    for name in ("ds.json", "ds.yaml"):
+        (tmp_path / name).write_text('{"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": 5e8}}')
+    values = [read_sources([tmp_path / name])["deepspeed"].values for name in ("ds.json", "ds.yaml")]
+    assert [value["zero_optimization"]["reduce_bucket_size"] for value in values] == [5e8, "5e8"]
 
 
 def test_the_libraries_have_their_say(tmp_path: Path) -> None:
@@ -129,7 +140,7 @@ def test_the_libraries_have_their_say(tmp_path: Path) -> None:
         "args.yaml": TRAINING | {"lr_scheduler_type": "cosinus", "model_name_or_path": "x"},
     }
     for name, values in files.items():
-        (tmp_path / name).write_text(yaml.safe_dump(values))
+        (tmp_path / name).write_text(json.dumps(values))
     found = check_files([tmp_path / name for name in files])
     text = "\n".join(f"{finding.level}: {finding.text}" for finding in found)
     assert "accelerate ignores rdzv_backend; give it on the command line" in text

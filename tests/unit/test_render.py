@@ -17,7 +17,13 @@ from hypothesis import strategies as st
 from shardmake.config import STRATEGIES, Cluster, Strategy
 from shardmake.errors import UserError
 from shardmake.plan.check import Files
-from shardmake.plan.deepspeed_file import FILLED_BY_TRAINER, param_buffer_size, with_auto
+from shardmake.plan.deepspeed_file import (
+    FILLED_BY_TRAINER,
+    param_buffer_size,
+    remove_swapped,
+    swap_folder,
+    with_auto,
+)
 from shardmake.plan.engine import ENGINES
 from shardmake.plan.plan import Choice, Plan
 from shardmake.plan.render import as_yaml, launch_command, render, render_files
@@ -133,6 +139,21 @@ def test_swap_buffers_hold_the_largest_part_and_fit_the_ram(choice: Choice, clus
     swapped = 4 * zero["offload_optimizer"]["buffer_count"] * zero["sub_group_size"]
     assert swapped <= max(ram / 8, 16e6)
     assert 2 * zero["offload_param"]["max_in_cpu"] <= ram / 8
+
+
+def test_swap_files_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    cluster = make_cluster(nvme_path=str(tmp_path), accelerator="a100-80gb")
+    values = render_files(make_plan("zero3-nvme"), make_run(), cluster, make_model(), FOLDER).deepspeed
+    swapped = Path(swap_folder(cluster, "docs-chat"), "zero_stage_3/optimizer/rank0/exp_avg.swp")
+    others = Path(swap_folder(cluster, "another-run"), "kept.swp")
+    for path in (swapped, others, tmp_path / "mine/kept.swp"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    remove_swapped(values)
+    values["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "mine")
+    remove_swapped(values)
+    remove_swapped({})
+    assert sorted(path for path in tmp_path.rglob("*.swp")) == sorted([others, tmp_path / "mine/kept.swp"])
 
 
 def test_auto_replaces_exactly_what_trainer_fills_in() -> None:

@@ -20,8 +20,10 @@ from typing import IO
 from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.caches import kernel_caches
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
+from shardmake.plan.deepspeed_file import remove_swapped
 from shardmake.plan.plan import read_plan
 from shardmake.plan.render import launch_command
+from shardmake.receipt import read_json
 
 PR_SET_PDEATHSIG = 1
 _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
@@ -107,7 +109,10 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, node: Node, meeting: Rendez
             stderr=subprocess.STDOUT,
             preexec_fn=_leave_signals_to_worker,
         )
-        return process.wait()
+        try:
+            return process.wait()
+        finally:
+            remove_swapped(read_json(folder.deepspeed, "shardmake train NAME"))
 
 
 def rank_environment(attempt: Attempt, meeting: Rendezvous) -> dict[str, str]:

@@ -4,6 +4,8 @@ Sizes of buckets and buffers are in elements, as DeepSpeed counts them.
 """
 
 import os
+import shutil
+from collections.abc import Mapping
 from math import ceil
 from pathlib import Path
 from typing import Any, Final
@@ -67,6 +69,15 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> di
 def swap_folder(cluster: Cluster, run_name: str) -> str:
     """Folder of a run on the node-local NVMe, apart from other users' and other runs'; empty without NVMe."""
     return str(Path(cluster.nvme_path, f"shardmake-{os.getuid()}", run_name)) if cluster.nvme_path else ""
+
+
+def remove_swapped(deepspeed: Mapping[str, Any]) -> None:
+    """Remove what a training left on this node's NVMe; DeepSpeed does not. Only a folder from `swap_folder`."""
+    sections = deepspeed.get("zero_optimization", {})
+    for section in (sections.get("offload_optimizer", {}), sections.get("offload_param", {})):
+        folder = Path(section.get("nvme_path", ""))
+        if folder.parent.name == f"shardmake-{os.getuid()}":
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:

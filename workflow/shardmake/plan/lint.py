@@ -4,6 +4,7 @@ Takes an Accelerate file, a DeepSpeed file and training arguments (YAML or JSON)
 parsers read them, and settings that stand in several files are compared, with who would win at run time.
 """
 
+import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -108,11 +109,12 @@ def read_sources(paths: Sequence[Path]) -> dict[Kind, Source]:
 def read_source(path: Path) -> Source:
     """One file with its kind, known by its keys."""
     try:
-        values = yaml.safe_load(path.read_text())  # JSON is YAML
+        # YAML reads 5e8 as text, JSON as a number; each file is read as the libraries will.
+        values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise UserError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
-    except yaml.YAMLError as error:
-        raise UserError(f"{path} is neither valid YAML nor JSON: {error}") from None
+    except (yaml.YAMLError, json.JSONDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from None
     kinds = [
         kind for kind, signs in SIGNS.items() if isinstance(values, dict) and any(sign in values for sign in signs)
     ]
@@ -285,33 +287,32 @@ def _ask(request: dict[str, Any], folder: Path) -> list[str]:
     parsers.pretend_world(_world_size(sources))  # type: ignore[arg-type]
     checks = {"accelerate": _read_accelerate, "deepspeed": _read_deepspeed, "training": _read_training}
     return [
-        line
-        for kind, read in checks.items()
-        if kind in sources
-        for line in problems_of(lambda read=read, kind=kind: read(sources[kind], sources, folder))  # type: ignore[misc]
+        f"{source.name}: {line}"
+        for kind, source in sources.items()
+        for line in problems_of(lambda kind=kind, source=source: checks[kind](source, folder))  # type: ignore[misc]
     ]
 
 
-def _read_accelerate(source: Source, sources: Mapping[str, Source], folder: Path) -> list[str]:
+def _read_accelerate(source: Source, folder: Path) -> list[str]:
     _, ignored = parsers.launch_arguments(source.values, [], folder)
-    return [f"{source.name}: accelerate ignores {key}; give it on the command line" for key in ignored]
+    return [f"accelerate ignores {key}; give it on the command line" for key in ignored]
 
 
-def _read_deepspeed(source: Source, sources: Mapping[str, Source], folder: Path) -> list[str]:
+def _read_deepspeed(source: Source, folder: Path) -> list[str]:
     filled = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     without_total = {key: value for key, value in source.values.items() if key != "train_batch_size"}
     _, ignored = parsers.deepspeed_settings(without_total, filled)
-    return [f"{source.name}: DeepSpeed ignores {key}" for key in ignored]
+    return [f"DeepSpeed ignores {key}" for key in ignored]
 
 
-def _read_training(source: Source, sources: Mapping[str, Source], folder: Path) -> list[str]:
+def _read_training(source: Source, folder: Path) -> list[str]:
     from transformers import TrainingArguments
 
     known = TrainingArguments.__dataclass_fields__
     values = {key: value for key, value in source.values.items() if key in known and key != "deepspeed"}
     _, ignored = parsers.training_arguments(values, {}, folder)
     strangers = [key for key in source.values if key not in known]
-    return [f"{source.name}: transformers ignores {key}" for key in [*ignored, *strangers]]
+    return [f"transformers ignores {key}" for key in [*ignored, *strangers]]
 
 
 if __name__ == "__main__":
