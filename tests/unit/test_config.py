@@ -267,7 +267,7 @@ def test_later_files_go_over_earlier_ones(tmp_path: Path) -> None:
 
 trees = st.recursive(
     st.integers() | st.text(max_size=3),
-    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, max_size=4),
+    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=4),
     max_leaves=10,
 )
 mappings = st.dictionaries(st.sampled_from("abcd"), trees, max_size=4)

@@ -12,6 +12,7 @@ from shardmake.config import Attention, Cluster, Method, Optimizer, Precision, R
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
+from shardmake.sharing import share
 from shardmake.sources import localize
 
 app = typer.Typer(
@@ -39,7 +40,10 @@ def tell(message: str) -> None:
 def _open(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
     """The run as it is configured, its cluster and its folder."""
     config = load_config(*files)
-    return get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    if cluster.shared:
+        share(runs, rundir.root, Path("logs"))
+    return run, cluster, rundir
 
 
 def _open_fetched(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
@@ -226,7 +230,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     from shardmake.publish.evaluate import evaluate as measure
 
     run, _, rundir = _open(name, config, runs)
-    measure(run, rundir)
+    measure(run, rundir, tell=tell)
 
 
 @app.command()
@@ -235,7 +239,7 @@ def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.publish.push import push as send
 
     run, _, rundir = _open(name, config, runs)
-    send(run, rundir)
+    send(run, rundir, tell=tell)
 
 
 @app.command()

@@ -28,6 +28,7 @@ from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
 from shardmake.rundir import RunDir
+from shardmake.space import check_run
 from shardmake.train import ledger
 from shardmake.train.receipt import is_last, write_receipt
 from shardmake.train.recipe import recipe_digest
@@ -143,6 +144,7 @@ class Driver:
         return None
 
     def _submit(self) -> Job:
+        check_run(self.rundir)
         number = self._last_attempt() + 1
         folder = AttemptDir((self.rundir.attempts / f"{number:03d}").resolve())
         self._clear_stop_file()
