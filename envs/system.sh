@@ -20,6 +20,8 @@ if [ "$purpose" = test ]; then
   command -v sinfo >/dev/null || cluster+=(slurm-client)
   command -v munged >/dev/null || cluster+=(munge)
   command -v ip >/dev/null || cluster+=(iproute2)
+  command -v slurmdbd >/dev/null || cluster+=(slurmdbd mariadb-server)
+  [ -f /usr/include/libaio.h ] || cluster+=(libaio-dev) # for DeepSpeed's offload to NVMe
 fi
 
 missing=("${required[@]}" "${cluster[@]}")
@@ -32,6 +34,6 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   exit 0
 fi
 [ ${#cluster[@]} -eq 0 ] ||
-  echo "Without ${cluster[*]} the tests on a real Slurm are left out. On Debian: sudo apt-get install ${cluster[*]}" >&2
+  echo "Without ${cluster[*]} the tests that need them (a real Slurm, NVMe offload) are left out. On Debian: sudo apt-get install ${cluster[*]}" >&2
 [ ${#required[@]} -eq 0 ] ||
   { echo "Missing: ${required[*]}. On Debian: sudo apt-get install ${required[*]}" >&2; exit 1; }
