@@ -5,7 +5,7 @@ BIN := .venv/bin
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install test check unit docs clean
+.PHONY: demo install install-test test check unit docs clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -20,17 +20,23 @@ install: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
 	$(BIN)/pip install -q setuptools wheel
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e .
+	touch $@
+
+install-test: .venv/installed-test
+
+.venv/installed-test: .venv/installed
+	PYTHON=$(PYTHON) envs/system.sh test
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	touch $@
 
-test: install
-	PYTHON=$(PYTHON) envs/system.sh test
+test: install-test
 	$(MAKE) check
 	$(BIN)/pytest -n 2 tests/unit
 	$(BIN)/pytest tests/workflow tests/cluster
 
 # Style, types, workflow: seconds, no processes.
-check: install
+check: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -38,7 +44,7 @@ check: install
 	$(BIN)/shardmake demo
 	$(BIN)/snakemake --lint
 
-unit: install
+unit: install-test
 	$(BIN)/pytest tests/unit
 
 docs: install
