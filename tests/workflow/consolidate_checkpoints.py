@@ -20,9 +20,9 @@ ZERO = {
     2: (
         "zero1-frozen",
         "zero1-bf16-accumfp32",
-        "zero2-bf16-frozen",
+        "zero2-bf16-frozen-universal",
         "zero2-roundrobin-tied",
-        "zero3-bf16-tied-frozen",
+        "zero3-bf16-tied-frozen-universal",
         "zero3-subgroups-resnet",
         "zero3-lora",
     ),

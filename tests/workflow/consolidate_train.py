@@ -140,7 +140,7 @@ def make_universal(source: Path, out: Path) -> None:
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
     options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
-    convert(Namespace(input_folder=str(source), output_folder=str(out), inject_missing_state=False, **options))
+    convert(Namespace(input_folder=str(source), output_folder=str(out), inject_missing_state=True, **options))
 
 
 if __name__ == "__main__":

@@ -155,7 +155,9 @@ def test_an_older_checkpoint_is_taken_from_a_run(zero3: Path, tmp_path: Path) ->
     shutil.copytree(zero3 / "checkpoint-2", checkpoints / "checkpoint-2")
     shutil.copytree(zero3 / "checkpoint-2", checkpoints / "checkpoint-10")
     (checkpoints / "checkpoint-10" / "global_step2" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
-    assert read_checkpoint(tmp_path / "run").folder == checkpoints / "checkpoint-2" / "global_step2"
+    found = read_checkpoint(tmp_path / "run")
+    assert found.folder == checkpoints / "checkpoint-2" / "global_step2"
+    assert len(found.notes) == 1 and "lacks the files of rank 1" in found.notes[0]
 
 
 def test_an_existing_model_stays_when_the_merge_fails(zero3: Path, tmp_path: Path) -> None:

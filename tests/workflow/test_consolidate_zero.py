@@ -1,10 +1,12 @@
 """Merging what DeepSpeed wrote in real training: bit for bit what the ranks held, at every world size."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
+from shardmake.errors import UserError
 from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, merged, trained, truth
 
 pytestmark = pytest.mark.training
@@ -34,3 +36,13 @@ def test_equals_the_official_tool_where_that_is_right(variant: Path, tmp_path: P
     assert bool(lost) == variant.name.startswith("zero1-frozen")
     both = ours.keys() & official.keys()
     assert_equal({name: ours[name] for name in both}, {name: official[name] for name in both})
+
+
+@pytest.mark.parametrize("name", [name for name in ZERO[2] if "universal" in name])
+def test_a_universal_checkpoint(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    variant = trained(tmp_path_factory.getbasetemp(), "zero", 2) / name
+    universal = Path(shutil.copytree(variant / "universal", tmp_path / "universal"))
+    assert_equal(merged(universal, tmp_path / "out"), truth(variant))
+    shutil.rmtree(universal / "zero" / "model.norm.weight")
+    with pytest.raises(UserError, match=r"model\.norm\.weight/fp32\.pt is missing"):
+        merged(universal, tmp_path / "other")

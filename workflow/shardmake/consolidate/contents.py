@@ -73,7 +73,18 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint, read but for the tensors' bytes."""
+    """A checkpoint, read but for the tensors' bytes.
+
+    Attributes:
+        format: What wrote it.
+        folder: The folder with its files.
+        step: Training step, where the checkpoint says it.
+        world_size: Ranks that wrote it.
+        tensors: By name.
+        aliases: By name of a tensor that is not stored on its own, the name of the one it shares.
+        versions: Of what wrote it.
+        notes: Why newer checkpoints were passed over.
+    """
 
     format: str
     folder: Path
@@ -82,6 +93,7 @@ class Contents:
     tensors: dict[str, Tensor]
     aliases: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
 
     def with_tensors(self, tensors: Iterable[Tensor], aliases: dict[str, str] | None = None) -> "Contents":
         """The same checkpoint with other tensors."""

@@ -14,7 +14,7 @@ import os
 import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,11 @@ _REFUSED = {
     r"layer_\d+-model_.*": "DeepSpeed's pipeline parallelism",
     r".*mp_rank_(?!00_)\d+_.*": "tensor or model parallelism (more than one mp_rank)",
 }
+
+
+def recognises_universal(folder: Path) -> bool:
+    """Whether ``folder`` is a universal checkpoint."""
+    return any(folder.glob("zero/*/fp32.pt"))
 
 
 def recognises(folder: Path) -> bool:
@@ -80,6 +85,39 @@ def read(folder: Path, target: Target = "keep") -> Contents:
         aliases=dict(model.get("shared_params") or {}),
         versions={"deepspeed": str(model.get("ds_version"))},
     )
+
+
+def read_universal(folder: Path) -> Contents:
+    """A universal checkpoint, as ds_to_universal.py makes it: ``zero/NAME/fp32.pt`` for every trained parameter.
+
+    What was frozen, and the buffers, lie in the ranks' model files beside it, as in the checkpoint it was made from.
+    """
+    shards = _load(folder)
+    is_stage3 = any(folder.glob("zero_pp_rank_*_model_states.pt"))
+    trained = [_universal(folder, name, shape) for group in _param_shapes(shards) for name, shape in group.items()]
+    names = {tensor.name for tensor in trained}
+    rest = [*_zero3_frozen(shards), *_zero3_buffers(shards)] if is_stage3 else _module_first(shards, "keep")
+    tensors = [*trained, *(tensor for tensor in rest if tensor.name not in names)]
+    return Contents(
+        format="DeepSpeed universal",
+        folder=folder,
+        step=shards.model[0].get("global_steps"),
+        world_size=len(shards.model),
+        tensors={tensor.name: tensor.check() for tensor in tensors},
+        aliases=dict(shards.model[0].get("shared_params") or {}),
+        versions={"deepspeed": str(shards.model[0].get("ds_version"))},
+    )
+
+
+def _universal(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+    path = folder / "zero" / name / "fp32.pt"
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the universal checkpoint is not complete. Convert it again.")
+    held = unpickle.load(path)
+    ref = held.get("param") if isinstance(held, Mapping) else held
+    if not isinstance(ref, TensorRef) or ref.numel != numel(shape):
+        raise UserError(f"{path} does not hold the {list(shape)} elements of {name}. Convert the checkpoint again.")
+    return replace(whole(name, ref), shape=tuple(shape))
 
 
 def _load(folder: Path) -> _Shards:

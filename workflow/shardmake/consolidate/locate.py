@@ -54,12 +54,12 @@ def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
 
 
 def _newest(path: Path, candidates: list[Path], target: Target) -> Contents:
-    reasons = []
+    reasons: list[str] = []
     for candidate in candidates:
         reader = _reader(candidate, target)
         try:
             if reader is not None:
-                return reader()
+                return replace(reader(), notes=tuple(reasons))
             reasons.append(f"{candidate} holds no weights.")
         except UserError as error:
             reasons.append(str(error))
@@ -86,6 +86,8 @@ def _folders(path: Path) -> list[Path]:
 
 def _reader(path: Path, target: Target) -> Reader | None:
     """How to read the one checkpoint that ``path`` is; None if it is none itself."""
+    if deepspeed.recognises_universal(path):
+        return lambda: deepspeed.read_universal(path)
     if deepspeed.recognises(path):
         return lambda: deepspeed.read(path, target)
     inner = _deepspeed_tag(path)

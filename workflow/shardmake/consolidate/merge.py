@@ -74,6 +74,8 @@ def consolidate(
     """
     check_target(dtype)
     contents = read_model(checkpoint, dtype, base)
+    for note in contents.notes:
+        report(f"Passed over a newer checkpoint: {note}")
     report(f"Merging {contents.folder}: {contents.format}, {len(contents.tensors)} tensors.")
     staging = staging_folder(out)
     with _locked(staging):

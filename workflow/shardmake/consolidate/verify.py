@@ -13,13 +13,15 @@ from pydantic import BaseModel, ConfigDict, Field
 from shardmake.consolidate import folder as hf_folder
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.contents import Contents, Tensor
+from shardmake.consolidate.convert import Block
 from shardmake.consolidate.dtypes import CONVERTIBLE, torch_name
 from shardmake.consolidate.loading import Loading, try_loading
 from shardmake.errors import UserError
 from shardmake.receipt import read_json
 
 _BLOCK = 4 << 20
-_EXPONENT = {"F32": (np.uint32, 0x7F800000), "F16": (np.uint16, 0x7C00), "BF16": (np.uint16, 0x7F80)}
+_CHUNK = 1 << 16  # elements of bf16 that are looked at at once; they stay in the core's cache
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 class FileSum(BaseModel):
@@ -82,6 +84,7 @@ def verify_loaded(model: Path, loading: Loading, workers: int = 2) -> Verificati
     scans = scan(model, workers)
     problems = [*loading.problems(), *_tie_problems(contents, loading), *_type_problems(model, contents)]
     problems += [problem for found in scans for problem in found.problems]
+    problems += _stray_problems(model)
     problems += _receipt_problems(model, {found.name: found.sums for found in scans})
     if problems:
         raise UserError("\n".join([f"{model} is not a whole model:", *(f"  {line}." for line in problems)]))
@@ -150,10 +153,19 @@ def _scan_tensor(file: Any, tensor: Tensor, buffer: Any, hashed: Any) -> tuple[b
         hashed.update(block)
         left -= got
         any_value = any_value or bool(block.any())
-        if tensor.dtype in _EXPONENT:
-            view, mask = _EXPONENT[tensor.dtype]
-            finite = finite and not bool(((block.view(view) & view(mask)) == mask).any())
+        finite = finite and _is_finite(block, tensor.dtype)
     return finite, any_value
+
+
+def _is_finite(block: Block, dtype: str) -> bool:
+    """Whether no value is NaN or infinite; types that have neither always are."""
+    if dtype in _FLOATS:
+        return bool(np.isfinite(block.view(_FLOATS[dtype])).all())
+    if dtype != "BF16":
+        return True
+    bits = block.view(np.uint16)
+    chunks = (bits[at : at + _CHUNK] & 0x7FFF for at in range(0, bits.size, _CHUNK))
+    return all(chunk.max() < 0x7F80 for chunk in chunks)  # all ones in the exponent: infinity or NaN
 
 
 def _tie_problems(contents: Contents, loading: Loading) -> list[str]:
@@ -172,6 +184,11 @@ def _type_problems(model: Path, contents: Contents) -> list[str]:
     return [] if said in held or not held else [f"config.json says {said}, the tensors are {', '.join(sorted(held))}"]
 
 
+def _stray_problems(model: Path) -> list[str]:
+    used = set(hf_folder.shard_names(model))
+    return [f"{path.name} is no part of the model" for path in model.glob("*.safetensors") if path.name not in used]
+
+
 def _receipt_problems(model: Path, found: dict[str, FileSum]) -> list[str]:
     if not (model / "receipt.json").is_file():
         return []
@@ -179,7 +196,8 @@ def _receipt_problems(model: Path, found: dict[str, FileSum]) -> list[str]:
     recorded = {name: FileSum.model_validate(sums) for name, sums in receipt["verification"]["files"].items()}
     gone = [f"{name} is in the receipt, but not in the folder" for name in recorded if name not in found]
     changed = [name for name, sums in recorded.items() if name in found and found[name] != sums]
-    return gone + [f"{name} has changed since the receipt was written" for name in changed]
+    added = [f"{name} was added since the receipt was written" for name in found if name not in recorded]
+    return gone + added + [f"{name} has changed since the receipt was written" for name in changed]
 
 
 def _summary(model: Path, contents: Contents, loading: Loading, scans: list[Scan]) -> Verification:

@@ -1,0 +1,136 @@
+"""A model that is not what it should be is never called whole."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardmake.consolidate import consolidate
+from shardmake.consolidate.verify import verify
+from shardmake.errors import UserError
+
+SHAPE = LlamaConfig(
+    vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, attention_bias=True,
+)  # fmt: skip
+Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What DDP training leaves: a plain folder, here with a tokenizer's files and a chat template."""
+    folder = tmp_path_factory.mktemp("run") / "checkpoint-5"
+    torch.manual_seed(0)
+    LlamaForCausalLM(SHAPE).save_pretrained(folder, max_shard_size="30KB")
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    (folder / "optimizer.pt").write_bytes(b"not part of the model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def merged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("out") / "model"
+    consolidate(checkpoint, out, dtype="bf16", max_shard_size="20KB")
+    return out
+
+
+@pytest.fixture
+def model(merged: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(merged, tmp_path / "model"))
+
+
+def test_the_folder_holds_what_save_pretrained_would(checkpoint: Path, model: Path) -> None:
+    assert {path.name for path in model.iterdir() if path.suffix != ".safetensors"} == {
+        "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
+        "chat_template.jinja", "receipt.json",
+    }  # fmt: skip
+    config = json.loads((model / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "torch_dtype" not in config
+    loaded = LlamaForCausalLM.from_pretrained(model)
+    original = LlamaForCausalLM.from_pretrained(checkpoint).to(torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), original.parameters(), strict=True))
+
+
+def test_a_good_model_and_its_receipt(checkpoint: Path, model: Path) -> None:
+    found = verify(model, checkpoint)
+    receipt = json.loads((model / "receipt.json").read_text())
+    assert receipt["verification"] == {**found.model_dump(), "compared_with": None}
+    assert found.compared_with == str(checkpoint)
+    assert receipt["step"] == 5 and found.architecture == "LlamaForCausalLM" and found.dtype == "bfloat16"
+    assert set(found.files) == {path.name for path in model.iterdir()} - {"receipt.json"}
+    assert all(".bias" in name for name in found.zero) and found.zero
+
+
+def change(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
+    """Rewrite one tensor, and forget the receipt, which would tell at once."""
+
+    def damage(model: Path) -> None:
+        (model / "receipt.json").unlink()
+        index = json.loads((model / "model.safetensors.index.json").read_text())
+        path = model / index["weight_map"][name]
+        tensors = load_file(path)
+        save_file({**tensors, name: value(tensors[name]).contiguous()}, path, metadata={"format": "pt"})
+
+    return damage
+
+
+def rename(model: Path) -> None:
+    (model / "receipt.json").unlink()
+    index = json.loads((model / "model.safetensors.index.json").read_text())
+    path = model / index["weight_map"][Q]
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.query.weight"] = tensors.pop(Q)
+    index["weight_map"]["model.layers.0.self_attn.query.weight"] = index["weight_map"].pop(Q)
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def poison(tensor: torch.Tensor) -> torch.Tensor:
+    tensor[1, 2] = float("nan")
+    return tensor
+
+
+def append(pattern: str) -> Callable[[Path], None]:
+    def damage(model: Path) -> None:
+        with sorted(model.glob(pattern))[0].open("ab") as file:
+            file.write(b" ")
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (change(Q, poison), f"{Q} holds values that are not finite"),
+        (change(Q, torch.zeros_like), f"{Q} is all zero"),
+        (change(Q, lambda tensor: tensor[:12]), rf"shape of {Q} is \[12, 24\], the model's \[24, 24\]"),
+        (rename, rf"{Q} is missing(.|\n)*self_attn\.query\.weight is not part of LlamaForCausalLM"),
+        (append("tokenizer.json"), r"tokenizer\.json has changed since the receipt was written"),
+        (lambda model: (model / "chat_template.jinja").unlink(), "in the receipt, but not in the folder"),
+        (append("model-00001-*.safetensors"), "is no whole safetensors file"),
+        (lambda model: next(model.glob("model-00002-*")).unlink(), "is missing: the model is not complete"),
+        (lambda model: (model / "notes.txt").touch(), r"notes\.txt was added since the receipt was written"),
+        (lambda model: (model / "old.safetensors").touch(), r"old\.safetensors is no part of the model"),
+    ],
+)
+def test_what_is_wrong_is_named(model: Path, damage: Callable[[Path], None], message: str) -> None:
+    damage(model)
+    with pytest.raises(UserError, match=message):
+        verify(model)
+
+
+def test_one_bit_of_difference_to_the_checkpoint(checkpoint: Path, model: Path) -> None:
+    def flip(tensor: torch.Tensor) -> torch.Tensor:
+        tensor.view(torch.int16)[3, 3] ^= 1
+        return tensor
+
+    change(Q, flip)(model)
+    verify(model)
+    with pytest.raises(UserError, match=f"{Q} differs"):
+        verify(model, checkpoint)
