@@ -1,0 +1,99 @@
+"""The consolidator's limits: seconds and memory to plan 70B and 405B, and a merge inside a 512 MiB cgroup.
+
+    python benchmarks/consolidate_limits.py FOLDER [--out benchmarks/results/consolidate_limits.json]
+
+FOLDER is the one that benchmarks/consolidate.py has filled with its 1.8 GB model. Root is needed for the cgroup.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.consolidate import ACCELERATE, DEEPSPEED, WHOLE, machine, watch
+from benchmarks.synthetic import llama, write_zero3
+
+LIMIT = 512 << 20
+PLAN = """
+import time; start = time.time()
+from pathlib import Path
+from shardmake.consolidate.jobs import plan_jobs
+from shardmake.consolidate.layout import plan_shards
+from shardmake.consolidate.locate import read_checkpoint
+contents = read_checkpoint(Path("{source}"), "bf16")
+shards = plan_shards(contents.tensors.values(), "bf16", 5 * 10**9)
+plan_jobs(shards)
+print(time.time() - start, time.process_time())
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/consolidate_limits.json"))
+    options = parser.parse_args()
+    plans = {f"{name}, {ranks} ranks": plan(options.folder, name, ranks) for name, ranks in (("70B", 16), ("405B", 64))}
+    result = {"machine": machine(), "plan": plans, "in_512_mib": in_cgroup(options.folder)}
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def plan(folder: Path, name: str, ranks: int) -> dict[str, float]:
+    """Plan a sparse checkpoint of this size."""
+    source = folder / f"sparse-{name}"
+    if not source.exists():
+        write_zero3(source, folder / f"base-{name}", llama(name), ranks, sparse=True)
+    command = [sys.executable, "-c", PLAN.replace("{source}", str(source))]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    peak = watch(process)
+    seconds, cpu = (float(part) for part in process.communicate()[0].split())
+    return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2), "anonymous_mib": round(peak / 2**20, 1)}
+
+
+def in_cgroup(folder: Path) -> dict[str, Any]:
+    """Exit code and seconds of each tool with 512 MiB for everything, page cache and children included."""
+    ours = WHOLE.replace("{source}", "{zero}")
+    programs = {
+        "shardmake": ours.replace("{dtype}", "keep"),
+        "shardmake to bf16": ours.replace("{dtype}", "bf16"),
+        "accelerate merge-weights": ACCELERATE,
+        "zero_to_fp32": DEEPSPEED,
+    }
+    found, out = {}, folder / "out-limited"
+    for name, code in programs.items():
+        for key in ("zero", "dcp", "base"):
+            code = code.replace("{" + key + "}", str(folder / key))
+        code = code.replace("{out}", str(out))
+        shutil.rmtree(out, ignore_errors=True)
+        with cgroup() as join:
+            start = time.perf_counter()
+            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
+            done = subprocess.run([sys.executable, "-c", code], capture_output=True, preexec_fn=join, env=environment)
+            found[name] = {"exit": done.returncode, "seconds": round(time.perf_counter() - start, 1)}
+    shutil.rmtree(out, ignore_errors=True)
+    return found
+
+
+@contextmanager
+def cgroup() -> Iterator[Any]:
+    """A memory cgroup (version 1 or 2) of 512 MiB; gives the function that puts the calling process into it."""
+    root = Path("/sys/fs/cgroup")
+    is_first = (root / "memory").is_dir()
+    group = (root / "memory" if is_first else root) / f"shardmake-{os.getpid()}"
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(LIMIT))
+    try:
+        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+    finally:
+        group.rmdir()
+
+
+if __name__ == "__main__":
+    main()
