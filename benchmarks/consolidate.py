@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import re
 import shutil
 import statistics
 import subprocess
@@ -20,8 +21,6 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from benchmarks.synthetic import llama, shapes, write_zero3
 
@@ -68,9 +67,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/consolidate.json"))
+    parser.add_argument("--tools", default="", help="measure only tools whose name matches this, and cp")
     options = parser.parse_args()
     sources = make_sources(options.folder, options.ranks)
-    tools = make_tools(sources)
+    wanted = re.compile(f"^cp |{options.tools}")
+    tools = {name: tool for name, tool in make_tools(sources).items() if wanted.search(name)}
     runs: dict[str, list[dict[str, Any]]] = {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for done in range(1, options.rounds + 1):
@@ -171,19 +172,22 @@ def sync(folder: Path) -> None:
 
 
 def watch(process: subprocess.Popen[str]) -> int:
-    """Peak of the anonymous memory of ``process`` and its children, bytes, sampled every 20 ms."""
+    """Peak of the anonymous memory of ``process`` and its children, bytes, sampled every 50 ms."""
     peak = 0
     while process.poll() is None:
         peak = max(peak, sum(anonymous(pid) for pid in tree(process.pid)))
-        time.sleep(0.02)
+        time.sleep(0.05)
     return peak
 
 
 def tree(pid: int) -> list[int]:
+    """The process and its descendants, read where it costs next to nothing: sampling must not slow what it watches."""
     try:
-        return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
-    except psutil.NoSuchProcess:
-        return []
+        tasks = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [child for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:
+        return [pid]
+    return [pid, *(below for child in children for below in tree(int(child)))]
 
 
 def anonymous(pid: int) -> int:

@@ -12,14 +12,26 @@ from shardmake.rundir import RunDir
 def consolidate_run(run: Run, rundir: RunDir, *, workers: int, tell: Callable[[str], None]) -> Receipt:
     """Write `rundir.model` from the last checkpoint of a finished training; a `UserError` if it is not finished."""
     trained = read_json(rundir.train_receipt, "shardmake train NAME")
-    base = Path(run.model)
     return consolidate(
         rundir.root / trained["checkpoint"],
         rundir.model,
-        base=base if base.is_dir() else None,
+        base=base_folder(run),
         dtype=run.dtype,
         max_shard_size=run.max_shard_size,
         workers=workers,
         trust_remote_code=run.trust_remote_code,
         report=tell,
     )
+
+
+def base_folder(run: Run) -> Path | None:
+    """The base model's folder: the one the config names, or the hub model's as the training downloaded it."""
+    if Path(run.model).is_dir():
+        return Path(run.model)
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(run.model, revision=run.revision, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
