@@ -9,7 +9,7 @@ from shardmake.config import STRATEGIES, Attention, Method, Optimizer, Precision
 from shardmake.errors import UserError, nearest
 from shardmake.plan import steptime
 from shardmake.plan.buckets import Buckets
-from shardmake.plan.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware
+from shardmake.plan.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware, find_accelerator
 from shardmake.plan.memory.estimate import Estimate, from_json, full, script_of, verdict
 from shardmake.plan.memory.scenario import Scenario
 from shardmake.plan.memory.script import Script
@@ -233,7 +233,7 @@ def _check(question: Question) -> None:
 
 
 def _hardware(question: Question) -> Hardware:
-    accelerator = ACCELERATORS[question.accelerator]
+    accelerator = find_accelerator(question.accelerator)
     return Hardware(
         accelerator=accelerator,
         gpu_memory=int(question.gpu_memory * GIB),
