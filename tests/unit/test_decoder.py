@@ -54,7 +54,7 @@ CASES: dict[str, Scenario] = {
     "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
     "fp32": scenario(precision="fp32"),
     "lora": scenario(method="lora"),
-    "lora in bf16": scenario(method="lora", adapter_weights="bf16"),
+    "lora in fp32": scenario(method="lora", strategy="ddp", stack=Stack(autocast=False)),
     "lora under autocast": scenario(method="lora", **AUTOCAST),
     "lora with dropout": scenario(method="lora", lora_dropout=0.1, **AUTOCAST),
     "lora on q and v": scenario(method="lora", lora_targets=("q_proj", "v_proj")),

@@ -69,6 +69,7 @@ BAD = [
     (Question("x", gpu_memory=81920), "If that were MiB, write 80"),
     (Question("x", gpu_memory=0), "memory of one GPU in GiB"),
     (Question("x", sequence_length=0), "--sequence-length is 0"),
+    (Question("x", accelerator="h1000"), r"no accelerator 'h1000'.*Did you mean 'h100"),
 ]
 
 

@@ -9,8 +9,9 @@ from shardmake.config import STRATEGIES, Attention, Method, Optimizer, Precision
 from shardmake.errors import UserError, nearest
 from shardmake.plan import steptime
 from shardmake.plan.buckets import Buckets
-from shardmake.plan.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware
-from shardmake.plan.memory.estimate import Estimate, from_json, full, script_of, verdict
+from shardmake.plan.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware, find_accelerator
+from shardmake.plan.memory import closed
+from shardmake.plan.memory.estimate import Estimate, from_json, full, quick, script_of, verdict
 from shardmake.plan.memory.scenario import Scenario
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import trace_all
@@ -233,7 +234,7 @@ def _check(question: Question) -> None:
 
 
 def _hardware(question: Question) -> Hardware:
-    accelerator = ACCELERATORS[question.accelerator]
+    accelerator = find_accelerator(question.accelerator)
     return Hardware(
         accelerator=accelerator,
         gpu_memory=int(question.gpu_memory * GIB),
@@ -260,12 +261,20 @@ def smallest_change(question: Question, model: Model, hardware: Hardware) -> str
 
 
 def _best(question: Question, model: Model, hardware: Hardware) -> Row | None:
-    """The fitting row that needs least, with checkpointing."""
+    """The row that needs least, with checkpointing, where it fits; found in closed form, then acted out."""
     part = split(model, question.method, question.lora_rank, _targets(question.lora_targets))
     scenarios = [_scenario(question, model, part, strategy, True) for strategy in SAVERS]
-    scripts: dict[tuple[bool, bool], Script] = {}
-    rows = [_row(scenario, hardware, scripts) for scenario in scenarios]
-    return min((row for row in rows if row.fits), key=lambda row: row.memory.gpu.device, default=None)
+    profiles: dict[tuple[object, ...], closed.Profile] = {}
+    buckets = buckets_for(model)
+
+    def need(scenario: Scenario) -> int:
+        return quick(scenario, buckets, closed.profile(scenario, profiles)).gpu.device
+
+    least = min(scenarios, key=need)
+    if need(least) > hardware.gpu_memory:
+        return None
+    row = _row(least, hardware, {})
+    return row if row.fits else None
 
 
 SAVERS: tuple[Strategy, ...] = ("zero3-offload", "fsdp", "zero3")

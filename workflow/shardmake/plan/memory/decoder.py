@@ -38,7 +38,7 @@ def weights_of(scenario: Scenario) -> Weights:
     shapes = {tensor.name: tensor.shape for tensor in scenario.model.tensors}
     adapters = scenario.split.adapters
     for tensor in adapters:
-        items[tensor.name] = Parameter(tensor.name, tensor.numel, BYTES[scenario.adapter_weights], True)
+        items[tensor.name] = Parameter(tensor.name, tensor.numel, BYTES[scenario.adapter_compute], True)
         shapes[tensor.name] = tensor.shape
     adapted = {tensor.module.rpartition(".")[0] for tensor in adapters}
     rank = adapters[0].shape[0] if adapters else 0

@@ -107,6 +107,11 @@ class Scenario:
         return self.stack.autocast and self.strategy == "ddp" and self.precision != "fp32" and held == "fp32"
 
     @property
+    def adapter_compute(self) -> Precision:
+        """Data type in which adapters meet their input: DeepSpeed and FSDP cast them, DDP leaves them as they are."""
+        return self.adapter_weights if self.strategy == "ddp" else self.precision
+
+    @property
     def gathers_parameters(self) -> bool:
         """Whether a rank holds only its part of the weights between uses."""
         return self.zero_stage == 3 or self.is_fsdp

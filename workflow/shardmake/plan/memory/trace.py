@@ -78,7 +78,7 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "checkpointing": scenario.checkpointing,
         "autocast": scenario.autocast,
         "precision": scenario.precision,
-        "weights": scenario.adapter_weights if adapted else held,
+        "weights": scenario.adapter_compute if adapted else held,
         "frozen": held,
         "keeps_output": scenario.stack.keeps_output,
         "softmax_saves_input": scenario.stack.softmax_saves_input,
