@@ -329,16 +329,19 @@ def print_table(answer: Answer, explain: bool = False) -> None:
         f"{answer.split.trainable / 1e9:.2f} B trained; {question.nodes} x {question.gpus_per_node} GPUs of "
         f"{question.gpu_memory:g} GiB, {question.micro_batch} x {question.sequence_length} tokens"
     )
-    table = Table()
-    for name in ("strategy", "checkpointing"):
-        table.add_column(name)
-    for name in ("allocated", "reserved", "device", "host/node", "NVMe/node", "disk", "s/step"):
-        table.add_column(name, justify="right")
-    table.add_column("verdict")
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for name in ("strategy", "recompute"):
+        table.add_column(name, no_wrap=True)
+    for name in ("allocated", "reserved", "device", "host", "NVMe", "disk", "s/step"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
     for row in answer.rows:
         table.add_row(*_cells(row), style=None if row.fits else "dim")
     console.print(table)
-    console.print("GiB; the three figures of a GPU: tensors, what PyTorch holds, what nvidia-smi shows.")
+    console.print(
+        "GiB. Per GPU: allocated for tensors, reserved by PyTorch, used on the device as nvidia-smi shows it. Host and "
+        "NVMe: per node. Disk: checkpoints and the model."
+    )
     if answer.advice:
         console.print(f"Nothing fits. What would: {answer.advice}.")
     if explain:
@@ -355,14 +358,17 @@ def _cells(row: Row) -> list[str]:
         sum(memory.nvme.values()),
         sum(memory.disk.values()),
     )
-    verdict_text = row.reason if row.fits else f"no: {row.reason}"
     return [
         row.strategy,
         "yes" if row.checkpointing else "no",
-        *(f"{size / GIB:.1f}" for size in sizes),
+        *(_gib(size) for size in sizes),
         f"{row.step_seconds:.2f}",
-        verdict_text,
+        "yes" if row.fits else "no",
     ]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
 
 
 def _print_terms(console: Any, rows: Iterable[Row]) -> None:
