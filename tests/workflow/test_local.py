@@ -146,3 +146,40 @@ def test_the_stop_file_saves_and_stops_and_training_goes_on_from_there(checkout:
     assert driver.wait(timeout=120) == 2
     logged = [line["step"] for line in checkout.metrics()]
     assert logged == sorted(set(logged)), "no step is logged twice"
+
+
+SHORTAGE = """
+import json, os, sys
+def refuse(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("metrics.jsonl") and "a" in str(arguments[1]):
+        with open(os.path.join(sys.argv[1], "plan.json")) as file:
+            choice = json.load(file)["choice"]
+        if not choice["gradient_checkpointing"]:
+            import torch
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (simulated).")
+if "shardmake.train" in sys.orig_argv:
+    sys.addaudithook(refuse)
+"""
+
+
+def test_out_of_memory_climbs_down_the_ladder_until_it_trains(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own error, raised in the first step of every rung without gradient checkpointing."""
+    (checkout.root / "sitecustomize.py").write_text(SHORTAGE)
+    monkeypatch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+    checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto")
+    for stage in ("plan", "render", "data"):
+        checkout("shardmake", stage, "demo")
+    output = checkout("shardmake", "train", "demo").stdout
+    assert "CUDA out of memory" in output
+    assert output.count("take the next rung of the ladder") == 2
+    story = checkout.read("train/attempts/index.json")
+    assert [(entry["end"], entry["rung"]) for entry in story] == [
+        ("GPU out of memory", 0),
+        ("GPU out of memory", 1),
+        ("finished", 2),
+    ]
+    settings = checkout.read("train/attempts/003/training.json")["arguments"]
+    assert settings["activation_checkpointing"] and settings["gradient_accumulation_steps"] == 4
+    assert sorted(checkout.losses()) == [1, 2]
