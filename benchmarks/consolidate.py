@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -78,8 +79,8 @@ def main() -> None:
         for cache in ("cold", "warm"):
             for name, (source, code) in tools.items():
                 runs.setdefault(f"{name} ({cache})", []).append(run(options.folder / "out", source, code, cache))
-        result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs)}
-        options.out.write_text(json.dumps(result, indent=2) + "\n")
+            result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs)}
+            options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
 def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
@@ -137,7 +138,7 @@ def run(out: Path, source: str, code: str, cache: str) -> dict[str, Any]:
     program = [sys.executable, "-c", code.replace("{out}", str(out))]
     command = program if code else ["cp", "-r", source, str(out)]
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "2"}
-    start = time.perf_counter()
+    start, used = time.perf_counter(), cpu_of_children()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment, text=True)
     peak = watch(process)
     output, errors = process.communicate()
@@ -146,7 +147,14 @@ def run(out: Path, source: str, code: str, cache: str) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     shutil.rmtree(out)
     phases = json.loads(output.splitlines()[-1]) if output.startswith("{") else {}
-    return {"seconds": seconds, "anonymous_mib": peak / 2**20, **phases}
+    cpu = cpu_of_children() - used
+    return {"seconds": seconds, "cpu_seconds": cpu, "anonymous_mib": peak / 2**20, **phases}
+
+
+def cpu_of_children() -> float:
+    """CPU seconds of all processes that have ended, which other load on the machine changes little."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def prepare(source: str, cache: str) -> None:

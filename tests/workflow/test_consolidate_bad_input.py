@@ -1,5 +1,6 @@
 """What is wrong with a checkpoint is found, named by file, and leaves nothing half-written."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -43,8 +44,7 @@ def refused(variant: Path, message: str) -> None:
     with pytest.raises(UserError, match=message):
         consolidate(variant / "checkpoint-2", out, base=variant / "base")
     assert not out.exists()
-    staging = out.parent / ".model.partial"
-    assert not [path.name for path in staging.rglob("*") if path.name != ".lock"]
+    assert not (out.parent / ".model.partial").exists()
 
 
 @pytest.mark.parametrize("kind", ["optim", "model"])
@@ -158,6 +158,15 @@ def test_an_older_checkpoint_is_taken_from_a_run(zero3: Path, tmp_path: Path) ->
     found = read_checkpoint(tmp_path / "run")
     assert found.folder == checkpoints / "checkpoint-2" / "global_step2"
     assert len(found.notes) == 1 and "lacks the files of rank 1" in found.notes[0]
+
+
+def test_two_merges_into_one_folder(zero3: Path, tmp_path: Path) -> None:
+    staging = tmp_path / ".model.partial"
+    staging.mkdir()
+    with (staging / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="Another merge writes"):
+            consolidate(zero3, tmp_path / "model", base=zero3 / "base")
 
 
 def test_an_existing_model_stays_when_the_merge_fails(zero3: Path, tmp_path: Path) -> None:

@@ -199,7 +199,11 @@ def _locked(staging: Path) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"Another merge writes {staging}. Wait for it, or stop it.") from None
-        yield
+        try:
+            yield
+        finally:
+            if staging.is_dir() and [path.name for path in staging.iterdir()] == [".lock"]:
+                shutil.rmtree(staging)
 
 
 @contextmanager
