@@ -10,7 +10,8 @@ from shardmake.errors import UserError
 from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, merged, trained, truth
 
 pytestmark = pytest.mark.training
-VARIANTS = [(world, variant) for world, variants in ZERO.items() for variant in variants]
+# A checkpoint without its frozen base is no model by itself; test_consolidate_lora merges it into the base.
+VARIANTS = [(world, name) for world, names in ZERO.items() for name in names if "nobase" not in name]
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda item: f"{item[1]}-{item[0]}ranks")
