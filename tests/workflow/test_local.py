@@ -114,15 +114,15 @@ def assert_result_is_whole(checkout: Checkout) -> None:
 
 
 def test_a_failing_rank_is_told_where_the_user_looks(checkout: Checkout) -> None:
-    """A batch that the model cannot take: the traceback reaches the terminal, and nothing is tried again."""
+    """Weights that were cut short: the traceback reaches the terminal, and nothing is tried again."""
     for stage in ("plan", "render", "data"):
         checkout("shardmake", stage, "demo")
-    config = checkout.root / "resources/demo/base/config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": ', '"num_hidden_layers": "many", "was": '))
+    weights = checkout.root / "resources/demo/base/model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
     failed = checkout("shardmake", "train", "demo", check=False)
     assert failed.returncode == 2
     assert "Training of demo stopped: Rank" in failed.stdout
-    assert "Traceback (most recent call last)" in failed.stdout and "num_hidden_layers" in failed.stdout
+    assert "Traceback (most recent call last)" in failed.stdout and "SafetensorError" in failed.stdout
     assert [entry["end"] for entry in checkout.read("train/attempts/index.json")] == ["error in the training"]
 
 

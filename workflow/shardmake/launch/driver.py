@@ -243,7 +243,7 @@ class Driver:
         folder = AttemptDir(self.rundir.attempts / f"{job.attempt:03d}")
         outcome = classify(
             Evidence(
-                finished=self.rundir.train_receipt.exists(),
+                finished=self._is_finished(),
                 stop_file=self.rundir.stop_file.exists(),
                 stopped=folder.stopped.exists(),
                 job_word=self.last_status.word,

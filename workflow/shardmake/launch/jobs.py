@@ -183,7 +183,12 @@ class LocalJobs:
 
 
 def _process_name(process: psutil.Process) -> str:
-    return f"{process.pid}@{process.create_time():.2f}"
+    """Process id and start in clock ticks since boot, which no adjustment of the clock changes."""
+    try:
+        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        raise psutil.NoSuchProcess(process.pid) from None
+    return f"{process.pid}@{fields[19]}"
 
 
 def make_jobs(run_folder: Path, cluster: Cluster) -> Jobs:
