@@ -5,7 +5,7 @@ BIN := .venv/bin
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install install-test test check unit docs clean
+.PHONY: demo install install-test test check unit test-nvme docs clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -46,6 +46,10 @@ check: install-test
 
 unit: install-test
 	$(BIN)/pytest tests/unit
+
+# DeepSpeed compiles its asynchronous I/O for several minutes first.
+test-nvme: install-test
+	$(BIN)/pytest -m nvme tests/workflow
 
 docs: install
 	$(BIN)/python -m shardmake.docs
