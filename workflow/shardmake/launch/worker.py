@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -82,6 +83,8 @@ def main(attempt_folder: Path, node: Node) -> int:
         returncode = _run_ranks(folder, attempt, node, meeting)
     except RendezvousError as error:
         message = str(error)
+    except Exception:  # whatever it is, the driver must hear of it
+        message = traceback.format_exc()
     record = NodeExit(
         node_rank=node.rank,
         host=socket.gethostname(),
