@@ -49,6 +49,7 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(errors=[error("ValueError", "labels are missing")]), End.USER_ERROR),
         (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), End.RENDEZVOUS),
         (evidence(exits=[node(returncode=-9)]), End.KILLED),
+        (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), End.KILLED),
         (evidence(), End.LOST),
     ],
 )  # fmt: skip

@@ -132,7 +132,7 @@ def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
 
 
 def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:
-    failed = [node for node in exits if node.message]
+    failed = [node for node in exits if node.phase == "rendezvous" and node.message]
     # Where one node could not be reached the others only waited; the most telling message is the last node's.
     return Outcome(End.RENDEZVOUS, failed[-1].message, host=failed[-1].host) if failed else None
 
@@ -147,9 +147,11 @@ def _by_connection(errors: Sequence[RankError]) -> Outcome | None:
 
 
 def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
-    failed = next((node for node in exits if node.returncode), None)
+    failed = next((node for node in exits if node.returncode or node.message), None)
     if failed is None:
         return None
+    if failed.message:
+        return Outcome(End.KILLED, f"The worker on {failed.host} could not run the ranks: {failed.message}")
     return Outcome(
         End.KILLED,
         f"The ranks on {failed.host} ended with status {failed.returncode} and left no traceback; they were killed, "
