@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.attempt import NodeExit, RankError
-from shardmake.launch.outcome import Action, End, Evidence, Outcome, classify, decide
+from shardmake.attempt import Hang, NodeExit, RankError
+from shardmake.launch.outcome import Action, End, Evidence, History, Outcome, classify, decide
 
 
 def node(rank: int = 0, **values: object) -> NodeExit:
@@ -47,6 +47,20 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(errors=[error("MemoryError", "")]), End.HOST_OUT_OF_MEMORY),
         (evidence(errors=[PEER_GONE]), End.COMMUNICATION),
         (evidence(errors=[error("ValueError", "labels are missing")]), End.USER_ERROR),
+        (evidence(job_word="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), End.PREEMPTED),
+        (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), End.KILLED),
+        (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), End.HANG),
+        (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), errors=[PEER_GONE]), End.HANG),
+        (evidence(hang=Hang(rank=0, host="c1", sentence="no progress"), errors=[error("ValueError", "bad label")]), End.USER_ERROR),
+        (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), End.HOST_OUT_OF_MEMORY),
+        (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), End.PREFLIGHT),
+        (evidence(errors=[error("MeetingError", "Rank(s) [3] did not come: timeout")]), End.PREFLIGHT),
+        (evidence(errors=[error("MeetingError", "All ranks came, and the network failed them: timeout")]), End.COMMUNICATION),
+        (evidence(errors=[error("NonFiniteError", "Step 7: the loss of rank 1 is nan.")]), End.NON_FINITE),
+        (evidence(job_word="CANCELLED", cancelled_by="user root"), End.CANCELLED),
+        (evidence(job_word="DEADLINE"), End.TIME_LIMIT),
+        (evidence(job_word="BOOT_FAIL"), End.NODE_FAILURE),
+        (evidence(job_word="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), End.KILLED),
         (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), End.RENDEZVOUS),
         (evidence(exits=[node(returncode=-9)]), End.KILLED),
         (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), End.KILLED),
@@ -65,27 +79,63 @@ def test_the_cause_is_named_not_its_echo() -> None:
     assert "Rank 3" in outcome.sentence and "token id 9" in outcome.sentence
 
 
+def test_who_cancelled_and_what_slurm_printed_are_told() -> None:
+    assert "CANCELLED by user root" in classify(evidence(job_word="CANCELLED", cancelled_by="user root")).sentence
+    assert "Task launch failed on node c2" in classify(evidence(last_words="Task launch failed on node c2")).sentence
+
+
 @pytest.mark.parametrize(
-    ("end", "idle", "rungs", "action"),
+    ("exits", "host"),
     [
-        (End.FINISHED, 0, 0, Action.FINISH),
-        (End.TIME_LIMIT, 1, 2, Action.RESUME),
-        (End.PREEMPTED, 2, 2, Action.RESUME),
-        (End.PREEMPTED, 3, 2, Action.STOP),
-        (End.RENDEZVOUS, 1, 0, Action.EXCLUDE_AND_RESUME),
-        (End.GPU_OUT_OF_MEMORY, 5, 1, Action.NEXT_RUNG),
-        (End.GPU_OUT_OF_MEMORY, 1, 0, Action.STOP),
-        (End.USER_ERROR, 1, 4, Action.STOP),
-        (End.CANCELLED, 1, 4, Action.STOP),
-        (End.STOP_REQUESTED, 1, 4, Action.STOP),
+        ([node(1, phase="preflight", message="old torch"), node(0, returncode=0)], "c2"),
+        ([node(0, phase="preflight", message="old torch")], "c1"),
+        ([node(0, phase="preflight", message="old torch"), node(1, phase="preflight", message="old torch")], None),
+        ([node(0, phase="run preflight", message="no room"), node(1, returncode=0)], None),
     ],
 )
-def test_what_follows(end: End, idle: int, rungs: int, action: Action) -> None:
-    assert decide(Outcome(end, "why"), idle_attempts=idle, cap=3, rungs_left=rungs) is action
+def test_a_node_is_to_blame_only_where_another_passed(exits: list[NodeExit], host: str | None) -> None:
+    assert classify(evidence(exits=exits)).host == host
 
 
-@given(end=st.sampled_from(End), rungs=st.integers(0, 9))
-def test_nothing_goes_on_for_ever(end: End, rungs: int) -> None:
+def history(**values: object) -> History:
+    return History(**(dict(idle_attempts=1, rungs_left=0) | values))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("end", "before", "action"),
+    [
+        (End.FINISHED, history(idle_attempts=0), Action.FINISH),
+        (End.TIME_LIMIT, history(rungs_left=2), Action.RESUME),
+        (End.PREEMPTED, history(idle_attempts=2), Action.RESUME),
+        (End.PREEMPTED, history(idle_attempts=3), Action.STOP),
+        (End.RENDEZVOUS, history(), Action.EXCLUDE_AND_RESUME),
+        (End.GPU_OUT_OF_MEMORY, history(idle_attempts=5, rungs_left=1), Action.NEXT_RUNG),
+        (End.GPU_OUT_OF_MEMORY, history(), Action.STOP),
+        (End.HOST_OUT_OF_MEMORY, history(rungs_left=1), Action.NEXT_RUNG),
+        (End.USER_ERROR, history(rungs_left=4), Action.STOP),
+        (End.CANCELLED, history(rungs_left=4), Action.STOP),
+        (End.STOP_REQUESTED, history(rungs_left=4), Action.STOP),
+        (End.HANG, history(), Action.RESUME),
+        (End.HANG, history(host_hung_before=True), Action.EXCLUDE_AND_RESUME),
+        (End.HANG, history(idle_attempts=3), Action.STOP),
+        (End.PREFLIGHT, history(idle_attempts=9, unfit_nodes=5), Action.EXCLUDE_AND_RESUME),
+        (End.PREFLIGHT, history(unfit_nodes=6), Action.STOP),
+        (End.NON_FINITE, history(), Action.STOP),
+        (End.NON_FINITE, history(may_rewind=True), Action.RESUME),
+        (End.NON_FINITE, history(may_rewind=True, idle_attempts=3), Action.STOP),
+    ],
+)  # fmt: skip
+def test_what_follows(end: End, before: History, action: Action) -> None:
+    assert decide(Outcome(end, "why", host="c2"), before, cap=3) is action
+
+
+def test_a_preflight_that_speaks_against_the_run_stops_it() -> None:
+    assert decide(Outcome(End.PREFLIGHT, "no room"), history(unfit_nodes=1), cap=3) is Action.STOP
+
+
+@given(end=st.sampled_from(End), rungs=st.integers(0, 9), flags=st.tuples(st.booleans(), st.booleans()))
+def test_nothing_goes_on_for_ever(end: End, rungs: int, flags: tuple[bool, bool]) -> None:
     """Without progress, either the ladder gets shorter or the driver stops."""
-    action = decide(Outcome(end, "why"), idle_attempts=3, cap=3, rungs_left=rungs)
+    before = history(idle_attempts=3, rungs_left=rungs, unfit_nodes=6, host_hung_before=flags[0], may_rewind=flags[1])
+    action = decide(Outcome(end, "why", host="c2"), before, cap=3)
     assert action in (Action.STOP, Action.FINISH) or (action is Action.NEXT_RUNG and rungs > 0)

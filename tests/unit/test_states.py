@@ -29,24 +29,25 @@ def test_every_word_has_its_meaning(text: str, state: JobState, word: str) -> No
 
 
 def test_rows_of_squeue_and_sacct() -> None:
-    text = "12|RUNNING|c[1-2]\n13|CANCELLED by 0|None assigned\n12.batch|RUNNING|c1\n14|COMPLETED\n\nnoise\n"
+    text = "12|RUNNING|c[1-2]|a\n13|CANCELLED by 0|None assigned|b\n12.batch|RUNNING|c1|a\n14|COMPLETED+||c\n\nnoise\n"
     found = parse_rows(text)
     assert {job: status.state for job, status in found.items()} == {
         "12": JobState.RUNNING,
         "13": JobState.ENDED,
         "14": JobState.ENDED,
     }
-    assert found["12"].nodes == "c[1-2]"
+    assert (found["12"].nodes, found["12"].name) == ("c[1-2]", "a")
+    assert (found["13"].word, found["13"].by) == ("CANCELLED", "0")
 
 
 def test_a_requeued_job_counts_by_its_last_row() -> None:
-    assert parse_rows("7|NODE_FAIL|c1\n7|PENDING|\n")["7"].state is JobState.PENDING
+    assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING
 
 
 def test_scontrol() -> None:
-    text = "JobId=12 JobName=x\n   JobState=NODE_FAIL Reason=None Dependency=(null)\n   NodeList=c[2-3]\n"
+    text = "JobId=12 JobName=x\n   JobState=NODE_FAIL Reason=None Dependency=(null)\n   NodeList=c[2-3]\n   JobName=y"
     status = parse_scontrol(text)
-    assert (status.state, status.word, status.nodes) == (JobState.ENDED, "NODE_FAIL", "c[2-3]")
+    assert (status.state, status.word, status.nodes, status.name) == (JobState.ENDED, "NODE_FAIL", "c[2-3]", "x")
 
 
 def test_silence_is_not_an_end() -> None:

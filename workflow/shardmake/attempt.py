@@ -1,9 +1,12 @@
 """One attempt at training: what the driver tells the worker and the ranks, and where they answer.
 
 An attempt's folder holds ``attempt.json`` (written by the driver before the job is submitted), the rendezvous, a log
-and an exit record per node, a report per rank, and the traceback of every rank that failed.
+and an exit record per node, a report and a heartbeat per rank, the traceback of every rank that failed, and the stacks
+of all ranks if they hung.
 """
 
+import contextlib
+import os
 import socket
 import time
 import traceback
@@ -37,6 +40,11 @@ class Attempt(Record):
     offline: bool = Field(description="Whether the ranks must not ask the hub for anything.")
     resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start afresh.")
     recipe: str = Field(description="Digest of the settings that define the result (`shardmake.train.recipe`).")
+    versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
+    planned_bandwidth: float | None = Field(
+        None, description="Bytes per second that one node should reach to others; None where there are no others."
+    )
+    hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
     rendezvous_seconds: float = Field(300, description="How long nodes wait for each other.")
 
     @property
@@ -57,23 +65,48 @@ class NodeExit(Record):
     host: str = Field(description="Host name.")
     started: float = Field(description="Unix time at which the worker started.")
     ended: float = Field(description="Unix time at which it ended.")
-    phase: str = Field(description="`rendezvous` or `training`: what was going on at the end.")
+    phase: str = Field(
+        description="What was going on at the end: `rendezvous`, `preflight` (the node failed it), `run preflight` "
+        "(the run did) or `training`."
+    )
     returncode: int | None = Field(
         description="Exit status of the launcher, negative for a signal; None if not started."
     )
     stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
     message: str = Field("", description="What went wrong before the launcher started.")
+    oom_kills: int = Field(0, description="Processes of this job that the kernel killed here for want of memory.")
 
 
 class RankError(Record):
     """The exception that ended a rank."""
 
     rank: int = Field(description="Global rank.")
-    host: str = Field(description="Host name.")
+    host: str = Field(description="Host name; of the node to blame, where the error knows it.")
     time: float = Field(description="Unix time of the failure; the earliest error is usually the cause.")
     kind: str = Field(description="Name of the exception's class.")
     message: str = Field(description="Its text.")
     traceback: str = Field(description="The whole traceback.")
+    step: int | None = Field(None, description="Step that failed, where the error says so.")
+
+
+class Beat(Record):
+    """A rank's heartbeat: the last sign of progress."""
+
+    rank: int = Field(description="Global rank.")
+    host: str = Field(description="Host name.")
+    pid: int = Field(description="Process id on that host.")
+    phase: str = Field(description="`start`, `load`, `first step`, `train`, `save`, `evaluate` or `end`.")
+    step: int = Field(description="Optimizer steps done.")
+    time: float = Field(description="Unix time of the progress.")
+    usual: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
+
+
+class Hang(Record):
+    """What the workers found when the ranks made no progress any more."""
+
+    rank: int | None = Field(description="The rank that held up the others; None if none stands out.")
+    host: str | None = Field(description="Its host.")
+    sentence: str = Field(description="The same for people, with phase, step and silence.")
 
 
 @dataclass(frozen=True)
@@ -133,6 +166,26 @@ class AttemptDir:
         return self.root / "errors"
 
     @property
+    def heartbeats(self) -> Path:
+        """Folder of the ranks' heartbeats."""
+        return self.root / "heartbeat"
+
+    @property
+    def hung(self) -> Path:
+        """Created by the first worker that misses a heartbeat: all workers collect stacks and end their ranks."""
+        return self.root / "HUNG"
+
+    @property
+    def hang(self) -> Path:
+        """The `Hang`, written by that worker."""
+        return self.root / "hang.json"
+
+    @property
+    def stacks(self) -> Path:
+        """Folder of the ranks' stacks at a hang."""
+        return self.root / "stacks"
+
+    @property
     def slurm(self) -> Path:
         """Submitit's folder: batch script, pickles, the step's output."""
         return self.root / "slurm"
@@ -140,6 +193,20 @@ class AttemptDir:
     def log(self, node_rank: int) -> Path:
         """Everything the launcher and the ranks of a node print."""
         return self.root / f"node-{node_rank}.log"
+
+    def stack(self, rank: int) -> Path:
+        """What `faulthandler` wrote for a rank; empty unless it was asked."""
+        return self.stacks / f"rank-{rank}.txt"
+
+    def beat(self, rank: int) -> Beat | None:
+        """The last heartbeat of a rank; None before its first."""
+        with contextlib.suppress(FileNotFoundError):
+            return Beat.model_validate_json((self.heartbeats / f"rank-{rank}.json").read_text())
+        return None
+
+    def is_superseded(self) -> bool:
+        """Whether a later attempt has begun, so that this one must not write any more."""
+        return any(path.name.isdigit() and int(path.name) > int(self.root.name) for path in self.root.parent.iterdir())
 
     def exit_record(self, node_rank: int) -> Path:
         """The `NodeExit` of a node."""
@@ -152,6 +219,16 @@ class AttemptDir:
     def exits(self) -> list[NodeExit]:
         """The exit records there are, by node."""
         return [NodeExit.model_validate_json(path.read_text()) for path in sorted(self.root.glob("node-*.json"))]
+
+    def read_hang(self) -> Hang | None:
+        """What the workers told of a hang, if there was one."""
+        if self.hang.exists():
+            return Hang.model_validate_json(self.hang.read_text())
+        if self.hung.exists():
+            return Hang(
+                rank=None, host=None, sentence="The ranks made no progress, and the job ended before its stacks."
+            )
+        return None
 
     def rank_errors(self) -> list[RankError]:
         """The ranks' errors, earliest first."""
@@ -169,13 +246,25 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
     text = "".join(traceback.format_exception(error))
     record = RankError(
         rank=rank,
-        host=socket.gethostname(),
+        host=getattr(error, "host", None) or socket.gethostname(),
         time=time.time(),
         kind=type(error).__name__,
         message=str(error),
         traceback=text,
+        step=getattr(error, "step", None),
     )
     write_record(folder.errors / f"rank-{rank}.json", record)
+
+
+def write_beat(folder: AttemptDir, rank: int, phase: str, step: int, usual: float = 0.0) -> None:
+    """Replace the heartbeat of ``rank``; atomic, and not synced: it is written every few seconds, and read here."""
+    beat = Beat(
+        rank=rank, host=socket.gethostname(), pid=os.getpid(), phase=phase, step=step, time=time.time(), usual=usual
+    )
+    folder.heartbeats.mkdir(parents=True, exist_ok=True)
+    temporary = folder.heartbeats / f".rank-{rank}.tmp"
+    temporary.write_text(beat.model_dump_json())
+    temporary.replace(folder.heartbeats / f"rank-{rank}.json")
 
 
 def rank_report(folder: AttemptDir, rank: int, report: dict[str, Any]) -> None:

@@ -204,6 +204,11 @@ class Run(Section):
         None, description="An Accelerate file of your own; merged and checked as `deepspeed_config`."
     )
     torch_compile: bool = Field(False, description="Compile the model with torch.compile.")
+    non_finite: Literal["stop", "rewind"] = Field(
+        "stop",
+        description="After a loss or gradient norm that is not finite: stop, or resume from the newest checkpoint, "
+        "unless it comes again at a step where it came before.",
+    )
     seed: int = Field(42, description="Seed of data order, initialisation of adapters and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Saving during training.")
     eval_every_steps: PositiveInt | None = Field(
@@ -235,7 +240,9 @@ class Slurm(Section):
     )
     gpu_type: str | None = Field(None, description="GPU type in the request, as in `gres=gpu:a100:4`.")
     signal_seconds: PositiveInt = Field(
-        120, description="How long before the time limit a job is told to save and stop, in seconds."
+        120,
+        description="How long before the time limit a job is told to save and stop, in seconds. Once a save was "
+        "measured, it is more where two saves and a minute take longer; never more than a quarter of the limit.",
     )
     wckey: str | None = Field(None, description="Workload characterization key, where the site wants one.")
     constraint: str | None = Field(None, description="Node features.")
@@ -290,6 +297,11 @@ class Cluster(Section):
     internet_on_compute_nodes: bool = Field(False, description="Whether jobs reach the internet.")
     shared: bool = Field(
         False, description="A lab shares the runs: everything written is readable and writable for the folder's group."
+    )
+    hang_seconds: PositiveNumber = Field(
+        600,
+        description="Silence after which a training step counts as hung, in seconds, or five usual steps if that is "
+        "longer; loading, saves and evaluations may take six times as long. Stacks are kept and training resumes.",
     )
     scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
     slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")

@@ -21,9 +21,19 @@ from shardmake.config import Cluster, Run
 from shardmake.errors import UserError
 from shardmake.launch.follow import Follower
 from shardmake.launch.jobs import Jobs, attempt_settings, make_jobs
-from shardmake.launch.outcome import Action, End, Evidence, Outcome, classify, decide
+from shardmake.launch.outcome import Action, End, Evidence, History, Outcome, classify, decide
 from shardmake.launch.states import JobState, JobStatus
-from shardmake.launch.story import Chapter, excluded_nodes, idle_attempts, next_rung, read_story, write_story
+from shardmake.launch.story import (
+    Chapter,
+    excluded_nodes,
+    hung_before,
+    idle_attempts,
+    may_rewind,
+    next_rung,
+    read_story,
+    unfit_nodes,
+    write_story,
+)
 from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
@@ -36,6 +46,8 @@ from shardmake.train.recipe import recipe_digest
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
 POLL_SECONDS_AT_MOST = 20.0
+RECORD_SECONDS = 10.0
+"""How long the exit records of nodes may take to become visible here after Slurm has seen the job's end."""
 Tell = Callable[[str], None]
 
 
@@ -205,12 +217,13 @@ class Driver:
     def _watch(self, job: Job) -> None:
         """Wait until the job has ended, telling its progress."""
         follower = Follower(self.rundir.metrics, self.tell)
+        folder = self._folder(job)
         pause, last = POLL_SECONDS, JobState.UNKNOWN
         try:
             while (status := self.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):
                 pause = self._next_pause(pause, status, last)
                 last = status.state
-                self._follow_for(pause, follower)
+                self._follow_for(pause, follower, folder)
         except DriverStoppedError as signal_name:
             raise DriverStoppedError(
                 f"{signal_name}: the driver leaves, job {job.id} goes on. To watch it again, run the same command; to "
@@ -226,12 +239,12 @@ class Driver:
             return POLL_SECONDS
         return min(pause * 1.5, POLL_SECONDS_AT_MOST)
 
-    def _follow_for(self, seconds: float, follower: Follower) -> None:
-        """Tell news from the metrics, which cost Slurm nothing, until it is time to ask again."""
+    def _follow_for(self, seconds: float, follower: Follower, folder: AttemptDir) -> None:
+        """Tell news from the run's folder, which cost Slurm nothing, until it is time to ask again."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             follower.tell_news()
-            if self.rundir.train_receipt.exists():
+            if self.rundir.train_receipt.exists() or folder.exits():
                 time.sleep(POLL_SECONDS)
                 return
             time.sleep(POLL_SECONDS / 2)
@@ -240,7 +253,8 @@ class Driver:
 
     def _close(self, job: Job) -> Outcome:
         """Read why the job ended, and add it to the story."""
-        folder = AttemptDir(self.rundir.attempts / f"{job.attempt:03d}")
+        folder = self._folder(job)
+        self._await_records(folder)
         outcome = classify(
             Evidence(
                 finished=self._is_finished(),
@@ -249,6 +263,9 @@ class Driver:
                 job_word=self.last_status.word,
                 exits=folder.exits(),
                 errors=folder.rank_errors(),
+                hang=folder.read_hang(),
+                cancelled_by=self.last_status.by,
+                last_words=_last_line(folder.slurm),
             )
         )
         newest = next(ledger.sealed(self.rundir.checkpoints), None)
@@ -264,19 +281,34 @@ class Driver:
             sentence=outcome.sentence,
             host=outcome.host,
             checkpoint_step=newest[0].step if newest else 0,
+            failed_step=outcome.error.step if outcome.error else None,
         )
         self._write([*self.story, chapter])
         self.rundir.job.unlink(missing_ok=True)
         return outcome
+
+    def _folder(self, job: Job) -> AttemptDir:
+        return AttemptDir(self.rundir.attempts / f"{job.attempt:03d}")
+
+    def _await_records(self, folder: AttemptDir) -> None:
+        """Give a network file system time to show what the nodes wrote; killed nodes write nothing."""
+        deadline = time.monotonic() + RECORD_SECONDS * (self.last_status.word in ("COMPLETED", "FAILED"))
+        while len(folder.exits()) < folder.read().nodes and time.monotonic() < deadline:
+            time.sleep(0.2)
 
     def _answer(self, outcome: Outcome) -> None:
         """Prepare the next attempt, or raise."""
         rung = next_rung(self.story, self.plan_digest)
         action = decide(
             outcome,
-            idle_attempts=idle_attempts(self.story),
+            History(
+                idle_attempts=idle_attempts(self.story),
+                rungs_left=len(self.plan.ladder) - rung,
+                host_hung_before=hung_before(self.story),
+                unfit_nodes=unfit_nodes(self.story),
+                may_rewind=self.run.non_finite == "rewind" and may_rewind(self.story),
+            ),
             cap=IDLE_ATTEMPTS,
-            rungs_left=len(self.plan.ladder) - rung,
         )
         self.tell(f"{outcome.sentence} -> {action.value}")
         if action is Action.STOP:
@@ -333,13 +365,24 @@ _ADVICE = {
     End.CANCELLED: "Run the same command again to go on from the newest checkpoint.",
     End.GPU_OUT_OF_MEMORY: "No rung of the ladder is left: take more nodes, a shorter sequence_length or method: lora.",
     End.HOST_OUT_OF_MEMORY: "Give the job more memory (memory_gib_per_node), or take a strategy without offload.",
-    End.NON_FINITE: "Lower the learning rate or look at the data of that step.",
+    End.NON_FINITE: "Lower the learning rate or look at the data of that step. Steps before it are in the newest "
+    "checkpoint; non_finite: rewind resumes from there by itself, which helps where a GPU miscalculated.",
+    End.PREFLIGHT: "Mend what the check found and run the same command again; nothing was trained.",
+    End.HANG: "The stacks of all ranks are in the folder's stacks. hang_seconds in the cluster file says how long a "
+    "step may take.",
 }
 
 
 def _tail(log: Path, lines: int = 30) -> str:
     """The last lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+
+
+def _last_line(folder: Path) -> str:
+    """The last line in the logs that Slurm's step left in ``folder``."""
+    logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
+    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1] if lines else ""
 
 
 def _short(path: Path) -> str:

@@ -1,23 +1,29 @@
 """Submit, find and watch a training job: on Slurm through submitit (imported only here), or as a local process."""
 
 import contextlib
+import math
 import os
+import pwd
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import psutil
 
 from shardmake.attempt import Attempt, AttemptDir
-from shardmake.config import Cluster
+from shardmake.config import Cluster, Slurm
 from shardmake.errors import UserError
+from shardmake.launch.queue import ask, look
 from shardmake.launch.states import JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
 from shardmake.plan.plan import Plan
 from shardmake.receipt import digest
+from shardmake.rundir import RunDir
+from shardmake.train import ledger
+from shardmake.versions import library_versions
 
-_QUERY_SECONDS = 60
+_SQUEUE = ("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j")
 
 
 class Jobs(Protocol):
@@ -73,26 +79,42 @@ class SlurmJobs:
 
     def find(self) -> str | None:
         """See `Jobs`."""
-        answer = _ask("squeue", "--noheader", "--me", f"--name={job_name(self.run_folder)}", "--format=%i|%T|%N")
+        answer = ask(*_SQUEUE, f"--name={job_name(self.run_folder)}")
         if answer.returncode != 0:
             raise UserError(f"Slurm does not answer, so a running job cannot be ruled out: {answer.stderr.strip()}")
         alive = [job for job, status in parse_rows(answer.stdout).items() if status.state is not JobState.ENDED]
         return alive[-1] if alive else None
 
     def status(self, job: str) -> JobStatus:
-        """Ask squeue, then scontrol, then sacct: each forgets jobs after its own time, and sacct may not exist."""
-        queue = _ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%N")
+        """Ask squeue, then scontrol, then sacct: each forgets jobs after its own time, and sacct may not exist.
+
+        Slurm gives the ids of forgotten jobs to new ones; a job of another name is not this one.
+        """
+        found = self._status(job)
+        if found.name and found.name != job_name(self.run_folder):
+            return JobStatus(JobState.GONE)
+        if found.word == "CANCELLED" and not found.by:
+            found = replace(found, by=self._in_accounting(job).by)
+        return replace(found, by=_user(found.by)) if found.by else found
+
+    def _status(self, job: str) -> JobStatus:
+        queue = look([*_SQUEUE, "--states=all"])
         if found := parse_rows(queue.stdout).get(job):
             return found
-        if queue.returncode != 0 and not is_no_such_job(queue.stderr):
+        if queue.returncode != 0:
             return JobStatus(JobState.UNKNOWN)
-        control = _ask("scontrol", "show", "job", job)
+        control = ask("scontrol", "show", "job", job)
         if control.returncode == 0:
             return parse_scontrol(control.stdout)
-        accounting = _ask("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList")
-        if found := parse_rows(accounting.stdout).get(job):
-            return found
+        accounted = self._in_accounting(job)
+        if accounted.state is not JobState.UNKNOWN:
+            return accounted
         return JobStatus(JobState.GONE if is_no_such_job(control.stderr) else JobState.UNKNOWN)
+
+    def _in_accounting(self, job: str) -> JobStatus:
+        """What sacct knows, where there is accounting and it answers."""
+        answer = ask("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList,JobName")
+        return parse_rows(answer.stdout).get(job, JobStatus(JobState.UNKNOWN))
 
     def how_to_cancel(self, job: str) -> str:
         """See `Jobs`."""
@@ -119,7 +141,7 @@ def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: 
         "mem": f"{resources.memory_gib}GB",
         "gres": f"gpu:{gpus}" if slurm.gpu_request == "gres" and cluster.accelerator != "cpu" else None,
         "gpus_per_node": gpus if slurm.gpu_request == "gpus-per-node" and cluster.accelerator != "cpu" else None,
-        "signal_delay_s": slurm.signal_seconds,
+        "signal_delay_s": lead_seconds(slurm, run_folder),
         "setup": slurm.setup or None,
         # Slurm 22.05 to 23.02 does not hand --cpus-per-task on to srun; one dead node must end the step.
         "srun_args": [f"--cpus-per-task={resources.cpus}", "--kill-on-bad-exit=1"],
@@ -130,12 +152,22 @@ def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: 
     return {name: value for name, value in parameters.items() if value is not None} | {"wckey": slurm.wckey}
 
 
-def _ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's query commands; a missing or silent one is an answer too."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 127, "", str(error))
+def lead_seconds(slurm: Slurm, run_folder: Path) -> int:
+    """How long before the time limit the job is told to save: long enough for two of the slowest saves and a minute.
+
+    Slurm may tell it up to a minute earlier. Without a checkpoint so far, and at least, ``signal_seconds``; at most a
+    quarter of the limit, so that a short job trains at all.
+    """
+    saves = [record.save_seconds for record, _ in ledger.sealed(RunDir(run_folder).checkpoints)]
+    measured = math.ceil(2 * max(saves) + 60) if saves else 0
+    return max(1, min(max(slurm.signal_seconds, measured), slurm.time_limit_minutes * 60 // 4))
+
+
+def _user(uid: str) -> str:
+    """``user NAME`` for the ``1000`` of ``CANCELLED by 1000``."""
+    with contextlib.suppress(ValueError, KeyError):
+        return f"user {pwd.getpwuid(int(uid)).pw_name}"
+    return f"user {uid}"
 
 
 @dataclass
@@ -208,5 +240,8 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
         network_interface=cluster.network_interface,
         scratch=cluster.scratch,
         offline=not cluster.internet_on_compute_nodes,
+        versions=library_versions(),
+        planned_bandwidth=cluster.inter_node_gbps * 1e9 if plan.choice.nodes > 1 else None,
+        hang_seconds=cluster.hang_seconds,
         **decided,
     )

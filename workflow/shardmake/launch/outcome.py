@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from shardmake.attempt import NodeExit, RankError
+from shardmake.attempt import Hang, NodeExit, RankError
 
 
 class End(Enum):
@@ -19,8 +19,10 @@ class End(Enum):
     GPU_OUT_OF_MEMORY = "GPU out of memory"
     HOST_OUT_OF_MEMORY = "host out of memory"
     NODE_FAILURE = "node failure"
+    PREFLIGHT = "preflight failure"
     RENDEZVOUS = "nodes did not meet"
     COMMUNICATION = "communication failure"
+    HANG = "hang"
     KILLED = "a process was killed"
     NON_FINITE = "non-finite loss"
     USER_ERROR = "error in the training"
@@ -42,6 +44,12 @@ class Evidence:
     exits: Sequence[NodeExit]
     errors: Sequence[RankError]
     """Earliest first."""
+    hang: Hang | None = None
+    """What the workers found if the ranks hung."""
+    cancelled_by: str = ""
+    """Who cancelled the job, if Slurm's accounting says so."""
+    last_words: str = ""
+    """The last line that Slurm's step printed; where no node left a record, it often says why."""
 
 
 @dataclass(frozen=True)
@@ -65,14 +73,16 @@ class Action(Enum):
     STOP = "stop"
 
 
+UNFIT_NODES = 5
 _ERROR_PATTERNS: tuple[tuple[End, str], ...] = (
     (End.GPU_OUT_OF_MEMORY, r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
     (End.HOST_OUT_OF_MEMORY, r"^MemoryError|can't allocate memory|Cannot allocate memory|unable to mmap"),
     (End.NON_FINITE, r"NonFinite"),
+    (End.PREFLIGHT, r"^MeetingError: Rank"),
     (
         End.COMMUNICATION,
-        r"DistNetworkError|DistBackendError|DistStoreError|NCCL|[Gg]loo|Connection (closed|reset)|Broken pipe"
-        r"|recvValue failed|Timed out waiting|heartbeat|timed out after",
+        r"^MeetingError|DistNetworkError|DistBackendError|DistStoreError|NCCL|[Gg]loo|Connection (closed|reset)"
+        r"|Broken pipe|recvValue failed|Timed out waiting|heartbeat|timed out after",
     ),
 )
 _BY_WORD = {
@@ -97,33 +107,68 @@ def error_end(error: RankError) -> End:
 def classify(evidence: Evidence) -> Outcome:
     """Why the attempt ended.
 
-    A rank's own error comes before Slurm's word, and Slurm's word before the connection errors that a dying peer
-    leaves on every other rank.
+    A rank's own error comes before a hang, that before Slurm's word, and Slurm's word before the connection errors
+    that a dying peer leaves on every other rank.
     """
     if evidence.finished:
         return Outcome(End.FINISHED, "Training finished.")
-    own = next((error for error in evidence.errors if error_end(error) is not End.COMMUNICATION), None)
-    if own is not None:
-        sentence = f"Rank {own.rank} on {own.host} failed: {own.kind}: {own.message}"
-        return Outcome(error_end(own), sentence, own, own.host)
     if evidence.stop_file and evidence.stopped:
         return Outcome(End.STOP_REQUESTED, "Training saved and stopped because somebody created the stop file.")
     return (
-        _by_slurm(evidence.job_word)
+        _by_own_error(evidence.errors)
+        or _by_hang(evidence.hang)
+        or _by_oom_kill(evidence.exits)
+        or _by_preflight(evidence.exits)
+        or _by_slurm(evidence.job_word, evidence.cancelled_by)
         or _by_signal(evidence.exits)
         or _by_rendezvous(evidence.exits)
         or _by_connection(evidence.errors)
         or _by_exit_status(evidence.exits)
-        or Outcome(End.LOST, "The job ended and left no record.")
+        or _without_record(evidence.last_words)
     )
 
 
-def _by_slurm(word: str) -> Outcome | None:
+def _by_own_error(errors: Sequence[RankError]) -> Outcome | None:
+    own = next((error for error in errors if error_end(error) is not End.COMMUNICATION), None)
+    if own is None:
+        return None
+    sentence = f"Rank {own.rank} on {own.host} failed: {own.kind}: {own.message}"
+    return Outcome(error_end(own), sentence, own, own.host)
+
+
+def _by_hang(hang: Hang | None) -> Outcome | None:
+    return Outcome(End.HANG, hang.sentence, host=hang.host) if hang else None
+
+
+def _by_oom_kill(exits: Sequence[NodeExit]) -> Outcome | None:
+    node = next((node for node in exits if node.oom_kills), None)
+    if node is None:
+        return None
+    sentence = f"The kernel killed {node.oom_kills} process(es) on {node.host}: the job's memory was used up."
+    return Outcome(End.HOST_OUT_OF_MEMORY, sentence, host=node.host)
+
+
+def _by_preflight(exits: Sequence[NodeExit]) -> Outcome | None:
+    """A node is to blame only if another node of the same job passed, or there was none to compare with."""
+    failed = [node for node in exits if node.phase.endswith("preflight")]
+    if not failed:
+        return None
+    first = failed[0]
+    blame_node = first.phase == "preflight" and (len(failed) < len(exits) or len(exits) == 1)
+    sentence = f"{first.host} did not pass its checks: {first.message}."
+    return Outcome(End.PREFLIGHT, sentence, host=first.host if blame_node else None)
+
+
+def _by_slurm(word: str, cancelled_by: str) -> Outcome | None:
     end = _BY_WORD.get(word)
-    return Outcome(end, f"Slurm ended the job: {word}.") if end else None
+    by = f" by {cancelled_by}" if cancelled_by else ""
+    return Outcome(end, f"Slurm ended the job: {word}{by}.") if end else None
 
 
 def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
+    """A node that failed without having been told to stop makes the signals on the others its echo."""
+    if any(node.returncode and not node.stop_signal for node in exits):
+        return None
     told = next((node for node in exits if node.stop_signal), None)
     if told is None or told.stop_signal is None:
         return None
@@ -160,17 +205,21 @@ def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
     )
 
 
+def _without_record(last_words: str) -> Outcome:
+    said = f" The last that Slurm's step printed: {last_words}" if last_words else ""
+    return Outcome(End.LOST, f"The job ended and left no record.{said}")
+
+
 _ACTIONS = {
     End.FINISHED: Action.FINISH,
     End.STOP_REQUESTED: Action.STOP,
     End.TIME_LIMIT: Action.RESUME,
     End.PREEMPTED: Action.RESUME,
     End.CANCELLED: Action.STOP,
-    End.GPU_OUT_OF_MEMORY: Action.NEXT_RUNG,
-    End.HOST_OUT_OF_MEMORY: Action.NEXT_RUNG,
     End.NODE_FAILURE: Action.RESUME,
     End.RENDEZVOUS: Action.EXCLUDE_AND_RESUME,
     End.COMMUNICATION: Action.RESUME,
+    End.HANG: Action.RESUME,
     End.KILLED: Action.RESUME,
     End.NON_FINITE: Action.STOP,
     End.USER_ERROR: Action.STOP,
@@ -178,18 +227,42 @@ _ACTIONS = {
 }
 
 
-def decide(outcome: Outcome, *, idle_attempts: int, cap: int, rungs_left: int) -> Action:
+@dataclass(frozen=True)
+class History:
+    """What the story so far says about another attempt."""
+
+    idle_attempts: int
+    """Attempts since the newest checkpoint last advanced, the last one included; failed preflights do not count."""
+    rungs_left: int
+    """Rungs of the ladder below the present choice."""
+    host_hung_before: bool = False
+    """The node that held up the others did so in an earlier attempt too."""
+    unfit_nodes: int = 0
+    """Nodes that failed the preflight, one after the other, up to and with the last attempt."""
+    may_rewind: bool = False
+    """The run wants to rewind, and this step's loss was never before not finite."""
+
+
+def decide(outcome: Outcome, history: History, *, cap: int, unfit_cap: int = UNFIT_NODES) -> Action:
     """What follows an outcome.
 
     Args:
         outcome: why the last attempt ended.
-        idle_attempts: attempts since the newest checkpoint last advanced, the last one included.
+        history: what happened before.
         cap: idle attempts after which to stop.
-        rungs_left: rungs of the ladder below the present choice.
+        unfit_cap: nodes that may fail the preflight one after the other; more, and it is not the nodes.
     """
-    action = _ACTIONS[outcome.end]
-    if action is Action.NEXT_RUNG:
-        return Action.NEXT_RUNG if rungs_left else Action.STOP
-    if action in (Action.RESUME, Action.EXCLUDE_AND_RESUME) and idle_attempts >= cap:
-        return Action.STOP
-    return action
+    match outcome.end:
+        case End.GPU_OUT_OF_MEMORY | End.HOST_OUT_OF_MEMORY:
+            return Action.NEXT_RUNG if history.rungs_left else Action.STOP
+        case End.PREFLIGHT:
+            others = outcome.host is not None and history.unfit_nodes <= unfit_cap
+            return Action.EXCLUDE_AND_RESUME if others else Action.STOP
+        case End.NON_FINITE if history.may_rewind:
+            action = Action.RESUME
+        case End.HANG if history.host_hung_before:
+            action = Action.EXCLUDE_AND_RESUME
+        case _:
+            action = _ACTIONS[outcome.end]
+    resumes = action in (Action.RESUME, Action.EXCLUDE_AND_RESUME)
+    return Action.STOP if resumes and history.idle_attempts >= cap else action

@@ -18,11 +18,13 @@ class JobState(Enum):
 
 @dataclass(frozen=True)
 class JobStatus:
-    """State of one job: the meaning, Slurm's own word, the nodes."""
+    """State of one job: the meaning, Slurm's own word, the nodes, the job's name, and who cancelled it."""
 
     state: JobState
     word: str = ""
     nodes: str = ""
+    name: str = ""
+    by: str = ""
 
 
 _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
@@ -55,24 +57,27 @@ def parse_word(text: str) -> tuple[JobState, str]:
 
 
 def parse_rows(text: str) -> dict[str, JobStatus]:
-    """Status by job id from rows ``ID|STATE|NODES``, as both squeue and sacct print them on request.
+    """Status by job id from rows ``ID|STATE|NODES|NAME``, as both squeue and sacct print them on request.
 
     Steps (``12.0``, ``12.batch``) are left out. Where sacct lists a requeued job twice, the last row counts.
     """
     found: dict[str, JobStatus] = {}
     for line in text.splitlines():
-        fields = line.strip().split("|")
-        if len(fields) >= 2 and fields[0].isdigit():
-            state, word = parse_word(fields[1])
-            found[fields[0]] = JobStatus(state, word, fields[2] if len(fields) > 2 else "")
+        fields = line.strip().split("|", 3)
+        if len(fields) == 4 and fields[0].isdigit():
+            job, text, nodes, name = fields
+            found[job] = JobStatus(*parse_word(text), nodes, name, text.partition(" by ")[2])
     return found
 
 
 def parse_scontrol(text: str) -> JobStatus:
     """Status from ``scontrol show job ID``."""
-    fields = dict(part.split("=", 1) for part in text.split() if "=" in part)
-    state, word = parse_word(fields.get("JobState", ""))
-    return JobStatus(state, word, fields.get("NodeList", ""))
+    fields: dict[str, str] = {}
+    for part in text.split():
+        key, equals, value = part.partition("=")
+        if equals:
+            fields.setdefault(key, value)
+    return JobStatus(*parse_word(fields.get("JobState", "")), fields.get("NodeList", ""), fields.get("JobName", ""))
 
 
 def is_no_such_job(message: str) -> bool:

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import Field, TypeAdapter
 
 from shardmake.attempt import Record
+from shardmake.launch.outcome import End
 from shardmake.receipt import write_json
 
 
@@ -23,6 +24,7 @@ class Chapter(Record):
     sentence: str = Field(description="The same for people.")
     host: str | None = Field(description="The node to blame, where there is one.")
     checkpoint_step: int = Field(description="Step of the newest checkpoint afterwards.")
+    failed_step: int | None = Field(None, description="Step whose loss or gradient norm was not finite.")
     next_rung: int | None = Field(None, description="Rung for the next attempt, once decided.")
     excluded: str | None = Field(None, description="Node that later attempts avoid.")
 
@@ -49,12 +51,32 @@ def next_rung(story: Sequence[Chapter], plan: str) -> int:
 
 
 def idle_attempts(story: Sequence[Chapter]) -> int:
-    """Attempts at the end of the story that did not advance the newest checkpoint."""
-    steps = [0, *(chapter.checkpoint_step for chapter in story)]
+    """Attempts at the end of the story that trained and did not advance the newest checkpoint."""
+    steps = [0, *(chapter.checkpoint_step for chapter in story if chapter.end != End.PREFLIGHT.value)]
     idle = 0
-    while idle < len(story) and steps[-1 - idle] <= steps[-2 - idle]:
+    while idle < len(steps) - 1 and steps[-1 - idle] <= steps[-2 - idle]:
         idle += 1
     return idle
+
+
+def unfit_nodes(story: Sequence[Chapter]) -> int:
+    """Attempts at the end of the story that failed the preflight."""
+    trained = (chapter.end != End.PREFLIGHT.value for chapter in reversed(story))
+    return next((unfit for unfit, has_trained in enumerate(trained) if has_trained), len(story))
+
+
+def hung_before(story: Sequence[Chapter]) -> bool:
+    """Whether the node that the last chapter blames held up an earlier attempt as well."""
+    *earlier, last = story
+    return last.host is not None and any(
+        chapter.host == last.host and chapter.end == End.HANG.value for chapter in earlier
+    )
+
+
+def may_rewind(story: Sequence[Chapter]) -> bool:
+    """Whether the last chapter's step failed for the first time: the same numbers again would fail for ever."""
+    *earlier, last = story
+    return last.failed_step is not None and last.failed_step not in {chapter.failed_step for chapter in earlier}
 
 
 def excluded_nodes(story: Sequence[Chapter]) -> list[str]:

@@ -1,4 +1,4 @@
-"""One worker per node: meet the others, set the environment, start the ranks, answer signals, write the exit record.
+"""One worker per node: meet the others, check the node, start the ranks, watch them, answer signals, write the record.
 
 Slurm starts it through submitit, the local executor as a process; both run `main`, so the two paths share everything
 but the submission.
@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -20,13 +21,17 @@ from typing import IO
 
 from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.caches import kernel_caches
+from shardmake.launch.hang import Watch, flight_recorder
+from shardmake.launch.oom import oom_kills
+from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
 from shardmake.plan.deepspeed_file import remove_swapped
-from shardmake.plan.plan import read_plan
+from shardmake.plan.plan import Plan, read_plan
 from shardmake.plan.render import launch_command
 from shardmake.receipt import read_json
 
 PR_SET_PDEATHSIG = 1
+WATCH_SECONDS = 5.0
 _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -68,7 +73,7 @@ def main(attempt_folder: Path, node: Node) -> int:
     folder = AttemptDir(attempt_folder)
     attempt = folder.read()
     stop = StopRequest(folder.stop_file)
-    started = time.time()
+    started, killed_before = time.time(), oom_kills()
     phase, returncode, message = "rendezvous", None, ""
     try:
         meeting = meet(
@@ -79,10 +84,15 @@ def main(attempt_folder: Path, node: Node) -> int:
             attempt.network_interface,
             attempt.rendezvous_seconds,
         )
-        phase = "training"
-        returncode = _run_ranks(folder, attempt, node, meeting)
+        phase, plan = "preflight", read_plan(folder.plan)
+        with folder.log(node.rank).open("a", buffering=1) as log:
+            check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
+            phase = "training"
+            returncode = _run_ranks(folder, attempt, plan, node, meeting, log)
     except RendezvousError as error:
         message = str(error)
+    except PreflightError as error:
+        phase, message = "run preflight" if error.blames_run else "preflight", str(error)
     except Exception:  # whatever it is, the driver must hear of it
         message = traceback.format_exc()
     record = NodeExit(
@@ -94,28 +104,47 @@ def main(attempt_folder: Path, node: Node) -> int:
         returncode=returncode,
         stop_signal=stop.signal_name,
         message=message,
+        oom_kills=oom_kills() - killed_before,
     )
     write_record(folder.exit_record(node.rank), record)
     return 1 if returncode is None else returncode
 
 
-def _run_ranks(folder: AttemptDir, attempt: Attempt, node: Node, meeting: Rendezvous) -> int:
-    plan = read_plan(folder.plan)
+def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, meeting: Rendezvous, log: IO[str]) -> int:
     command = launch_command(plan, folder.root, node.rank, meeting.address, meeting.port)
     variables = rank_environment(attempt, meeting)
-    with folder.log(node.rank).open("a") as log:
-        _write_heading(log, command, variables, meeting, attempt, node)
+    _write_heading(log, command, variables, meeting, attempt, node)
+    with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
+        recorder = {} if attempt.accelerator == "cpu" else flight_recorder(folder, Path(pipes))
         process = subprocess.Popen(
             command,
-            env=_inherited_environment() | variables,
+            env=_inherited_environment() | variables | recorder,
             stdout=log,
             stderr=subprocess.STDOUT,
             preexec_fn=_leave_signals_to_worker,
         )
         try:
-            return process.wait()
+            return _watch_ranks(process, folder, attempt, node, Path(pipes))
         finally:
             remove_swapped(read_json(folder.deepspeed, "shardmake train NAME"))
+
+
+def _watch_ranks(
+    process: subprocess.Popen[bytes], folder: AttemptDir, attempt: Attempt, node: Node, pipes: Path
+) -> int:
+    """Wait for the launcher's end, and bring it about if its ranks hang or a later attempt has begun."""
+    first = node.rank * attempt.processes_per_node
+    ranks = range(first, first + attempt.processes_per_node)
+    watch = Watch(folder, ranks, attempt.world_size, attempt.hang_seconds)
+    while True:
+        try:
+            return process.wait(min(WATCH_SECONDS, attempt.hang_seconds / 5))
+        except subprocess.TimeoutExpired:
+            if folder.is_superseded():
+                process.kill()  # this node was cut off and given up: two attempts must not write at once
+            elif watch.has_hung():
+                watch.collect(pipes)
+                process.kill()
 
 
 def rank_environment(attempt: Attempt, meeting: Rendezvous) -> dict[str, str]:

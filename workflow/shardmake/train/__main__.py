@@ -1,10 +1,15 @@
 """``accelerate launch ... -m shardmake.train ATTEMPT``: one rank. Nothing is imported before the signals are set."""
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from shardmake.attempt import AttemptDir
 
 PR_SET_PDEATHSIG = 1
 
@@ -16,21 +21,46 @@ def _die_with_launcher() -> None:
         sys.exit("The launcher is gone.")
 
 
+def _show_stacks_on_request(file: Path) -> None:
+    """On SIGUSR1, write the stacks of all threads to ``file``, also from inside a call that never returns."""
+    file.parent.mkdir(exist_ok=True)
+    faulthandler.register(signal.SIGUSR1, file=file.open("w"), all_threads=True)
+
+
 def main() -> None:
     """Run one rank; whatever ends it is kept for the driver."""
     for name in (signal.SIGTERM, signal.SIGUSR2):  # for the worker, which asks by the stop file
         signal.signal(name, signal.SIG_IGN)
     _die_with_launcher()
     folder = Path(sys.argv[1]).resolve()
+    rank = int(os.environ.get("RANK", "0"))
 
-    from shardmake.attempt import AttemptDir, record_error
+    from shardmake.attempt import AttemptDir, record_error, write_beat
 
+    attempt = AttemptDir(folder)
+    _show_stacks_on_request(attempt.stack(rank))
+    write_beat(attempt, rank, "start", 0)
     try:
+        _meet(attempt)
+
         from shardmake.train.trainer import train
 
         train(folder)
     except BaseException as error:
-        record_error(AttemptDir(folder), int(os.environ.get("RANK", "0")), error)
+        record_error(attempt, rank, error)
+        raise
+
+
+def _meet(folder: "AttemptDir") -> None:
+    """Find out in a second whether the network between all ranks works; name the node of a rank that did not come."""
+    from shardmake.train.meeting import MeetingError, meet_ranks
+
+    settings = folder.read()
+    try:
+        meet_ranks(settings.accelerator == "cpu", settings.planned_bandwidth, print)
+    except MeetingError as error:
+        beats = [folder.beat(rank) for rank in error.missing]
+        error.host = next((beat.host for beat in beats if beat), None)
         raise
 
 

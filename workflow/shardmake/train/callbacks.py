@@ -2,26 +2,22 @@
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from shardmake.attempt import AttemptDir
-from shardmake.receipt import write_json
+from shardmake.attempt import AttemptDir, write_beat
 from shardmake.train import ledger
+from shardmake.versions import library_versions
 
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "shardmake")
 HEARTBEAT_SECONDS = 2.0
-
-
-def library_versions() -> dict[str, str]:
-    """Versions that decide whether a checkpoint can be read again."""
-    return {name: version(name) for name in LIBRARIES}
+USUAL_OVER_STEPS = 20
 
 
 class Metrics(TrainerCallback):
@@ -153,18 +149,25 @@ class Stop(TrainerCallback):
 
 
 class Heartbeat(TrainerCallback):
-    """Write this rank's step, phase and time, at most every `HEARTBEAT_SECONDS` within a phase."""
+    """Write this rank's step, phase and time, at most every `HEARTBEAT_SECONDS` within a phase.
+
+    The node's worker reads it: a rank that is silent for too long hangs (`shardmake.launch.hang`).
+    """
 
     def __init__(self, folder: AttemptDir, rank: int) -> None:
-        self.path = folder.root / "heartbeat" / f"rank-{rank}.json"
+        self.folder = folder
+        self.rank = rank
         self.last = ("", 0.0)
+        self.step_ended: float | None = None
+        self.step_seconds: deque[float] = deque(maxlen=USUAL_OVER_STEPS)
 
     def beat(self, phase: str, step: int) -> None:
         """Say where this rank is."""
         before, when = self.last
         if phase != before or time.time() - when >= HEARTBEAT_SECONDS:
             self.last = (phase, time.time())
-            write_json(self.path, {"phase": phase, "step": step, "time": time.time()})
+            usual = median(self.step_seconds) if self.step_seconds else 0.0
+            write_beat(self.folder, self.rank, phase, step, usual)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -172,16 +175,46 @@ class Heartbeat(TrainerCallback):
         """The first step may compile kernels and take long."""
         self.beat("first step", state.global_step)
 
+    def on_substep_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """One of the accumulated passes is done."""
+        if self.step_ended is not None:
+            self.beat("train", state.global_step)
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done."""
-        self.beat("save" if control.should_save else "train", state.global_step)
+        now = time.monotonic()
+        if self.step_ended is not None:
+            self.step_seconds.append(now - self.step_ended)
+        self.step_ended = now
+        self.beat("evaluate" if control.should_evaluate else _after_evaluation(control), state.global_step)
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """An evaluation goes on."""
+        self.beat("evaluate", state.global_step)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """The evaluation is over."""
+        self._go_on(_after_evaluation(control), state.global_step)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """The save is over."""
-        self.beat("train", state.global_step)
+        self._go_on("train", state.global_step)
+
+    def _go_on(self, phase: str, step: int) -> None:
+        """What was done meanwhile is no part of the next step's time."""
+        self.step_ended = time.monotonic()
+        self.beat(phase, step)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """No more steps follow."""
         self.beat("end", state.global_step)
+
+
+def _after_evaluation(control: TrainerControl) -> str:
+    return "save" if control.should_save else "train"

@@ -25,6 +25,7 @@ from shardmake.receipt import read_json, write_json
 from shardmake.train import ledger
 from shardmake.train.callbacks import Heartbeat, Metrics, Seal, Stop
 from shardmake.train.engine import check_engine, describe_engine, environment_report
+from shardmake.train.finite import FiniteGuard
 from shardmake.train.load import load_base
 from shardmake.train.receipt import write_receipt
 
@@ -33,8 +34,23 @@ class ShardedTrainer(Trainer):
     """A Trainer whose checkpoints of a sharded engine hold the weights once.
 
     Transformers saves them a second time, gathered on rank 0 (ZeRO-1, ZeRO-2) or as a second sharded checkpoint
-    (ZeRO-3); here only what a model folder has beside the weights is written along.
+    (ZeRO-3); here only what a model folder has beside the weights is written along. ``guard`` sees every loss and
+    gradient norm.
     """
+
+    guard: FiniteGuard
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Forward and backward of one micro batch; the loss is shown to the guard."""
+        loss = super().training_step(*args, **kwargs)
+        self.guard.see_loss(loss)
+        return loss
+
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        """The step's gradient norm, shown to the guard."""
+        norm = super()._get_grad_norm(*args, **kwargs)
+        self.guard.see_norm(norm)
+        return norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write config and tokenizer; the weights too where the engine does not shard."""
@@ -99,6 +115,7 @@ def _make_trainer(
         }
 
     stop = Stop([rundir.stop_file, folder.stop_file])
+    guard = FiniteGuard(int(os.environ.get("RANK", "0")))
     trainer = ShardedTrainer(
         model=model,
         args=arguments,
@@ -108,12 +125,14 @@ def _make_trainer(
         processing_class=_load_tokenizer(settings),
         optimizer_cls_and_kwargs=_optimizer(settings),
         callbacks=[
+            guard,
             Metrics(rundir.metrics, tokens_per_step, attempt.number),
             stop,
             Seal(describe, settings["keep_checkpoints"]),
             heartbeat,
         ],
     )
+    trainer.guard = guard
     return trainer, stop
 
 

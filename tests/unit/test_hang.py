@@ -1,0 +1,111 @@
+"""Which silence is a hang, and which rank is named."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardmake.attempt import AttemptDir, Beat, write_beat
+from shardmake.launch.hang import RankState, Watch, allowance, describe, flight_recorder, overdue, suspect
+
+WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
+BUSY = 'File "data.py", line 7 in __getitem__'
+
+
+def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.0, usual: float = 1.0) -> Beat:
+    return Beat(rank=rank, host=f"c{rank + 1}", pid=0, phase=phase, step=step, time=time, usual=usual)
+
+
+@pytest.mark.parametrize(
+    ("phase", "usual", "seconds"),
+    [("train", 0.0, 600), ("train", 2.0, 600), ("train", 200.0, 1000), ("save", 2.0, 3600), ("load", 0.0, 3600)],
+)
+def test_allowances(phase: str, usual: float, seconds: float) -> None:
+    assert allowance(beat(phase=phase, usual=usual), 600) == seconds
+
+
+def test_the_longest_silence_is_found() -> None:
+    beats = [beat(0, time=1000), beat(1, time=900), beat(2, phase="save", time=100)]
+    assert overdue(beats, 1599, 600) == beats[1]
+    assert overdue(beats, 1499, 600) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([RankState(beat(0), WAITING), RankState(beat(1), "", "stopped")], 1),
+        ([RankState(beat(0), WAITING), RankState(beat(1, step=8), WAITING)], 1),
+        ([RankState(beat(0), BUSY), RankState(beat(1), WAITING), RankState(beat(2), WAITING)], 0),
+        ([RankState(beat(0), WAITING), RankState(beat(1), WAITING)], None),
+        ([RankState(beat(0), BUSY), RankState(beat(1), BUSY), RankState(beat(2), WAITING)], None),
+    ],
+)
+def test_who_is_named(ranks: list[RankState], named: int | None) -> None:
+    found = suspect(ranks)
+    assert (found.beat.rank if found else None) == named
+    told = describe(ranks[0].beat, ranks, now=1700)
+    assert told.rank == named and "No progress for 700 s in phase 'train' after step 9" in told.sentence
+    assert told.host == (None if named is None else f"c{named + 1}")
+
+
+RANK = """
+import faulthandler, signal, sys, time
+from pathlib import Path
+from shardmake.attempt import AttemptDir, write_beat
+folder, rank = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
+folder.stacks.mkdir(exist_ok=True)
+faulthandler.register(signal.SIGUSR1, file=folder.stack(rank).open("w"))
+write_beat(folder, rank, "train", 3)
+def stuck_here(): time.sleep(60)
+stuck_here()
+"""
+
+
+def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
+    """Node 0 misses a heartbeat, node 1 hears of it by the file; the stopped rank is named."""
+    folder = AttemptDir(tmp_path)
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
+    try:
+        while not all(folder.beat(rank) for rank in (0, 1)):
+            time.sleep(0.05)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        nodes = [Watch(folder, range(rank, rank + 1), 2, seconds) for rank, seconds in ((0, 0.1), (1, 600))]
+        assert not nodes[1].has_hung()
+        time.sleep(0.2)
+        assert [node.has_hung() for node in nodes] == [True, True]
+        threads = [threading.Thread(target=node.collect, args=(tmp_path,)) for node in nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        for process in ranks:
+            process.kill()
+    found = folder.read_hang()
+    assert found and found.rank == 1 and "(its process is stopped)" in found.sentence
+    assert "stuck_here" in folder.stack(0).read_text()
+
+
+def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path) -> None:
+    watch = Watch(AttemptDir(tmp_path), range(2), 2, hang_seconds=0.01)
+    write_beat(AttemptDir(tmp_path), 0, "load", 0)
+    time.sleep(0.1)
+    assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load")
+
+
+def test_a_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
+    from shardmake.launch.hang import _dump_flight_recorder
+
+    stem = flight_recorder(AttemptDir(tmp_path), tmp_path)["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    os.mkfifo(f"{stem}0.pipe")
+    reader = os.open(f"{stem}0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    _dump_flight_recorder(tmp_path / "rank-0.pipe")
+    assert os.read(reader, 8) == b"1"
+    os.close(reader)
+    _dump_flight_recorder(tmp_path / "rank-0.pipe")  # a rank that is gone holds nobody up

@@ -1,0 +1,69 @@
+"""What a job is told of time, and how many questions drivers ask."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardmake.config import Slurm
+from shardmake.launch.jobs import lead_seconds
+from shardmake.launch.queue import Snapshot, look
+from shardmake.train.ledger import CheckpointRecord, seal
+
+
+def sealed(run: Path, step: int, seconds: float) -> None:
+    checkpoint = run / f"train/checkpoints/checkpoint-{step}"
+    checkpoint.mkdir(parents=True)
+    record = CheckpointRecord(
+        step=step, tokens=1, world_size=2, strategy="zero3", attempt=1, recipe="r", saved_at=0, save_seconds=seconds,
+        versions={}, files={},
+    )  # fmt: skip
+    seal(checkpoint, record)
+
+
+@pytest.mark.parametrize(
+    ("saves", "limit", "lead"),
+    [([], "24:00:00", 120), ([3.0], "24:00:00", 120), ([100.0, 40.0], "24:00:00", 260), ([900.0], "01:00:00", 900),
+     ([], "00:02:00", 30), ([10.0], "00:00:30", 15)],
+)  # fmt: skip
+def test_the_lead_before_the_limit_follows_the_measured_save(
+    tmp_path: Path, saves: list[float], limit: str, lead: int
+) -> None:
+    for step, seconds in enumerate(saves):
+        sealed(tmp_path, step, seconds)
+    assert lead_seconds(Slurm(time_limit=limit), tmp_path) == lead
+
+
+def test_how_long_an_answer_counts() -> None:
+    quick = Snapshot(taken=100, seconds=0.01, returncode=0, stdout="", stderr="")
+    assert quick.is_fresh(101.9) and not quick.is_fresh(102.1) and not quick.is_fresh(99)
+    slow = quick.model_copy(update={"seconds": 3.0})
+    assert slow.is_fresh(159) and not slow.is_fresh(161)
+    failed = quick.model_copy(update={"returncode": 1})
+    assert failed.is_fresh(109) and not failed.is_fresh(111)
+
+
+LOOK = """
+import sys, time
+from pathlib import Path
+from shardmake.launch.queue import look
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    assert look(["sh", sys.argv[2]], Path(sys.argv[3])).stdout == "7|RUNNING|c1|x\\n"
+    time.sleep(0.05)
+"""
+
+
+def test_many_processes_share_one_question(tmp_path: Path) -> None:
+    """Six processes ask for two seconds, twenty times a second each; the program behind runs at most twice."""
+    program = tmp_path / "program.sh"
+    program.write_text(f"echo asked >> {tmp_path}/count; echo '7|RUNNING|c1|x'")
+    look(["sh", str(program)], tmp_path)
+    command = [sys.executable, "-c", LOOK, "1.5", str(program), str(tmp_path)]
+    drivers = [subprocess.Popen(command) for _ in range(6)]
+    started = time.monotonic()
+    assert [driver.wait() for driver in drivers] == [0] * 6
+    asked = (tmp_path / "count").read_text().count("asked")
+    assert asked <= 2 + (time.monotonic() - started) / 2

@@ -1,0 +1,21 @@
+"""A learning rate that blows the loss up: named, kept out of the checkpoints, rewound once and then stopped."""
+
+import pytest
+
+from tests.workflow.checkout import Checkout
+
+pytestmark = pytest.mark.training
+
+
+def test_a_loss_that_blows_up_again_at_the_same_step_stops_the_run(checkout: Checkout) -> None:
+    checkout.configure(
+        strategy="ddp", learning_rate=1e30, warmup_ratio=0.0, checkpoints={"every_steps": 1}, non_finite="rewind"
+    )
+    for stage in ("plan", "render", "data"):
+        checkout("shardmake", stage, "demo")
+    failed = checkout("shardmake", "train", "demo", check=False)
+    assert failed.returncode == 2
+    assert "is nan" in failed.stdout and "NonFiniteError" in failed.stdout
+    story = checkout.read("train/attempts/index.json")
+    assert [entry["end"] for entry in story] == ["non-finite loss", "non-finite loss"]
+    assert story[0]["failed_step"] == story[1]["failed_step"] == story[1]["checkpoint_step"] + 1
