@@ -27,7 +27,8 @@ EXPLANATIONS = {
     "frozen weights": "weights of the base model under adapters: 2 bytes an element, 0.516 in NF4 with double "
     "quantization (QLoRA, Dettmers et al. 2023)",
     "gradients": "one per trained weight: 2 bytes in DeepSpeed, 4 in FSDP; divided by the ranks from ZeRO-2 on",
-    "optimizer states": "AdamW: two fp32 moments, and DeepSpeed's fp32 masters (Rajbhandari et al. 2020, section 3.1)",
+    "master weights": "DeepSpeed's fp32 copy of the trained weights (Rajbhandari et al. 2020, section 3.1)",
+    "optimizer states": "AdamW: two moments, fp32 in DeepSpeed, else in the weights' type; made in the first step",
     "optimizer temporaries": "what torch's foreach optimizer makes beside the weights in a step",
     "communication buffers": "DDP's reducer buckets (a copy of the gradients), ZeRO's reduce bucket, FSDP's flat "
     "input of the reduce-scatter",
@@ -39,9 +40,9 @@ EXPLANATIONS = {
     "logits and loss": "logits in fp32, log-softmax, and its gradient: 12 bytes x tokens x vocabulary at the peak",
     "backward temporaries": "gradients of activations, and one recomputed layer with checkpointing",
     "gradients on their way": "a layer's whole gradients until they are reduced",
-    "flat gradients": "ZeRO-1 and 2 flatten their part of the gradients for the step",
-    "fp32 gradients": "ZeRO-1 and 2 cast their part of the gradients to fp32 for the step",
-    "fp32 gradients of a sub-group": "ZeRO-3 casts sub_group_size gradients at a time to fp32 for the step",
+    "flat gradients": "ZeRO flattens its part of the gradients for the step, ZeRO-3 sub_group_size at a time",
+    "fp32 gradients": "ZeRO casts its part of the gradients to fp32 for the step, ZeRO-3 sub_group_size at a time",
+    "gradient norm": "a copy in fp64 of the largest gradient, or of its part, for the norm (get_norm_dtype)",
     "model buffers": "buffers of the model, such as the rotary embedding's frequencies",
     "cuBLAS workspaces": "one for the forward and one for the backward thread, 8.1 MiB each",
 }

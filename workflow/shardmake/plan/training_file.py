@@ -143,9 +143,17 @@ def _precision_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
-    """FSDP checkpoints activations itself, block by block; the other engines leave it to the model."""
+    """FSDP checkpoints activations itself, block by block; the other engines leave it to the model.
+
+    FSDP reduces gradients after each micro batch: else Trainer would keep them whole on every rank over accumulation.
+    """
     if choice.is_fsdp:
-        return {"fsdp": True, "fsdp_config": _fsdp_config(choice, run, model), "activation_checkpointing": False}
+        return {
+            "fsdp": True,
+            "fsdp_config": _fsdp_config(choice, run, model),
+            "activation_checkpointing": False,
+            "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        }
     if not choice.gradient_checkpointing:
         return {"activation_checkpointing": False}
     return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}

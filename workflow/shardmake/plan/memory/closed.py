@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.memory import states
 from shardmake.plan.memory.decoder import micro_step
-from shardmake.plan.memory.engines import EMBEDDING, HEAD, units
 from shardmake.plan.memory.scenario import Scenario
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.states import Terms
 from shardmake.plan.memory.trace import scaled
+from shardmake.plan.memory.units import EMBEDDING, HEAD, trained_units, units
 from shardmake.plan.model import Decoder, from_config, split
 
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
@@ -86,23 +86,27 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     held = whole if scenario.accumulation > 1 or scenario.stack.keeps_gradients else {}
     bucket = {"gradients on their way": states.bucket_bytes(scenario, buckets)}
     head, layer = _gathered(scenario, buckets)
+    parts = trained_units(scenario)
+    first, last = (
+        {"gradient norm": states.boundary_norm_bytes(scenario, parts.get(unit, 0))} for unit in (EMBEDDING, HEAD)
+    )
+    flat = {} if scenario.is_fsdp else bucket
     return {
-        "cross entropy": {
-            **base,
-            **held,
-            **head,
-            **({} if scenario.is_fsdp else bucket),
-            "activations": activations.loss,
+        "cross entropy": {**base, **held, **head, **flat, "activations": activations.loss},
+        "backward of the last layer": {
+            **base, **held, **layer, **bucket, **last, "activations": activations.last_layer
         },
-        "backward of the last layer": {**base, **held, **layer, **bucket, "activations": activations.last_layer},
-        "backward of the first layer": {**base, **whole, **layer, **bucket, "activations": activations.first_layer},
+        "backward of the first layer": {
+            **base, **whole, **layer, **bucket, **first, "activations": activations.first_layer
+        },
+        "gradient norm": {**base, **whole, "gradient norm": states.norm_bytes(scenario)},
         "optimizer step": {
             **base,
             **whole,
             **states.optimizer_step(scenario, buckets),
             "optimizer temporaries": states.step_temporaries(scenario, buckets),
         },
-    }
+    }  # fmt: skip
 
 
 def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
@@ -111,6 +115,8 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
         return {}, {}
     sizes, compute = units(scenario), scenario.compute
     head, layer = sizes.get(HEAD, 0), max((size for unit, size in sizes.items() if isinstance(unit, int)), default=0)
+    if scenario.zero_stage == 3 and scenario.world_size == 1 and not scenario.offloads_parameters:
+        return {}, {}
     if scenario.zero_stage == 3:
         window = min(sum(sizes.values()), buckets.stage3_max_live_parameters, buckets.stage3_max_reuse_distance // 2)
         near = max(window, head) + buckets.stage3_prefetch_bucket_size
@@ -118,7 +124,7 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
     if scenario.strategy == "fsdp-grad-op":
         return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
     tied = sizes.get(EMBEDDING, 0) if scenario.stack.fsdp1 else 0
-    return _term(compute * (head + tied)), _term(compute * (head + tied + 3 * layer))
+    return _term(compute * (head + tied)), _term(compute * (head + tied + 2 * layer))
 
 
 def _term(size: int) -> Terms:

@@ -252,12 +252,14 @@ class _Step:
 
     def _cross_entropy(self, logits: Ghost) -> tuple[Ghost, Ghost | None]:
         """``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may hold on to the 16-bit logits."""
-        wide = ghost.cast(logits, 4)
         stack = self.scenario.stack
+        wide = logits if stack.keeps_logits_narrow else ghost.cast(logits, 4)
         if stack.returns_wide_logits:
             logits = wide
         shifted = ghost.copy(wide) if stack.copies_shifted_logits else wide
         del wide
+        if self.tape.autocast:
+            shifted = ghost.cast(shifted, 4)
         return ghost.nll_of_log_softmax(shifted, self.tokens), logits
 
 

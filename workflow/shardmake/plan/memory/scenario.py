@@ -16,6 +16,8 @@ class Stack:
     """The training loop holds the model's output while the backward pass runs."""
     returns_wide_logits: bool = False
     """Logits are returned in fp32 (transformers before 4.45)."""
+    keeps_logits_narrow: bool = False
+    """The model does not widen logits for its loss; autocast alone does (custom code such as Qwen 1's)."""
     copies_shifted_logits: bool = False
     """The loss makes a contiguous copy of the shifted logits (transformers before 4.48)."""
     expands_keys: bool = False

@@ -7,7 +7,7 @@ Events, in order: ``alloc number bytes``, ``free number``, ``forward block``, ``
 from collections.abc import Sequence
 from typing import Any
 
-from shardmake.plan.memory.engines import Engine
+from shardmake.plan.memory.engine import Engine
 from shardmake.plan.memory.timeline import Timeline
 
 Script = Sequence[Sequence[Any]]

@@ -9,11 +9,13 @@ from math import ceil
 
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.memory.scenario import BYTES, Scenario
+from shardmake.plan.model import Tensor
 
 Terms = dict[str, int]
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 and a 32-bit one per 64 * 256 (double quant)
 CONTEXT = int(0.5 * 2**30)  # CUDA context and kernels, lazily loaded: 0.45 to 0.55 GiB (facts: A100, torch 2)
 CUBLAS = 2 * 8_519_680  # a workspace for the forward and one for the backward thread (CUDABlas.cpp: 4096:2:16:8 KiB)
+NORM_CHUNK = 250_000_000  # elements that ZeRO-3 takes the norm of at once under offload (`_constant_buffered_norm2`)
 NCCL = int(1.45 * 2**30)  # after the first collective, per communicator (ml-engineering, 2 ranks)
 
 
@@ -36,6 +38,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "weights": _weights(scenario),
         "frozen weights": _frozen(scenario),
         "gradients": _gradient_partition(scenario),
+        "master weights": _masters(scenario),
         "optimizer states": _optimizer(scenario),
         "model buffers": scenario.model.buffer_bytes,
         "communication buffers": _communication(scenario, buckets),
@@ -45,16 +48,45 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
     return {name: size for name, size in terms.items() if size}
 
 
+def trained_tensors(scenario: Scenario) -> tuple[Tensor, ...]:
+    """What the optimizer updates."""
+    return scenario.model.tensors if scenario.method == "full" else scenario.split.adapters
+
+
+def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
+    """Elements of this rank's part that ZeRO's optimizer updates at once: ZeRO-3's sub-groups, else all."""
+    part = ceil(scenario.split.trainable / scenario.shards)
+    size = min(buckets.sub_group_size, part) if scenario.zero_stage == 3 else part
+    whole, rest = divmod(part, size)
+    return [size] * whole + ([rest] if rest else [])
+
+
 def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
-    """What exists only during the optimizer's step."""
-    trained, n = scenario.split.trainable, scenario.shards
+    """What exists only during ZeRO's optimizer step: a group's gradients, flattened, and their fp32 copy."""
     if scenario.offloads_optimizer or scenario.zero_stage == 0:
         return {}
-    part = ceil(trained / n)
+    group = step_groups(scenario, buckets)[0]
+    cast = {} if scenario.compute == 4 else {"fp32 gradients": 4 * group}
+    return {"flat gradients": scenario.compute * group, **cast}
+
+
+def norm_bytes(scenario: Scenario) -> int:
+    """The copy in fp64 of one gradient, or of its part, of which ZeRO takes the norm (`get_grad_norm_direct`)."""
+    if scenario.offloads_optimizer or scenario.zero_stage == 0:
+        return 0
+    largest = largest_trained(scenario)
     if scenario.zero_stage == 3:
-        return {"fp32 gradients of a sub-group": 4 * min(buckets.sub_group_size, part)}
-    cast = {} if scenario.compute == 4 else {"fp32 gradients": 4 * part}
-    return {"flat gradients": scenario.compute * part, **cast}
+        return 8 * ceil(largest / scenario.shards)
+    return 8 * min(largest, ceil(scenario.split.trainable / scenario.shards))
+
+
+def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
+    """The copy in fp64 for the norm of a gradient of ``numel`` elements, taken on its way to the host under offload."""
+    if not scenario.offloads_optimizer or not scenario.zero_stage:
+        return 0
+    if scenario.zero_stage == 3:
+        return 8 * min(ceil(numel / scenario.shards), NORM_CHUNK)
+    return 8 * min(numel, ceil(scenario.split.trainable / scenario.shards))
 
 
 def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
@@ -106,12 +138,19 @@ def _frozen(scenario: Scenario) -> int:
     return ceil(size / scenario.shards) if scenario.gathers_parameters else size
 
 
+def _masters(scenario: Scenario) -> int:
+    """DeepSpeed's fp32 copy of the trained weights."""
+    if scenario.offloads_optimizer or not scenario.zero_stage:
+        return 0
+    return 4 * ceil(scenario.split.trainable / scenario.shards)
+
+
 def _optimizer(scenario: Scenario) -> int:
     trained, n = scenario.split.trainable, scenario.shards
     if scenario.offloads_optimizer:
         return 0
     if scenario.zero_stage:
-        return ceil((4 + optimizer_bytes(scenario)) * ceil(trained / n))
+        return ceil(optimizer_bytes(scenario) * ceil(trained / n))
     if scenario.is_fsdp:
         return ceil(optimizer_bytes(scenario, trained_bytes(scenario)) * ceil(trained / n))
     return ceil(optimizer_bytes(scenario, trained_bytes(scenario)) * trained)
@@ -130,8 +169,7 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
 
 def largest_trained(scenario: Scenario) -> int:
     """Elements of the largest trained tensor."""
-    trained = scenario.model.tensors if scenario.method == "full" else scenario.split.adapters
-    return max(tensor.numel for tensor in trained)
+    return max(tensor.numel for tensor in trained_tensors(scenario))
 
 
 def gradients(scenario: Scenario) -> int:

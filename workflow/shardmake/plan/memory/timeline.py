@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from shardmake.plan.memory.allocator import CachingAllocator, rounded
 
-COMPUTE, COMMUNICATION = 0, 1  # streams
+COMPUTE, COMMUNICATION, REDUCTION = range(3)  # streams
 HEAP_BLOCK = 32 << 20  # glibc's largest dynamic mmap threshold: freed blocks below it stay with the process
 
 
@@ -50,9 +50,17 @@ class Timeline:
 
     def free(self, key: int) -> None:
         """Give back what ``key`` holds."""
+        self.release(key)
+        self.reuse(key)
+
+    def release(self, key: int) -> None:
+        """Count ``key`` as free, while its memory waits for another stream to be done with it (`record_stream`)."""
         size, term = self._live.pop(key)
         self._terms[term] -= size
         self._total -= size
+
+    def reuse(self, key: int) -> None:
+        """The memory of the released ``key`` can be taken again."""
         self.events.append((key, -1, 0))
 
     def rename(self, key: int, term: str) -> None:
