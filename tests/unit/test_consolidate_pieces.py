@@ -1,5 +1,6 @@
 """The pure parts: CRC arithmetic, rounding, boxes, files; and merges of checkpoints that hypothesis makes up."""
 
+import itertools
 import json
 import math
 import struct
@@ -17,8 +18,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardmake.consolidate import jobs, stream
+from shardmake.consolidate import jobs, output, stream
 from shardmake.consolidate.archive import Record
+from shardmake.consolidate.blocks import PAGE, page_aligned
 from shardmake.consolidate.contents import Tensor, box
 from shardmake.consolidate.convert import Converter
 from shardmake.consolidate.crc import combine
@@ -38,6 +40,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (jobs, stream):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(jobs, "JOB", 160)
+    monkeypatch.setattr(stream, "PAGE", 16)
     yield
 
 
@@ -193,3 +196,24 @@ def test_zero2_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, ta
         half = {name: tensor.half() for group in params for name, tensor in group.items()}
         torch.save(model_state(params, half), folder / "mp_rank_00_model_states.pt")
         check(folder, params, target)
+
+
+@pytest.mark.parametrize("has_direct_writes", [True, False])
+def test_a_file_is_filled_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_direct_writes: bool
+) -> None:
+    """Cuts on page boundaries, beside them, and pieces large enough to go past the cache; in memory as in the file."""
+    if not has_direct_writes:
+        monkeypatch.setattr(output, "_open_direct", lambda path: -1)
+    size = 3_000_001
+    expected = np.random.default_rng(0).integers(0, 256, size, dtype=np.uint8)
+    cuts = [0, 5, PAGE, 300 * PAGE, 300 * PAGE + 1, 2_000_003, 2_000_003 + 7 * PAGE, size]
+    file = output.OutputFile(tmp_path / "file", size)
+    memory = page_aligned(size + PAGE)
+    for begin, end in reversed(list(itertools.pairwise(cuts))):
+        block = memory[begin % PAGE :][: end - begin]
+        block[:] = expected[begin:end]
+        file.write(block, begin)
+    file.sync()
+    file.close()
+    assert (tmp_path / "file").read_bytes() == expected.tobytes()

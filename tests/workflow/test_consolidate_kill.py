@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.consolidate import consolidate, merge, writer
+from shardmake.consolidate import consolidate, merge, output, writer
 from shardmake.consolidate.loading import try_loading
 from tests.workflow.consolidate_checkpoints import trained
 
@@ -66,8 +66,8 @@ def killed_at(event: int, out: Path, work: Callable[[], None]) -> int:
             if (writes or name in EVENTS) and str(out.parent) in str(arguments[0]):
                 count()
 
-        original_write, original_fsync = writer._write, os.fsync
-        writer._write = lambda *arguments: (count(), original_write(*arguments))
+        original_write, original_fsync = output._write_all, os.fsync
+        output._write_all = lambda *arguments: (count(), original_write(*arguments))
         os.fsync = lambda file: (count(), original_fsync(file))[1]
         sys.addaudithook(hook)
         work()

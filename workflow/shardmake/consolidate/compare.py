@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardmake.consolidate import folder as hf_folder
+from shardmake.consolidate.blocks import Block
 from shardmake.consolidate.contents import Contents, Tensor
-from shardmake.consolidate.convert import Block
 from shardmake.consolidate.jobs import Job, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
 from shardmake.consolidate.locate import read_model

@@ -4,14 +4,10 @@ Without torch, whose import alone takes longer and more memory than merging a mo
 core's cache and all arrays are used again, which is what makes this faster than a disk.
 """
 
-from typing import Any
-
 import numpy as np
-import numpy.typing as npt
 
+from shardmake.consolidate.blocks import Block, page_aligned
 from shardmake.consolidate.dtypes import ITEM_SIZE
-
-Block = npt.NDArray[Any]
 
 _VIEW = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _CHUNK = 1 << 16  # elements
@@ -21,26 +17,26 @@ class Converter:
     """Converts blocks of at most ``elements`` elements; one per thread, because it owns the memory it returns."""
 
     def __init__(self, elements: int) -> None:
-        self._out = np.empty(elements * 4, np.uint8)
+        self._out = page_aligned(elements * 4)
         self._bits = np.empty(_CHUNK, np.uint32)
         self._wide = np.empty(_CHUNK, np.float32)
 
-    def convert(self, block: Block, source: str, target: str) -> Block:
+    def convert(self, block: Block, source: str, target: str, shift: int = 0) -> Block:
         """The bytes ``block`` (uint8) of elements of type ``source``, as bytes of elements of type ``target``.
 
-        The result is valid until the next call.
+        The result lies ``shift`` bytes behind a page boundary, and is valid until the next call.
         """
         values = block.view(_VIEW[source])
-        out = self._out[: values.size * ITEM_SIZE[target]].view(_VIEW[target])
+        out = self._out[shift : shift + values.size * ITEM_SIZE[target]].view(_VIEW[target])
         for begin in range(0, values.size, _CHUNK):
             chunk = slice(begin, begin + _CHUNK)
             self._narrow(self._widen(values[chunk], source), out[chunk], target)
         return out.view(np.uint8)
 
-    def add(self, block: Block, source: str, target: str, delta: Block) -> Block:
+    def add(self, block: Block, source: str, target: str, delta: Block, shift: int = 0) -> Block:
         """`convert` of ``block`` plus ``delta`` (float32, one value per element), added in float32."""
         wide = self.convert(block, source, "F32").view(np.float32) + delta
-        return self.convert(wide.view(np.uint8), "F32", target)
+        return self.convert(wide.view(np.uint8), "F32", target, shift)
 
     def _widen(self, values: Block, source: str) -> Block:
         """The values as float32."""

@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardmake.consolidate.archive import Record
+from shardmake.consolidate.blocks import PAGE, Block, page_aligned
 from shardmake.consolidate.contents import Tensor, Update
-from shardmake.consolidate.convert import Block, Converter
+from shardmake.consolidate.convert import Converter
 from shardmake.consolidate.dtypes import ITEM_SIZE
 from shardmake.consolidate.jobs import BLOCK, Job, Move, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
@@ -28,7 +29,7 @@ class Streamer:
     """One thread's buffers: a block, and where types change up to two more."""
 
     def __init__(self) -> None:
-        self._buffer = np.empty(BLOCK, np.uint8)
+        self._buffer = page_aligned(BLOCK)
         self._converter: Converter | None = None
         self._factors: tuple[Update, Block, Block] | None = None
 
@@ -62,21 +63,26 @@ class Streamer:
 
     def _move(self, source: int, record: Record, move: Move, put: Put, crc: int) -> int:
         wide, narrow = ITEM_SIZE[move.entry.tensor.dtype], ITEM_SIZE[move.entry.dtype]
-        step = BLOCK // move.run * move.run if move.run else BLOCK
-        for at in range(move.begin, move.end, step):
-            block = self._read(source, record, at, min(step, move.end - at))
+        at = move.begin
+        while at < move.end:
+            offset = move.offset + (at - move.begin) // wide * narrow
+            shift = 0 if move.run else offset % PAGE
+            step = BLOCK // move.run * move.run if move.run else BLOCK - shift // narrow * wide
+            block = self._read(source, record, at, min(step, move.end - at), shift if wide == narrow else 0)
             if record.crc is not None:
                 crc = zlib.crc32(block.data, crc)
-            content = self._converted(block, move, at)
+            content = self._converted(block, move, at, shift)
             if move.run:
                 first = move.offset + (at - move.begin) // move.run * move.stride
                 _put_rows(content, move.run // wide * narrow, first, move, put)
             else:
-                put(content, move.offset + (at - move.begin) // wide * narrow, move.entry)
+                put(content, offset, move.entry)
+            at += len(block)
         return crc
 
-    def _read(self, source: int, record: Record, begin: int, size: int) -> Block:
-        view = self._buffer[:size]
+    def _read(self, source: int, record: Record, begin: int, size: int, shift: int = 0) -> Block:
+        """``size`` bytes, ``shift`` bytes behind a page boundary in memory, as they will be in the output file."""
+        view = self._buffer[shift : shift + size]
         got = 0
         while got < size:
             count = os.preadv(source, [view[got:].data], record.offset + begin + got)
@@ -85,18 +91,18 @@ class Streamer:
             got += count
         return view
 
-    def _converted(self, block: Block, move: Move, at: int) -> Block:
-        """``block``, byte ``at`` of the record on, in the output's type."""
+    def _converted(self, block: Block, move: Move, at: int, shift: int) -> Block:
+        """``block``, byte ``at`` of the record on, in the output's type, ``shift`` bytes behind a page boundary."""
         source, target, update = move.entry.tensor.dtype, move.entry.dtype, move.entry.tensor.update
         if source == target and update is None:
             return block
         if self._converter is None:
             self._converter = Converter(BLOCK // 2)
         if update is None:
-            return self._converter.convert(block, source, target)
+            return self._converter.convert(block, source, target, shift)
         first = (move.offset - move.entry.offset) // ITEM_SIZE[target] + (at - move.begin) // ITEM_SIZE[source]
         delta = self._delta(update, first, len(block) // ITEM_SIZE[source])
-        return self._converter.add(block, source, target, delta)
+        return self._converter.add(block, source, target, delta, shift)
 
     def _delta(self, update: Update, first: int, count: int) -> Block:
         """Elements ``[first, first + count)`` of what a LoRA adapter adds, row-major, as float32."""

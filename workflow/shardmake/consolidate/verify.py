@@ -11,9 +11,9 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.consolidate import folder as hf_folder
+from shardmake.consolidate.blocks import Block
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.contents import Contents, Tensor
-from shardmake.consolidate.convert import Block
 from shardmake.consolidate.dtypes import CONVERTIBLE, torch_name
 from shardmake.consolidate.loading import Loading, try_loading
 from shardmake.errors import UserError

@@ -4,24 +4,21 @@ Each output file is filled under a temporary name, synced, and renamed; then a s
 whole and which source bytes went into it, with their CRC-32. A merge that was killed takes up there.
 """
 
-import ctypes
-import errno
-import os
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardmake.consolidate.convert import Block
+import numpy as np
+
+from shardmake.consolidate.blocks import Block
 from shardmake.consolidate.crc import combine
 from shardmake.consolidate.jobs import Job, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
+from shardmake.consolidate.output import OutputFile
 from shardmake.consolidate.stream import Streamer, damaged, run_parallel
 from shardmake.receipt import digest, fsync_directory, read_json, write_json
-
-_SYNC_FILE_RANGE_WRITE = 2
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass
@@ -31,7 +28,7 @@ class _Output:
     shard: Shard
     jobs: list[Job]
     left: int
-    file: int = -1
+    file: OutputFile | None = None
     sums: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -64,8 +61,8 @@ class ShardWriter:
             run_parallel(tasks, self._run, workers)
         finally:
             for output in todo:
-                if output.file >= 0:
-                    os.close(output.file)
+                if output.file is not None:
+                    output.file.close()
 
     def is_complete(self) -> bool:
         """Whether every file of the plan is whole."""
@@ -111,41 +108,40 @@ class ShardWriter:
 
     def _run(self, streamer: Streamer, task: tuple[_Output, Job | None]) -> None:
         output, job = task
-        self._open(output)
+        file = self._open(output)
         if job is not None:
-            self._copy(streamer, output, job)
+            _copy(streamer, output, file, job)
         with output.lock:
             output.left -= 1
             is_last = output.left == 0
         if is_last:
-            self._finish(output)
+            self._finish(output, file)
 
-    def _open(self, output: _Output) -> None:
+    def _open(self, output: _Output) -> OutputFile:
         with output.lock:
-            if output.file < 0:
-                flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC
-                output.file = os.open(self._temporary(output), flags, 0o644)
-                _preallocate(output.file, output.shard.size)
-                os.pwrite(output.file, output.shard.header, 0)
+            if output.file is None:
+                output.file = OutputFile(self._temporary(output), output.shard.size)
+                output.file.write(np.frombuffer(output.shard.header, np.uint8), 0)
+            return output.file
 
-    def _copy(self, streamer: Streamer, output: _Output, job: Job) -> None:
-        def put(content: Block, offset: int, _entry: Entry) -> None:
-            _write(output.file, content, offset)
-
-        record, crc = streamer.run(job, put)
-        if record.crc is not None:
-            place = {"file": str(record.path), "offset": record.offset, "size": record.size, "expected": record.crc}
-            with output.lock:
-                output.sums.append({**place, "begin": job.begin, "length": job.end - job.begin, "crc": crc})
-
-    def _finish(self, output: _Output) -> None:
+    def _finish(self, output: _Output, file: OutputFile) -> None:
         """Sync, rename, and only then say so in the journal."""
-        os.fsync(output.file)
-        os.close(output.file)
-        output.file = -1
+        file.sync()
+        file.close()
         self._temporary(output).rename(self.folder / output.shard.name)
         fsync_directory(self.folder)
         write_json(self._journal(output), {"plan": _plan_digest(output), "sources": output.sums})
+
+
+def _copy(streamer: Streamer, output: _Output, file: OutputFile, job: Job) -> None:
+    def put(content: Block, offset: int, _entry: Entry) -> None:
+        file.write(content, offset)
+
+    record, crc = streamer.run(job, put)
+    if record.crc is not None:
+        place = {"file": str(record.path), "offset": record.offset, "size": record.size, "expected": record.crc}
+        with output.lock:
+            output.sums.append({**place, "begin": job.begin, "length": job.end - job.begin, "crc": crc})
 
 
 def _plan_digest(output: _Output) -> str:
@@ -156,24 +152,3 @@ def _plan_digest(output: _Output) -> str:
     states = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     jobs = [(str(job.record.path), job.record.offset, job.begin, job.end) for job in output.jobs]
     return digest([output.shard.header.hex(), states, jobs, [update.scale for update in updates]])
-
-
-def _preallocate(file: int, size: int) -> None:
-    """Reserve the space, which also finds out now that there is too little; where that is unknown, set the size."""
-    if _libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
-        return
-    code = ctypes.get_errno()
-    if code not in (errno.EOPNOTSUPP, errno.ENOSYS):
-        raise OSError(code, os.strerror(code))
-    os.ftruncate(file, size)
-
-
-def _write(target: int, content: Block, offset: int) -> None:
-    """Write, and let the kernel start to put it on the disk, so that the sync at the end finds little left."""
-    view = content.data
-    while view:
-        written = os.pwrite(target, view, offset)
-        _libc.sync_file_range(
-            target, ctypes.c_int64(offset), ctypes.c_int64(written), ctypes.c_uint(_SYNC_FILE_RANGE_WRITE)
-        )
-        view, offset = view[written:], offset + written
