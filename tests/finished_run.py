@@ -20,6 +20,7 @@ MODEL = {
     "tokenizer.json": b"{}\n",
     **WEIGHTS,
 }
+PLOTS = {f"plots/{name}.png" for name in ("loss", "optimizer", "speed", "memory", "by-length")}
 CHOICE = Choice(
     strategy="zero2",
     gradient_checkpointing=False,
@@ -165,4 +166,5 @@ EVALUATED = {
     "base": SCORES | {"loss": 9.0, "perplexity": 8103.1},
     "tuned": SCORES,
     "samples": [{"prompt": "What does len do?", "base": "```", "tuned": "It returns the number of items."}],
+    "tasks": [{"task": "sums", "metric": "acc", "base": 0.25, "tuned": 0.75}],
 }

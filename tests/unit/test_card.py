@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -5,8 +6,9 @@ from huggingface_hub import ModelCard
 
 from shardmake.errors import UserError
 from shardmake.publish.card import public_name, render_card
+from shardmake.publish.report import card_plots
 from shardmake.sources import Source, Sources
-from tests.finished_run import make_run, make_rundir
+from tests.finished_run import PLOTS, make_run, make_rundir, write_history
 
 
 def test_the_card_tells_what_the_receipts_say(tmp_path: Path) -> None:
@@ -33,13 +35,45 @@ def test_the_card_tells_what_the_receipts_say(tmp_path: Path) -> None:
         "| Base model | lab/base |",
         "| Data | train.jsonl |",
         "| Strategy | zero2. The fastest that fits: 11 GiB of 40 GiB. |",
+        "| Hardware | 2 x CPU ranks on 1 node(s) |",
         "| Ranks | 2 (1 x 2) |",
         "| Time | 0.50 h, 1.00 device hours, 2 attempt(s) |",
         "| Loss | 9.0000 | 2.5000 |",
         "| Perplexity | 8103.10 | 12.18 |",
+        "| Loss, up to 128 tokens | 2.6000 | 2.6000 |",
+        "| Loss, longer | 2.4000 | 2.4000 |",
+        "| sums, acc | 0.2500 | 0.7500 |",
         "torch 2.13.0, transformers 5.23.0",
     ):
         assert f"\n{line}\n" in f"{card.text}\n"
+
+
+def test_plots_are_shown_and_pushed_beside_the_card(tmp_path: Path) -> None:
+    run, rundir = make_run(), make_rundir(tmp_path)
+    shown = re.findall(r"!\[[^]]+\]\(([^)]+)\)", render_card(run, rundir))
+    assert set(shown) == PLOTS == card_plots(run, rundir).keys() and len(shown) == len(PLOTS)
+    assert all(image.startswith(b"\x89PNG") for image in card_plots(run, rundir).values())
+
+
+@pytest.mark.parametrize(
+    ("to", "place"),
+    [
+        ("hub:lab/chat", "lab/chat"),
+        (["file:published/chat", "hub:lab/chat"], "lab/chat"),
+        ("file:published/chat", "THIS_REPOSITORY_OR_FOLDER"),
+    ],
+)
+def test_how_to_load_names_the_hub_where_the_model_goes_there(tmp_path: Path, to: str | list[str], place: str) -> None:
+    card = render_card(make_run(push={"to": to}), make_rundir(tmp_path))
+    assert f'AutoModelForCausalLM.from_pretrained("{place}")' in card and "published" not in card
+
+
+def test_the_gpus_are_named(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    write_history(rundir, [(0, 900, range(1, 61), "finished")], accelerator="a100-80gb")
+    lines = [line for line in rundir.metrics.read_text().splitlines() if "tokens_per_second" not in line]
+    rundir.metrics.write_text("\n".join(lines))
+    assert "| Hardware | 2 x A100-80GB on 1 node(s) |" in render_card(make_run(), rundir)
 
 
 def test_a_hub_data_set_is_named_by_its_id(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from shardmake.errors import UserError
 from shardmake.manifest import read_folder
 from shardmake.publish.push import push
 from shardmake.receipt import read_json
-from tests.finished_run import MODEL, make_run, make_rundir, write_model
+from tests.finished_run import MODEL, PLOTS, make_run, make_rundir, write_model
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
     rundir = make_rundir(tmp_path)
     receipt = push(RUN, rundir)
     published = tmp_path / "published" / "chat"
-    assert sorted(path.name for path in published.iterdir()) == sorted([*MODEL, "README.md", "loss.png", "SHA256SUMS"])
+    assert read_folder(published).keys() == {*MODEL, "README.md", *PLOTS, "SHA256SUMS"}
     assert all((published / name).read_bytes() == content for name, content in MODEL.items())
     assert [path.name for path in published.parent.iterdir()] == ["chat"]
     assert receipt == read_json(rundir.push_receipt, "")
@@ -38,7 +38,7 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
 def test_it_says_where_the_model_goes_and_that_it_arrived(tmp_path: Path) -> None:
     said: list[str] = []
     push(RUN, make_rundir(tmp_path), said.append)
-    assert re.fullmatch(r"Pushing 8 files, 0\.4 MB to file:published/chat\.", said[0])
+    assert re.fullmatch(r"Pushing 12 files, 0\.5 MB to file:published/chat\.", said[0])
     assert said[1:] == ["file:published/chat holds the model; every file was read back and compared."]
 
 
@@ -50,7 +50,7 @@ def test_sha256sum_accepts_the_published_checksums(tmp_path: Path) -> None:
 def test_the_same_content_again_touches_nothing(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     push(RUN, rundir)
-    before = {path: path.stat() for path in [*Path("published/chat").iterdir(), rundir.push_receipt]}
+    before = {path: path.stat() for path in [*Path("published/chat").rglob("*"), rundir.push_receipt]}
     push(RUN, rundir)
     assert {path: path.stat().st_ino for path in before} == {path: stat.st_ino for path, stat in before.items()}
     assert {path: path.stat().st_mtime_ns for path in before} == {path: s.st_mtime_ns for path, s in before.items()}
@@ -61,8 +61,13 @@ def test_a_new_model_replaces_the_old_one_whole(tmp_path: Path) -> None:
     push(RUN, rundir)
     write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
     push(RUN, rundir)
-    names = {path.name for path in Path("published/chat").iterdir()}
-    assert names == {"config.json", "model.safetensors", "README.md", "loss.png", "SHA256SUMS"}
+    assert read_folder(Path("published/chat")).keys() == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        *PLOTS,
+        "SHA256SUMS",
+    }
     assert [path.name for path in Path("published").iterdir()] == ["chat"]
 
 

@@ -6,7 +6,7 @@ import pytest
 from shardmake.errors import UserError
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
-from tests.finished_run import MODEL, WEIGHTS, make_run, make_rundir, write_model
+from tests.finished_run import MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
 from tests.hub import READER, WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
@@ -43,7 +43,7 @@ def test_the_repository_is_private_and_holds_the_model(hub: FakeHub, rundir: Run
     assert hub.repositories["lab/chat"].private
     found = contents(hub)
     assert {name: found[name] for name in MODEL} == MODEL
-    assert found.keys() - MODEL == {"README.md", "loss.png", "SHA256SUMS"}
+    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
     commit = hub.repositories["lab/chat"].refs["main"]
     assert receipt["destinations"] == [
         {"to": "hub:lab/chat", "url": f"{hub.url}/lab/chat/tree/{commit}", "commit": commit}
@@ -76,7 +76,7 @@ def test_only_what_changed_is_sent_and_old_files_go(hub: FakeHub, rundir: RunDir
     first = next(iter(WEIGHTS))
     write_model(rundir, {"config.json": MODEL["config.json"], first: WEIGHTS[first], "new.safetensors": b"new"})
     push(RUN, rundir)
-    assert contents(hub).keys() == {"config.json", first, "new.safetensors", "README.md", "loss.png", "SHA256SUMS"}
+    assert contents(hub).keys() == {"config.json", first, "new.safetensors", "README.md", *PLOTS, "SHA256SUMS"}
     assert len(hub.asked("PUT")) == 1
 
 

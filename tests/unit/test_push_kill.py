@@ -12,7 +12,7 @@ import pytest
 from shardmake.manifest import read_folder
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
-from tests.finished_run import MODEL, make_run, make_rundir, write_model
+from tests.finished_run import MODEL, PLOTS, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
@@ -58,7 +58,7 @@ def test_killed_at_every_request(hub: FakeHub, tmp_path: Path) -> None:
         at += 1
     assert at > 8, "the pushes were killed at several places"
     assert {name: contents(hub)[name] for name in MODEL} == MODEL
-    assert contents(hub).keys() == {*MODEL, "loss.png", "SHA256SUMS"}
+    assert contents(hub).keys() == {*MODEL, *PLOTS, "SHA256SUMS"}
     assert len(hub.repositories["lab/chat"].commits) == start + 1
 
 

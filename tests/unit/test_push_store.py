@@ -13,7 +13,7 @@ from shardmake.errors import UserError
 from shardmake.publish import store
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
-from tests.finished_run import MODEL, WEIGHTS, make_run, make_rundir, write_model
+from tests.finished_run import MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
 
 URL = "s3://lab/models/chat"
 RUN = make_run(push={"to": URL})
@@ -64,7 +64,7 @@ def test_the_prefix_holds_the_model_and_its_checksums(bucket: Any, rundir: RunDi
     receipt = push(RUN, rundir)
     found = contents(bucket)
     assert {name: found[name] for name in MODEL} == MODEL
-    assert found.keys() - MODEL == {"README.md", "loss.png", "SHA256SUMS"}
+    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
     assert receipt["destinations"] == [{"to": URL}]
 
 
@@ -82,7 +82,7 @@ def test_a_new_model_replaces_the_old_one(bucket: Any, rundir: RunDir) -> None:
     push(RUN, rundir)
     write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
     push(RUN, rundir)
-    assert contents(bucket).keys() == {"config.json", "model.safetensors", "README.md", "loss.png", "SHA256SUMS"}
+    assert contents(bucket).keys() == {"config.json", "model.safetensors", "README.md", *PLOTS, "SHA256SUMS"}
 
 
 def test_a_prefix_with_other_files_is_refused(bucket: Any, rundir: RunDir) -> None:

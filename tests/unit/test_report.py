@@ -51,6 +51,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         "Global batch 16 = 2 ranks × 4 sequences × 2 accumulation steps",
         "Predicted 11.0 GiB Measured not on CPU There is 40.0 GiB",
         "up to 128 tokens 1,024 2.6000 2.6000",
+        "sums acc 0.2500 0.7500",
         "It returns the number of items.",
     ):
         assert sentence in text

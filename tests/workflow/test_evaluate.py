@@ -3,8 +3,9 @@
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from safetensors.torch import load_file, save_file
 from shardmake.config import Run
 from shardmake.data import prepare
 from shardmake.errors import UserError
-from shardmake.publish.evaluate import IGNORED, Example, Scores, evaluate, load_model, score
+from shardmake.publish.backends import Machine, choose_backend, count_ranks, load_model
+from shardmake.publish.evaluate import evaluate
+from shardmake.publish.scores import IGNORED, Example, Scores, score
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
 from tests.finished_run import make_run
@@ -150,16 +153,16 @@ def rundir(folder: Path, words: None, tmp_path: Path) -> RunDir:
     return rundir
 
 
-def a_run(folder: Path, place: Path, prompts: list[str] | None = None) -> Run:
+def a_run(folder: Path, place: Path, prompts: list[str] | None = None, **evaluation: Any) -> Run:
     data = {"train": str(place / "train.jsonl"), "eval": str(place / "train.jsonl")}
-    evaluation = {"batch_size": 2, "max_new_tokens": 4, "prompts": prompts or []}
+    evaluation = {"batch_size": 2, "max_new_tokens": 4, "prompts": prompts or [], **evaluation}
     return make_run(model=str(folder), data=data, evaluation=evaluation, sequence_length=32)
 
 
 def test_both_models_are_measured_on_the_same_tokens(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
     said: list[str] = []
     result = evaluate(a_run(folder, tmp_path), rundir, tell=said.append)
-    assert said[0] == "Measuring the base and the tuned model on 2 sequences."
+    assert said[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank(s)."
     assert [line.partition(":")[0] for line in said[1:]] == ["base", "tuned"]
     assert result == read_json(rundir.evaluation, "")
     assert result["tokens"] == result["base"]["tokens"] == result["tuned"]["tokens"] == 8, "four times 2 and <end>"
@@ -173,10 +176,91 @@ def test_configured_questions_are_asked_through_the_chat_template(folder: Path, 
     assert [sample["prompt"] for sample in result["samples"]] == ["one?", "three?"]
 
 
-def test_processes_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    alone = evaluate(a_run(folder, tmp_path), rundir)
-    together = evaluate(a_run(folder, tmp_path), rundir, processes=2)
+@pytest.mark.parametrize("backend", ["whole", "zero3-offload"])
+def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path, backend: str) -> None:
+    """Three sequences on two ranks: under ZeRO-3 the second rank gathers layers for the first one's last sequence."""
+    lines = (tmp_path / "train.jsonl").read_text()
+    (tmp_path / "train.jsonl").write_text(lines + lines.splitlines(keepends=True)[0] * 2)
+    run = a_run(folder, tmp_path)
+    prepare(run, rundir)
+    alone = evaluate(run, rundir)
+    together = evaluate(a_run(folder, tmp_path, backend=backend, processes=2, batch_size=1), rundir)
+    assert (together["backend"], together["ranks"], together["sequences"]) == (backend, 2, 3)
     assert together["samples"] == alone["samples"]
     for model in ("base", "tuned"):
-        assert together[model]["tokens"] == alone[model]["tokens"]
+        assert together[model]["tokens"] == alone[model]["tokens"] == 12
         assert together[model]["loss"] == pytest.approx(alone[model]["loss"], rel=1e-6)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("weights", "gpus", "host", "nvme", "backend", "ranks"),
+    [
+        (14, 0, 64, None, "whole", 1),
+        (14, 1, 64, None, "whole", 1),
+        (14, 8, 64, None, "whole", 8),
+        (70, 1, 500, None, "device-map", 1),
+        (140, 8, 500, None, "zero3", 8),
+        (800, 8, 1500, None, "zero3-offload", 8),
+        (800, 8, 500, "/nvme", "zero3-nvme", 8),
+    ],
+)
+def test_the_fastest_way_that_fits_is_taken(
+    weights: int, gpus: int, host: int, nvme: str | None, backend: str, ranks: int
+) -> None:
+    machine = Machine(gpus, 80 * GIB, host * GIB, nvme)
+    chosen = choose_backend(weights * GIB, machine)
+    assert (chosen, count_ranks(chosen, machine, None)) == (backend, ranks)
+    assert count_ranks(chosen, machine, 2) == (1 if backend == "device-map" else 2)
+
+
+def test_offload_to_nvme_needs_a_place(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="zero3-nvme needs nvme_path in the cluster file"):
+        evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=1), rundir)
+
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: ["2", "3"]
+doc_to_target: answer
+metric_list: [{{metric: acc}}]
+"""
+
+
+@pytest.fixture
+def task(tmp_path: Path) -> Path:
+    """A folder with a task of our own for `lm_eval`."""
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    questions = [{"question": f"one and {n}?", "answer": n % 2} for n in range(1, 9)]
+    (folder / "sums.jsonl").write_text("".join(json.dumps(line) + "\n" for line in questions))
+    (folder / "sums.yaml").write_text(TASK.format(file=folder / "sums.jsonl"))
+    return folder
+
+
+def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
+    run = a_run(folder, tmp_path, lm_eval=["sums"], lm_eval_path=str(task))
+    (found,) = evaluate(run, rundir)["tasks"]
+    assert (found["task"], found["metric"]) == ("sums", "acc")
+    # The tuned model's head is the base's turned: what one holds for likelier, the other holds for less likely.
+    assert found["base"] + found["tuned"] == pytest.approx(1) and 0 <= found["base"] <= 1
+
+
+def test_a_misspelt_task_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
+    with pytest.raises(UserError, match=r"lm_eval has no task 'sumz'\. Did you mean 'sums'"):
+        evaluate(a_run(folder, tmp_path, lm_eval=["sumz"], lm_eval_path=str(task)), rundir)
+
+
+def test_without_the_package_lm_eval(
+    folder: Path, rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(UserError, match=r"lm_eval is not installed\. Install it \(pip install lm_eval\)"):
+        evaluate(a_run(folder, tmp_path, lm_eval=["sums"]), rundir)

@@ -137,9 +137,13 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Estimate memory for every strategy and choose the fastest that fits."""
     from shardmake.data import check_sources
     from shardmake.plan.stage import describe, plan_run
+    from shardmake.publish.harness import prepare_tasks
+    from shardmake.train.trackers import check_trackers
 
     run, cluster, rundir = _open_fetched(name, config, runs)
     check_sources(run)
+    check_trackers(run.report_to)
+    prepare_tasks(run.evaluation)
     tell(describe(plan_run(run, cluster, rundir)))
 
 
@@ -229,8 +233,8 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     """Measure the base and the tuned model, and let both answer."""
     from shardmake.publish.evaluate import evaluate as measure
 
-    run, _, rundir = _open(name, config, runs)
-    measure(run, rundir, tell=tell)
+    run, cluster, rundir = _open(name, config, runs)
+    measure(run, rundir, cluster, tell=tell)
 
 
 @app.command()

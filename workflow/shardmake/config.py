@@ -115,6 +115,20 @@ class Evaluation(Section):
         default_factory=list, description="Questions put to both models; the answers stand in the report and the card."
     )
     max_new_tokens: PositiveInt = Field(64, description="Length of a generated answer, in tokens.")
+    backend: Literal["auto", "whole", "device-map", "zero3", "zero3-offload", "zero3-nvme"] = Field(
+        "auto",
+        description="How a model is spread. `whole`: on every GPU; `zero3`: partitioned over all GPUs, with `-offload` "
+        "in host memory, with `-nvme` on the cluster's `nvme_path`; `device-map`: layer by layer over GPUs and host "
+        "memory, in one process. `auto`: the first of these that the model fits.",
+    )
+    processes: PositiveInt | None = Field(
+        None, description="Ranks that share the sequences; without it, one for each GPU of a node, or one on CPUs."
+    )
+    lm_eval: list[str] = Field(
+        default_factory=list, description="Tasks of the `lm_eval` package to measure both models on, such as `[piqa]`."
+    )
+    lm_eval_path: str | None = Field(None, description="Folder with `lm_eval` task files of your own.")
+    lm_eval_limit: PositiveInt | None = Field(None, description="Examples per `lm_eval` task; all without it.")
 
 
 class Push(Section):
@@ -213,6 +227,11 @@ class Run(Section):
     checkpoints: Checkpoints = Field(Checkpoints(), description="Saving during training.")
     eval_every_steps: PositiveInt | None = Field(
         None, description="Optimizer steps between evaluations during training; none without it."
+    )
+    report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
+        default_factory=list,
+        description="Trackers that are told loss, learning rate and speed while training runs. Their files lie in "
+        "`train/` of the run's folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...).",
     )
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
         "bf16", description="Data type of the final model's weights; `keep`: the training's master weights."

@@ -87,7 +87,7 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
         "remove_unused_columns": False,
         "dataloader_num_workers": 0,
         "prediction_loss_only": True,
-        "report_to": "none",
+        "report_to": list(run.report_to) or "none",
         "disable_tqdm": True,
     }
 

@@ -7,9 +7,8 @@ from typing import Any
 from shardmake.config import Run
 from shardmake.errors import UserError
 from shardmake.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
-from shardmake.publish.card import PLOT, render_card
-from shardmake.publish.figures import loss_image
-from shardmake.publish.history import read_history
+from shardmake.publish.card import render_card
+from shardmake.publish.report import card_plots
 from shardmake.publish.secrets import find_secrets, redact
 from shardmake.receipt import read_json, write_bytes
 from shardmake.rundir import RunDir
@@ -42,16 +41,16 @@ def make_bundle(run: Run, rundir: RunDir) -> Bundle:
     paths = {name: rundir.model / name for name in manifest}
     folder = rundir.push_receipt.parent
     _refuse_secrets(paths)
-    _add(paths, manifest, folder / CARD, redact(render_card(run, rundir)).encode())
-    _add(paths, manifest, folder / PLOT, loss_image(read_history(rundir)))
-    _add(paths, manifest, folder / SUMS, format_sums(manifest).encode())
+    for name, content in {CARD: redact(render_card(run, rundir)).encode(), **card_plots(run, rundir)}.items():
+        _add(paths, manifest, folder, name, content)
+    _add(paths, manifest, folder, SUMS, format_sums(manifest).encode())
     order = sorted(paths, key=lambda name: (_LAST.index(name) + 1 if name in _LAST else 0, name))
     return Bundle({name: paths[name] for name in order}, {name: manifest[name] for name in order})
 
 
-def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], path: Path, content: bytes) -> None:
-    write_bytes(path, content)
-    paths[path.name], manifest[path.name] = path, record(path)
+def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], folder: Path, name: str, content: bytes) -> None:
+    write_bytes(folder / name, content)
+    paths[name], manifest[name] = folder / name, record(folder / name)
 
 
 def _refuse_secrets(paths: dict[str, Path]) -> None:

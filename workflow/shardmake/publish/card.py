@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from shardmake.config import Run
 from shardmake.hub import is_hub_id
 from shardmake.plan.plan import read_plan
+from shardmake.publish.figures import length_name
 from shardmake.publish.flops import utilization
-from shardmake.publish.history import read_history
+from shardmake.publish.history import History, attempt_of, read_history
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
 from shardmake.sources import Source, Sources, localize, read_sources
@@ -21,8 +22,15 @@ from shardmake.sources import Source, Sources, localize, read_sources
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
-PLOT = "loss.png"
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
+PLOTS = {
+    "loss": "Loss by optimizer step, stitched over the attempts",
+    "optimizer": "Learning rate and gradient norm",
+    "speed": "Tokens per second and MFU",
+    "memory": "Memory, predicted against measured",
+    "by-length": "Evaluation loss by the length of the example",
+}
+_ANY_PLACE = "THIS_REPOSITORY_OR_FOLDER"
 _MERGED = "merged into the base model"
 _METHODS = {"full": "full fine-tuning", "lora": f"LoRA, {_MERGED}", "qlora": f"QLoRA, {_MERGED}"}
 
@@ -46,7 +54,10 @@ def render_card(run: Run, rundir: RunDir) -> str:
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
         versions=training["versions"],
-        plot=PLOT,
+        plots=PLOTS,
+        place=_place(run),
+        buckets=list(zip(evaluation["base"]["by_length"], evaluation["tuned"]["by_length"], strict=True)),
+        length_name=length_name,
     )
     return str(card)
 
@@ -75,6 +86,12 @@ def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCar
     )
 
 
+def _place(run: Run) -> str:
+    """What `from_pretrained` takes: the hub's name where the model goes there."""
+    names = [to.removeprefix("hub:") for to in (run.push.destinations if run.push else []) if to.startswith("hub:")]
+    return names[0] if names else _ANY_PLACE
+
+
 def _base_license(model: Path) -> str | None:
     """The licence that the base model's own card states, carried over."""
     from huggingface_hub import ModelCard
@@ -93,6 +110,7 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str
         "Data": _named(run.data.train, _commit(sources.train if sources else None, run.data.revision)),
         "Method": _METHODS[run.method],
         "Strategy": f"{choice.strategy}. {plan.reason}",
+        "Hardware": _hardware(training["world_size"], history, rundir),
         "Ranks": f"{training['world_size']} ({choice.nodes} x {choice.processes_per_node})",
         "Precision": f"{choice.precision} in training, {run.dtype} in these files",
         "Sequence length": f"{run.sequence_length} tokens{', packed' if run.packing else ''}",
@@ -103,6 +121,13 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str
         **({"MFU": f"{statistics.median(used.shares):.1%} of the dense peak"} if used else {}),
         "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
     }
+
+
+def _hardware(world_size: int, history: History, rundir: RunDir) -> str:
+    """Devices of the last attempt, by the kind that the cluster file names."""
+    last = attempt_of(rundir, history.spans[-1].number).read()
+    kind = "CPU ranks" if last.accelerator == "cpu" else last.accelerator.upper()
+    return f"{world_size} x {kind} on {last.nodes} node(s)"
 
 
 def _commit(source: Source | None, revision: str | None) -> str | None:

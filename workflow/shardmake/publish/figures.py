@@ -1,4 +1,7 @@
-"""The figures of a run's report, drawn by matplotlib as SVG: the same data gives the same bytes."""
+"""The figures of a run's report and its model card, drawn by matplotlib: the same data gives the same bytes.
+
+Each function gives a drawing; `as_svg` and `as_png` make a picture of it.
+"""
 
 import io
 import re
@@ -27,6 +30,9 @@ _STYLE = {
 }
 
 
+Drawing = Callable[["Figure"], None]
+
+
 @dataclass(frozen=True)
 class Memory:
     """Bytes of the fullest GPU: the terms of the estimate, its total on the device, the device, what was measured."""
@@ -37,28 +43,21 @@ class Memory:
     measured: int | None
 
 
-def loss(history: History) -> str:
+def loss(history: History) -> Drawing:
     """Training loss, evaluation loss where it was taken, and where an attempt ended."""
-    return _svg("loss", lambda figure: _draw_loss(figure, history))
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        axes.plot(*history.series("loss"), color=BLUE, label="training")
+        if any(evaluated := history.series("eval_loss")):
+            axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
+        _mark_interruptions(axes, history)
+        _label(axes, "loss (nats per token)")
+
+    return draw
 
 
-def loss_image(history: History) -> bytes:
-    """The same as a PNG, for the model card: the hub shows no SVG."""
-    buffer = io.BytesIO()
-    _figure(lambda figure: _draw_loss(figure, history)).savefig(buffer, format="png", dpi=120)
-    return buffer.getvalue()
-
-
-def _draw_loss(figure: "Figure", history: History) -> None:
-    axes = figure.subplots()
-    axes.plot(*history.series("loss"), color=BLUE, label="training")
-    if any(evaluated := history.series("eval_loss")):
-        axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
-    _mark_interruptions(axes, history)
-    _label(axes, "loss (nats per token)")
-
-
-def optimizer(history: History) -> str:
+def optimizer(history: History) -> Drawing:
     """Learning rate above, gradient norm before clipping below."""
 
     def draw(figure: "Figure") -> None:
@@ -69,10 +68,10 @@ def optimizer(history: History) -> str:
         _mark_interruptions(below, history)
         _label(below, "gradient norm")
 
-    return _svg("optimizer", draw)
+    return draw
 
 
-def speed(history: History, used: Utilization | None) -> str:
+def speed(history: History, used: Utilization | None) -> Drawing:
     """Tokens a second over all ranks, and on the right what share of the peak that is."""
 
     def draw(figure: "Figure") -> None:
@@ -88,10 +87,10 @@ def speed(history: History, used: Utilization | None) -> str:
             right.set_ylim(bottom=0)
             right.grid(visible=False)
 
-    return _svg("speed", draw)
+    return draw
 
 
-def memory(found: Memory) -> str:
+def memory(found: Memory) -> Drawing:
     """The estimate's terms end to end, against what was measured and what the GPU has."""
 
     def draw(figure: "Figure") -> None:
@@ -107,10 +106,10 @@ def memory(found: Memory) -> str:
         axes.set_xlabel("GiB on the fullest rank")
         axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
-    return _svg("memory", draw)
+    return draw
 
 
-def by_length(evaluation: Mapping[str, Any]) -> str:
+def by_length(evaluation: Mapping[str, Any]) -> Drawing:
     """Loss of the base and the tuned model by the length of the example."""
 
     def draw(figure: "Figure") -> None:
@@ -124,7 +123,7 @@ def by_length(evaluation: Mapping[str, Any]) -> str:
         axes.set_ylabel("loss (nats per token)")
         axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
 
-    return _svg("by-length", draw)
+    return draw
 
 
 def length_name(bucket: Mapping[str, Any]) -> str:
@@ -146,7 +145,7 @@ def _label(axes: "Axes", what: str) -> None:
         axes.legend()
 
 
-def _figure(draw: Callable[["Figure"], None]) -> "Figure":
+def _figure(draw: Drawing) -> "Figure":
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -156,13 +155,20 @@ def _figure(draw: Callable[["Figure"], None]) -> "Figure":
     return figure
 
 
-def _svg(name: str, draw: Callable[["Figure"], None]) -> str:
-    """What ``draw`` puts on a figure, as an SVG element. Ids carry ``name``: several figures share one page."""
+def as_png(drawing: Drawing) -> bytes:
+    """A picture for the model card: the hub shows no SVG."""
+    buffer = io.BytesIO()
+    _figure(drawing).savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def as_svg(name: str, drawing: Drawing) -> str:
+    """An SVG element. Ids carry ``name``: several figures share one page."""
     import matplotlib
 
     buffer = io.StringIO()
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
-        _figure(draw).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+        _figure(drawing).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
     element = buffer.getvalue()
     element = element[element.index("<svg") :]
     return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", element)

@@ -25,11 +25,16 @@ def write_report(run: Run, rundir: RunDir) -> Path:
     Raises `UserError` if a stage that the report tells of has not run.
     """
     facts = _read(run, rundir)
-    drawings = _draw(facts)
+    drawings = {name: figures.as_svg(name, drawing) for name, drawing in _draw(facts).items()}
     for name, drawing in drawings.items():
         write_text(rundir.figures / f"{name}.svg", drawing)
     write_text(rundir.report, redact(_page(run, rundir, facts, drawings)))
     return rundir.report
+
+
+def card_plots(run: Run, rundir: RunDir) -> dict[str, bytes]:
+    """The figures as PNG, by their file's name, for the model card."""
+    return {f"plots/{name}.png": figures.as_png(drawing) for name, drawing in _draw(_read(run, rundir)).items()}
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,7 @@ def _read(run: Run, rundir: RunDir) -> _Facts:
     )
 
 
-def _draw(facts: _Facts) -> dict[str, str]:
+def _draw(facts: _Facts) -> dict[str, figures.Drawing]:
     return {
         "loss": figures.loss(facts.history),
         "optimizer": figures.optimizer(facts.history),

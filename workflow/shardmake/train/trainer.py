@@ -28,6 +28,7 @@ from shardmake.train.engine import check_engine, describe_engine, environment_re
 from shardmake.train.finite import FiniteGuard
 from shardmake.train.load import load_base
 from shardmake.train.receipt import write_receipt
+from shardmake.train.trackers import tracker_environment
 
 
 class ShardedTrainer(Trainer):
@@ -154,7 +155,8 @@ def _training_arguments(settings: dict[str, Any], folder: AttemptDir, attempt: A
     arguments = dict(settings["arguments"])
     if read_json(folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(folder.deepspeed)
-    return TrainingArguments(output_dir=str(attempt.rundir.checkpoints), **arguments)
+    os.environ.update(tracker_environment(attempt.rundir, offline=attempt.offline, environment=os.environ))
+    return TrainingArguments(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, **arguments)
 
 
 def _optimizer(settings: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
