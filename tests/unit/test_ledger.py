@@ -8,20 +8,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmake.train import ledger
+from shardmake.train.ledger import CheckpointRecord, Retention
 
 
-def write(folder: Path, step: int, contents: dict[str, bytes], *, sealed: bool = True) -> Path:
+def make_record(checkpoint: Path, step: int, eval_loss: float | None = None) -> CheckpointRecord:
+    return CheckpointRecord(
+        step=step, tokens=step, world_size=2, strategy="zero3", attempt=1, recipe="r", saved_at=0.0, save_seconds=0.0,
+        versions={}, eval_loss=eval_loss,
+        files={name: ledger.fingerprint(checkpoint / name) for name in ledger.list_files(checkpoint)},
+    )  # fmt: skip
+
+
+def write(
+    folder: Path, step: int, contents: dict[str, bytes], *, sealed: bool = True, eval_loss: float | None = None
+) -> Path:
     checkpoint = folder / f"checkpoint-{step}"
     for name, content in contents.items():
         (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
         (checkpoint / name).write_bytes(content)
     if sealed:
-        record = ledger.CheckpointRecord(
-            step=step, tokens=step, world_size=2, strategy="zero3", attempt=1, recipe="r", saved_at=0.0,
-            save_seconds=0.0, versions={},
-            files={name: ledger.fingerprint(checkpoint / name) for name in ledger.list_files(checkpoint)},
-        )  # fmt: skip
-        ledger.seal(checkpoint, record)
+        ledger.seal(checkpoint, make_record(checkpoint, step, eval_loss))
     return checkpoint
 
 
@@ -81,7 +87,7 @@ def test_pruning_keeps_the_newest_and_never_an_unsealed_one_instead(tmp_path: Pa
     for step in (5, 10, 15):
         write(tmp_path, step, FILES)
     write(tmp_path, 20, FILES, sealed=False)
-    gone = ledger.prune(tmp_path, keep=2)
+    gone = ledger.prune(tmp_path, Retention(keep=2))
     assert [path.name for path in gone] == ["checkpoint-5"]
     assert [step for step, _ in ledger.checkpoints(tmp_path)] == [20, 15, 10]
 
@@ -95,8 +101,81 @@ def test_a_kill_while_pruning_leaves_nothing_that_lies(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(ledger.shutil, "rmtree", die)
     with pytest.raises(KeyboardInterrupt):
-        ledger.prune(tmp_path, keep=1)
+        ledger.prune(tmp_path, Retention(keep=1))
     assert [record.step for record, _ in ledger.sealed(tmp_path)] == [10]
+
+
+def test_what_is_being_written_is_no_checkpoint_until_it_is_moved(tmp_path: Path) -> None:
+    write(tmp_path, 5, FILES)
+    staged = write(tmp_path / ledger.STAGING, 10, FILES, sealed=False)
+    assert staged == ledger.staging(tmp_path, 10)
+    assert [step for step, _ in ledger.checkpoints(tmp_path)] == [5]
+    final = ledger.commit(staged, make_record(staged, 10))
+    assert newest(tmp_path) == (10, []) and final == tmp_path / "checkpoint-10" and not staged.exists()
+
+
+def test_recovery_takes_the_newest_whole_one_and_clears_the_way(tmp_path: Path) -> None:
+    """A damaged one that stayed would be counted as the newest by retention, and the good ones deleted."""
+    write(tmp_path, 5, FILES)
+    (write(tmp_path, 10, FILES) / "latest").write_bytes(b"global_step2")
+    write(tmp_path / ledger.STAGING, 15, FILES, sealed=False)
+    heard: list[str] = []
+    found = ledger.recover(tmp_path, heard.append)
+    assert found is not None and found[0].step == 5
+    assert [step for step, _ in ledger.checkpoints(tmp_path)] == [5]
+    assert [path.name.startswith("damaged-checkpoint-10") for path in ledger.damaged(tmp_path)] == [True]
+    assert not (tmp_path / ledger.STAGING).exists()
+    assert ["checkpoint-15" in heard[0], "latest is damaged" in heard[1], "now lies in" in heard[2]] == [True] * 3
+    write(tmp_path, 10, FILES)
+    ledger.prune(tmp_path, Retention(keep=1))
+    assert newest(tmp_path)[0] == 10
+
+
+def test_recovery_of_nothing(tmp_path: Path) -> None:
+    assert ledger.recover(tmp_path / "none", print) is None
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept"),
+    [
+        (Retention(keep=1), {90}),
+        (Retention(keep=3), {90, 75, 60}),
+        (Retention(keep=1, best=True), {90, 45}),
+        (Retention(keep=1, every_steps=40), {90, 45}),
+        (Retention(keep=1, every_steps=30), {90, 60, 30}),
+        (Retention(keep=0), {90}),
+        (Retention(keep=3, best=True, every_steps=30).scarce(), {90, 45}),
+    ],
+)
+def test_what_is_kept(tmp_path: Path, rule: Retention, kept: set[int]) -> None:
+    losses = {15: 3.0, 30: 2.5, 45: 2.0, 60: 2.2, 75: None, 90: 2.1}
+    for step, loss in losses.items():
+        write(tmp_path, step, FILES, eval_loss=loss)
+    ledger.prune(tmp_path, rule)
+    assert {step for step, _ in ledger.checkpoints(tmp_path)} == kept
+
+
+@given(
+    steps=st.lists(st.integers(1, 400), min_size=1, unique=True).map(sorted),
+    keep=st.integers(0, 4), best=st.booleans(), every=st.none() | st.integers(1, 100),
+)  # fmt: skip
+def test_pruning_after_each_save_keeps_what_pruning_at_the_end_would(
+    steps: list[int], keep: int, best: bool, every: int | None
+) -> None:
+    """And the newest in any case: the one that was just written is never the one that goes."""
+    rule = Retention(keep, best, every)
+    records = [
+        CheckpointRecord(
+            step=step, tokens=0, world_size=1, strategy="ddp", attempt=1, recipe="", saved_at=0, save_seconds=0,
+            versions={}, files={}, eval_loss=(step * 37) % 101,
+        )
+        for step in steps
+    ]  # fmt: skip
+    alive: list[CheckpointRecord] = []
+    for record in records:
+        alive = [old for old in [*alive, record] if old.step in rule.kept([*alive, record])]
+        assert alive[-1] is record
+    assert {record.step for record in alive} == rule.kept(records)
 
 
 def test_other_folders_are_not_checkpoints(tmp_path: Path) -> None:

@@ -45,6 +45,7 @@ class Attempt(Record):
         None, description="Bytes per second that one node should reach to others; None where there are no others."
     )
     hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
+    checkpoint_bytes: int = Field(0, description="Estimated size of a checkpoint; 0 if there is no estimate.")
     rendezvous_seconds: float = Field(300, description="How long nodes wait for each other.")
 
     @property

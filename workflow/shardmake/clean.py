@@ -61,6 +61,8 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
     for _, path in ledger.checkpoints(rundir.checkpoints):
         if sealed and path not in sealed:
             yield Removable(path, tree_size(path), "its save was never finished")
+    for path in ledger.damaged(rundir.checkpoints):
+        yield Removable(path, tree_size(path), "it is damaged, and a newer checkpoint is whole")
     for path in rundir.root.glob(".*.partial"):
         yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
 

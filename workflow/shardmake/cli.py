@@ -136,7 +136,7 @@ def estimate(
 def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Estimate memory for every strategy and choose the fastest that fits."""
     from shardmake.data import check_sources
-    from shardmake.plan.stage import describe, plan_run
+    from shardmake.plan.stage import describe, describe_checkpoints, plan_run
     from shardmake.publish.harness import prepare_tasks
     from shardmake.train.trackers import check_trackers
 
@@ -144,7 +144,9 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     check_sources(run)
     check_trackers(run.report_to)
     prepare_tasks(run.evaluation)
-    tell(describe(plan_run(run, cluster, rundir)))
+    made = plan_run(run, cluster, rundir)
+    tell(describe(made))
+    tell(describe_checkpoints(made, run, cluster, rundir))
 
 
 @app.command()

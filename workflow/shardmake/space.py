@@ -5,6 +5,7 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardmake.errors import UserError
 from shardmake.plan.plan import read_plan
@@ -27,11 +28,21 @@ class Room:
 def check_run(rundir: RunDir) -> None:
     """Refuse to start a training whose checkpoints and final model will not fit; what is there already counts."""
     estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
-    choice = read_plan(rundir.plan).choice.model_dump()
-    terms = next(item["disk"]["terms"] for item in estimates["candidates"] if item["choice"] == choice)
+    terms = _disk_terms(estimates, rundir)
     needed = sum(terms.values()) - tree_size(rundir.checkpoints) - tree_size(rundir.model)
     listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in terms.items())
     _check(rundir.root, needed, f"Run {rundir.name} will need {max(needed, 0) / GIB:.1f} GiB more ({listed})")
+
+
+def checkpoint_size(rundir: RunDir, copies: int) -> int:
+    """Estimated bytes of one checkpoint of the run's plan, which reckons with ``copies`` kept and one being written."""
+    estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
+    return _disk_terms(estimates, rundir)["checkpoints"] // (copies + 1)
+
+
+def _disk_terms(estimates: dict[str, Any], rundir: RunDir) -> dict[str, int]:
+    choice = read_plan(rundir.plan).choice.model_dump()
+    return next(item["disk"]["terms"] for item in estimates["candidates"] if item["choice"] == choice)
 
 
 def check_save(folder: Path, size: int) -> None:

@@ -38,7 +38,7 @@ from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
 from shardmake.rundir import RunDir
-from shardmake.space import check_run
+from shardmake.space import check_run, checkpoint_size
 from shardmake.train import ledger
 from shardmake.train.receipt import is_last, write_receipt
 from shardmake.train.recipe import recipe_digest
@@ -170,6 +170,7 @@ class Driver:
             plan,
             resume_from=str(resume_from) if resume_from else None,
             recipe=self.recipe,
+            checkpoint_bytes=checkpoint_size(self.rundir, self.run.checkpoints.most(self.run.max_steps)),
         )
         write_record(folder.settings, settings)
         job = Job(id=self.jobs.submit(folder, plan, excluded_nodes(self.story)), attempt=number, submitted=time.time())
@@ -193,7 +194,7 @@ class Driver:
     def _choose_checkpoint(self, choice: Choice) -> Path | None:
         """The newest whole checkpoint of this recipe; everything else is told, and removed or set aside."""
         folder = self.rundir.checkpoints.resolve()
-        found = ledger.newest_whole(folder, self.tell)
+        found = ledger.recover(folder, self.tell)
         if found and found[0].recipe != self.recipe:
             aside = folder.with_name(f"checkpoints-of-{found[0].recipe}")
             self.tell(f"The checkpoints belong to other settings; they now lie in {_short(aside)}. Starting afresh.")
@@ -201,7 +202,6 @@ class Driver:
             folder.rename(aside)
             self.rundir.metrics.unlink(missing_ok=True)
             return None
-        ledger.discard_unfinished(folder, self.tell)
         if found is None:
             return None
         check_resumable(*found, choice)

@@ -1,11 +1,16 @@
 """The plan stage: choose, hold the request against the cluster, write the plan."""
 
 from shardmake.config import Cluster, Run
+from shardmake.interval import interval_seconds, job_mtbf_seconds, lost_share
 from shardmake.plan.limits import ask_partitions, check_request
 from shardmake.plan.plan import Plan, as_json
 from shardmake.plan.strategy import make_plan
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
+from shardmake.space import GIB, checkpoint_size
+
+WRITING = 1e9
+"""Bytes per second that a file system is assumed to take before a save has been measured."""
 
 
 def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
@@ -36,4 +41,22 @@ def describe(plan: Plan) -> str:
             f"  {plan.reason}",
             f"  {len(plan.rejected)} other candidates, each with its reason, stand in the plan's folder",
         ]
+    )
+
+
+def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
+    """What saving will cost: room on disk, and time where the interval is to be found."""
+    wanted = run.checkpoints
+    copies = wanted.most(run.max_steps)
+    size = checkpoint_size(rundir, copies)
+    room = f"  a checkpoint takes {size / GIB:.1f} GiB, {(copies + 1) * size / GIB:.1f} GiB with those that are kept"
+    if wanted.every_steps != "auto":
+        return room
+    mtbf = job_mtbf_seconds(cluster.node_mtbf_hours, plan.choice.nodes)
+    save = size / WRITING
+    interval = interval_seconds(save, mtbf)
+    return (
+        f"{room};\n  at 1 GB/s a save takes {save:.0f} s: for a failure every {mtbf / 3600:.0f} h, saving every "
+        f"{interval / 60:.0f} min loses least ({lost_share(save, interval, mtbf):.2%} of the time). "
+        "The first save, after 10 steps, is measured and sets the interval"
     )

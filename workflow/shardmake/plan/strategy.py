@@ -332,7 +332,7 @@ class Desk:
 
     @property
     def _kept(self) -> int:
-        return self.settings.run.checkpoints.keep
+        return self.settings.run.checkpoints.most(self.settings.run.max_steps)
 
     def _judged(self, choice: Choice, scenario: Scenario, memory: Estimate, acted: bool) -> Candidate:
         hardware = self.settings.hardware

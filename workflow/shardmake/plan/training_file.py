@@ -4,6 +4,7 @@ import math
 from typing import Any, Final
 
 from shardmake.config import Cluster, Run
+from shardmake.interval import job_mtbf_seconds
 from shardmake.plan.accelerate_file import fsdp_settings
 from shardmake.plan.engine import engine_of, expected_engine
 from shardmake.plan.model import Model
@@ -33,7 +34,7 @@ def training_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dic
         "optimizer": cpu_optimizer(choice, run, cluster),
         "expected": expected_engine(choice, run.fsdp_version),
         "loss": run.loss,
-        "keep_checkpoints": run.checkpoints.keep,
+        "checkpoints": _checkpoints(choice, run, cluster),
     }
 
 
@@ -168,10 +169,22 @@ def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
     return values
 
 
+def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
+    """Which checkpoints stay, and where the interval is to be found, the failures to reckon with."""
+    wanted = run.checkpoints
+    return {
+        "retention": {"keep": wanted.keep, "best": wanted.keep_best, "every_steps": wanted.keep_every_steps},
+        "mtbf_seconds": job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes)
+        if wanted.every_steps == "auto"
+        else None,
+    }
+
+
 def _interval_arguments(run: Run) -> dict[str, Any]:
     """When to log, save and evaluate, in steps; a fraction below 1 is a part of all steps."""
     known = run.max_steps
-    every = run.checkpoints.every_steps or (0.1 if known is None else math.ceil(known / 10))
+    given = run.checkpoints.every_steps
+    every = given if isinstance(given, int) else 0.1 if known is None else math.ceil(known / 10)
     values: dict[str, Any] = {
         "logging_strategy": "steps",
         "logging_steps": 10 if known is None else max(1, min(10, known // 50)),

@@ -1,9 +1,8 @@
-"""What watches a training: metrics, the seal of each checkpoint, the agreed stop, the heartbeat."""
+"""What watches a training: metrics, when to save, the agreed stop, the heartbeat."""
 
 import json
 import time
 from collections import deque
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.attempt import AttemptDir, write_beat
-from shardmake.train import ledger
-from shardmake.versions import library_versions
+from shardmake.interval import interval_seconds
+from shardmake.train.saving import Saver
 
 HEARTBEAT_SECONDS = 2.0
 USUAL_OVER_STEPS = 20
@@ -83,51 +82,61 @@ def _device_memory() -> dict[str, int]:
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
-class Seal(TrainerCallback):
-    """Make each checkpoint count, once every rank's files are on disk, and only then remove older ones."""
+class Pace(TrainerCallback):
+    """Sets how many steps lie between two saves, and lets each saved step be evaluated where the best one is kept.
 
-    def __init__(self, describe: Callable[[int], dict[str, Any]], keep: int) -> None:
-        self.describe = describe
-        self.keep = keep
-        self.started = time.time()
+    Trainer saves at the multiples of ``state.save_steps``, which it takes from the checkpoint it resumes from; here it
+    is what the configuration says now. With ``mtbf_seconds`` it is Young's interval for the measured time of a save
+    and of a step, from the first save on, which comes after `FIRST_SAVE` steps: it measures, and shows early that
+    saving works.
+    """
+
+    FIRST_SAVE = 10
+
+    def __init__(self, saver: Saver, mtbf_seconds: float | None) -> None:
+        self.saver = saver
+        self.mtbf_seconds = mtbf_seconds
+        self.stepping = 0.0
+        self.steps = 0
+        self.began = 0.0
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forget the interval of the attempt before."""
+        state.compute_steps(args, state.max_steps)
+        if self.mtbf_seconds:
+            state.save_steps = self.FIRST_SAVE
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """The forward passes start now."""
+        self.began = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """A save, if one follows, starts now."""
-        self.started = time.time()
+        """Count the step, but for this process's first one, which may compile kernels."""
+        if self.steps:
+            self.stepping += time.monotonic() - self.began
+        self.steps += 1
+        if control.should_save and self.saver.retention.best:
+            control.should_evaluate = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Sync and fingerprint the files, shared out among the ranks; rank 0 writes the record last."""
-        assert args.output_dir is not None
-        folder = Path(args.output_dir)
-        checkpoint = folder / f"checkpoint-{state.global_step}"
-        files = _fingerprint_together(checkpoint, args.process_index, args.world_size)
-        if args.process_index == 0:
-            record = ledger.CheckpointRecord(
-                step=state.global_step,
-                saved_at=time.time(),
-                save_seconds=time.time() - self.started,
-                versions=library_versions(),
-                files=files,
-                **self.describe(state.global_step),
-            )
-            ledger.seal(checkpoint, record)
-            ledger.prune(folder, self.keep)
+        """Set the interval from what was measured; rank 0's clock decides for all."""
+        if not self.mtbf_seconds or self.saver.seconds is None or self.steps < 2:
+            return
+        wanted = interval_seconds(self.saver.seconds, self.mtbf_seconds)
+        steps = torch.tensor([max(1, round(wanted / (self.stepping / (self.steps - 1))))], device=args.device)
         if dist.is_initialized():
-            dist.barrier()
-
-
-def _fingerprint_together(checkpoint: Path, rank: int, world_size: int) -> dict[str, ledger.FileEntry]:
-    """Size and checksum of every file of ``checkpoint``; each rank reads its share."""
-    if world_size == 1:
-        return {name: ledger.fingerprint(checkpoint / name, sync=True) for name in ledger.list_files(checkpoint)}
-    dist.barrier()
-    names: list[list[str]] = [ledger.list_files(checkpoint) if rank == 0 else []]
-    dist.broadcast_object_list(names, src=0)
-    mine = {name: ledger.fingerprint_visible(checkpoint / name) for name in names[0][rank::world_size]}
-    shares: list[dict[str, ledger.FileEntry]] = [{} for _ in range(world_size)]
-    dist.all_gather_object(shares, mine)
-    found = {name: entry for share in shares for name, entry in share.items()}
-    return {name: found[name] for name in names[0]}
+            dist.broadcast(steps, src=0)
+        if state.is_world_process_zero and state.save_steps != steps.item():
+            print(
+                f"A save takes {self.saver.seconds:.1f} s; from now on every {steps.item()} steps "
+                f"({wanted / 60:.0f} min), by Young's formula for a failure every {self.mtbf_seconds / 3600:.0f} h.",
+                flush=True,
+            )
+        state.save_steps = int(steps.item())
 
 
 class Stop(TrainerCallback):

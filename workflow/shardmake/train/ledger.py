@@ -2,6 +2,9 @@
 
 A record lists every file with size and CRC-32, so a truncated or bit-flipped shard is found before anything is
 loaded, and resuming falls back to the checkpoint before.
+
+A save is written into a folder beside the checkpoints and moved to its name when its record is in it. Whatever looks
+at the folders alone (``get_last_checkpoint`` of transformers, a person) therefore sees whole checkpoints only.
 """
 
 import os
@@ -9,8 +12,9 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -18,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from shardmake.receipt import fsync_directory, write_json
 
 RECORD_NAME = "shardmake.json"
+STAGING = ".saving"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 _BLOCK = 16 << 20
 
@@ -38,14 +43,51 @@ class CheckpointRecord(BaseModel):
 
     step: int = Field(description="Optimizer steps done.")
     tokens: int = Field(description="Tokens seen, padding included.")
+    samples: int = Field(0, description="Sequences seen: where the data goes on, whatever the number of ranks.")
+    data_seed: int = Field(0, description="Seed of the data's order.")
     world_size: int = Field(description="Ranks that wrote it.")
+    rng_states: int = Field(0, description="Ranks whose random number generators it holds.")
     strategy: str = Field(description="How it is sharded.")
     attempt: int = Field(description="Attempt that wrote it.")
     recipe: str = Field(description="Digest of the training settings that define the result.")
     saved_at: float = Field(description="Unix time.")
     save_seconds: float = Field(description="Time from the start of the save to this record.")
+    eval_loss: float | None = Field(None, description="Evaluation loss at this step; None without an evaluation.")
     versions: dict[str, str] = Field(description="Versions of the libraries that can read it.")
     files: dict[str, FileEntry] = Field(description="Every file, by path relative to the checkpoint.")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints are kept: the newest, the best, and some for good."""
+
+    keep: int = 2
+    """Newest ones; at least 1."""
+    best: bool = False
+    """Keep the one with the lowest evaluation loss besides."""
+    every_steps: int | None = None
+    """Keep the first one at or after every multiple of these steps besides."""
+
+    def kept(self, records: Sequence[CheckpointRecord]) -> set[int]:
+        """Steps of ``records`` that are kept; never none of them."""
+        steps = sorted((record.step for record in records), reverse=True)
+        measured = [(record.eval_loss, record.step) for record in records if record.eval_loss is not None]
+        kept = set(steps[: max(1, self.keep)])
+        if self.best and measured:
+            kept.add(min(measured)[1])
+        if self.every_steps:
+            first = {step // self.every_steps: step for step in steps if step >= self.every_steps}
+            kept |= set(first.values())
+        return kept
+
+    def scarce(self) -> "Retention":
+        """The rule when there is no room for the next one: the newest alone, and the best."""
+        return replace(self, keep=1, every_steps=None)
 
 
 def list_files(checkpoint: Path) -> list[str]:
@@ -66,15 +108,50 @@ def fingerprint(path: Path, *, sync: bool = False) -> FileEntry:
     return FileEntry(size=size, crc32=f"{checksum:08x}")
 
 
-def fingerprint_visible(path: Path, deadline_seconds: float = 60) -> FileEntry:
-    """`fingerprint` with sync, waiting for a file that another node wrote to become visible on this one."""
+def wait_visible(path: Path, deadline_seconds: float = 60) -> Path:
+    """``path``, once what another node wrote there is visible on this one."""
     give_up = time.monotonic() + deadline_seconds
     while not path.exists():
         if time.monotonic() > give_up:
             raise FileNotFoundError(f"{path} was written by another node and is not visible here")
         time.sleep(0.2)
-        list(path.parent.iterdir())  # makes NFS look again
-    return fingerprint(path, sync=True)
+        if path.parent.exists():
+            list(path.parent.iterdir())  # makes NFS look again
+    return path
+
+
+def sync_file(path: Path) -> int:
+    """Make the content of a file durable; its size in bytes as this node sees it."""
+    with wait_visible(path).open("rb") as file:
+        os.fsync(file.fileno())
+        return os.fstat(file.fileno()).st_size
+
+
+def staging(folder: Path, step: int) -> Path:
+    """Where the checkpoint of ``step`` is written before it counts."""
+    return folder / STAGING / f"checkpoint-{step}"
+
+
+def commit(staged: Path, record: CheckpointRecord) -> Path:
+    """Seal what was written to ``staged`` and move it to its name among the checkpoints; return that.
+
+    The move is what makes the checkpoint count. It happens on one rank, after all have synced their files.
+    """
+    final = staged.parent.parent / staged.name
+    if final.exists():
+        set_aside(final)
+    seal(staged, record)
+    staged.rename(final)
+    staged.parent.rmdir()
+    fsync_directory(final.parent)
+    return final
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Take a checkpoint off the list without deleting it; return its new name."""
+    aside = checkpoint.with_name(f"damaged-{checkpoint.name}-{time.time_ns()}")
+    checkpoint.rename(aside)
+    return aside
 
 
 def seal(checkpoint: Path, record: CheckpointRecord) -> None:
@@ -136,21 +213,45 @@ def newest_whole(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointR
     return None
 
 
+def recover(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord, Path] | None:
+    """`newest_whole`, with everything newer out of the way, so that it is neither kept nor counted by mistake.
+
+    What was never finished is removed. What was finished and is damaged is set aside, for whoever wants to save what
+    can be saved; it goes when the room is needed. To be called while no training is writing.
+    """
+    discard_unfinished(folder, tell)
+    found = newest_whole(folder, tell)
+    for step, path in checkpoints(folder):
+        if found is None or step > found[0].step:
+            tell(f"{path.name} now lies in {set_aside(path).name}")
+    return found
+
+
 def discard_unfinished(folder: Path, tell: Callable[[str], None]) -> None:
     """Remove what a killed save left behind."""
-    for _, path in checkpoints(folder):
-        if read_record(path) is None:
-            tell(f"Removing {path.name}: its save was never finished")
-            shutil.rmtree(path)
-
-
-def prune(folder: Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest sealed checkpoints; return what went. Unfinished ones are left alone.
-
-    The record goes first, so a kill in the middle leaves a checkpoint that does not count, not one that lies.
-    """
-    gone = [path for _, path in list(sealed(folder))[keep:]]
-    for path in gone:
-        (path / RECORD_NAME).unlink()
+    staged = [path for _, path in checkpoints(folder / STAGING)]
+    for path in staged + [path for _, path in checkpoints(folder) if read_record(path) is None]:
+        tell(f"Removing {path.name}: its save was never finished")
         shutil.rmtree(path)
+    shutil.rmtree(folder / STAGING, ignore_errors=True)
+
+
+def damaged(folder: Path) -> list[Path]:
+    """What `recover` has set aside."""
+    return sorted(folder.glob("damaged-checkpoint-*"))
+
+
+def remove(checkpoint: Path) -> None:
+    """Remove a checkpoint, its record first: a kill in the middle leaves one that does not count, not one that lies."""
+    (checkpoint / RECORD_NAME).unlink(missing_ok=True)
+    shutil.rmtree(checkpoint)
+
+
+def prune(folder: Path, rule: Retention) -> list[Path]:
+    """Remove the sealed checkpoints that ``rule`` does not keep; return what went. Unfinished ones are left alone."""
+    found = list(sealed(folder))
+    kept = rule.kept([record for record, _ in found])
+    gone = [path for record, path in found if record.step not in kept]
+    for path in gone:
+        remove(path)
     return gone

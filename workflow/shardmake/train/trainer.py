@@ -11,7 +11,6 @@ import torch.distributed as dist
 from transformers import (
     AutoTokenizer,
     PreTrainedModel,
-    Trainer,
     TrainerCallback,
     TrainingArguments,
 )
@@ -23,15 +22,17 @@ from shardmake.data.isolation import check_isolation
 from shardmake.plan.plan import Plan, read_plan
 from shardmake.receipt import read_json, write_json
 from shardmake.train import ledger
-from shardmake.train.callbacks import Heartbeat, Metrics, Seal, Stop
+from shardmake.train.callbacks import Heartbeat, Metrics, Pace, Stop
 from shardmake.train.engine import check_engine, describe_engine, environment_report
 from shardmake.train.finite import FiniteGuard
 from shardmake.train.load import load_base
+from shardmake.train.order import WholeBatches
 from shardmake.train.receipt import write_receipt
+from shardmake.train.saving import Saver, SealedTrainer
 from shardmake.train.trackers import tracker_environment
 
 
-class ShardedTrainer(Trainer):
+class ShardedTrainer(SealedTrainer):
     """A Trainer whose checkpoints of a sharded engine hold the weights once.
 
     Transformers saves them a second time, gathered on rank 0 (ZeRO-1, ZeRO-2) or as a second sharded checkpoint
@@ -109,6 +110,8 @@ def _make_trainer(
     def describe(step: int) -> dict[str, Any]:
         return {
             "tokens": step * tokens_per_step,
+            "samples": step * plan.choice.global_batch_size,
+            "data_seed": settings["arguments"]["data_seed"],
             "world_size": attempt.world_size,
             "strategy": plan.choice.strategy,
             "attempt": attempt.number,
@@ -117,10 +120,13 @@ def _make_trainer(
 
     stop = Stop([rundir.stop_file, folder.stop_file])
     guard = FiniteGuard(int(os.environ.get("RANK", "0")))
+    checkpoints = settings["checkpoints"]
+    retention = ledger.Retention(**checkpoints["retention"])
+    saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes)
     trainer = ShardedTrainer(
         model=model,
         args=arguments,
-        train_dataset=load(rundir.data, "train"),
+        train_dataset=WholeBatches(load(rundir.data, "train"), plan.choice.global_batch_size),
         eval_dataset=load(rundir.data, "eval"),
         data_collator=collator(rundir.data, plan.workload.attention),
         processing_class=_load_tokenizer(settings),
@@ -129,18 +135,19 @@ def _make_trainer(
             guard,
             Metrics(rundir.metrics, tokens_per_step, attempt.number),
             stop,
-            Seal(describe, settings["keep_checkpoints"]),
+            Pace(saver, checkpoints["mtbf_seconds"]),
             heartbeat,
         ],
     )
     trainer.guard = guard
+    trainer.saver = saver
     return trainer, stop
 
 
 class _Gate(TrainerCallback):
     """Placed before the first step: report what came up and refuse to train anything else than the plan."""
 
-    def __init__(self, folder: AttemptDir, rank: int, expected: dict[str, Any], trainer: Trainer) -> None:
+    def __init__(self, folder: AttemptDir, rank: int, expected: dict[str, Any], trainer: ShardedTrainer) -> None:
         self.folder, self.rank, self.expected, self.trainer = folder, rank, expected, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -195,7 +202,7 @@ def _load_tokenizer(settings: dict[str, Any]) -> Any:
     )
 
 
-def _write_end(folder: AttemptDir, attempt: Attempt, trainer: Trainer, *, stopped: bool) -> None:
+def _write_end(folder: AttemptDir, attempt: Attempt, trainer: ShardedTrainer, *, stopped: bool) -> None:
     """The receipt if the last step is done and sealed; otherwise a note that the stop was asked for."""
     state = trainer.state
     sealed = next(ledger.sealed(attempt.rundir.checkpoints), None)

@@ -1,0 +1,99 @@
+"""Test-only: SIGKILL this process at its n-th write below a folder, or list the writes there are.
+
+Counted are the operations that change what is on disk: files opened for writing, ``torch.save`` (whose bytes are written
+in C++, past Python's audit hooks), fsync, mkdir, rename, remove. Each is a place to die before it; where a file comes
+to be, also after half of it.
+"""
+
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_WRITING = os.O_WRONLY | os.O_RDWR
+_CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate"}
+
+
+class Killer:
+    """Watches writes below ``folder``; dies at number ``at`` (from 0) in the way of ``mode``: before or half."""
+
+    def __init__(self, folder: Path, log: Path, at: int, mode: str) -> None:
+        self.folder, self.at, self.mode = str(folder), at, mode
+        self.log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self.seen = -1
+
+    def install(self) -> None:
+        """From now on every write counts."""
+        self._save, self._fsync = torch.save, os.fsync
+        torch.save = torch.serialization.save = self.save
+        os.fsync = self.fsync
+        sys.addaudithook(self.hear)
+
+    def count(self, kind: str, path: str) -> bool:
+        """Note one write; whether it is the one to die at. Before it means: now."""
+        self.seen += 1
+        os.write(self.log, f"{kind} {path.removeprefix(self.folder)}\n".encode())
+        if self.seen == self.at and self.mode == "before":
+            self.die()
+        return self.seen == self.at
+
+    def die(self) -> None:
+        """As the kernel does it when memory runs out: no handler, no buffer flushed."""
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+        """The audit hook."""
+        if event == "open" and isinstance(arguments[0], str | bytes) and (arguments[2] or 0) & _WRITING:
+            path = os.fsdecode(arguments[0])
+            if path.startswith(self.folder) and self.count("open", path):
+                os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
+                self.die()
+        elif event in _CHANGES:
+            path = _resolve(arguments)
+            if path.startswith(self.folder):
+                self.count(event, path)
+
+    def fsync(self, descriptor: int) -> None:
+        """In place of `os.fsync`."""
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        if path.startswith(self.folder):
+            self.count("fsync", path)
+        self._fsync(descriptor)
+
+    def save(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> None:
+        """In place of `torch.save`, into a file or into a stream that is open already."""
+        name = str(target if isinstance(target, str | os.PathLike) else getattr(target, "name", ""))
+        if name.startswith(self.folder) and self.count("torch.save", name):
+            whole = io.BytesIO()
+            self._save(value, whole, *args, **kwargs)
+            half = whole.getvalue()[: whole.tell() // 2]
+            if isinstance(target, str | os.PathLike):
+                Path(target).write_bytes(half)
+            else:
+                target.write(half)
+                target.flush()
+            self.die()
+        self._save(value, target, *args, **kwargs)
+
+
+def _resolve(arguments: tuple[Any, ...]) -> str:
+    """The path of an event; `shutil.rmtree` gives names relative to an open folder."""
+    path = os.fsdecode(arguments[0])
+    folder = next((value for value in arguments[1:] if isinstance(value, int) and value >= 0), None)
+    if os.path.isabs(path) or folder is None:
+        return path
+    link = f"/proc/self/fd/{folder}"
+    return f"{os.readlink(link)}/{path}" if os.path.exists(link) else path
+
+
+def points(log: Path) -> list[tuple[int, str, str]]:
+    """Every place to die at in a save that went well: number, mode, what happens there."""
+    found = []
+    for number, line in enumerate(log.read_text().splitlines()):
+        modes = ("before", "half") if line.startswith(("open", "torch.save")) else ("before",)
+        found += [(number, mode, line) for mode in modes]
+    return found

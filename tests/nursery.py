@@ -1,0 +1,148 @@
+"""Ranks without the wait: one process imports the libraries once, and every rank of every training is forked from it.
+
+`Nursery` is the handle; the rest runs in the process behind it. A rank is `shardmake.train`, in the environment that
+`accelerate launch` gives it: that is asked for once per strategy, by launching a program that writes it down.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+_ENVIRONMENT = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
+
+
+class Nursery:
+    """Runs one training at a time."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.nursery"], cwd=REPOSITORY, env=rank_environment(), text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+
+    def run(
+        self, attempt: Path, environment: dict[str, str], ranks: int, kill: dict[str, Any] | None = None
+    ) -> list[int]:
+        """Train the attempt in ``attempt``; exit statuses by rank, negative for signals.
+
+        ``kill``: ``rank`` and the arguments of `tests.kill_at_write.Killer`. When a rank dies, the others get a moment
+        to go on writing and are killed then.
+        """
+        assert self.process.stdin and self.process.stdout
+        order = {"attempt": str(attempt), "environment": environment, "ranks": ranks, "kill": kill}
+        print(json.dumps(order), file=self.process.stdin, flush=True)
+        return list(json.loads(self.process.stdout.readline()))
+
+    def close(self) -> None:
+        """End it."""
+        assert self.process.stdin
+        self.process.stdin.close()
+        self.process.wait(timeout=60)
+
+
+def rank_environment() -> dict[str, str]:
+    """What a rank needs on a CPU."""
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **quiet}
+
+
+def launched_environment(command: list[str], folder: Path) -> dict[str, str]:
+    """What the launcher in ``command`` sets for its ranks, but for what differs between them."""
+    start = command.index("-m", command.index("--num_cpu_threads_per_process"))
+    probe = folder / "environment.py"
+    probe.write_text(_ENVIRONMENT)
+    subprocess.run([*command[:start], str(probe), str(folder / "environment-")], check=True, env=rank_environment())
+    found = json.loads((folder / "environment-0").read_text())
+    own = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_", "TORCHELASTIC_", "PYTHONPATH")
+    before = rank_environment()
+    return {name: value for name, value in found.items() if before.get(name) != value and not name.startswith(own)}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    _import_what_ranks_need()
+
+    for line in sys.stdin:
+        print(json.dumps(_train(json.loads(line))), file=answers, flush=True)
+
+
+def _import_what_ranks_need() -> None:
+    """Everything that a rank would import or work out by itself, and that does not depend on the training."""
+    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
+    import torch.distributed.checkpoint.state_dict  # noqa: F401
+    import transformers.models.llama.modeling_llama  # noqa: F401
+    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+
+    import tests.fsdp_on_cpu  # noqa: F401
+
+    get_checkpoint_conversion_mapping("llama")
+
+
+def _train(order: dict[str, Any]) -> list[int]:
+    port = free_port()
+    children = [_fork(order, rank, port) for rank in range(order["ranks"])]
+    codes: dict[int, int] = {}
+    while len(codes) < len(children):
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid] != 0:
+            time.sleep(0.5)
+            for child in set(children) - set(codes):
+                os.kill(child, signal.SIGKILL)
+    return [codes[child] for child in children]
+
+
+def _fork(order: dict[str, Any], rank: int, port: int) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        log = os.open(Path(order["attempt"]) / "node-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.environ.update(order["environment"])
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        _be_rank(Path(order["attempt"]), rank, order["kill"])
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _be_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
+    from shardmake.attempt import AttemptDir, record_error
+    from shardmake.train.trainer import train
+    from tests.kill_at_write import Killer
+
+    if kill and kill["rank"] == rank:
+        Killer(Path(kill["folder"]), Path(kill["log"]), kill["at"], kill["mode"]).install()
+    try:
+        train(attempt)
+    except BaseException as error:
+        record_error(AttemptDir(attempt), rank, error)
+        raise
+
+
+if __name__ == "__main__":
+    _serve()

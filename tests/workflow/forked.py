@@ -1,0 +1,90 @@
+"""A run whose attempts are trained by forked ranks, without a driver: rendered files, real saves, seconds each."""
+
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardmake.attempt import AttemptDir, write_record
+from shardmake.config import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.launch.jobs import attempt_settings
+from shardmake.plan.model import read_model
+from shardmake.plan.plan import Choice, Plan, as_json
+from shardmake.plan.render import as_yaml, launch_command, render_files
+from shardmake.plan.strategy import make_plan
+from shardmake.receipt import write_json, write_text
+from shardmake.rundir import RunDir
+from shardmake.train import ledger
+from shardmake.train.ledger import CheckpointRecord
+from tests.nursery import Nursery, free_port, launched_environment
+from tests.workflow.checkout import Checkout
+
+
+@dataclass
+class Forked:
+    """Trains runs of ``lab``; each run has a folder of its own beside the lab's."""
+
+    lab: Checkout
+    nursery: Nursery
+    environments: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
+
+    def plan(self, strategy: Strategy, ranks: int, **changes: Any) -> tuple[Plan, Run, Cluster]:
+        """The plan of the lab's run on one node with ``ranks`` ranks, one forward pass a step; the batch fits 1 to 4."""
+        given: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 12 // ranks, "max_steps": 4, **changes}
+        self.lab.configure({"processes_per_node": ranks}, strategy=strategy, nodes=1, **given)
+        config = load_config(self.lab.root / "config/config.yaml")
+        run, cluster = get_run(config, "demo"), load_cluster(self.lab.root / config.cluster)
+        run = run.model_copy(update={"model": str(self.lab.root / run.model)})
+        return make_plan("demo", run, cluster)[0], run, cluster
+
+    def train(
+        self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
+        resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None,
+    ) -> list[int]:  # fmt: skip
+        """One attempt in ``rundir``; the exit statuses of its ranks. ``deepspeed`` goes into that file."""
+        plan, run, cluster = planned
+        number = len(list(rundir.attempts.glob("*"))) + 1
+        folder = AttemptDir(rundir.attempts / f"{number:03d}")
+        if not rundir.data.exists():
+            rundir.root.mkdir(parents=True, exist_ok=True)
+            rundir.data.symlink_to(self.lab.run / "data")
+        files = render_files(plan, run, cluster, read_model(run.model), folder.root)
+        write_json(folder.plan, as_json(plan))
+        write_text(folder.accelerate, as_yaml(files.accelerate))
+        write_json(folder.deepspeed, files.deepspeed | (deepspeed or {}))
+        write_json(folder.training, files.training)
+        path = str(resume_from) if resume_from else None
+        write_record(
+            folder.settings, attempt_settings(number, rundir.root, cluster, plan, resume_from=path, recipe="r")
+        )
+        environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}
+        if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
+            environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)
+        return self.nursery.run(folder.root, environment, plan.choice.world_size, kill)
+
+    def _environment(self, plan: Plan, folder: AttemptDir) -> dict[str, str]:
+        choice: Choice = plan.choice
+        key = (choice.strategy, choice.world_size)
+        if key not in self.environments:
+            command = launch_command(plan, folder.root, 0, "127.0.0.1", free_port())
+            self.environments[key] = launched_environment(command, folder.root)
+        return self.environments[key]
+
+    def resume(
+        self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None
+    ) -> tuple[list[int], CheckpointRecord | None]:
+        """`train` from what the ledger recovers, as the driver does it."""
+        found = ledger.recover(rundir.checkpoints, lambda text: None)
+        codes = self.train(rundir, planned, kill, resume_from=found[1] if found else None)
+        return codes, found[0] if found else None
+
+
+def branch(source: RunDir, target: Path) -> RunDir:
+    """A copy of a run, checkpoints and metrics and all."""
+    shutil.copytree(source.root, target, symlinks=True)
+    return RunDir(target)
+
+
+def log(rundir: RunDir) -> str:
+    """The end of what the newest attempt printed."""
+    return (max(rundir.attempts.iterdir()) / "node-0.log").read_text()[-6000:]

@@ -1,0 +1,202 @@
+"""How a checkpoint is written: room first, every rank's files on disk, the record last, older ones removed after that.
+
+A save that does not fit is left out, with a word, and training goes on; what must not be lost (the last step, the save
+before a stop) ends the training instead, with what to do. A disk that fills up in the middle ends the training too:
+the ranks no longer agree on what is written. The checkpoints that were sealed before stay as they are in all cases.
+"""
+
+import contextlib
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from transformers import Trainer
+
+from shardmake import space
+from shardmake.errors import UserError
+from shardmake.train import ledger
+from shardmake.train.ledger import CheckpointRecord, Retention
+from shardmake.versions import library_versions
+
+_MARGIN = 64 << 20
+"""Bytes below which a file system counts as full after a failed write."""
+T = TypeVar("T")
+Describe = Callable[[int], dict[str, Any]]
+
+
+class Saver:
+    """Writes the checkpoints of one training; every rank has one, and all take part in each save.
+
+    Args:
+        folder: Where the checkpoints lie.
+        describe: What the record says besides the files, by step.
+        retention: Which older checkpoints stay.
+        expected_bytes: Size of the first checkpoint, as estimated; later ones are as large as the one before.
+    """
+
+    def __init__(self, folder: Path, describe: Describe, retention: Retention, expected_bytes: int = 0) -> None:
+        self.folder = folder
+        self.describe = describe
+        self.retention = retention
+        self.expected_bytes = expected_bytes
+        self.seconds: float | None = None
+        """Duration of the newest save, the same on every rank."""
+
+    @contextlib.contextmanager
+    def saving(self, step: int, *, must: bool, eval_loss: float | None = None) -> Iterator[Path | None]:
+        """Yield the folder that the ranks write to; leaving the block makes the checkpoint count.
+
+        Yields None where there is no room and ``must`` is false.
+
+        Raises:
+            UserError: there is no room and ``must`` is true, or the disk filled up meanwhile.
+        """
+        started = time.time()
+        complaint = _from_first(self._make_room if _rank() == 0 else None)
+        if complaint:
+            if must:
+                raise UserError(complaint)
+            if _rank() == 0:
+                print(f"WARNING: checkpoint-{step} is left out. {complaint}", flush=True)
+            yield None
+            return
+        staged = ledger.staging(self.folder, step)
+        try:
+            yield staged
+            self._commit(staged, step, started, eval_loss)
+        except BaseException as error:  # a failed write of torch's distributed checkpoint is no Exception
+            raise self._explained(error, staged) from error
+
+    def _make_room(self) -> str:
+        """Clear the staging folder and remove what may go if the next checkpoint does not fit; what is wrong, if it is.
+
+        The size of the newest checkpoint is the best guess for the next.
+        """
+        shutil.rmtree(self.folder / ledger.STAGING, ignore_errors=True)
+        newest = next(ledger.sealed(self.folder), None)
+        needed = newest[0].size if newest else self.expected_bytes
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for free in (lambda: None, self._remove_damaged, self._remove_older):
+            free()
+            if needed <= space.room_in(self.folder).free:
+                return ""
+        try:
+            space.check_save(self.folder, needed)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    def _remove_damaged(self) -> None:
+        for path in ledger.damaged(self.folder):
+            print(f"Removing {path.name} to make room for the next checkpoint.", flush=True)
+            shutil.rmtree(path)
+
+    def _remove_older(self) -> None:
+        """Keep the newest checkpoint alone (and the best), but only after a look at every byte of it."""
+        newest = next(ledger.sealed(self.folder), None)
+        if newest and not ledger.problems(newest[1]):
+            for path in ledger.prune(self.folder, self.retention.scarce()):
+                print(f"Removed {path.name} to make room for the next checkpoint.", flush=True)
+
+    def _commit(self, staged: Path, step: int, started: float, eval_loss: float | None) -> None:
+        files = _sync_together(staged)
+        if _rank() == 0:
+            record = CheckpointRecord(
+                step=step,
+                saved_at=time.time(),
+                save_seconds=time.time() - started,
+                versions=library_versions(),
+                rng_states=sum(name.startswith("rng_state") for name in files),
+                eval_loss=eval_loss,
+                files=files,
+                **self.describe(step),
+            )
+            ledger.commit(staged, record)
+            ledger.prune(self.folder, self.retention)
+        self.seconds = _from_first(lambda: time.time() - started)
+        if _is_first_of_node():
+            ledger.wait_visible(self.folder / staged.name / ledger.RECORD_NAME)
+
+    def _explained(self, error: BaseException, staged: Path) -> BaseException:
+        """``error``, or what a person can do about it where the disk is full: torch says "unexpected pos" then."""
+        room = space.room_in(self.folder)
+        full = getattr(error, "errno", None) == 28 or "No space left on device" in str(error)
+        if isinstance(error, UserError | KeyboardInterrupt | SystemExit) or not (full or room.free < _MARGIN):
+            return error
+        newest = next(ledger.sealed(self.folder), None)
+        resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
+        return UserError(
+            f"The disk filled up while {staged.name} was written: {self.folder} has "
+            f"{room.free / space.GIB:.2f} GiB left ({room.limit}). Free some space (`shardmake clean` lists what can "
+            f"go) and run the same command again; it {resume}."
+        )
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def _is_first_of_node() -> bool:
+    return os.environ.get("LOCAL_RANK", "0") == "0"
+
+
+def _from_first(make: Callable[[], T] | None) -> T:
+    """What ``make`` gives on rank 0, on every rank."""
+    found: list[Any] = [make() if _rank() == 0 and make else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _gathered(value: T) -> list[T]:
+    """Every rank's ``value``, by rank; waits until all are here."""
+    if not dist.is_initialized():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _sync_together(staged: Path) -> dict[str, ledger.FileEntry]:
+    """Size and checksum of every file below ``staged``, all of them durable and visible from every node.
+
+    One rank per node syncs every file, because only the node that wrote a file can push it out of its cache; the
+    checksums are shared out among all ranks. A node's listing may lack what another has just written, so the lists of
+    all are put together.
+    """
+    listed = _gathered(ledger.list_files(staged) if _is_first_of_node() else [])
+    names = sorted({name for names in listed for name in names})
+    sizes = _gathered({name: ledger.sync_file(staged / name) for name in names} if _is_first_of_node() else {})
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    mine = {name: ledger.fingerprint(ledger.wait_visible(staged / name)) for name in names[_rank() :: world]}
+    found = {name: entry for share in _gathered(mine) for name, entry in share.items()}
+    strange = [name for seen in sizes for name, size in seen.items() if size != found[name].size]
+    if strange:
+        raise RuntimeError(f"{staged / strange[0]} has another size on another node; the file system does not agree.")
+    return {name: found[name] for name in names}
+
+
+class SealedTrainer(Trainer):
+    """A Trainer whose saves go through its ``saver``, which is set before training starts."""
+
+    saver: Saver
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Where checkpoints are written before they count."""
+        return str(self.saver.folder / ledger.STAGING)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        state = self.state
+        losses = [line["eval_loss"] for line in state.log_history if _is_evaluation(line, state.global_step)]
+        must = self.control.should_training_stop
+        with self.saver.saving(state.global_step, must=must, eval_loss=losses[-1] if losses else None) as folder:
+            if folder is not None:
+                super()._save_checkpoint(model, trial)
+
+
+def _is_evaluation(line: dict[str, Any], step: int) -> bool:
+    return "eval_loss" in line and line.get("step") == step
