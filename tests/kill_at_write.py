@@ -59,7 +59,7 @@ class Killer:
 
     def fsync(self, descriptor: int) -> None:
         """In place of `os.fsync`."""
-        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         if path.startswith(self.folder):
             self.count("fsync", path)
         self._fsync(descriptor)
@@ -84,10 +84,9 @@ def _resolve(arguments: tuple[Any, ...]) -> str:
     """The path of an event; `shutil.rmtree` gives names relative to an open folder."""
     path = os.fsdecode(arguments[0])
     folder = next((value for value in arguments[1:] if isinstance(value, int) and value >= 0), None)
-    if os.path.isabs(path) or folder is None:
+    if path.startswith("/") or folder is None:
         return path
-    link = f"/proc/self/fd/{folder}"
-    return f"{os.readlink(link)}/{path}" if os.path.exists(link) else path
+    return f"{Path(f'/proc/self/fd/{folder}').readlink()}/{path}"
 
 
 def points(log: Path) -> list[tuple[int, str, str]]:

@@ -90,6 +90,7 @@ def _import_what_ranks_need() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    import shardmake.train.trainer  # noqa: F401
     import tests.fsdp_on_cpu  # noqa: F401
 
     get_checkpoint_conversion_mapping("llama")

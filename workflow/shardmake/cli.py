@@ -8,7 +8,18 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from shardmake.config import Attention, Cluster, Method, Optimizer, Precision, Run, get_run, load_cluster, load_config
+from shardmake.config import (
+    Attention,
+    Cluster,
+    Method,
+    Optimizer,
+    Precision,
+    Run,
+    Strategy,
+    get_run,
+    load_cluster,
+    load_config,
+)
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
@@ -206,6 +217,20 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
     run, cluster, rundir = _open_fetched(name, config, runs)
     drive(run, cluster, rundir, tell)
+
+
+@app.command()
+def reshard(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: runs/NAME/train/checkpoints/checkpoint-N.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    ranks: Annotated[int, typer.Option(help="Number of ranks that will resume it.", min=1)],
+    strategy: Annotated[Strategy | None, typer.Option(help="Strategy that will resume it; as before without.")] = None,
+) -> None:
+    """Convert a checkpoint for another strategy or number of ranks; `train` does it by itself where it must."""
+    from shardmake.reshard.stage import reshard as convert
+
+    convert(checkpoint, out, strategy, ranks, tell)
+    tell(f"Wrote {out}.")
 
 
 @app.command()

@@ -87,6 +87,46 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     )
 
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""Adam's states of a parameter, beside the weights."""
+
+
+def read_states(folder: Path) -> dict[str, dict[str, Tensor]]:
+    """By kind (``fp32`` and `MOMENTS`), by name, the states of every trained parameter of a ZeRO checkpoint.
+
+    The moments lie in the ranks' files as the fp32 weights do, but that ZeRO-1 and 2 keep the padding at their end.
+
+    Raises:
+        UserError: as `read`; or the optimizer keeps other states than Adam's.
+    """
+    shards = _load(folder)
+    _check_same_step(shards)
+    is_stage3 = _stage(shards) == 3
+    trained = _zero3_trained if is_stage3 else _zero2_trained
+    key = "fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups"
+    kinds = {"fp32": shards} | {moment: _with_moment(shards, key, moment) for moment in MOMENTS}
+    return {kind: {tensor.name: tensor.check() for tensor in trained(held)} for kind, held in kinds.items()}
+
+
+def _with_moment(shards: _Shards, key: str, moment: str) -> _Shards:
+    """``shards`` with one of the moments in the place of the weights."""
+    return replace(
+        shards, optimizer=[{**state, key: _moments(shards, state, key, moment)} for state in shards.optimizer]
+    )
+
+
+def _moments(shards: _Shards, state: Mapping[str, Any], key: str, moment: str) -> list[TensorRef]:
+    held = _base_optimizer(state).get("state") or {}
+    found = []
+    for index, weights in enumerate(state[key]):
+        ref = (held.get(index) or {}).get(moment)
+        if not isinstance(ref, TensorRef) or ref.numel < weights.numel:
+            names = ", ".join(sorted(held.get(index) or {})) or "nothing"
+            raise UserError(f"{shards.folder}: the optimizer is not Adam, it keeps {names}; it cannot be resharded.")
+        found.append(replace(ref, shape=(weights.numel,), stride=(1,)))
+    return found
+
+
 def read_universal(folder: Path) -> Contents:
     """A universal checkpoint, as ds_to_universal.py makes it: ``zero/NAME/fp32.pt`` for every trained parameter.
 

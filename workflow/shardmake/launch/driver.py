@@ -37,6 +37,8 @@ from shardmake.launch.story import (
 from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
+from shardmake.reshard.routes import Route
+from shardmake.reshard.stage import find_route, reshard, tell_deepspeed
 from shardmake.rundir import RunDir
 from shardmake.space import check_run, checkpoint_size
 from shardmake.train import ledger
@@ -163,6 +165,8 @@ class Driver:
         self.rundir.train_receipt.unlink(missing_ok=True)
         plan = self._write_configuration(folder)
         resume_from = self._choose_checkpoint(plan.choice)
+        if resume_from:
+            tell_deepspeed(folder.deepspeed, resume_from)
         settings = attempt_settings(
             number,
             self.rundir.root,
@@ -202,10 +206,17 @@ class Driver:
             folder.rename(aside)
             self.rundir.metrics.unlink(missing_ok=True)
             return None
-        if found is None:
-            return None
-        check_resumable(*found, choice)
-        return found[1]
+        return self._as_read_by(choice, *found) if found else None
+
+    def _as_read_by(self, choice: Choice, record: ledger.CheckpointRecord, checkpoint: Path) -> Path:
+        """``checkpoint``, resharded if the engine of ``choice`` cannot read it as it is; refused if that cannot be."""
+        folder = self.rundir.train.resolve() / "resharded"
+        if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
+            shutil.rmtree(folder, ignore_errors=True)
+            return checkpoint
+        out = folder / checkpoint.name
+        reshard(checkpoint, out, choice.strategy, choice.world_size, self.tell)
+        return out
 
     def _clear_stop_file(self) -> None:
         if self.rundir.stop_file.exists():
@@ -337,26 +348,6 @@ class Driver:
     def _last_attempt(self) -> int:
         """Number of the newest attempt, 0 if there was none."""
         return max((int(path.name) for path in self.rundir.attempts.glob("[0-9]*")), default=0)
-
-
-def check_resumable(record: ledger.CheckpointRecord, checkpoint: Path, choice: Choice) -> None:
-    """Refuse a checkpoint that the engine of ``choice`` cannot load.
-
-    DeepSpeed reads its own ZeRO stage at its own world size only; torch's distributed checkpoints fit any world size.
-    """
-    wrote, reads = _format(record.strategy), _format(choice.strategy)
-    same_ranks = record.world_size == choice.world_size or not choice.is_deepspeed
-    if wrote != reads or not same_ranks:
-        raise UserError(
-            f"{_short(checkpoint)} was written by {record.strategy} on {record.world_size} ranks and cannot be resumed "
-            f"by {choice.strategy} on {choice.world_size}. Set strategy and nodes as they were, or move "
-            f"{_short(checkpoint.parent)} away to start afresh."
-        )
-
-
-def _format(strategy: str) -> str:
-    """What a strategy's checkpoints are written in: zero1, zero2, zero3, fsdp or ddp."""
-    return strategy.partition("-")[0]
 
 
 _RUN_AGAIN = "Mend the cause and run the same command again; it resumes from the newest checkpoint."

@@ -1,0 +1,105 @@
+"""The reshard stage: a checkpoint of one strategy and number of ranks becomes one of another."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from shardmake.errors import UserError
+from shardmake.receipt import read_json, write_json
+from shardmake.reshard.distributed import write_distributed
+from shardmake.reshard.routes import Route, engine, route
+from shardmake.reshard.universal import is_universal, write_universal
+from shardmake.space import check_save
+from shardmake.train import ledger
+from shardmake.train.ledger import CheckpointRecord
+
+Tell = Callable[[str], None]
+_LEFT_BEHIND = {"latest", "zero_to_fp32.py", "zero_to_torch.py", ledger.RECORD_NAME}
+
+
+def find_route(record: CheckpointRecord, checkpoint: Path, strategy: str, ranks: int) -> Route:
+    """How ``strategy`` on ``ranks`` ranks goes on from ``checkpoint``; a `UserError` if it cannot."""
+    found = route(record.strategy, record.world_size, strategy, ranks)
+    if isinstance(found, Route):
+        return found
+    raise UserError(
+        f"{checkpoint} was written by {record.strategy} on {record.world_size} ranks and cannot be resumed by "
+        f"{strategy} on {ranks}: {found}. Set strategy and nodes as they were, or move {checkpoint.parent} away to "
+        "start afresh."
+    )
+
+
+def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell: Tell) -> CheckpointRecord:
+    """Write ``checkpoint`` to ``out`` as ``strategy`` on ``ranks`` ranks resumes it; return the record of ``out``.
+
+    Without a strategy it stays what it was. What is there already is used again if it is whole. ``out`` appears when
+    it is complete.
+
+    Raises:
+        UserError: the checkpoint is not whole, or cannot be converted.
+    """
+    record = ledger.read_record(checkpoint)
+    if record is None or (found := ledger.problems(checkpoint)):
+        reason = "; ".join(found) if record else f"it has no {ledger.RECORD_NAME}"
+        raise UserError(f"{checkpoint} is no whole checkpoint of Shardmake: {reason}.")
+    strategy = strategy or record.strategy
+    way = find_route(record, checkpoint, strategy, ranks)
+    if way is Route.NATIVE:
+        raise UserError(f"{checkpoint} needs no resharding: {strategy} on {ranks} ranks resumes it as it is.")
+    if (done := ledger.read_record(out)) and _is_same(done, record, strategy) and not ledger.problems(out):
+        tell(f"{out} is there already.")
+        return done
+    check_save(out.parent, record.size * (2 if way is Route.DISTRIBUTED else 1))
+    tell(f"Resharding {checkpoint.name} ({record.strategy} on {record.world_size} ranks) for {strategy} on {ranks}.")
+    partial = out.with_name(f".{out.name}.partial")
+    for leftover in (partial, out):
+        shutil.rmtree(leftover, ignore_errors=True)
+    _convert(checkpoint, partial, way)
+    _copy_the_rest(checkpoint, partial, record.world_size, ranks)
+    return _seal(partial, out, record, strategy, ranks)
+
+
+def tell_deepspeed(config: Path, checkpoint: Path) -> None:
+    """Put into the DeepSpeed file ``config`` that ``checkpoint`` is a universal one, where it is."""
+    if is_universal(checkpoint):
+        values = read_json(config, "shardmake train NAME")
+        write_json(config, values | {"checkpoint": {**values.get("checkpoint", {}), "load_universal": True}})
+
+
+def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str) -> bool:
+    """A universal checkpoint serves any number of ranks and every stage, torch's distributed one any of FSDP's."""
+    both_zero = done.strategy.startswith("zero") and strategy.startswith("zero")
+    same_source = (done.step, done.saved_at, done.recipe) == (record.step, record.saved_at, record.recipe)
+    return same_source and (both_zero or engine(done.strategy) == engine(strategy))
+
+
+def _convert(checkpoint: Path, target: Path, way: Route) -> None:
+    source = checkpoint / (checkpoint / "latest").read_text().strip()
+    if way is Route.UNIVERSAL:
+        write_universal(source, target)
+        return
+    between = target / ".universal"
+    write_universal(source, between)
+    write_distributed(between / source.name, source, target)
+    shutil.rmtree(between)
+
+
+def _copy_the_rest(checkpoint: Path, target: Path, wrote: int, ranks: int) -> None:
+    """Scheduler, Trainer's state, random number states, config, tokenizer: they do not depend on the sharding."""
+    for path in checkpoint.iterdir():
+        if path.is_file() and path.name not in _LEFT_BEHIND:
+            shutil.copy(path, target / path.name)
+    first, only = target / "rng_state_0.pth", target / "rng_state.pth"  # one process alone uses a name of its own
+    if ranks == 1 and first.exists():
+        first.rename(only)
+    if wrote == 1 and only.exists():
+        only.rename(first)
+
+
+def _seal(partial: Path, out: Path, record: CheckpointRecord, strategy: str, ranks: int) -> CheckpointRecord:
+    files = {name: ledger.fingerprint(partial / name, sync=True) for name in ledger.list_files(partial)}
+    changes = {"strategy": strategy, "world_size": ranks, "files": files}
+    resharded = record.model_copy(update=changes)
+    ledger.seal(partial, resharded)
+    partial.rename(out)
+    return resharded
