@@ -1,10 +1,11 @@
-"""Test-only: SIGKILL this process at its n-th write below a folder, or list the writes there are.
+"""Test-only: SIGKILL this process at its n-th write below a folder, fill the disk there, or list the writes there are.
 
 Counted are the operations that change what is on disk: files opened for writing, ``torch.save`` (whose bytes are written
 in C++, past Python's audit hooks), fsync, mkdir, rename, remove. Each is a place to die before it; where a file comes
 to be, also after half of it.
 """
 
+import contextlib
 import io
 import os
 import signal
@@ -19,7 +20,7 @@ _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.tru
 
 
 class Killer:
-    """Watches writes below ``folder``; dies at number ``at`` (from 0) in the way of ``mode``: before or half."""
+    """Watches writes below ``folder``; at number ``at`` (from 0) it dies before or after half of it, or fills the disk."""
 
     def __init__(self, folder: Path, log: Path, at: int, mode: str) -> None:
         self.folder, self.at, self.mode = str(folder), at, mode
@@ -34,12 +35,14 @@ class Killer:
         sys.addaudithook(self.hear)
 
     def count(self, kind: str, path: str) -> bool:
-        """Note one write; whether it is the one to die at. Before it means: now."""
+        """Note one write; whether to die half way through it. Before it means: now."""
         self.seen += 1
         os.write(self.log, f"{kind} {path.removeprefix(self.folder)}\n".encode())
         if self.seen == self.at and self.mode == "before":
             self.die()
-        return self.seen == self.at
+        if self.seen == self.at and self.mode == "fill":
+            fill(Path(self.folder).parent)
+        return self.seen == self.at and self.mode == "half"
 
     def die(self) -> None:
         """As the kernel does it when memory runs out: no handler, no buffer flushed."""
@@ -78,6 +81,18 @@ class Killer:
                 target.flush()
             self.die()
         self._save(value, target, *args, **kwargs)
+
+
+def fill(folder: Path) -> Path:
+    """Leave no room on the file system of ``folder``; return the file that takes it."""
+    file = folder / "filler"
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
+    for block in (1 << 20, 1 << 12):
+        with contextlib.suppress(OSError):
+            while os.write(descriptor, bytes(block)) == block:
+                pass
+    os.close(descriptor)
+    return file
 
 
 def _resolve(arguments: tuple[Any, ...]) -> str:

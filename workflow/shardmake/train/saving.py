@@ -6,6 +6,7 @@ the ranks no longer agree on what is written. The checkpoints that were sealed b
 """
 
 import contextlib
+import errno
 import os
 import shutil
 import time
@@ -124,7 +125,7 @@ class Saver:
     def _explained(self, error: BaseException, staged: Path) -> BaseException:
         """``error``, or what a person can do about it where the disk is full: torch says "unexpected pos" then."""
         room = space.room_in(self.folder)
-        full = getattr(error, "errno", None) == 28 or "No space left on device" in str(error)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if isinstance(error, UserError | KeyboardInterrupt | SystemExit) or not (full or room.free < _MARGIN):
             return error
         newest = next(ledger.sealed(self.folder), None)

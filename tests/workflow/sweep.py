@@ -1,0 +1,91 @@
+"""SIGKILL a rank at every write of one save, resume, and compare with a training that nothing disturbed.
+
+For a strategy and a rank: train to step 2 and save; go on from there, save at step 4 and list the writes of that rank
+(`Sweep.prepare`); then, for each of them, go on from step 2 again, die there, recover as the driver does, and train to
+the end (`Sweep.survive`). The save removes the checkpoint before, so that its removal is swept too.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardmake.config import Strategy
+from shardmake.rundir import RunDir
+from shardmake.train import ledger
+from tests.kill_at_write import points
+from tests.workflow.forked import Forked, branch, log
+
+RANKS = 2
+CASES: tuple[tuple[Strategy, int], ...] = (
+    ("zero3", 0),
+    ("zero3", 1),
+    ("fsdp", 0),
+    ("fsdp", 1),
+    ("zero2", 0),
+    ("zero2", 1),
+)
+
+
+@dataclass
+class Sweep:
+    """One strategy and the rank that dies."""
+
+    forked: Forked
+    root: Path
+    strategy: Strategy
+    victim: int
+    points: list[tuple[int, str, str]] = field(default_factory=list)
+
+    @property
+    def planned(self) -> Any:
+        return self.forked.plan(self.strategy, RANKS, checkpoints={"every_steps": 2, "keep": 1})
+
+    def prepare(self) -> None:
+        """The undisturbed training, and every place to die at."""
+        whole = RunDir(self.root / "undisturbed")
+        started = RunDir(self.root / "started")
+        assert self.forked.train(started, self.forked.plan(
+            self.strategy, RANKS, checkpoints={"every_steps": 2, "keep": 2}
+        )) == [0] * RANKS, log(started)  # fmt: skip
+        ledger.remove(started.checkpoints / "checkpoint-4")
+        started.train_receipt.unlink()
+        whole = branch(started, whole.root)
+        recording = self._kill(whole, -1, "before")
+        codes, _ = self.forked.resume(whole, self.planned, recording)
+        assert codes == [0] * RANKS, log(whole)
+        self.points = points(Path(recording["log"]))
+        self.expected = _result(whole)
+
+    def _kill(self, rundir: RunDir, at: int, mode: str) -> dict[str, Any]:
+        folder, file = rundir.checkpoints, rundir.root / "writes.log"
+        return {"rank": self.victim, "folder": str(folder), "log": str(file), "at": at, "mode": mode}
+
+    def survive(self, at: int, mode: str) -> dict[str, Any]:
+        """Die at one point and come back; what was found, and ``recovered``: whether nothing was lost or changed."""
+        rundir = branch(RunDir(self.root / "started"), self.root / f"at-{at}-{mode}")
+        codes, _ = self.forked.resume(rundir, self.planned, self._kill(rundir, at, mode))
+        left = sorted(path.name for path in rundir.checkpoints.glob("*checkpoint-*"))
+        heard: list[str] = []
+        newest = ledger.recover(rundir.checkpoints, heard.append)
+        found: dict[str, Any] = {
+            "killed": codes[self.victim] == -9, "left": left, "resumed_from": newest[0].step if newest else 0,
+            "told": heard,
+        }  # fmt: skip
+        if newest and newest[0].step < 4:
+            found["codes"], _ = self.forked.resume(rundir, self.planned)
+        found["recovered"] = bool(found["killed"] and newest and _result(rundir) == self.expected)
+        if found["recovered"]:
+            shutil.rmtree(rundir.root)
+        return found
+
+
+def _result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
+    """Losses by step, and the checksums of the last checkpoint's states: equal bit for bit, or it does not count."""
+    last = ledger.newest_whole(rundir.checkpoints, print)
+    if last is None or last[0].step != 4:
+        return {}, {}
+    states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}
+    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}, states

@@ -1,0 +1,116 @@
+"""Resume on another number of ranks and under another strategy: the same states, the same data, the same losses."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardmake.attempt import AttemptDir
+from shardmake.config import Strategy
+from shardmake.errors import UserError
+from shardmake.reshard.routes import Route
+from shardmake.reshard.stage import find_route, reshard
+from shardmake.reshard.universal import is_universal
+from shardmake.rundir import RunDir
+from shardmake.train import ledger
+from tests.workflow.forked import Forked, log
+from tests.workflow.test_saving import losses
+
+pytestmark = pytest.mark.training
+STEPS = 4
+Stop = tuple[Strategy, int]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a training on one process."""
+    rundir = RunDir(tmp_path_factory.mktemp("reshard") / "undisturbed")
+    assert forked.train(rundir, plan(forked, ("zero2", 2))) == [0, 0], log(rundir)
+    return losses(rundir)
+
+
+def plan(forked: Forked, stop: Stop) -> Any:
+    return forked.plan(*stop, max_steps=STEPS, weight_decay=0.1, checkpoints={"every_steps": 1})
+
+
+def go_on(forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = False) -> Path:
+    """One more step under ``stop``, or all that are left, from where the run is; the newest checkpoint."""
+    newest = ledger.recover(rundir.checkpoints, print)
+    source = newest[1] if newest else None
+    if newest and find_route(*newest, *stop) is not Route.NATIVE:
+        source = rundir.train / f"resharded-{newest[0].step}"
+        reshard(newest[1], source, *stop, print)
+    universal = source is not None and is_universal(source)
+    if not until_the_end:
+        rundir.train.mkdir(parents=True, exist_ok=True)
+        rundir.stop_file.touch()
+    codes = forked.train(
+        rundir, plan(forked, stop), resume_from=source,
+        deepspeed={"checkpoint": {"load_universal": True}} if universal else None,
+    )  # fmt: skip
+    rundir.stop_file.unlink(missing_ok=True)
+    assert codes == [0] * stop[1], log(rundir)
+    return next(path for _, path in ledger.sealed(rundir.checkpoints))
+
+
+@pytest.mark.parametrize(
+    "stops",
+    [
+        (("zero3", 4), ("zero3", 2), ("zero3", 3)),
+        (("zero2", 4), ("zero3", 3), ("zero1", 2)),
+        (("fsdp", 4), ("fsdp", 2), ("fsdp", 3)),
+        (("zero3", 2), ("fsdp", 3), ("fsdp-grad-op", 2)),
+    ],
+    ids=lambda stops: "-".join(f"{strategy}x{ranks}" for strategy, ranks in stops),
+)
+def test_losses_go_on_as_if_nothing_had_changed(
+    forked: Forked, undisturbed: dict[int, float], tmp_path: Path, stops: tuple[Stop, Stop, Stop]
+) -> None:
+    rundir = RunDir(tmp_path / "run")
+    for stop in stops[:2]:
+        go_on(forked, rundir, stop)
+    go_on(forked, rundir, stops[2], until_the_end=True)
+    assert losses(rundir) == pytest.approx(undisturbed, abs=2e-4)
+    assert len(list(rundir.attempts.iterdir())) == 3
+    assert rundir.train_receipt.exists()
+    settings = AttemptDir(rundir.attempts / "003").read()
+    assert settings.world_size == stops[2][1]
+
+
+@pytest.mark.parametrize("stop", [("zero3", 3), ("zero2", 3)])
+def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_path: Path, stop: Stop) -> None:
+    """Weights, both moments and the step of every parameter, bit for bit; and what is refused."""
+    from deepspeed.checkpoint.ds_to_universal import main as convert
+
+    checkpoint = go_on(forked, RunDir(tmp_path / "run"), stop)
+    out = tmp_path / "ours"
+    said: list[str] = []
+    record = reshard(checkpoint, out, "zero1", 2, said.append)
+    assert (record.strategy, record.world_size) == ("zero1", 2) and ledger.problems(out) == []
+    theirs = tmp_path / "theirs"
+    options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
+    source = checkpoint / "global_step1"
+    convert(
+        argparse.Namespace(input_folder=str(source), output_folder=str(theirs), inject_missing_state=True, **options)
+    )
+    files = sorted(path.relative_to(theirs / "zero") for path in theirs.glob("zero/*/*.pt"))
+    assert {path.name for path in files} >= {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"}
+    for path in files:
+        ours, expected = load(out / "global_step1/zero" / path), load(theirs / "zero" / path)
+        assert torch.equal(torch.as_tensor(ours), torch.as_tensor(expected)), path
+
+    assert reshard(checkpoint, out, "zero3", 4, said.append) == record and said[-1] == f"{out} is there already."
+    with pytest.raises(UserError, match="needs no resharding"):
+        reshard(checkpoint, tmp_path / "no", stop[0], stop[1], said.append)
+    with pytest.raises(UserError, match="not converted for ddp"):
+        reshard(checkpoint, tmp_path / "no", "ddp", 2, said.append)
+    (checkpoint / "latest").write_text("global_step2")
+    with pytest.raises(UserError, match=r"no whole checkpoint of Shardmake: .*latest"):
+        reshard(checkpoint, tmp_path / "no", "zero1", 2, said.append)
+
+
+def load(path: Path) -> Any:
+    held = torch.load(path, weights_only=False)
+    return held["param"] if isinstance(held, dict) else held

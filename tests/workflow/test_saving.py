@@ -1,0 +1,141 @@
+"""Saves that are killed, that do not fit, and that meet a disk that fills up: what was sealed before stays whole."""
+
+import json
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardmake.config import Strategy
+from shardmake.rundir import RunDir
+from shardmake.train import ledger
+from tests.kill_at_write import fill
+from tests.workflow.forked import Forked, log
+from tests.workflow.sweep import CASES, Sweep
+
+pytestmark = pytest.mark.training
+
+
+def losses(rundir: RunDir) -> dict[int, float]:
+    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
+    assert len(lines) == len({line["step"] for line in lines if "loss" in line}), "no step is logged twice"
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+@pytest.mark.parametrize(("strategy", "victim"), [("zero3", 1), ("fsdp", 0)])
+def test_killed_at_some_writes_of_a_save(forked: Forked, tmp_path: Path, strategy: Strategy, victim: int) -> None:
+    """Half a shard, and on rank 0 the record before it is moved and the old checkpoint half removed."""
+    sweep = Sweep(forked, tmp_path, strategy, victim)
+    sweep.prepare()
+    halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
+    moved = [(at, mode) for at, mode, what in sweep.points if what.startswith("os.rename /.saving/checkpoint-4")]
+    removals = [(at, mode) for at, mode, what in sweep.points if what.startswith("os.remove /checkpoint-2")]
+    chosen = [halves[len(halves) // 2], *moved, *removals[1:2]]
+    assert len(chosen) == (1 if victim else 3), sweep.points
+    for at, mode in chosen:
+        found = sweep.survive(at, mode)
+        assert found["recovered"], (at, mode, found)
+
+
+@pytest.mark.sweep
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize(("strategy", "victim"), CASES)
+def test_killed_at_every_write_of_a_save(forked: Forked, tmp_path: Path, strategy: Strategy, victim: int) -> None:
+    sweep = Sweep(forked, tmp_path, strategy, victim)
+    sweep.prepare()
+    assert len(sweep.points) > 10
+    lost = {point: found for point in sweep.points if not (found := sweep.survive(*point[:2]))["recovered"]}
+    assert not lost
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[RunDir]:
+    """A run's folder on a file system of its own, with room for one and a half checkpoints of 19 MB."""
+    point = tmp_path / "small"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", point], check=True)
+    yield RunDir(point / "run")
+    subprocess.run(["umount", "--lazy", point], check=True)
+
+
+def resize(rundir: RunDir, size: str) -> None:
+    subprocess.run(["mount", "-o", f"remount,size={size}", rundir.root.parent], check=True)
+
+
+def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
+    forked: Forked, small_disk: RunDir, tmp_path: Path
+) -> None:
+    """A save that does not fit is left out, the last one is not; then the disk fills up while it is written."""
+    planned = forked.plan("zero3", 2, max_steps=3, checkpoints={"every_steps": 1, "keep": 2})
+    undisturbed = RunDir(tmp_path / "undisturbed")
+    assert forked.train(undisturbed, planned) == [0, 0], log(undisturbed)
+    assert {record.step for record, _ in ledger.sealed(undisturbed.checkpoints)} == {2, 3}
+
+    codes, _ = forked.resume(small_disk, planned)
+    assert any(codes)
+    assert "WARNING: checkpoint-2 is left out. The next checkpoint needs 0.0 GiB" in log(small_disk)
+    assert "UserError: The next checkpoint needs" in log(small_disk)
+    assert [path.name for _, path in ledger.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
+
+    resize(small_disk, "60m")
+    writes = {"rank": 1, "folder": str(small_disk.checkpoints), "log": str(tmp_path / "log"), "at": 1, "mode": "fill"}
+    codes, resumed = forked.resume(small_disk, planned, kill=writes)
+    assert any(codes) and resumed is not None and resumed.step == 1
+    assert "The disk filled up while checkpoint-2 was written" in log(small_disk)
+    assert "it resumes from checkpoint-1" in log(small_disk)
+    assert (small_disk.checkpoints.parent / "filler").exists()
+    heard: list[str] = []
+    newest = ledger.recover(small_disk.checkpoints, heard.append)
+    assert newest is not None and newest[0].step == 1
+    assert heard == ["Removing checkpoint-2: its save was never finished"]
+
+    (small_disk.checkpoints.parent / "filler").unlink()
+    codes, resumed = forked.resume(small_disk, planned)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 1
+    assert losses(small_disk) == losses(undisturbed)
+    assert fill(tmp_path / "small").exists(), "the tests' own filler fills what is left"
+
+
+def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Path) -> None:
+    """The record says what must be known to go on; a flipped bit and a cut file send the resume further back."""
+    rundir = RunDir(tmp_path / "run")
+    rule = {"every_steps": 1, "keep": 2, "keep_best": True, "keep_every_steps": 3}
+    planned = forked.plan("zero2", 2, max_steps=5, checkpoints=rule)
+    assert forked.train(rundir, planned) == [0, 0], log(rundir)
+    records = {record.step: (record, path) for record, path in ledger.sealed(rundir.checkpoints)}
+    assert set(records) == {3, 4, 5}
+    record, path = records[5]
+    described = (record.step, record.samples, record.tokens, record.world_size, record.strategy, record.rng_states)
+    assert described == (5, 60, 60 * 64, 2, "zero2", 2)
+    assert record.data_seed == 42 and record.recipe == "r" and record.save_seconds > 0
+    assert set(record.versions) == {"torch", "transformers", "accelerate", "deepspeed", "shardmake"}
+    assert record.eval_loss is not None and record.eval_loss < records[3][0].eval_loss
+    assert set(record.files) == set(ledger.list_files(path))
+
+    reference = losses(rundir)
+    shard = next(path.rglob("*optim_states.pt"))
+    with shard.open("r+b") as file:
+        file.seek(shard.stat().st_size // 2)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 4]))
+    cut = next(records[4][1].rglob("*model_states.pt"))
+    cut.write_bytes(cut.read_bytes()[:-100])
+    rundir.train_receipt.unlink()
+    codes, resumed = forked.resume(rundir, planned)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 3
+    assert losses(rundir) == reference
+    assert {record.step for record, _ in ledger.sealed(rundir.checkpoints)} == {3, 4, 5}
+    assert len(ledger.damaged(rundir.checkpoints)) == 2
+
+
+def test_the_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> None:
+    """With a failure every hour, saves of a fraction of a second and steps of the same: every few dozen steps."""
+    rundir = RunDir(tmp_path / "run")
+    planned = forked.plan("ddp", 1, max_steps=14, checkpoints={"every_steps": "auto", "keep": 9})
+    plan, run, cluster = planned
+    assert forked.train(rundir, (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-4}))) == [0], log(rundir)
+    steps = sorted(record.step for record, _ in ledger.sealed(rundir.checkpoints))
+    assert steps[0] == 10 and steps[-1] == 14
+    assert "A save takes" in log(rundir) and "by Young's formula" in log(rundir)
