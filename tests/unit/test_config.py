@@ -121,6 +121,8 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"lora": {"targets": ["q", 1]}}, [f"lora.targets.1: 1 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"]),
     ({"lora": {"dropout": 1}}, ["lora.dropout: 1 is not allowed. Allowed: a number >= 0 and < 1."]),
     ({"checkpoints": {"keep": 0}}, ["checkpoints.keep: 0 is not allowed. Allowed: a whole number >= 1."]),
+    ({"checkpoints": {"every_steps": "often"}}, ["checkpoints.every_steps: 'often' is not allowed. Allowed: a whole number > 0, "
+                                                "auto."]),
     ({"evaluation": {"prompts": "Hello?"}}, ["evaluation.prompts: 'Hello?' is not allowed. Allowed: a list of text."]),
     ({"push": {"to": "published"}}, ["push.to: 'published' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
     ({"push": {"to": ["file:a", "file:"]}}, ["push.to: 'file:' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),

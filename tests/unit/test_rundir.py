@@ -20,6 +20,7 @@ PATHS = {
     "attempts": "train/attempts",
     "checkpoints": "train/checkpoints",
     "metrics": "train/metrics.jsonl",
+    "resharded": "train/resharded",
     "stop_file": "train/STOP",
     "train_receipt": "train/receipt.json",
     "model": "model",

@@ -63,6 +63,8 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
             yield Removable(path, tree_size(path), "its save was never finished")
     for path in ledger.damaged(rundir.checkpoints):
         yield Removable(path, tree_size(path), "it is damaged, and a newer checkpoint is whole")
+    if rundir.resharded.exists():
+        yield Removable(rundir.resharded, tree_size(rundir.resharded), "training went on from it and finished")
     for path in rundir.root.glob(".*.partial"):
         yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
 

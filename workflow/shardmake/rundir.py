@@ -91,6 +91,11 @@ class RunDir:
         return self.train / "metrics.jsonl"
 
     @property
+    def resharded(self) -> Path:
+        """Folder of the checkpoint that was converted for another strategy or number of ranks."""
+        return self.train / "resharded"
+
+    @property
     def stop_file(self) -> Path:
         """Whoever creates it asks training to save and stop."""
         return self.train / "STOP"

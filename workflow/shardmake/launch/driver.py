@@ -210,7 +210,7 @@ class Driver:
 
     def _as_read_by(self, choice: Choice, record: ledger.CheckpointRecord, checkpoint: Path) -> Path:
         """``checkpoint``, resharded if the engine of ``choice`` cannot read it as it is; refused if that cannot be."""
-        folder = self.rundir.train.resolve() / "resharded"
+        folder = self.rundir.resharded.resolve()
         if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
             shutil.rmtree(folder, ignore_errors=True)
             return checkpoint
@@ -279,6 +279,7 @@ class Driver:
                 last_words=_last_line(folder.slurm),
             )
         )
+        ledger.discard_unfinished(self.rundir.checkpoints, self.tell)  # on a full disk it is what is in the way
         newest = next(ledger.sealed(self.rundir.checkpoints), None)
         chapter = Chapter(
             attempt=job.attempt,

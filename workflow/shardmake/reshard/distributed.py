@@ -29,7 +29,7 @@ def write_distributed(universal: Path, source: Path, target: Path) -> None:
     model = load(universal / MODEL_FILES[0])
     _check(model, source)
     groups = [
-        {**group, "params": list(shapes)}
+        {**_of_torch(group), "params": list(shapes)}
         for group, shapes in zip(param_groups(source), model["param_shapes"], strict=True)
     ]
     names = [name for group in groups for name in group["params"]]
@@ -43,6 +43,15 @@ def write_distributed(universal: Path, source: Path, target: Path) -> None:
     contents = {MODEL: {"model": weights}, OPTIMIZER: {"optimizer": {"state": state, "param_groups": groups}}}
     for folder, content in contents.items():
         dcp.save(content, storage_writer=dcp.FileSystemWriter(target / folder), no_dist=True)
+
+
+def _of_torch(group: dict[str, Any]) -> dict[str, Any]:
+    """Hyperparameters by the names of torch's AdamW; DeepSpeed's own Adam lacks some and has others."""
+    import torch
+
+    defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
+    names = {*defaults, "initial_lr"} - {"params"}
+    return {name: group.get(name, defaults.get(name)) for name in names}
 
 
 def _check(model: Mapping[str, Any], source: Path) -> None:
