@@ -5,7 +5,7 @@ BIN := .venv/bin
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install install-test test check unit test-nvme test-sweep docs clean
+.PHONY: demo install install-test test check unit test-nvme test-faults test-sweep docs clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -50,6 +50,10 @@ unit: install-test
 # DeepSpeed compiles its asynchronous I/O for several minutes first.
 test-nvme: install-test
 	$(BIN)/pytest -m nvme tests/workflow
+
+# Every fault for every strategy on the three-node Slurm, half an hour; make test has a part of it.
+test-faults: install-test
+	$(BIN)/pytest -m faults tests/cluster/test_faults.py
 
 # A rank is killed at every write of a save: about an hour.
 test-sweep: install-test
