@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 _WRITING = os.O_WRONLY | os.O_RDWR
-_CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link", "os.truncate"}
+_CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.link"}
 
 
 class Killer:
@@ -50,7 +50,7 @@ class Killer:
 
     def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
         """The audit hook."""
-        if event == "open" and isinstance(arguments[0], str | bytes) and (arguments[2] or 0) & _WRITING:
+        if event == "open" and not isinstance(arguments[0], int) and (arguments[2] or 0) & _WRITING:
             path = os.fsdecode(arguments[0])
             if path.startswith(self.folder) and self.count("open", path):
                 os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC))
@@ -98,10 +98,8 @@ def fill(folder: Path) -> Path:
 def _resolve(arguments: tuple[Any, ...]) -> str:
     """The path of an event; `shutil.rmtree` gives names relative to an open folder."""
     path = os.fsdecode(arguments[0])
-    folder = next((value for value in arguments[1:] if isinstance(value, int) and value >= 0), None)
-    if path.startswith("/") or folder is None:
-        return path
-    return f"{Path(f'/proc/self/fd/{folder}').readlink()}/{path}"
+    folder = arguments[-1]
+    return path if path.startswith("/") or folder < 0 else f"{Path(f'/proc/self/fd/{folder}').readlink()}/{path}"
 
 
 def points(log: Path) -> list[tuple[int, str, str]]:

@@ -87,4 +87,4 @@ def branch(source: RunDir, target: Path) -> RunDir:
 
 def log(rundir: RunDir) -> str:
     """The end of what the newest attempt printed."""
-    return (max(rundir.attempts.iterdir()) / "node-0.log").read_text()[-6000:]
+    return (max(rundir.attempts.iterdir()) / "node-0.log").read_text()[-20000:]

@@ -62,6 +62,10 @@ class Sweep:
         folder, file = rundir.checkpoints, rundir.root / "writes.log"
         return {"rank": self.victim, "folder": str(folder), "log": str(file), "at": at, "mode": mode}
 
+    def _writes(self, rundir: RunDir) -> int:
+        """Writes that the rank came to; it died of its own hand only if that is the one meant."""
+        return len((rundir.root / "writes.log").read_text().splitlines())
+
     def survive(self, at: int, mode: str) -> dict[str, Any]:
         """Die at one point and come back; what was found, and ``recovered``: whether nothing was lost or changed."""
         rundir = branch(RunDir(self.root / "started"), self.root / f"at-{at}-{mode}")
@@ -70,7 +74,7 @@ class Sweep:
         heard: list[str] = []
         newest = ledger.recover(rundir.checkpoints, heard.append)
         found: dict[str, Any] = {
-            "killed": codes[self.victim] == -9, "left": left, "resumed_from": newest[0].step if newest else 0,
+            "killed": codes[self.victim] == -9 and self._writes(rundir) == at + 1, "left": left, "resumed_from": newest[0].step if newest else 0,
             "told": heard,
         }  # fmt: skip
         if newest and newest[0].step < 4:

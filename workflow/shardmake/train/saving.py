@@ -70,7 +70,9 @@ class Saver:
             yield staged
             self._commit(staged, step, started, eval_loss)
         except BaseException as error:  # a failed write of torch's distributed checkpoint is no Exception
-            raise self._explained(error, staged) from error
+            if complaint := self._full_disk(error, staged):
+                raise UserError(complaint) from error
+            raise
 
     def _make_room(self) -> str:
         """Clear the staging folder and remove what may go if the next checkpoint does not fit; what is wrong, if it is.
@@ -122,15 +124,15 @@ class Saver:
         if _is_first_of_node():
             ledger.wait_visible(self.folder / staged.name / ledger.RECORD_NAME)
 
-    def _explained(self, error: BaseException, staged: Path) -> BaseException:
-        """``error``, or what a person can do about it where the disk is full: torch says "unexpected pos" then."""
+    def _full_disk(self, error: BaseException, staged: Path) -> str:
+        """What to do where ``error`` comes from a full disk; torch says "unexpected pos" then. Else nothing."""
         room = space.room_in(self.folder)
         full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
         if isinstance(error, UserError | KeyboardInterrupt | SystemExit) or not (full or room.free < _MARGIN):
-            return error
+            return ""
         newest = next(ledger.sealed(self.folder), None)
         resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
-        return UserError(
+        return (
             f"The disk filled up while {staged.name} was written: {self.folder} has "
             f"{room.free / space.GIB:.2f} GiB left ({room.limit}). Free some space (`shardmake clean` lists what can "
             f"go) and run the same command again; it {resume}."
