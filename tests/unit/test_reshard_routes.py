@@ -23,6 +23,7 @@ NATIVE, UNIVERSAL, DISTRIBUTED = Route
         ("zero3-offload", 2, "zero1", 3, UNIVERSAL),
         ("zero2-offload", 2, "fsdp", 2, DISTRIBUTED),
         ("fsdp", 4, "fsdp-offload", 2, NATIVE),
+        ("fsdp-offload", 4, "zero3", 4, UNIVERSAL),
         ("fsdp-hybrid", 4, "fsdp", 3, NATIVE),
         ("ddp", 2, "ddp", 4, NATIVE),
         ("zero3-nvme", 4, "zero3-nvme", 4, NATIVE),
@@ -36,7 +37,7 @@ def test_ways(wrote: str, ranks: int, reads: Strategy, others: int, how: Route) 
     ("wrote", "ranks", "reads", "others", "reason"),
     [
         ("ddp", 4, "zero1", 4, "checkpoints of ddp are not converted"),
-        ("fsdp", 4, "zero3", 4, "checkpoints of fsdp are not converted"),
+        ("fsdp", 4, "ddp", 4, "what fsdp wrote is not converted for ddp"),
         ("zero3", 4, "ddp", 4, "not converted for ddp"),
         ("zero3-nvme", 4, "zero3", 4, "swap files"),
         ("zero3-nvme", 4, "zero3-nvme", 2, "swap files"),

@@ -61,7 +61,7 @@ def go_on(forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = F
         (("zero3", 4), ("zero3", 2), ("zero3", 3)),
         (("zero2", 4), ("zero3", 3), ("zero1", 2)),
         (("fsdp", 4), ("fsdp", 2), ("fsdp", 3)),
-        (("zero3", 2), ("fsdp", 3), ("fsdp-grad-op", 2)),
+        (("zero3", 2), ("fsdp", 3), ("zero2", 2)),
     ],
     ids=lambda stops: "-".join(f"{strategy}x{ranks}" for strategy, ranks in stops),
 )

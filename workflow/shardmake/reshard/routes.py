@@ -30,10 +30,10 @@ def route(wrote: str, wrote_ranks: int, reads: str, ranks: int) -> Route | str:
         return Route.NATIVE
     if SWAPPED in (wrote, reads):
         return f"{SWAPPED} keeps its optimizer states in swap files of one node each, which are not converted"
-    if not wrote.startswith("zero"):
-        return f"checkpoints of {wrote} are not converted, only those of ZeRO-1, 2 and 3"
+    if engine(wrote) == "ddp":
+        return f"checkpoints of {wrote} are not converted, only those of ZeRO and FSDP"
     if reads.startswith("zero"):
         return Route.UNIVERSAL
     if engine(reads) == "fsdp":
         return Route.DISTRIBUTED
-    return f"what ZeRO wrote is not converted for {reads}"
+    return f"what {wrote} wrote is not converted for {reads}"

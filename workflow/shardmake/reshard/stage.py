@@ -6,9 +6,10 @@ from pathlib import Path
 
 from shardmake.errors import UserError
 from shardmake.receipt import read_json, write_json
-from shardmake.reshard.distributed import write_distributed
+from shardmake.reshard.distributed import states_of_fsdp, write_distributed
 from shardmake.reshard.routes import Route, engine, route
-from shardmake.reshard.universal import is_universal, write_universal
+from shardmake.reshard.universal import States, is_universal, write_universal
+from shardmake.reshard.zero import frozen_or_buffers, states_of_zero
 from shardmake.space import check_save
 from shardmake.train import ledger
 from shardmake.train.ledger import CheckpointRecord
@@ -54,7 +55,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
     partial = out.with_name(f".{out.name}.partial")
     for leftover in (partial, out):
         shutil.rmtree(leftover, ignore_errors=True)
-    _convert(checkpoint, partial, way)
+    _convert(checkpoint, record, partial, way)
     _copy_the_rest(checkpoint, partial, record.world_size, ranks)
     return _seal(partial, out, record, strategy, ranks)
 
@@ -73,15 +74,22 @@ def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str) ->
     return same_source and (both_zero or engine(done.strategy) == engine(strategy))
 
 
-def _convert(checkpoint: Path, target: Path, way: Route) -> None:
-    source = checkpoint / (checkpoint / "latest").read_text().strip()
+def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, way: Route) -> None:
     if way is Route.UNIVERSAL:
-        write_universal(source, target)
+        write_universal(_states(checkpoint, record), target)
         return
-    between = target / ".universal"
-    write_universal(source, between)
-    write_distributed(between / source.name, source, target)
+    if rest := frozen_or_buffers(checkpoint):
+        raise UserError(f"{checkpoint} holds {rest}, which are not converted for FSDP. Resume under a ZeRO strategy.")
+    between, states = target / ".universal", _states(checkpoint, record)
+    write_universal(states, between)
+    write_distributed(states, between, target)
     shutil.rmtree(between)
+
+
+def _states(checkpoint: Path, record: CheckpointRecord) -> States:
+    if engine(record.strategy) == "fsdp":
+        return states_of_fsdp(checkpoint, record.step)
+    return states_of_zero(checkpoint)
 
 
 def _copy_the_rest(checkpoint: Path, target: Path, wrote: int, ranks: int) -> None:
