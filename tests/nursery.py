@@ -19,6 +19,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
 
 
+_PATIENCE_SECONDS = 300
+"""After that, a training hangs."""
+
+
 class Nursery:
     """Runs one training at a time."""
 
@@ -100,13 +104,16 @@ def _train(order: dict[str, Any]) -> list[int]:
     port = free_port()
     children = [_fork(order, rank, port) for rank in range(order["ranks"])]
     codes: dict[int, int] = {}
+    give_up = time.monotonic() + _PATIENCE_SECONDS
     while len(codes) < len(children):
-        pid, status = os.wait()
-        codes[pid] = os.waitstatus_to_exitcode(status)
-        if codes[pid] != 0:
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes.get(pid) or time.monotonic() > give_up:
             time.sleep(0.5)
             for child in set(children) - set(codes):
                 os.kill(child, signal.SIGKILL)
+        time.sleep(0.02)
     return [codes[child] for child in children]
 
 

@@ -52,7 +52,7 @@ def go_on(forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = F
     )  # fmt: skip
     rundir.stop_file.unlink(missing_ok=True)
     assert codes == [0] * stop[1], log(rundir)
-    return next(path for _, path in ledger.sealed(rundir.checkpoints))
+    return newest_of(rundir)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,7 @@ def test_losses_go_on_as_if_nothing_had_changed(
     assert losses(rundir) == pytest.approx(undisturbed, abs=2e-4)
     assert len(list(rundir.attempts.iterdir())) == 3
     assert rundir.train_receipt.exists()
+    assert {float(step) for step in adam_steps(newest_of(rundir))} == {float(STEPS)}
     settings = AttemptDir(rundir.attempts / "003").read()
     assert settings.world_size == stops[2][1]
 
@@ -109,6 +110,19 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
     (checkpoint / "latest").write_text("global_step2")
     with pytest.raises(UserError, match=r"no whole checkpoint of Shardmake: .*latest"):
         reshard(checkpoint, tmp_path / "no", "zero1", 2, said.append)
+
+
+def newest_of(rundir: RunDir) -> Path:
+    """The newest checkpoint."""
+    return next(path for _, path in ledger.sealed(rundir.checkpoints))
+
+
+def adam_steps(checkpoint: Path) -> list[float]:
+    """Adam's step counts of every group on every rank, under ZeRO; they all count the same steps."""
+    files = list(checkpoint.rglob("*optim_states.pt"))
+    inner = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
+    bases = [state.get("base_optimizer_state", state.get("optimizer_state_dict")) for state in inner]
+    return [group["step"] for base in bases for group in base["state"].values()] or [float(STEPS)]
 
 
 def load(path: Path) -> Any:

@@ -200,6 +200,22 @@ class SealedTrainer(Trainer):
             if folder is not None:
                 super()._save_checkpoint(model, trial)
 
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint and self.is_deepspeed_enabled:
+            _separate_steps(self.model_wrapped.optimizer.optimizer)
+
+
+def _separate_steps(optimizer: Any) -> None:
+    """Give every parameter a step counter of its own.
+
+    DeepSpeed 0.19 gives all sub-groups of ZeRO-3 the same one when it reads a universal checkpoint, and each of them
+    counts it up in every step.
+    """
+    for state in optimizer.state.values():
+        if hasattr(state.get("step"), "clone"):
+            state["step"] = state["step"].clone()
+
 
 def _is_evaluation(line: dict[str, Any], step: int) -> bool:
     return "eval_loss" in line and line.get("step") == step
