@@ -144,7 +144,7 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     check_sources(run)
     check_trackers(run.report_to)
     prepare_tasks(run.evaluation)
-    tell(describe(plan_run(run, cluster, rundir)))
+    tell(describe(plan_run(run, cluster, rundir), rundir))
 
 
 @app.command()

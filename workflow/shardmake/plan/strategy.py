@@ -328,7 +328,12 @@ class Desk:
         key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast)
         if key not in self._scripts:
             self._scripts[key] = script_of(scenario)
-        return self._judged(choice, scenario, full(scenario, buckets, self._scripts[key], self._kept), acted=True)
+        return self._judged(
+            choice,
+            scenario,
+            full(scenario, buckets, self._scripts[key], self._kept, self.settings.hardware.gpu_memory),
+            acted=True,
+        )
 
     @property
     def _kept(self) -> int:
