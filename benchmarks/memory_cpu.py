@@ -126,19 +126,22 @@ def peak_rss() -> int:
 
 def measure(strategy: str) -> dict[str, int]:
     """Rank 0's figures."""
-    with tempfile.TemporaryDirectory() as folder, socket.socket() as probe:
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
         probe.close()
         outputs = [Path(folder) / f"{rank}.json" for rank in range(RANKS)]
         command = [sys.executable, __file__, "--rank", strategy]
         processes = [
-            subprocess.Popen([*command, str(output)], env=environment(rank, port), stdout=subprocess.DEVNULL)
+            subprocess.Popen(
+                [*command, str(output)], env=environment(rank, port), stdout=subprocess.DEVNULL, stderr=errors
+            )
             for rank, output in enumerate(outputs)
         ]
         codes = [process.wait() for process in processes]
         if any(codes):
-            raise SystemExit(f"{strategy}: ranks ended with {codes}")
+            errors.seek(0)
+            raise SystemExit(f"{strategy}: ranks ended with {codes}\n{errors.read()}")
         return json.loads(outputs[0].read_text())
 
 

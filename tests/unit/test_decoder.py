@@ -14,7 +14,8 @@ from shardmake.plan.memory.decoder import micro_step
 from shardmake.plan.memory.estimate import gpu
 from shardmake.plan.memory.scenario import Scenario, Stack
 from shardmake.plan.memory.script import Script
-from shardmake.plan.memory.trace import _request
+from shardmake.plan.memory.trace import _prefix, _request
+from shardmake.plan.memory.unroll import unrolled
 from shardmake.plan.model import from_config, split
 from tests.unit.test_plan_model import OTHERS
 
@@ -73,9 +74,9 @@ def tracer() -> Any:
     """The tracer in this process: one start of torch for all cases. It replaces functions of torch."""
     from torch import nn, softmax
 
-    from shardmake.plan.memory import tracer
+    from shardmake.plan.memory import kernels, tracer
 
-    kept = {name: getattr(nn.functional, name) for name in (*tracer.ORIGINALS, "dropout")}
+    kept = {name: getattr(nn.functional, name) for name in (*kernels.ORIGINALS, "dropout", "grouped_mm")}
     yield tracer
     for name, function in kept.items():
         setattr(nn.functional, name, function)
@@ -113,8 +114,7 @@ def saved(script: Script) -> int:
 
 def gradients(script: Script) -> set[str]:
     """Weights that got a gradient, by the model's own names."""
-    names = {event[2] for event in script if event[0] == "grad"}
-    return {name.removeprefix("base_model.model.").replace(".default", "") for name in names}
+    return {event[2] for event in script if event[0] == "grad"}
 
 
 @pytest.mark.parametrize("config", [config for config, _ in OTHERS], ids=lambda config: config["model_type"])
@@ -127,6 +127,39 @@ def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> 
     assert [event[1] for event in script if event[0] == "forward"] == list(range(blocks))
     assert gradients(script) >= {tensor.name for tensor in model.tensors if tensor.block is not None} - UNUSED
     assert gpu(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), script).allocated > 0
+
+
+SEVEN = {
+    "gpt2": {"n_embd": 64, "n_layer": 7, "n_head": 4},
+    "mixtral": {**SIZES, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 7, "num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "more"), [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {})], ids=str
+)
+def test_a_few_layers_grow_into_the_whole_trace(kind: str, more: dict[str, Any], tracer: Any) -> None:
+    """Event for event, but for the order of those that fall together and the numbers."""
+    model = from_config({"model_type": kind, "vocab_size": 320, **SEVEN[kind]})
+    case = scenario(model=model, sequence_length=32, **more)
+    grown = unrolled(tracer.trace(_request(case)), 7, _prefix(model))
+    whole = tracer.trace({**_request(case), "layers": None})
+    assert grown is not None
+    assert sorted(map(plain, grown)) == sorted(map(plain, whole))
+    assert of_script(grown, 7) == of_script(whole, 7)
+
+
+def plain(event: Any) -> str:
+    """An event without its storage's number."""
+    return repr((event[0], *event[2:]) if event[0] in ("alloc", "free", "grad") else tuple(event))
+
+
+def test_layers_that_differ_are_traced_whole() -> None:
+    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 8}
+    script = micro_step(scenario(config))
+    prefix = "model.layers."
+    two = [list(event) for event in script if not (event[0] == "grad" and f"{prefix}2." in event[2])]
+    assert unrolled(two, 8, prefix) is None
 
 
 # T5's relative attention bias is an embedding that the stand-in for fused attention does not read.

@@ -186,3 +186,14 @@ def test_an_architecture_without_a_closed_form_is_traced(tmp_path: Any, monkeypa
     three, four = (gpu(case, Buckets(), script_of(case)).allocated for case in cases)
     assert 0 < four - three < three
     assert len(list(tmp_path.rglob("tracer-*.json"))) == 2
+
+
+def test_reserved_stays_within_the_gpu_where_its_tensors_fit() -> None:
+    case = scenario(strategy="fsdp", sequence_length=8192)
+    free = gpu(case, BUCKETS)
+    outside = free.device - free.reserved
+    capacity = (free.allocated + free.reserved) // 2 + outside
+    pressed = gpu(case, BUCKETS, capacity=capacity)
+    assert pressed.allocated == free.allocated
+    assert pressed.wanted == free.reserved > pressed.reserved
+    assert pressed.device <= capacity

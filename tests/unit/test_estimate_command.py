@@ -42,7 +42,7 @@ def test_every_strategy_with_the_documented_keys(model: str) -> None:
             "strategy", "gradient_checkpointing", "nodes", "gpu", "host", "nvme", "disk", "fits", "reason",
             "step_seconds",
         }  # fmt: skip
-        assert set(candidate["gpu"]) == {"allocated", "reserved", "device", "phase", "terms"}
+        assert set(candidate["gpu"]) == {"allocated", "reserved", "wanted", "device", "phase", "terms"}
 
 
 def test_every_term_is_explained(model: str) -> None:

@@ -9,6 +9,7 @@ PATHS = {
     "fetched": "fetched",
     "plan_folder": "plan",
     "memory": "plan/memory.json",
+    "memory_figure": "plan/memory.svg",
     "plan": "plan/plan.json",
     "accelerate": "plan/accelerate.yaml",
     "deepspeed": "plan/deepspeed.json",

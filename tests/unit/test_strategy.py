@@ -104,6 +104,19 @@ def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
     assert len(set(needs)) == len(needs)
 
 
+def test_the_ladder_comes_to_16_bits_before_nvme_and_more_nodes(folders: dict[str, str]) -> None:
+    cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
+    made = plan(
+        folders["eight"], cluster, sequence_length=2048, precision="fp32", global_batch_size=64, strategy="auto"
+    )
+    assert made.choice.precision == "fp32"
+    steps = [(choice.nodes, choice.strategy == "zero3-nvme", choice.precision != "fp32") for choice in made.ladder]
+    assert steps == sorted(steps)
+    assert any(choice.precision == "bf16" for choice in made.ladder)
+    old = plan(folders["tiny"], gpus(accelerator="v100-32gb"), precision="fp32")
+    assert {choice.precision for choice in old.ladder} <= {"fp32", "fp16"}
+
+
 def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -> None:
     values = {"model": folders["tiny"], "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 8}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), CPU)

@@ -27,6 +27,7 @@ rule choose_strategy:
     output:
         memory="runs/{run}/plan/memory.json",
         plan="runs/{run}/plan/plan.json",
+        figure=report("runs/{run}/plan/memory.svg", caption="../report/plan.rst", category="{run}"),
     log:
         "logs/{run}/plan.log",
     localrule: True

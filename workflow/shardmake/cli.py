@@ -156,7 +156,7 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     check_trackers(run.report_to)
     prepare_tasks(run.evaluation)
     made = plan_run(run, cluster, rundir)
-    tell(describe(made))
+    tell(describe(made, rundir))
     tell(describe_checkpoints(made, run, cluster, rundir))
 
 

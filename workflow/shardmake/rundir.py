@@ -36,6 +36,11 @@ class RunDir:
         return self.plan_folder / "memory.json"
 
     @property
+    def memory_figure(self) -> Path:
+        """A bar per candidate, drawn from it."""
+        return self.plan_folder / "memory.svg"
+
+    @property
     def plan(self) -> Path:
         """The choice, the reason, the ladder (`shardmake.plan.plan.Plan`)."""
         return self.plan_folder / "plan.json"

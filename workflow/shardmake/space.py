@@ -3,12 +3,13 @@
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardmake.errors import UserError
-from shardmake.plan.plan import read_plan
+from shardmake.plan.plan import Choice, read_plan
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
 
@@ -27,22 +28,29 @@ class Room:
 
 def check_run(rundir: RunDir) -> None:
     """Refuse to start a training whose checkpoints and final model will not fit; what is there already counts."""
-    estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
-    terms = _disk_terms(estimates, rundir)
-    needed = sum(terms.values()) - tree_size(rundir.checkpoints) - tree_size(rundir.model)
+    check_plan(rundir, read_json(rundir.memory, f"shardmake plan {rundir.name}"), read_plan(rundir.plan).choice)
+
+
+def check_plan(rundir: RunDir, estimates: Mapping[str, Any], choice: Choice) -> str:
+    """Refuse a choice whose checkpoints and final model will not fit; else say what it needs and what is left.
+
+    ``estimates`` is the content of memory.json.
+    """
+    terms = _disk_terms(estimates, choice)
+    needed = max(0, sum(terms.values()) - tree_size(rundir.checkpoints) - tree_size(rundir.model))
     listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in terms.items())
-    _check(rundir.root, needed, f"Run {rundir.name} will need {max(needed, 0) / GIB:.1f} GiB more ({listed})")
+    return _check(rundir.root, needed, f"Run {rundir.name} will need {needed / GIB:.1f} GiB more ({listed})")
 
 
 def checkpoint_size(rundir: RunDir, copies: int) -> int:
     """Estimated bytes of one checkpoint of the run's plan, which reckons with ``copies`` kept and one being written."""
     estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
-    return _disk_terms(estimates, rundir)["checkpoints"] // (copies + 1)
+    return _disk_terms(estimates, read_plan(rundir.plan).choice)["checkpoints"] // (copies + 1)
 
 
-def _disk_terms(estimates: dict[str, Any], rundir: RunDir) -> dict[str, int]:
-    choice = read_plan(rundir.plan).choice.model_dump()
-    return next(item["disk"]["terms"] for item in estimates["candidates"] if item["choice"] == choice)
+def _disk_terms(estimates: Mapping[str, Any], choice: Choice) -> dict[str, int]:
+    chosen = choice.model_dump()
+    return next(item["disk"]["terms"] for item in estimates["candidates"] if item["choice"] == chosen)
 
 
 def check_save(folder: Path, size: int) -> None:
@@ -50,10 +58,12 @@ def check_save(folder: Path, size: int) -> None:
     _check(folder, size, f"The next checkpoint needs {size / GIB:.1f} GiB")
 
 
-def _check(folder: Path, needed: int, sentence: str) -> None:
+def _check(folder: Path, needed: int, sentence: str) -> str:
     room = room_in(folder)
+    both = f"{sentence}, and {folder} has {room.free / GIB:.1f} GiB left ({room.limit})."
     if needed > room.free:
-        raise UserError(f"{sentence}, and {folder} has {room.free / GIB:.1f} GiB left ({room.limit}). {_ADVICE}")
+        raise UserError(f"{both} {_ADVICE}")
+    return both
 
 
 def room_in(folder: Path) -> Room:

@@ -1,8 +1,11 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table, in JSON, explained."""
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
 from typing import Any, Literal
 
 from shardmake.config import STRATEGIES, Attention, Method, Optimizer, Precision, Strategy
@@ -19,6 +22,7 @@ from shardmake.plan.model import Model, Split, cached_path, read_model, split
 from shardmake.receipt import write_json
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
+Scripts = dict[tuple[bool, bool], Script]
 LossKind = Literal["plain", "fused", "chunked"]
 
 EXPLANATIONS = {
@@ -143,29 +147,51 @@ def _rows(question: Question, model: Model, part: Split, hardware: Hardware) -> 
     ]
     if model.decoder is None:
         trace_all(scenarios)
-    scripts: dict[tuple[bool, bool], Script] = {}
-    return [_row(scenario, hardware, scripts) for scenario in scenarios]
+    _act_missing([scenario for scenario in scenarios if not _path(scenario, hardware.gpu_memory).is_file()], hardware)
+    return [_row(scenario, hardware) for scenario in scenarios]
 
 
-def _row(scenario: Scenario, hardware: Hardware, scripts: dict[tuple[bool, bool], Script]) -> Row:
-    memory = _remembered(scenario, scripts)
+def _act_missing(scenarios: Sequence[Scenario], hardware: Hardware) -> None:
+    """Act out ``scenarios`` on all cores and keep their estimates; neighbours share a script, so they go together."""
+    count = min(len(os.sched_getaffinity(0)), len(scenarios))
+    if count < 2:
+        return
+    share = -(-len(scenarios) // count)
+    parts = [(scenarios[start : start + share], hardware.gpu_memory) for start in range(0, len(scenarios), share)]
+    with get_context("fork").Pool(len(parts)) as pool:  # this process has no threads and no torch
+        pool.starmap(_act_part, parts)
+
+
+def _act_part(scenarios: Sequence[Scenario], capacity: int) -> None:
+    scripts: Scripts = {}
+    for scenario in scenarios:
+        _remembered(scenario, capacity, scripts)
+
+
+def _row(scenario: Scenario, hardware: Hardware) -> Row:
+    memory = _remembered(scenario, hardware.gpu_memory, {})
     fits, reason = verdict(memory, scenario, hardware)
     seconds = steptime.step_time(scenario, hardware).total
     return Row(scenario.strategy, scenario.checkpointing, memory, fits, reason, seconds, scenario.nodes)
 
 
-def _remembered(scenario: Scenario, scripts: dict[tuple[bool, bool], Script]) -> Estimate:
-    """The estimate of ``scenario``, kept on disk by everything it depends on."""
-    buckets = buckets_for(scenario.model)
+def _path(scenario: Scenario, capacity: int) -> Path:
+    """Where the estimate of ``scenario`` is kept, by everything it depends on."""
     settings = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
-    request = {"model": scenario.model.key, "settings": settings, "buckets": vars(buckets)}
-    path = cached_path("shardmake.plan.estimate", request)
+    buckets = vars(buckets_for(scenario.model))
+    request = {"model": scenario.model.key, "settings": settings, "buckets": buckets, "capacity": capacity}
+    return cached_path("shardmake.plan.estimate", request)
+
+
+def _remembered(scenario: Scenario, capacity: int, scripts: Scripts) -> Estimate:
+    """The estimate of ``scenario``, kept on disk."""
+    path = _path(scenario, capacity)
     if path.is_file():
         return from_json(json.loads(path.read_text()))
     key = (scenario.checkpointing, scenario.autocast)
     if key not in scripts:
         scripts[key] = script_of(scenario)
-    memory = full(scenario, buckets, scripts[key])
+    memory = full(scenario, buckets_for(scenario.model), scripts[key], capacity=capacity)
     write_json(path, memory.as_json())
     return memory
 
@@ -274,7 +300,7 @@ def _best(question: Question, model: Model, hardware: Hardware) -> Row | None:
     least = min(scenarios, key=need)
     if need(least) > hardware.gpu_memory:
         return None
-    row = _row(least, hardware, {})
+    row = _row(least, hardware)
     return row if row.fits else None
 
 

@@ -2,12 +2,14 @@
 
 from shardmake.config import Cluster, Run
 from shardmake.interval import interval_seconds, job_mtbf_seconds, lost_share
+from shardmake.plan.figure import draw
 from shardmake.plan.limits import ask_partitions, check_request
 from shardmake.plan.plan import Plan, as_json
+from shardmake.plan.strategy import describe as name_of
 from shardmake.plan.strategy import make_plan
-from shardmake.receipt import write_json
+from shardmake.receipt import read_json, write_json, write_text
 from shardmake.rundir import RunDir
-from shardmake.space import GIB, checkpoint_size
+from shardmake.space import GIB, check_plan, checkpoint_size
 
 WRITING = 1e9
 """Bytes per second that a file system is assumed to take before a save has been measured."""
@@ -17,18 +19,20 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """Make the plan of a run and write it with ``memory.json``.
 
     Raises:
-        UserError: nothing fits, or the cluster cannot give what the plan asks.
+        UserError: nothing fits, or the cluster or the disk cannot give what the plan asks.
     """
     plan, memory = make_plan(rundir.name, run, cluster)
     if cluster.executor == "slurm":
         check_request(plan, cluster, ask_partitions())
+    check_plan(rundir, memory, plan.choice)
     write_json(rundir.memory, memory)
+    write_text(rundir.memory_figure, draw(memory, plan.choice))
     write_json(rundir.plan, as_json(plan))
     return plan
 
 
-def describe(plan: Plan) -> str:
-    """The plan in a few lines for people."""
+def describe(plan: Plan, rundir: RunDir) -> str:
+    """The plan in a few lines for people, with the disk it takes and the ladder below it."""
     choice, asked = plan.choice, plan.resources["train"]
     checkpointing = "with" if choice.gradient_checkpointing else "without"
     return "\n".join(
@@ -39,6 +43,8 @@ def describe(plan: Plan) -> str:
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
+            f"  {check_plan(rundir, read_json(rundir.memory, f'shardmake plan {plan.run}'), plan.choice)}",
+            f"  after an out-of-memory: {'; '.join(map(name_of, plan.ladder)) or 'nothing needs less'}",
             f"  {len(plan.rejected)} other candidates, each with its reason, stand in the plan's folder",
         ]
     )

@@ -56,11 +56,13 @@ class Candidate:
     step_seconds: float
     acted: bool
     """Whether the step was acted out; else the figures are the closed form's."""
+    halved: bool = False
+    """Whether it computes in 16 bits where the run says fp32: a rung of the ladder, never the first choice."""
 
     @property
     def name(self) -> str:
         """What people call it, and the key of `Plan.rejected`."""
-        return describe(self.choice)
+        return describe(self.choice) + (f", {self.choice.precision}" if self.halved else "")
 
     def as_json(self) -> dict[str, Any]:
         """The candidate as it stands in memory.json."""
@@ -325,10 +327,15 @@ class Desk:
     def act(self, choice: Choice) -> Candidate:
         """``choice`` acted out, allocation by allocation."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast)
+        key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
         if key not in self._scripts:
             self._scripts[key] = script_of(scenario)
-        return self._judged(choice, scenario, full(scenario, buckets, self._scripts[key], self._kept), acted=True)
+        return self._judged(
+            choice,
+            scenario,
+            full(scenario, buckets, self._scripts[key], self._kept, self.settings.hardware.gpu_memory),
+            acted=True,
+        )
 
     @property
     def _kept(self) -> int:
@@ -339,7 +346,8 @@ class Desk:
         fits, reason = verdict(memory, scenario, hardware)
         tight = not hardware.is_cpu and memory.gpu.device * COMFORT > hardware.gpu_memory
         seconds = steptime.step_time(scenario, hardware).total
-        return Candidate(choice, memory, fits, tight, reason, seconds, acted)
+        halved = choice.precision != self.settings.precision
+        return Candidate(choice, memory, fits, tight, reason, seconds, acted, halved)
 
 
 def scenario_of(settings: Settings, choice: Choice) -> Scenario:
@@ -465,9 +473,11 @@ def _nothing_fits(candidates: list[Candidate], settings: Settings) -> str:
 def ladder(chosen: Candidate, candidates: list[Candidate], desk: Desk) -> tuple[list[Candidate], list[Candidate]]:
     """What follows the choice after each out-of-memory: each rung needs less GPU memory than the one before.
 
-    The second value is all candidates, with acted figures for the rungs.
+    The order is that of DeepSpeed's guide: recomputation, ZeRO-2, its offload, ZeRO-3, its offloads, 16 bits, NVMe,
+    more nodes. The second value is all candidates, with acted figures for the rungs.
     """
     rungs: list[Candidate] = []
+    candidates = [*candidates, *_halved(candidates, desk)]
     known = {candidate.name: candidate for candidate in candidates}
     below = chosen.memory.gpu.device
     for candidate in sorted(candidates, key=_rung):
@@ -481,14 +491,24 @@ def ladder(chosen: Candidate, candidates: list[Candidate], desk: Desk) -> tuple[
     return rungs, list(known.values())
 
 
+def _halved(candidates: Iterable[Candidate], desk: Desk) -> list[Candidate]:
+    """``candidates`` in 16 bits, where the run says fp32 and the GPU has them: bf16 from Ampere on, fp16 before."""
+    settings = desk.settings
+    if settings.hardware.is_cpu or settings.precision != "fp32":
+        return []
+    half = "bf16" if settings.hardware.accelerator.bf16 else "fp16"
+    return [desk.scan(candidate.choice.model_copy(update={"precision": half})) for candidate in candidates]
+
+
 def _order(strategy: Strategy) -> int:
     family = FSDP_LADDER if strategy in FSDP_LADDER else LADDER
     return family.index(strategy)
 
 
-def _rung(candidate: Candidate) -> tuple[int, int, bool, int]:
+def _rung(candidate: Candidate) -> tuple[int, bool, bool, int, bool, int]:
     choice = candidate.choice
-    return choice.nodes, _order(choice.strategy), choice.gradient_checkpointing, -choice.micro_batch_size
+    late = choice.nodes, choice.strategy == "zero3-nvme", candidate.halved
+    return *late, _order(choice.strategy), choice.gradient_checkpointing, -choice.micro_batch_size
 
 
 def _is_below(candidate: Candidate, chosen: Candidate) -> bool:

@@ -15,6 +15,7 @@ SMALL_SEGMENT = 2 * MIB
 LARGE = 10 * MIB
 LARGE_SEGMENT = 20 * MIB
 SEGMENT_ROUND = 2 * MIB
+NUMBER_BITS = 32
 
 
 def rounded(size: int) -> int:
@@ -35,28 +36,34 @@ class _Block:
 
 
 class _Pool:
-    """Free blocks of one stream and size class, by size."""
+    """Free blocks of one stream and size class, by size, then number; both in one integer, which compares fast."""
 
     __slots__ = ("blocks", "keys", "least_rest")
 
     def __init__(self, least_rest: int) -> None:
-        self.keys: list[tuple[int, int]] = []
+        self.keys: list[int] = []
         self.blocks: dict[int, _Block] = {}
         self.least_rest = least_rest
 
     def put(self, block: _Block) -> None:
         block.free = True
-        insort(self.keys, (block.size, block.number))
-        self.blocks[block.number] = block
+        key = block.size << NUMBER_BITS | block.number
+        insort(self.keys, key)
+        self.blocks[key] = block
 
     def remove(self, block: _Block) -> None:
         block.free = False
-        del self.keys[bisect_left(self.keys, (block.size, block.number))]
-        del self.blocks[block.number]
+        key = block.size << NUMBER_BITS | block.number
+        del self.keys[bisect_left(self.keys, key)]
+        del self.blocks[key]
 
-    def best(self, size: int) -> _Block | None:
-        place = bisect_left(self.keys, (size, -1))
-        return self.blocks[self.keys[place][1]] if place < len(self.keys) else None
+    def take_best(self, size: int) -> _Block | None:
+        place = bisect_left(self.keys, size << NUMBER_BITS)
+        if place == len(self.keys):
+            return None
+        block = self.blocks.pop(self.keys.pop(place))
+        block.free = False
+        return block
 
 
 class CachingAllocator:
@@ -77,14 +84,15 @@ class CachingAllocator:
         """Take ``size`` bytes under ``key``."""
         size = rounded(size)
         small = size <= SMALL
-        pool = self._pools.setdefault((stream, small), _Pool(ROUND if small else SMALL + 1))
-        block = pool.best(size)
-        if block is None:
-            block = self._segment(size, pool, small)
-        else:
-            pool.remove(block)
-        self._split(block, size)
+        pool = self._pools.get((stream, small)) or self._pool(stream, small)
+        block = pool.take_best(size) or self._segment(size, pool, small)
+        if block.size - size >= pool.least_rest:
+            self._split(block, size)
         self._taken[key] = block
+
+    def _pool(self, stream: int, small: bool) -> _Pool:
+        pool = _Pool(ROUND if small else SMALL + 1)
+        return self._pools.setdefault((stream, small), pool)
 
     def free(self, key: int) -> None:
         """Give back what ``key`` holds."""
@@ -124,10 +132,7 @@ class CachingAllocator:
         return _Block(size, pool, self._numbers)
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = block.size - size
-        if rest < block.pool.least_rest:
-            return
-        tail = self._block(rest, block.pool)
+        tail = self._block(block.size - size, block.pool)
         tail.before, tail.after = block, block.after
         if block.after is not None:
             block.after.before = tail

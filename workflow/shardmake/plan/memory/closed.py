@@ -33,7 +33,7 @@ class Profile:
 
 def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> Profile:
     """The profile of ``scenario``'s micro step, remembered in ``known``."""
-    key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast)
+    key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
     if key not in known:
         known[key] = _measure(scenario)
     return known[key]

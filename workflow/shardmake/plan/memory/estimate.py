@@ -19,10 +19,15 @@ COMFORT = 1.05  # used memory times this must fit; between it and 1 a candidate 
 
 @dataclass(frozen=True)
 class Gpu:
-    """Bytes on the fullest rank: tensors, what the allocator holds, what the device shows; terms of the peak phase."""
+    """Bytes on the fullest rank: tensors, what the allocator holds, what the device shows; terms of the peak phase.
+
+    ``wanted`` is what the allocator would hold on a device without end. Where that is more than the device has, it
+    gives unused segments back before it takes a new one, and ``reserved`` is what it holds at most then.
+    """
 
     allocated: int
     reserved: int
+    wanted: int
     device: int
     phase: str
     terms: Terms
@@ -64,7 +69,7 @@ def quick(scenario: Scenario, buckets: Buckets, activations: closed.Profile, kep
     terms = {term: size for term, size in by_phase[phase].items() if size}
     allocated = sum(terms.values())
     reserved = allocated if scenario.on_cpu else int(closed.RESERVED_SHARE * allocated)
-    figures = Gpu(allocated, reserved, reserved + outside(scenario), phase, terms)
+    figures = Gpu(allocated, reserved, reserved, reserved + outside(scenario), phase, terms)
     return _estimate(scenario, buckets, figures, kept)
 
 
@@ -87,12 +92,11 @@ def gpu(scenario: Scenario, buckets: Buckets, script: Script | None = None, capa
     timeline = act(scenario, buckets, script or script_of(scenario))
     phase = timeline.highest()
     peak = timeline.peaks[phase]
-    reserved = (
-        timeline.resident()
-        if scenario.on_cpu
-        else timeline.reserved(capacity - outside(scenario) if capacity else None)
-    )
-    return Gpu(peak.total, reserved, reserved + outside(scenario), phase, peak.terms)
+    wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()
+    limit = capacity - outside(scenario) if capacity is not None and not scenario.on_cpu else wanted
+    if peak.total <= limit < wanted:
+        reserved = timeline.reserved(limit)
+    return Gpu(peak.total, reserved, wanted, reserved + outside(scenario), phase, peak.terms)
 
 
 def script_of(scenario: Scenario) -> Script:
@@ -142,6 +146,10 @@ def verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[b
             return False, f"needs {need / GIB:.1f} GiB of {what}, there are {room / GIB:.1f}"
     tight = result.gpu.device * COMFORT > hardware.gpu_memory
     figures = f"{result.gpu.device / GIB:.1f} of {hardware.gpu_memory / GIB:.1f} GiB per GPU"
+    if result.gpu.wanted > result.gpu.reserved:
+        figures += (
+            f", where PyTorch's cache gives back what it has beyond (it would grow to {result.gpu.wanted / GIB:.1f})"
+        )
     return True, f"tight: {figures}" if tight else f"fits: {figures}"
 
 

@@ -1,13 +1,16 @@
 """The script of a micro step from the fake-tensor trace, for architectures without a closed form."""
 
+import json
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any
 
 from shardmake.plan.memory.decoder import weight_bytes
 from shardmake.plan.memory.scenario import Scenario
 from shardmake.plan.memory.script import Script
-from shardmake.plan.model import cached_path, read_cached, run_helper
+from shardmake.plan.memory.unroll import KEPT, unrolled
+from shardmake.plan.model import Model, cached_path, read_cached, run_helper
 from shardmake.receipt import write_json
 
 TRACER = "shardmake.plan.memory.tracer"
@@ -31,15 +34,34 @@ def trace_all(scenarios: Iterable[Scenario]) -> None:
 def scaled(scenario: Scenario) -> Script:
     """Events of one forward and backward pass of ``scenario``: every size is linear in the micro batch.
 
-    Steps whose events differ between micro batches 2 and 3 are traced at their own size.
+    A few layers are traced and repeated. Models whose layers differ are traced whole, and steps whose events differ
+    between micro batches 2 and 3, at their own size.
     """
     trace_all([scenario])
     one, *more = (read_cached(TRACER, _request(replace(scenario, micro_batch=size))) for size in _sizes(scenario))
-    if not more:
-        return one
-    if not _alike(one, more[0]):
-        return _traced(scenario)
-    return [_at_batch(scenario.micro_batch, *pair) for pair in zip(one, more[0], strict=True)]
+    if more and not _same_events(one, more[0]):
+        return _traced(scenario, None)
+    script = [_at_batch(scenario.micro_batch, *pair) for pair in zip(one, more[0], strict=True)] if more else one
+    if _kept_layers(scenario.model) is None:
+        return script
+    return unrolled(script, len(scenario.model.blocks), _prefix(scenario.model)) or _traced(scenario, None)
+
+
+def _kept_layers(model: Model) -> int | None:
+    """How many layers are enough; None where not all have the same weights, or they stand in several lists."""
+    shapes: dict[int | None, list[tuple[str, tuple[int, ...]]]] = {}
+    for tensor in model.tensors:
+        name = tensor.name.replace(f"{_prefix(model)}{tensor.block}.", "")
+        shapes.setdefault(tensor.block, []).append((name, tensor.shape))
+    shapes.pop(None, None)
+    alike = len({tuple(parts) for parts in shapes.values()}) == 1
+    return KEPT if alike and len(shapes) > KEPT else None
+
+
+def _prefix(model: Model) -> str:
+    """What stands before a layer's index in its weights' names."""
+    one, two = (next((t.name for t in model.tensors if t.block == block), "") for block in (0, 1))
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
 
 
 def _sizes(scenario: Scenario) -> tuple[int, ...]:
@@ -47,16 +69,16 @@ def _sizes(scenario: Scenario) -> tuple[int, ...]:
     return (1,) if scenario.micro_batch == 1 else (2, 3)
 
 
-def _traced(scenario: Scenario) -> Script:
-    request = _request(scenario)
+def _traced(scenario: Scenario, layers: int | None) -> Script:
+    request = {**_request(scenario), "layers": layers}
     path = cached_path(TRACER, request)
     if not path.is_file():
         write_json(path, run_helper(TRACER, {"requests": [request]})[0])
-    script: Script = read_cached(TRACER, request)
+    script: Script = json.loads(path.read_text())
     return script
 
 
-def _alike(one: Script, two: Script) -> bool:
+def _same_events(one: Script, two: Script) -> bool:
     return len(one) == len(two) and all(a[0] == b[0] for a, b in zip(one, two, strict=True))
 
 
@@ -70,6 +92,7 @@ def _request(scenario: Scenario) -> dict[str, Any]:
     return {
         "config": dict(scenario.model.config),
         "source": scenario.model.source,
+        "layers": _kept_layers(scenario.model),
         "trust_remote_code": scenario.model.trust_remote_code,
         "micro_batch": scenario.micro_batch,
         "sequence_length": scenario.sequence_length,

@@ -2,8 +2,7 @@
 
 Run as a process by `shardmake.plan.memory.trace`. No weight and no activation takes memory. Fake tensors live on "cpu":
 a torch without CUDA aborts on the first backward pass of a fake CUDA tensor. Where CPU kernels save something else than
-the GPU's, the operator is replaced by one that saves what the GPU's does: attention (FlashAttention-2 or the
-memory-efficient kernel), dropout (a mask of one byte an element), autocast's fp32 list.
+the GPU's, `shardmake.plan.memory.kernels` stands in.
 """
 
 import gc
@@ -22,11 +21,10 @@ from torch.utils._pytree import tree_leaves
 
 from shardmake.errors import UserError
 from shardmake.plan.census import block_paths, build
+from shardmake.plan.memory.kernels import act_like_the_gpu, register_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Event = list[Any]
-ORIGINALS = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy")}
-TORCH_SOFTMAX = torch.softmax
 
 
 def main() -> int:
@@ -71,6 +69,8 @@ def prepare(request: Mapping[str, Any]) -> nn.Module:
     """The model on the meta device, with adapters, checkpointing and the stand-in for its attention."""
     register_attention()
     model = build(request["config"], request["source"], request["trust_remote_code"])
+    if request["layers"]:
+        _keep_layers(model, request["layers"])
     _set_attention(model, request["attention"], request["masked"])
     if request["method"] != "full":
         model = _with_adapters(model, request)
@@ -78,6 +78,15 @@ def prepare(request: Mapping[str, Any]) -> nn.Module:
     if request["checkpointing"]:
         _enable_checkpointing(model, request["method"] != "full")
     return model
+
+
+def _keep_layers(model: nn.Module, count: int) -> None:
+    """Leave the first ``count`` layers of the one list that holds them all."""
+    (path,) = {path.rpartition(".")[0] for path in block_paths(model)}
+    parent, _, name = path.rpartition(".")
+    layers = model.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
+    setattr(model.get_submodule(parent), name, layers[:count])
 
 
 def _enable_checkpointing(model: Any, adapters: bool) -> None:
@@ -176,10 +185,21 @@ class Recorder(TorchDispatchMode):
         """Begin the script anew; frees of older storages are left out."""
         self.events = []
         self._first = self._next
+        self._backward = False
+        self._begun: set[int] = set()
 
     def mark(self, kind: str, *values: Any) -> None:
         """Put a marker between the events."""
+        self._backward = self._backward or kind == "backward"
         self.events.append([kind, *values])
+
+    def mark_block(self, kind: str, index: int) -> None:
+        """A layer's marker; in the backward pass, its recomputation is where its backward pass begins."""
+        if not self._backward:
+            self.mark(kind, index)
+        elif kind != "forward end" and index not in self._begun:
+            self._begun.add(index)
+            self.mark("backward block", index)
 
     def known_id(self, tensor: torch.Tensor) -> int | None:
         """Number of the storage of ``tensor`` where it appeared in this script."""
@@ -227,7 +247,7 @@ def _base(model: Any) -> Any:
 
 def _marker(recorder: Recorder, kind: str, index: int) -> Callable[..., None]:
     def hook(*_: Any) -> None:
-        recorder.mark(kind, index)
+        recorder.mark_block(kind, index)
 
     return hook
 
@@ -245,160 +265,8 @@ def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(hook(name))
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What the GPU's kernels save
-
-
-class _Flash(torch.autograd.Function):
-    """FlashAttention-2: saves q, k, v, out and the fp32 log-sum-exp; its backward pass accumulates dq in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        batch, heads, length, _ = query.shape
-        out = query.new_empty(batch, length, heads, value.shape[-1])
-        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, length, dtype=torch.float32))
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        query, key, value, out, _lse = ctx.saved_tensors
-        batch, heads, length, width = query.shape
-        padded = (length + 127) // 128 * 128
-        grad_q = query.new_empty(batch, length, heads, width)
-        row_sums = query.new_empty(batch, heads, padded, dtype=torch.float32)
-        accumulator = query.new_empty(batch, padded, heads, width, dtype=torch.float32)
-        grads = [_grouped_grad(tensor, heads) for tensor in (key, value)]
-        del row_sums, accumulator, out
-        return grad_q.transpose(1, 2), *grads
-
-
-def _grouped_grad(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Gradient of keys or values: made per query head, then summed over the group."""
-    batch, groups, length, width = tensor.shape
-    grad = tensor.new_empty(batch, length, heads, width)
-    if groups != heads:
-        grad = grad.view(batch, length, groups, heads // groups, width).sum(3)
-    return grad.transpose(1, 2)
-
-
-class _MemoryEfficient(torch.autograd.Function):
-    """The memory-efficient kernel with an additive mask: saves q, k, v, mask, out and the fp32 log-sum-exp."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-    ) -> torch.Tensor:
-        batch, heads, length, _ = query.shape
-        out = query.new_empty(batch, length, heads, value.shape[-1])
-        sums = query.new_empty(batch, heads, (length + 31) // 32 * 32, dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, out, sums)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        query, key, value, *_rest = ctx.saved_tensors
-        delta = query.new_empty(query.shape[:3], dtype=torch.float32)
-        grads = [
-            torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
-        ]
-        del delta
-        return *(grad.transpose(1, 2) for grad in grads), None
-
-
-def _autocast_attention(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Attention kernels are on autocast's 16-bit list."""
-    if not torch.is_autocast_enabled("cpu"):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype("cpu")
-    return [tensor.to(dtype) for tensor in tensors]
-
-
-def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
-    return _Flash.apply(*_autocast_attention(query, key, value)), None
-
-
-def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
-    """As transformers' SDPA with a mask: keys and values repeated, the mask made additive in every layer."""
-    query, key, value = _autocast_attention(query, key, value)
-    key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
-    batch, _, length, _ = query.shape
-    mask = query.new_zeros(batch, 1, length, key.shape[2])
-    return _MemoryEfficient.apply(query, key, value, mask), None
-
-
-def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    batch, groups, length, width = tensor.shape
-    if groups == heads:
-        return tensor
-    return tensor[:, :, None].expand(batch, groups, heads // groups, length, width).reshape(batch, heads, length, width)
-
-
-def register_attention() -> None:
-    """Make the stand-ins known to transformers; their masks are made where they are used."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface
-
-    for name, function in (("shardmake_fused", _fused_attention), ("shardmake_masked", _masked_attention)):
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, lambda *_, **__: None)
-
-
-class _DropoutFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(torch.empty_like(tensor, dtype=torch.bool))
-        return torch.empty_like(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(grads[0])
-
-
-def _gpu_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Dropout as on the GPU: an output and a mask of one byte an element."""
-    return _DropoutFunction.apply(input) if training and p else input
-
-
-class _OldSoftmax(torch.autograd.Function):
-    """Softmax whose backward formula takes its input beside its result."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        out = torch.empty_like(tensor)
-        ctx.save_for_backward(tensor, out)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
-        return torch.empty_like(grads[0])
-
-    @staticmethod
-    def run(tensor: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
-        return _OldSoftmax.apply(tensor if dtype is None else tensor.to(dtype))
-
-
-def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``function`` as CUDA's autocast runs it: in fp32. The CPU's leaves it as it comes."""
-
-    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
-        if torch.is_autocast_enabled("cpu"):
-            args = tuple(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
-        return function(*args, **kwargs)
-
-    return wrapped
-
-
-def act_like_the_gpu(softmax_saves_input: bool = False) -> None:
-    """Replace the functions whose CPU versions save something else. Function modes would not do: they are off while the
-    backward pass recomputes a checkpointed layer."""
-    nn.functional.dropout = _gpu_dropout
-    for name, original in ORIGINALS.items():
-        old = name == "softmax" and softmax_saves_input
-        setattr(nn.functional, name, _in_fp32(_OldSoftmax.run if old else original))
-    torch.softmax = _in_fp32(TORCH_SOFTMAX)
+            plain = name.removeprefix("base_model.model.").replace(".default.", ".")  # as without PEFT's wrapping
+            parameter.register_post_accumulate_grad_hook(hook(plain))
 
 
 if __name__ == "__main__":

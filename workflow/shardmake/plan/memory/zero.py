@@ -37,8 +37,10 @@ class Zero(Engine):
     def step(self) -> None:
         """The norm in fp64, then one group after the other gets fp32 gradients."""
         self._brief(states.norm_bytes(self.scenario), "gradient norm")
-        if not self.scenario.offloads_optimizer:
-            for group in self._groups():
+        for group in self._groups():
+            if self.scenario.offloads_optimizer:
+                self._update()
+            else:
                 self._step_group(group)
         self._drop_gradients()
 

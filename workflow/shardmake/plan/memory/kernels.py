@@ -1,0 +1,183 @@
+"""Stand-ins for operators whose CPU versions save something else for the backward pass than the GPU's.
+
+Attention (FlashAttention-2 or the memory-efficient kernel), dropout (a mask of one byte an element), the experts'
+grouped product, autocast's fp32 list. They only make tensors of the right sizes: nothing is computed.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+ORIGINALS = {name: getattr(nn.functional, name) for name in ("softmax", "log_softmax", "layer_norm", "cross_entropy")}
+TORCH_SOFTMAX = torch.softmax
+
+
+class _Flash(torch.autograd.Function):
+    """FlashAttention-2: saves q, k, v, out and the fp32 log-sum-exp; its backward pass accumulates dq in fp32."""
+
+    @staticmethod
+    def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1])
+        ctx.save_for_backward(query, key, value, out, query.new_empty(batch, heads, length, dtype=torch.float32))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        query, key, value, out, _lse = ctx.saved_tensors
+        batch, heads, length, width = query.shape
+        padded = (length + 127) // 128 * 128
+        grad_q = query.new_empty(batch, length, heads, width)
+        row_sums = query.new_empty(batch, heads, padded, dtype=torch.float32)
+        accumulator = query.new_empty(batch, padded, heads, width, dtype=torch.float32)
+        grads = [_grouped_grad(tensor, heads) for tensor in (key, value)]
+        del row_sums, accumulator, out
+        return grad_q.transpose(1, 2), *grads
+
+
+def _grouped_grad(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    """Gradient of keys or values: made per query head, then summed over the group."""
+    batch, groups, length, width = tensor.shape
+    grad = tensor.new_empty(batch, length, heads, width)
+    if groups != heads:
+        grad = grad.view(batch, length, groups, heads // groups, width).sum(3)
+    return grad.transpose(1, 2)
+
+
+class _MemoryEfficient(torch.autograd.Function):
+    """The memory-efficient kernel with an additive mask: saves q, k, v, mask, out and the fp32 log-sum-exp."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        batch, heads, length, _ = query.shape
+        out = query.new_empty(batch, length, heads, value.shape[-1])
+        sums = query.new_empty(batch, heads, (length + 31) // 32 * 32, dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, sums)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        query, key, value, *_rest = ctx.saved_tensors
+        delta = query.new_empty(query.shape[:3], dtype=torch.float32)
+        grads = [
+            torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format) for t in (query, key, value)
+        ]
+        del delta
+        return *(grad.transpose(1, 2) for grad in grads), None
+
+
+def _autocast_attention(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Attention kernels are on autocast's 16-bit list."""
+    if not torch.is_autocast_enabled("cpu"):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype("cpu")
+    return [tensor.to(dtype) for tensor in tensors]
+
+
+def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
+    return _Flash.apply(*_autocast_attention(query, key, value)), None
+
+
+def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
+    """As transformers' SDPA with a mask: keys and values repeated, the mask made additive in every layer."""
+    query, key, value = _autocast_attention(query, key, value)
+    key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
+    batch, _, length, _ = query.shape
+    mask = query.new_zeros(batch, 1, length, key.shape[2])
+    return _MemoryEfficient.apply(query, key, value, mask), None
+
+
+def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    batch, groups, length, width = tensor.shape
+    if groups == heads:
+        return tensor
+    return tensor[:, :, None].expand(batch, groups, heads // groups, length, width).reshape(batch, heads, length, width)
+
+
+def register_attention() -> None:
+    """Make the stand-ins known to transformers; their masks are made where they are used."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    for name, function in (("shardmake_fused", _fused_attention), ("shardmake_masked", _masked_attention)):
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, lambda *_, **__: None)
+
+
+class _DropoutFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.empty_like(tensor, dtype=torch.bool))
+        return torch.empty_like(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(grads[0])
+
+
+def _gpu_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """Dropout as on the GPU: an output and a mask of one byte an element."""
+    return _DropoutFunction.apply(input) if training and p else input
+
+
+class _OldSoftmax(torch.autograd.Function):
+    """Softmax whose backward formula takes its input beside its result."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(tensor)
+        ctx.save_for_backward(tensor, out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(grads[0])
+
+    @staticmethod
+    def run(tensor: torch.Tensor, dim: int = -1, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+        return _OldSoftmax.apply(tensor if dtype is None else tensor.to(dtype))
+
+
+class _GroupedProduct(torch.autograd.Function):
+    """``grouped_mm`` of the experts: saves tokens and weights. torch's shape function takes bf16 alone."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight)
+        return tokens.new_empty(tokens.shape[0], weight.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        tokens, weight = ctx.saved_tensors
+        needs_tokens, needs_weight = ctx.needs_input_grad
+        return torch.empty_like(tokens) if needs_tokens else None, torch.empty_like(weight) if needs_weight else None
+
+
+def _grouped_product(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> torch.Tensor:
+    return _GroupedProduct.apply(input, weight)
+
+
+def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """``function`` as CUDA's autocast runs it: in fp32. The CPU's leaves it as it comes."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(a.float() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in args)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def act_like_the_gpu(softmax_saves_input: bool = False) -> None:
+    """Replace the functions whose CPU versions save something else. Function modes would not do: they are off while the
+    backward pass recomputes a checkpointed layer."""
+    nn.functional.dropout = _gpu_dropout
+    nn.functional.grouped_mm = _grouped_product  # type: ignore[assignment]
+    for name, original in ORIGINALS.items():
+        old = name == "softmax" and softmax_saves_input
+        setattr(nn.functional, name, _in_fp32(_OldSoftmax.run if old else original))
+    torch.softmax = _in_fp32(TORCH_SOFTMAX)
