@@ -12,12 +12,17 @@ import pytest
 from shardmake.consolidate import consolidate, unpickle
 from shardmake.consolidate.locate import read_checkpoint
 from shardmake.errors import UserError
-from tests.workflow.consolidate_checkpoints import trained
+from tests.workflow.consolidate_checkpoints import ask_in_process, trained
 
 pytestmark = pytest.mark.training
 STEP = "checkpoint-2/global_step2"
 RANK1 = f"{STEP}/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FSDP = "checkpoint-2/pytorch_model_fsdp_0"
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_in_process(monkeypatch)
 
 
 @pytest.fixture
