@@ -2,7 +2,8 @@
 
     python benchmarks/consolidate.py FOLDER [--rounds 5] [--ranks 4] [--out benchmarks/results/consolidate.json]
 
-FOLDER needs about 14 GB. Every tool runs in a process of its own; its time includes the sync of what it wrote.
+FOLDER needs about 14 GB. Every tool runs in a process of its own; its time includes the sync of what it wrote. Each is
+compared with a ``cp`` that ran just before it, because a disk is not equally fast at all times.
 ``cold``: the page cache is told to drop the sources first; ``warm``: they are read first. Memory is the peak of the
 anonymous memory of the process and its children, sampled.
 """
@@ -25,6 +26,7 @@ from typing import Any
 
 from benchmarks.synthetic import llama, shapes, write_zero3
 
+CP = "cp of the fp32 model"
 DEEPSPEED = """
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 convert("{zero}", "{out}", safe_serialization=True)
@@ -71,16 +73,25 @@ def main() -> None:
     parser.add_argument("--tools", default="", help="measure only tools whose name matches this, and cp")
     options = parser.parse_args()
     sources = make_sources(options.folder, options.ranks)
-    wanted = re.compile(f"^cp |{options.tools}")
+    wanted = re.compile(f"^{CP}|{options.tools}")
     tools = {name: tool for name, tool in make_tools(sources).items() if wanted.search(name)}
     runs: dict[str, list[dict[str, Any]]] = {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for done in range(1, options.rounds + 1):
         for cache in ("cold", "warm"):
-            for name, (source, code) in tools.items():
-                runs.setdefault(f"{name} ({cache})", []).append(run(options.folder / "out", source, code, cache))
+            measure(tools, options.folder / "out", cache, runs)
             result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs)}
             options.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+def measure(tools: dict[str, tuple[str, str]], out: Path, cache: str, runs: dict[str, list[dict[str, Any]]]) -> None:
+    """One round; each tool's run gets the seconds of the ``cp`` before it as ``cp``."""
+    for name, (source, code) in tools.items():
+        if name != CP:
+            floor = run(out, *tools[CP], cache)
+            runs.setdefault(f"{CP} ({cache})", []).append(floor | {"cp": floor["seconds"]})
+            found = run(out, source, code, cache) | {"cp": floor["seconds"]}
+            runs.setdefault(f"{name} ({cache})", []).append(found)
 
 
 def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
@@ -92,6 +103,7 @@ def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
         write_zero3(paths["zero"], paths["base"], config, ranks)
         code = f"from benchmarks.consolidate import save_dcp; save_dcp({str(paths['dcp'])!r}, {str(paths['hf'])!r})"
         subprocess.run([sys.executable, "-c", code], check=True)
+        os.link(next(paths["hf"].iterdir()), paths["base"] / "model.safetensors")  # the base model has the same tensors
     size = sum(4 * shape.numel() for shape in names.values())
     return {**{kind: str(path) for kind, path in paths.items()}, "bytes": size, "names": list(names)}
 
@@ -111,7 +123,7 @@ def make_tools(sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
     """By name, the folder that is read and the Python program; ``cp`` copies a merged fp32 model."""
     zero, dcp, hf = sources["zero"], sources["dcp"], sources["hf"]
     tools = {
-        "cp of the fp32 model": (hf, ""),
+        CP: (hf, ""),
         "shardmake, ZeRO-3": (zero, OURS.replace("{source}", zero).replace("{dtype}", "keep")),
         "shardmake, ZeRO-3 to bf16": (zero, OURS.replace("{source}", zero).replace("{dtype}", "bf16")),
         "shardmake, DCP": (dcp, OURS.replace("{source}", dcp).replace("{dtype}", "keep")),
@@ -207,18 +219,17 @@ def anonymous(pid: int) -> int:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Medians, and the ratio to ``cp`` in the same state of the page cache."""
-    medians = {
-        name: {key: round(statistics.median(run[key] for run in found), 3) for key in found[0]}
-        | {"seconds_all": [round(run["seconds"], 2) for run in found]}
-        for name, found in runs.items()
-    }
-    for name, values in medians.items():
-        floor = medians[f"cp of the fp32 model ({'cold' if name.endswith('(cold)') else 'warm'})"]["seconds"]
-        values["times_cp"] = round(values["seconds"] / floor, 2)
-        if "copy" in values:
-            values["copy_times_cp"] = round(values["copy"] / floor, 2)
-    return medians
+    """Medians; and of the ratios to the ``cp`` before each run, for all of it and for its copy phase alone."""
+    return {name: _medians(found) for name, found in runs.items()}
+
+
+def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
+    values = {key: statistics.median(run[key] for run in found) for key in found[0]}
+    values["times_cp"] = statistics.median(run["seconds"] / run["cp"] for run in found)
+    if "copy" in values:
+        values["copy_times_cp"] = statistics.median(run["copy"] / run["cp"] for run in found)
+    rounded = {key: round(value, 3) for key, value in values.items()}
+    return {**rounded, "seconds_all": [round(run["seconds"], 2) for run in found]}
 
 
 def machine() -> dict[str, Any]:

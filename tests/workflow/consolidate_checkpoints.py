@@ -6,17 +6,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardmake.consolidate import merge, verify
 from shardmake.consolidate.dtypes import Target
 from shardmake.consolidate.layout import parse_size, plan_shards
+from shardmake.consolidate.loading import Loading, load, load_adapter
 from shardmake.consolidate.locate import read_checkpoint
 from shardmake.consolidate.writer import ShardWriter
 
 HERE = Path(__file__).parent
 ZERO = {
-    1: ("zero2", "zero3-bf16", "zero2-bf16-lora-nobase"),
+    1: ("zero2-fp16", "zero3-fp16", "zero2-bf16-lora-nobase"),
     2: (
         "zero1-frozen",
         "zero1-bf16-accumfp32",
@@ -35,6 +38,19 @@ FSDP = {
     4: ("tp",),
 }
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def ask_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the check with transformers run in the test's own process, which has imported it: seconds less each time.
+
+    Its own process is what every test has that starts the command, and those of memory and of killing.
+    """
+
+    def ask(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> Loading:
+        return load(folder, trust_remote_code) if base is None else load_adapter(folder, base, trust_remote_code)
+
+    monkeypatch.setattr(merge, "try_loading", ask)
+    monkeypatch.setattr(verify, "try_loading", ask)
 
 
 @functools.cache

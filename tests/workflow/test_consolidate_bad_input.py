@@ -12,12 +12,17 @@ import pytest
 from shardmake.consolidate import consolidate, unpickle
 from shardmake.consolidate.locate import read_checkpoint
 from shardmake.errors import UserError
-from tests.workflow.consolidate_checkpoints import trained
+from tests.workflow.consolidate_checkpoints import ask_in_process, trained
 
 pytestmark = pytest.mark.training
 STEP = "checkpoint-2/global_step2"
 RANK1 = f"{STEP}/zero_pp_rank_1_mp_rank_00_optim_states.pt"
 FSDP = "checkpoint-2/pytorch_model_fsdp_0"
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_in_process(monkeypatch)
 
 
 @pytest.fixture
@@ -55,12 +60,18 @@ def test_a_missing_rank(zero3: Path, kind: str) -> None:
 
 def test_the_last_rank_missing(zero3: Path) -> None:
     (zero3 / STEP / "zero_pp_rank_2_mp_rank_00_optim_states.pt").unlink()
-    refused(zero3, "was written by 3 ranks, but holds the optimizer files of 2")
+    refused(zero3, "was written by 3 ranks, but .* holds the optimizer files of 2")
 
 
 def test_a_rank_of_another_world_size(zero3: Path) -> None:
     shutil.copy(zero3 / RANK1, zero3 / STEP / "zero_pp_rank_3_mp_rank_00_optim_states.pt")
-    refused(zero3, "was written by 3 ranks, but holds the optimizer files of 4")
+    refused(zero3, "was written by 3 ranks, but .* holds the optimizer files of 4")
+
+
+def test_a_rank_of_a_run_with_another_world_size(zero3: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = trained(tmp_path_factory.getbasetemp(), "zero", 2) / "zero3-lora" / RANK1
+    shutil.copy(other, zero3 / RANK1)
+    refused(zero3, r"zero_pp_rank_1_mp_rank_00_optim_states\.pt was written by 2 ranks, but .* holds .* of 3")
 
 
 @pytest.mark.parametrize("keep", [0, 0.5, 0.999])

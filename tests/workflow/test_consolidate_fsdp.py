@@ -10,10 +10,23 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardmake.consolidate import consolidate
 from shardmake.errors import UserError
-from tests.workflow.consolidate_checkpoints import FSDP, assert_equal, load_weights, merged, trained, truth
+from tests.workflow.consolidate_checkpoints import (
+    FSDP,
+    ask_in_process,
+    assert_equal,
+    load_weights,
+    merged,
+    trained,
+    truth,
+)
 
 pytestmark = pytest.mark.training
 VARIANTS = [(world, variant) for world, variants in FSDP.items() for variant in variants]
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_in_process(monkeypatch)
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda item: f"{item[1]}-{item[0]}ranks")

@@ -28,7 +28,7 @@ def ask_transformers_once(monkeypatch: pytest.MonkeyPatch, variant: Path) -> Non
     """Its real answer, the same for every one of the many merges here; asking takes seconds each time."""
     answers: dict[bool, Any] = {}
 
-    def remembered(folder: Path, trust_remote_code: bool) -> Any:
+    def remembered(folder: Path, trust_remote_code: bool, base: Path | None = None) -> Any:
         if trust_remote_code not in answers:
             answers[trust_remote_code] = try_loading(folder, trust_remote_code)
         return answers[trust_remote_code]

@@ -10,12 +10,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.consolidate import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.errors import UserError
-from tests.workflow.consolidate_checkpoints import load_weights, trained, truth
+from tests.workflow.consolidate_checkpoints import ask_in_process, load_weights, trained, truth
 
 SHAPE = LlamaConfig(
     vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2,
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_in_process(monkeypatch)
 
 
 @pytest.fixture(params=[{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}, "modules_to_save": ["lm_head"]}])

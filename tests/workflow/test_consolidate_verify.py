@@ -13,12 +13,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.consolidate import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.errors import UserError
+from tests.workflow.consolidate_checkpoints import ask_in_process
 
 SHAPE = LlamaConfig(
     vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
     num_key_value_heads=2, attention_bias=True,
 )  # fmt: skip
 Q = "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_in_process(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +42,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def merged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "model"
-    consolidate(checkpoint, out, dtype="bf16", max_shard_size="20KB")
+    with pytest.MonkeyPatch.context() as patch:
+        ask_in_process(patch)
+        consolidate(checkpoint, out, dtype="bf16", max_shard_size="20KB")
     return out
 
 

@@ -21,6 +21,7 @@ from shardmake.config import (
     load_config,
 )
 from shardmake.consolidate.dtypes import Target
+from shardmake.consolidate.naming import Format
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
 from shardmake.sharing import share
@@ -239,8 +240,15 @@ def consolidate(
     out: Annotated[Path | None, typer.Argument(help="Model folder to write; for a checkpoint's folder.")] = None,
     base: Annotated[Path | None, typer.Option(help="Folder that config and tokenizer come from.")] = None,
     dtype: Annotated[Target, typer.Option(help="Data type of the weights; keep: the training's own.")] = "keep",
+    format: Annotated[Format, typer.Option(help="bin: files that torch.load reads.")] = "safetensors",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA adapter alone, unmerged.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
     workers: Annotated[int, typer.Option(help="Files read at once.")] = 2,
+    tasks: Annotated[int, typer.Option(help="Processes, on any nodes, that merge together.")] = 1,
+    task_index: Annotated[
+        int, typer.Option(envvar="SLURM_PROCID", help="Which of them this is, from 0 on; in Slurm, its own.")
+    ] = 0,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the model's code run.")] = False,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
 ) -> None:
@@ -251,8 +259,20 @@ def consolidate(
     if out is None:
         run, _, rundir = _open_fetched(source, config, runs)
         consolidate_run(run, rundir, workers=workers, tell=tell)
-    else:
-        merge(Path(source), out, base=base, dtype=dtype, max_shard_size=max_shard_size, workers=workers)
+        return
+    merge(
+        Path(source),
+        out,
+        base=base,
+        dtype=dtype,
+        format=format,
+        adapter=adapter,
+        max_shard_size=max_shard_size,
+        workers=workers,
+        task=(task_index if tasks > 1 else 0, tasks),
+        trust_remote_code=trust_remote_code,
+        report=tell,
+    )
 
 
 @app.command()
@@ -286,13 +306,16 @@ def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 def verify(
     model: Annotated[Path, typer.Argument(help="A model folder.")],
     against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit for bit.")] = None,
+    base: Annotated[Path | None, typer.Option(help="The base model's folder, where either is an adapter.")] = None,
     workers: Annotated[int, typer.Option(help="Files read at once.")] = 2,
 ) -> None:
     """Check a model folder tensor by tensor, and against the checkpoint it was merged from."""
     from shardmake.consolidate.verify import verify as check_model
 
-    found = check_model(model, against, workers=workers)
+    found = check_model(model, against, base=base, workers=workers)
     tell(f"{model} is whole: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
+    if against is not None:
+        tell(f"Every bit is what {against} holds.")
 
 
 @app.command()

@@ -1,6 +1,5 @@
 """The small files of a model's folder: config, generation config, tokenizer, chat template, processor, model code."""
 
-import json
 import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -28,8 +27,10 @@ def folders(checkpoint: Path, base: Path | None) -> list[Path]:
     return [folder for folder in (checkpoint, checkpoint.parent, base) if folder is not None]
 
 
-def copy_companions(sources: Sequence[Path], target: Path, dtypes: Iterable[str]) -> None:
+def copy_companions(sources: Sequence[Path], target: Path, dtypes: Iterable[str], adapter: Path | None = None) -> None:
     """Put the small files into ``target``, each group from the first of ``sources`` that has any of it.
+
+    With ``adapter``, the adapter_config.json of an adapter alone, which has no config of a model beside it.
 
     Args:
         sources: Folders, best first.
@@ -40,8 +41,13 @@ def copy_companions(sources: Sequence[Path], target: Path, dtypes: Iterable[str]
         UserError: no folder holds a config.json.
     """
     target.mkdir(parents=True, exist_ok=True)
-    write_json(target / "config.json", _config(sources, dtypes))
-    for patterns in _GROUPS.values():
+    groups = dict(_GROUPS)
+    if adapter is None:
+        write_json(target / "config.json", _config(sources, dtypes))
+    else:
+        write_json(target / adapter.name, {**read_json(adapter, "the training"), "inference_mode": True})
+        groups = {"tokenizer": _GROUPS["tokenizer"]}
+    for patterns in groups.values():
         for source in sources:
             found = [path for pattern in patterns for path in sorted(source.glob(pattern))]
             found = [path for path in found if path.name not in _TRAINING_SCRIPTS]
@@ -58,11 +64,21 @@ def _copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
-def _config(sources: Sequence[Path], dtypes: Iterable[str]) -> dict[str, Any]:
-    found = [folder / "config.json" for folder in sources if (folder / "config.json").is_file()]
+def config_folder(sources: Sequence[Path | None]) -> Path:
+    """The first of ``sources`` with a config.json."""
+    return _configs(sources)[0].parent
+
+
+def _configs(sources: Sequence[Path | None]) -> list[Path]:
+    found = [folder / "config.json" for folder in sources if folder is not None and (folder / "config.json").is_file()]
     if not found:
-        looked = ", ".join(str(folder) for folder in sources)
+        looked = ", ".join(str(folder) for folder in sources if folder is not None) or "the adapter's folder"
         raise UserError(f"There is no config.json in {looked}. Name the base model's folder with --base.")
+    return found
+
+
+def _config(sources: Sequence[Path], dtypes: Iterable[str]) -> dict[str, Any]:
+    found = _configs(sources)
     config = read_json(found[0], "the training")
     _set_dtype(config, widest(dtypes))
     last = read_json(found[-1], "the base model")
@@ -84,8 +100,3 @@ def _set_dtype(config: dict[str, Any], dtype: str) -> None:
     for value in config.values():
         if isinstance(value, dict) and {"dtype", "torch_dtype"} & set(value):
             _set_dtype(value, dtype)
-
-
-def model_type(folder: Path) -> str:
-    """The ``model_type`` in a folder's config.json."""
-    return str(json.loads((folder / "config.json").read_text()).get("model_type"))

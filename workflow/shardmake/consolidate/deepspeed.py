@@ -214,13 +214,14 @@ def _stage(shards: _Shards) -> int:
     stages = {_number(state["zero_stage"]) if "zero_stage" in state else 1 for state in shards.optimizer}
     if len(stages) > 1:
         raise UserError(f"{shards.folder} mixes files of ZeRO stages {sorted(stages)}. Take another checkpoint.")
-    partitions = shards.optimizer[0].get("partition_count")
-    expected = max(partitions) if isinstance(partitions, Sequence) else partitions
-    if expected is not None and expected != len(shards.optimizer):
-        raise UserError(
-            f"{shards.folder} was written by {expected} ranks, but holds the optimizer files of "
-            f"{len(shards.optimizer)}: it is not complete, or files of another world size lie among them."
-        )
+    for state in shards.optimizer:
+        partitions = state.get("partition_count")
+        expected = max(partitions) if isinstance(partitions, Sequence) else partitions
+        if expected is not None and expected != len(shards.optimizer):
+            raise UserError(
+                f"{_file_of(state)} was written by {expected} ranks, but {shards.folder} holds the optimizer files of "
+                f"{len(shards.optimizer)}: it is not complete, or files of another world size lie among them."
+            )
     stage = stages.pop()
     if stage == 3 and len(shards.model) != len(shards.optimizer):
         raise UserError(
@@ -228,6 +229,13 @@ def _stage(shards: _Shards) -> int:
             "it is not complete. Take an older checkpoint."
         )
     return stage
+
+
+def _file_of(state: Mapping[str, Any]) -> Path:
+    """The optimizer file that ``state`` was read from."""
+    groups = state.get("fp32_flat_groups") or state.get("single_partition_of_fp32_groups")
+    assert groups, "ZeRO writes at least one group"
+    return Path(groups[0].record.path)
 
 
 def _number(value: Any) -> int:
@@ -367,7 +375,7 @@ def _zero3_trained(shards: _Shards) -> Iterator[Tensor]:
     for rank, vector in enumerate(ranks):
         if vector.numel != at:
             raise UserError(
-                f"{shards.folder}: rank {rank} holds {vector.numel} elements, the parameters' shapes need {at}: "
+                f"{_file_of(shards.optimizer[rank])} holds {vector.numel} elements, the parameters' shapes need {at}: "
                 "the files do not belong together."
             )
 

@@ -1,61 +1,80 @@
-"""A plain Hugging Face folder, such as DDP training saves: safetensors files, with or without an index."""
+"""A plain Hugging Face folder, such as DDP training saves: safetensors or torch files, with or without an index."""
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from shardmake.consolidate import unpickle
 from shardmake.consolidate.archive import Record
-from shardmake.consolidate.contents import Contents, Piece, Tensor
+from shardmake.consolidate.contents import Contents, Piece, Tensor, whole
 from shardmake.consolidate.dtypes import ITEM_SIZE
-from shardmake.consolidate.unpickle import numel
+from shardmake.consolidate.naming import ADAPTER, ADAPTER_BIN, MODEL, MODEL_BIN, Naming
+from shardmake.consolidate.unpickle import TensorRef, numel
 from shardmake.errors import UserError
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
 
+def naming_of(folder: Path) -> Naming | None:
+    """What kind of weights ``folder`` holds; safetensors go first, as in transformers."""
+    for naming in (MODEL, MODEL_BIN, ADAPTER, ADAPTER_BIN):
+        if (folder / naming.single).is_file() or (folder / naming.index).is_file():
+            return naming
+    return None
+
+
 def recognises(folder: Path) -> bool:
-    """Whether ``folder`` holds a model's safetensors files."""
-    return (folder / WEIGHTS).is_file() or (folder / INDEX).is_file()
+    """Whether ``folder`` holds a model's weights."""
+    return naming_of(folder) in (MODEL, MODEL_BIN)
+
+
+def recognises_adapter(folder: Path) -> bool:
+    """Whether ``folder`` holds a PEFT adapter's weights."""
+    return (folder / ADAPTER.single).is_file() or (folder / ADAPTER_BIN.single).is_file()
 
 
 def read(folder: Path) -> Contents:
-    """The model in ``folder``.
+    """The model or adapter in ``folder``.
 
     Raises:
         UserError: a file of the index is missing, a header is damaged, or index and files do not agree.
     """
     names = shard_names(folder)
     tensors = {tensor.name: tensor for name in names for tensor in read_file(folder / name)}
-    if (folder / INDEX).is_file():
+    if _index(folder).is_file():
         _check_index(folder, {tensor.name: tensor.pieces for tensor in tensors.values()})
     return Contents("Hugging Face folder", folder, None, 1, tensors)
 
 
-def read_adapter(path: Path) -> Contents:
-    """A PEFT folder: the tensors in its one safetensors file."""
-    return Contents("PEFT adapter", path.parent, None, 1, {tensor.name: tensor for tensor in read_file(path)})
+def read_adapter(folder: Path) -> Contents:
+    """A PEFT folder: the tensors in its one file."""
+    naming = ADAPTER if (folder / ADAPTER.single).is_file() else ADAPTER_BIN
+    tensors = {tensor.name: tensor for tensor in read_file(folder / naming.single)}
+    return Contents("PEFT adapter", folder, None, 1, tensors)
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The names of the safetensors files of the model in ``folder``, from the index where there is one."""
-    if not (folder / INDEX).is_file():
-        return [WEIGHTS]
+    """The names of the files with the weights in ``folder``, from the index where there is one."""
+    if not _index(folder).is_file():
+        return [(naming_of(folder) or MODEL).single]
     names = sorted(set(_weight_map(folder).values()))
     if any("/" in name for name in names):
-        raise UserError(f"{folder / INDEX} names files outside its folder.")
+        raise UserError(f"{_index(folder)} names files outside its folder.")
     return names
+
+
+def _index(folder: Path) -> Path:
+    return folder / (naming_of(folder) or MODEL).index
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
-        index = json.loads((folder / INDEX).read_text())
+        index = json.loads(_index(folder).read_text())
         return dict(index["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / INDEX} is no index of safetensors files ({error}).") from None
+        raise UserError(f"{_index(folder)} is no index of weight files ({error}).") from None
 
 
 def _check_index(folder: Path, pieces: dict[str, tuple[Piece, ...]]) -> None:
@@ -63,15 +82,30 @@ def _check_index(folder: Path, pieces: dict[str, tuple[Piece, ...]]) -> None:
     wrong = list(weight_map.keys() ^ pieces.keys())
     wrong += [name for name, held in pieces.items() if held and held[0].record.path.name != weight_map.get(name)]
     if wrong:
-        raise UserError(f"{folder / INDEX} and its files do not agree about {sorted(wrong)[0]}.")
+        raise UserError(f"{_index(folder)} and its files do not agree about {sorted(wrong)[0]}.")
 
 
 def read_file(path: Path) -> Iterator[Tensor]:
-    """The tensors of one safetensors file, in the order of their bytes; the header is checked as the format demands.
+    """The tensors of one file of weights, in the order of their bytes.
 
     Raises:
-        UserError: the file is missing, cut off, or its header has holes, overlaps or sizes that do not fit.
+        UserError: the file is missing, cut off or damaged.
     """
+    return _read_torch(path) if path.suffix == ".bin" else _read_safetensors(path)
+
+
+def _read_torch(path: Path) -> Iterator[Tensor]:
+    """What ``torch.save`` wrote; without running anything from it."""
+    if not path.is_file():
+        raise UserError(f"{path} is missing: the model is not complete.")
+    state = unpickle.load(path)
+    if not isinstance(state, Mapping) or not all(isinstance(ref, TensorRef) for ref in state.values()):
+        raise UserError(f"{path} holds something else than a model's tensors by name.")
+    return (whole(name, ref) for name, ref in state.items())
+
+
+def _read_safetensors(path: Path) -> Iterator[Tensor]:
+    """The header is checked as the format demands: no holes, no overlaps, sizes that fit."""
     header, start, size = _read_header(path)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:

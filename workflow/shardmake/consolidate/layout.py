@@ -3,11 +3,13 @@
 import json
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from shardmake.consolidate import torchzip
 from shardmake.consolidate.contents import Tensor
 from shardmake.consolidate.dtypes import ITEM_SIZE, Target, converted
+from shardmake.consolidate.naming import MODEL, Naming
 from shardmake.errors import UserError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -29,12 +31,22 @@ class Entry:
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file: its name, its header with the length before it, its tensors, its size in bytes."""
+    """One output file: its name, what it begins with, its tensors, its size in bytes.
+
+    ``archive``: for a file in torch's own format, what else goes into it once the tensors' checksums are known.
+    """
 
     name: str
     header: bytes
     entries: tuple[Entry, ...]
     size: int
+    archive: torchzip.Plan | None = None
+
+    def closing(self, sums: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
+        """What is written last, and where; ``sums``: the CRC-32 of each tensor's bytes, 0 for those not given."""
+        if self.archive is None:
+            return ()
+        return self.archive.closing([sums.get(entry.tensor.name, 0) for entry in self.entries])
 
 
 def parse_size(text: str) -> int:
@@ -45,7 +57,7 @@ def parse_size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def plan_shards(tensors: Iterable[Tensor], target: Target, max_shard_size: int) -> list[Shard]:
+def plan_shards(tensors: Iterable[Tensor], target: Target, max_shard_size: int, naming: Naming = MODEL) -> list[Shard]:
     """Cut the model into files of at most ``max_shard_size`` bytes of tensors; a larger tensor has a file to itself.
 
     The order of the tensors is kept, so that the source is read from front to back.
@@ -60,20 +72,17 @@ def plan_shards(tensors: Iterable[Tensor], target: Target, max_shard_size: int) 
             filled = 0
         groups[-1].append((tensor, dtype))
         filled += size
-    return [_shard(_name(index, len(groups)), group) for index, group in enumerate(groups)]
+    make = _archive if naming.suffix == "bin" else _shard
+    return [make(naming.file(index, len(groups)), group) for index, group in enumerate(groups)]
 
 
 def index_json(shards: list[Shard]) -> dict[str, object]:
-    """``model.safetensors.index.json`` of a model in several files."""
+    """The index of a model in several files."""
     weight_map = {entry.tensor.name: shard.name for shard in shards for entry in shard.entries}
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
     elements = sum(entry.tensor.numel for shard in shards for entry in shard.entries)
     metadata = {"total_parameters": elements, "total_size": total}
     return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
-
-
-def _name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
 def _shard(name: str, group: list[tuple[Tensor, str]]) -> Shard:
@@ -94,3 +103,12 @@ def _shard(name: str, group: list[tuple[Tensor, str]]) -> Shard:
         Entry(tensor, dtype, len(header) + begin) for (tensor, dtype), begin in zip(ordered, begins, strict=True)
     )
     return Shard(name, header, tuple(entries), len(header) + at)
+
+
+def _archive(name: str, group: list[tuple[Tensor, str]]) -> Shard:
+    """A file in torch's own format."""
+    sizes = [tensor.numel * ITEM_SIZE[dtype] for tensor, dtype in group]
+    plan = torchzip.plan([(t.name, dtype, t.shape, size) for (t, dtype), size in zip(group, sizes, strict=True)])
+    places = plan.records[len(plan.small) :]
+    entries = (Entry(tensor, dtype, place.begin) for (tensor, dtype), place in zip(group, places, strict=True))
+    return Shard(name, plan.start, tuple(entries), plan.size, plan)

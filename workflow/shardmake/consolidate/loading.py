@@ -44,14 +44,16 @@ class Loading:
         return found + [f"shape of {text}" for text in self.mismatched]
 
 
-def try_loading(folder: Path, trust_remote_code: bool = False) -> Loading:
+def try_loading(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> Loading:
     """Load ``folder`` with transformers in another process.
+
+    Where it is an adapter's, ``base`` is the folder with the config of the model that it is for.
 
     Raises:
         UserError: that process failed in a way that says nothing about the folder.
     """
     code = "from shardmake.consolidate.loading import main; main()"
-    command = [sys.executable, "-c", code, str(folder), str(int(trust_remote_code))]
+    command = [sys.executable, "-c", code, str(folder), str(int(trust_remote_code)), *([str(base)] if base else [])]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -102,6 +104,34 @@ def load(folder: Path, trust_remote_code: bool) -> Loading:
     )  # fmt: skip
 
 
+def load_adapter(folder: Path, base: Path, trust_remote_code: bool) -> Loading:
+    """What PEFT would miss of the adapter in ``folder`` in the model of the config in ``base``; without any bytes."""
+    import torch
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+    from transformers import AutoConfig
+
+    from shardmake.consolidate.folder import read
+
+    try:
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        kind = _model_class(base, config, trust_remote_code)
+        with torch.device("meta"):
+            model = kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+            adapted = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
+        expected = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(adapted).items()}
+    except Exception as error:  # whatever PEFT, transformers or the model's own code raises is the finding
+        return Loading(error=f"PEFT cannot load it: {type(error).__name__}: {error}")
+    held = {name: tensor.shape for name, tensor in read(folder).tensors.items()}
+    both = sorted(held.keys() & expected.keys())
+    return Loading(
+        architecture=f"{type(adapted).__name__} of {type(model).__name__}",
+        missing=tuple(sorted(expected.keys() - held.keys())),
+        unexpected=tuple(sorted(held.keys() - expected.keys())),
+        mismatched=tuple(f"{name} is {list(held[name])}, the model's {list(expected[name])}" for name in both
+                         if held[name] != expected[name]),
+    )  # fmt: skip
+
+
 def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     """The class that the config names, from transformers or, where that is allowed, from the folder's own code."""
     import transformers
@@ -119,7 +149,11 @@ def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
 
 
 def main() -> None:
-    """Print what `load` found as JSON."""
+    """Print what `load` or, where a base is given too, `load_adapter` found as JSON."""
     answer, sys.stdout = sys.stdout, sys.stderr
-    found = load(Path(sys.argv[1]), sys.argv[2] == "1")
+    folder, trust_remote_code, *base = sys.argv[1:]
+    if base:
+        found = load_adapter(Path(folder), Path(base[0]), trust_remote_code == "1")
+    else:
+        found = load(Path(folder), trust_remote_code == "1")
     print(json.dumps(asdict(found)), file=answer)

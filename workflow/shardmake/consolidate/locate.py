@@ -16,12 +16,15 @@ _FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the first (and he
 Reader = Callable[[], Contents]
 
 
-def read_model(path: Path, target: Target = "keep", base: Path | None = None) -> Contents:
+def read_model(path: Path, target: Target = "keep", base: Path | None = None, adapter: bool = False) -> Contents:
     """`read_checkpoint`, and where that is a LoRA adapter, the base model with the adapter added to it.
 
-    Names that a wrapper of the model has put before all others (``module.``, ``_orig_mod.``) are taken off.
+    With ``adapter``, the adapter alone. Names that a wrapper of the model has put before all others (``module.``,
+    ``_orig_mod.``) are taken off.
     """
     contents = _unwrapped(read_checkpoint(path, target))
+    if adapter:
+        return lora.alone(contents)
     if not lora.is_adapter(contents):
         return contents
     base_weights = folder.read(base) if base is not None and folder.recognises(base) else None
@@ -98,8 +101,8 @@ def _reader(path: Path, target: Target) -> Reader | None:
             return lambda: replace(dcp.read(sharded), step=_step(sharded))
     if perrank.recognises(path):
         return lambda: replace(perrank.read(path), step=_step(path))
-    if (path / lora.WEIGHTS).is_file():
-        return lambda: replace(folder.read_adapter(path / lora.WEIGHTS), step=_step(path))
+    if folder.recognises_adapter(path):
+        return lambda: replace(folder.read_adapter(path), step=_step(path))
     if folder.recognises(path):
         return lambda: replace(folder.read(path), step=_step(path))
     return None

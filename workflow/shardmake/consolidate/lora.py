@@ -16,7 +16,6 @@ from shardmake.errors import UserError
 from shardmake.receipt import read_json
 
 CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
 _SAVED = re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)")
@@ -65,7 +64,7 @@ def split(contents: Contents) -> Adapter:
     for module, pair in factors.items():
         if len(pair) != 2:
             raise UserError(f"{contents.folder}: {module} has lora_{''.join(pair)} but not the other factor.")
-    if (contents.folder / WEIGHTS).is_file():  # PEFT's own file holds no base weights, only some trained whole
+    if contents.format == "PEFT adapter":  # PEFT's own file holds no base weights, only some trained whole
         saved, base = {**saved, **base}, {}
     return Adapter({module: (pair["A"], pair["B"]) for module, pair in factors.items()}, saved, base)
 
@@ -91,16 +90,37 @@ def merge(contents: Contents, base: Contents | None) -> Contents:
     return contents.with_tensors(replace(tensor, name=name) for name, tensor in tensors.items())
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """``adapter_config.json`` in the checkpoint's folder or the one above; a `UserError` for what is not merged."""
+def alone(contents: Contents) -> Contents:
+    """The adapter in ``contents`` with the names that PEFT gives its tensors in a file.
+
+    Raises:
+        UserError: there is no adapter, or one of a kind that is not supported.
+    """
+    if not is_adapter(contents):
+        raise UserError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
+    adapter = split(contents)
+    tensors = dict(adapter.saved)
+    for module, (a, b) in adapter.factors.items():
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    return contents.with_tensors((replace(t, name=_PREFIX + name) for name, t in tensors.items()), {})
+
+
+def config_file(folder: Path) -> Path:
+    """``adapter_config.json`` in the checkpoint's folder or the one above."""
     found = [path for path in (folder / CONFIG, folder.parent / CONFIG) if path.is_file()]
     if not found:
         raise UserError(f"There is no {CONFIG} in {folder} or above it, so the adapter's scale is not known.")
-    config: dict[str, Any] = read_json(found[0], "the training")
+    return found[0]
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """``adapter_config.json`` in the checkpoint's folder or the one above; a `UserError` for what is not merged."""
+    path = config_file(folder)
+    config: dict[str, Any] = read_json(path, "the training")
     strange = [key for key in _UNSUPPORTED if config.get(key)]
     if config.get("peft_type") != "LORA" or strange:
         what = ", ".join(strange) or str(config.get("peft_type"))
-        raise UserError(f"{found[0]}: adapters with {what} are not merged. Use PEFT's merge_and_unload for them.")
+        raise UserError(f"{path}: adapters with {what} are not merged. Use PEFT's merge_and_unload for them.")
     return config
 
 

@@ -12,7 +12,7 @@ from shardmake.rundir import RunDir
 def consolidate_run(run: Run, rundir: RunDir, *, workers: int, tell: Callable[[str], None]) -> Receipt:
     """Write `rundir.model` from the last checkpoint of a finished training; a `UserError` if it is not finished."""
     trained = read_json(rundir.train_receipt, "shardmake train NAME")
-    return consolidate(
+    receipt = consolidate(
         rundir.root / trained["checkpoint"],
         rundir.model,
         base=base_folder(run),
@@ -22,6 +22,8 @@ def consolidate_run(run: Run, rundir: RunDir, *, workers: int, tell: Callable[[s
         trust_remote_code=run.trust_remote_code,
         report=tell,
     )
+    assert receipt is not None, "the only task finishes"
+    return receipt
 
 
 def base_folder(run: Run) -> Path | None:

@@ -1,7 +1,7 @@
 """Read a merged model again, all of it, and say whether it is what it should be."""
 
-import hashlib
 import json
+import os
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.consolidate import folder as hf_folder
 from shardmake.consolidate.blocks import Block
+from shardmake.consolidate.companions import config_folder, widest
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.contents import Contents, Tensor
 from shardmake.consolidate.dtypes import CONVERTIBLE, torch_name
 from shardmake.consolidate.loading import Loading, try_loading
 from shardmake.errors import UserError
-from shardmake.receipt import read_json
+from shardmake.receipt import read_json, sha256
 
 _BLOCK = 4 << 20
 _CHUNK = 1 << 16  # elements of bf16 that are looked at at once; they stay in the core's cache
@@ -62,16 +63,17 @@ def verify(
     or unexpected key; files have the checksums in the folder's receipt, where there is one.
 
     Args:
-        model: A Hugging Face folder.
+        model: A Hugging Face folder, of a model or of an adapter.
         against: A checkpoint to compare with: bit for bit, or after rounding to the model's type.
-        base: The base model's folder, where ``against`` is an adapter.
+        base: The base model's folder, where ``model`` or ``against`` is an adapter.
         workers: Threads; each holds a few MiB.
         trust_remote_code: Whether code in the folder may run.
 
     Raises:
         UserError: all that is wrong, one line each.
     """
-    verification = verify_loaded(model, try_loading(model, trust_remote_code), workers)
+    adapted = config_folder([base]) if hf_folder.recognises_adapter(model) else None
+    verification = verify_loaded(model, try_loading(model, trust_remote_code, adapted), workers)
     if against is None:
         return verification
     compare(model, against, base=base, ties=verification.ties.items(), workers=workers)
@@ -102,35 +104,35 @@ class Scan:
 
 
 def scan(model: Path, workers: int) -> list[Scan]:
-    """Read every file of the folder once: its checksum and, of weights, their values."""
+    """Read every file of the folder: its checksum and, of weights, their values; both at once, which reads once."""
     weights = hf_folder.shard_names(model)
     others = sorted(
         str(path.relative_to(model))
         for path in model.rglob("*")
         if path.is_file() and path.name not in {*weights, "receipt.json"} and not path.name.startswith(".")
     )
-    with ThreadPoolExecutor(workers) as pool:
-        scanned = pool.map(lambda name: _scan_weights(model / name), weights)
-        plain = pool.map(lambda name: _scan_plain(model, name), others)
-        return [*scanned, *plain]
+    with ThreadPoolExecutor(max(workers, 2)) as pool:
+        sums = {name: pool.submit(_sum, model / name) for name in weights}
+        scanned = [pool.submit(_scan_weights, model / name) for name in weights]
+        values = [future.result() for future in scanned]
+        return [
+            *(Scan(name, sums[name].result(), *found) for name, found in zip(weights, values, strict=True)),
+            *(Scan(name, _sum(model / name)) for name in others),
+        ]
 
 
-def _scan_plain(model: Path, name: str) -> Scan:
-    content = (model / name).read_bytes()
-    return Scan(name, FileSum(size=len(content), sha256=hashlib.sha256(content).hexdigest()))
+def _sum(path: Path) -> FileSum:
+    return FileSum(size=path.stat().st_size, sha256=sha256(path))
 
 
-def _scan_weights(path: Path) -> Scan:
+def _scan_weights(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """What is wrong with the values in a file, and the vectors in it that are all zero."""
     problems: list[str] = []
     zero: list[str] = []
-    hashed = hashlib.sha256()
     buffer = np.empty(_BLOCK, np.uint8)
     with path.open("rb", buffering=0) as file:
-        tensors = list(hf_folder.read_file(path))
-        starts = [tensor.pieces[0].record.offset for tensor in tensors if tensor.pieces]
-        hashed.update(file.read(min(starts, default=path.stat().st_size)))
-        for tensor in tensors:
-            finite, any_value = _scan_tensor(file, tensor, buffer, hashed)
+        for tensor in hf_folder.read_file(path):
+            finite, any_value = _scan_tensor(file, tensor, buffer)
             if not finite:
                 problems.append(f"{tensor.name} holds values that are not finite (NaN or infinity)")
             if not any_value and tensor.numel and tensor.dtype in CONVERTIBLE:
@@ -138,20 +140,19 @@ def _scan_weights(path: Path) -> Scan:
                     zero.append(tensor.name)
                 else:
                     problems.append(f"{tensor.name} is all zero")
-    sums = FileSum(size=path.stat().st_size, sha256=hashed.hexdigest())
-    return Scan(path.name, sums, tuple(problems), tuple(zero))
+    return tuple(problems), tuple(zero)
 
 
-def _scan_tensor(file: Any, tensor: Tensor, buffer: Any, hashed: Any) -> tuple[bool, bool]:
+def _scan_tensor(file: Any, tensor: Tensor, buffer: Any) -> tuple[bool, bool]:
     """Whether all values are finite, and whether any is not zero."""
-    finite, any_value, left = True, False, tensor.nbytes
-    while left:
-        got = file.readinto(memoryview(buffer)[: min(left, _BLOCK)])
+    finite, any_value, done = True, False, 0
+    start = tensor.pieces[0].record.offset + tensor.pieces[0].start if tensor.pieces else 0
+    while done < tensor.nbytes:
+        got = os.preadv(file.fileno(), [memoryview(buffer)[: min(tensor.nbytes - done, _BLOCK)]], start + done)
         if not got:
             raise UserError(f"{file.name} changed while it was read.")
         block = buffer[:got]
-        hashed.update(block)
-        left -= got
+        done += got
         any_value = any_value or bool(block.any())
         finite = finite and _is_finite(block, tensor.dtype)
     return finite, any_value
@@ -178,15 +179,26 @@ def _tie_problems(contents: Contents, loading: Loading) -> list[str]:
 
 
 def _type_problems(model: Path, contents: Contents) -> list[str]:
-    config = json.loads((model / "config.json").read_text())
-    said = config.get("dtype") or config.get("torch_dtype")
+    said = _said_type(model)
     held = {torch_name(tensor.dtype) for tensor in contents.tensors.values() if tensor.dtype in CONVERTIBLE}
-    return [] if said in held or not held else [f"config.json says {said}, the tensors are {', '.join(sorted(held))}"]
+    if said is None or said in held or not held:
+        return []
+    return [f"config.json says {said}, the tensors are {', '.join(sorted(held))}"]
+
+
+def _said_type(model: Path) -> str | None:
+    """The type in config.json; None where there is no config, as with an adapter."""
+    if not (model / "config.json").is_file():
+        return None
+    config = json.loads((model / "config.json").read_text())
+    return str(config.get("dtype") or config.get("torch_dtype"))
 
 
 def _stray_problems(model: Path) -> list[str]:
     used = set(hf_folder.shard_names(model))
-    return [f"{path.name} is no part of the model" for path in model.glob("*.safetensors") if path.name not in used]
+    found = [path.name for suffix in ("safetensors", "bin") for path in model.glob(f"*.{suffix}")]
+    strange = set(found) - used - {"training_args.bin"}
+    return [f"{name} is no part of the model" for name in sorted(strange)]
 
 
 def _receipt_problems(model: Path, found: dict[str, FileSum]) -> list[str]:
@@ -202,13 +214,12 @@ def _receipt_problems(model: Path, found: dict[str, FileSum]) -> list[str]:
 
 def _summary(model: Path, contents: Contents, loading: Loading, scans: list[Scan]) -> Verification:
     tensors = contents.tensors.values()
-    config = json.loads((model / "config.json").read_text())
     return Verification(
         architecture=loading.architecture,
         tensors=len(tensors),
         parameters=sum(tensor.numel for tensor in tensors),
         bytes=sum(tensor.nbytes for tensor in tensors),
-        dtype=str(config.get("dtype") or config.get("torch_dtype")),
+        dtype=_said_type(model) or torch_name(widest(tensor.dtype for tensor in tensors)),
         ties=dict(loading.ties),
         zero=[name for found in scans for name in found.zero],
         files={found.name: found.sums for found in scans},

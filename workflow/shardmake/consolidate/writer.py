@@ -5,6 +5,8 @@ whole and which source bytes went into it, with their CRC-32. A merge that was k
 """
 
 import threading
+import zlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,13 +25,18 @@ from shardmake.receipt import digest, fsync_directory, read_json, write_json
 
 @dataclass
 class _Output:
-    """An output file that is being filled."""
+    """An output file that is being filled.
+
+    ``sums``: of the source bytes; ``written``: where the file needs them, offset, CRC-32 and length of what each tensor
+    is made of.
+    """
 
     shard: Shard
     jobs: list[Job]
     left: int
     file: OutputFile | None = None
     sums: list[dict[str, Any]] = field(default_factory=list)
+    written: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
 
@@ -126,6 +133,9 @@ class ShardWriter:
 
     def _finish(self, output: _Output, file: OutputFile) -> None:
         """Sync, rename, and only then say so in the journal."""
+        sums = {name: combine((crc, n) for _, crc, n in sorted(parts)) for name, parts in output.written.items()}
+        for offset, content in output.shard.closing(sums):
+            file.write(np.frombuffer(content, np.uint8), offset)
         file.sync()
         file.close()
         self._temporary(output).rename(self.folder / output.shard.name)
@@ -134,8 +144,11 @@ class ShardWriter:
 
 
 def _copy(streamer: Streamer, output: _Output, file: OutputFile, job: Job) -> None:
-    def put(content: Block, offset: int, _entry: Entry) -> None:
+    def put(content: Block, offset: int, entry: Entry) -> None:
         file.write(content, offset)
+        if output.shard.archive is not None:
+            with output.lock:
+                output.written[entry.tensor.name].append((offset, zlib.crc32(content.data), len(content)))
 
     record, crc = streamer.run(job, put)
     if record.crc is not None:

@@ -1,0 +1,193 @@
+"""What can be asked for besides safetensors in one process: torch files, the adapter alone, several tasks; little space."""
+
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardmake.consolidate import consolidate, merge
+from shardmake.consolidate.naming import MODEL_BIN
+from shardmake.consolidate.verify import verify
+from shardmake.errors import UserError
+from tests.workflow.consolidate_checkpoints import ask_in_process, assert_equal, load_weights
+
+SHAPE = LlamaConfig(
+    vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, tie_word_embeddings=True,
+)  # fmt: skip
+COMMAND = [sys.executable, "-c", "from shardmake.cli import main; main()", "consolidate"]
+
+
+@pytest.fixture(autouse=True)
+def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask_in_process(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``base``, its weights as ``old`` in torch's format, and FSDP checkpoints of it in ``run`` and ``adapted``."""
+    folder = tmp_path_factory.mktemp("outputs")
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(SHAPE).to(torch.bfloat16)
+    model.save_pretrained(folder / "base")
+    (folder / "old").mkdir()
+    (folder / "old" / "config.json").write_bytes((folder / "base" / "config.json").read_bytes())
+    torch.save(model.state_dict(), folder / "old" / MODEL_BIN.single)
+    save(model, folder / "run" / "checkpoint-3")
+    settings = LoraConfig(r=4, lora_alpha=6, target_modules="all-linear", modules_to_save=["norm"])
+    adapted = get_peft_model(model, settings)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data = torch.rand_like(parameter)
+    save(adapted, folder / "adapted" / "checkpoint-3")
+    adapted.save_pretrained(folder / "peft" / "checkpoint-3")
+    adapted.peft_config["default"].save_pretrained(folder / "adapted" / "checkpoint-3")
+    return folder
+
+
+def save(model: torch.nn.Module, checkpoint: Path) -> None:
+    dcp.save({"model": model.state_dict()}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
+
+
+def test_files_that_torch_load_reads(root: Path, tmp_path: Path) -> None:
+    consolidate(root / "run", tmp_path / "model", base=root / "base", dtype="fp16", format="bin", max_shard_size="20KB")
+    files = sorted((tmp_path / "model").glob("*.bin"))
+    assert len(files) > 1 and not list((tmp_path / "model").glob("*.safetensors"))
+    assert all(zipfile.ZipFile(file).testzip() is None for file in files)
+    ours = {name: tensor for file in files for name, tensor in torch.load(file, weights_only=True, mmap=True).items()}
+    expected = LlamaForCausalLM.from_pretrained(root / "base").half()
+    assert_equal(ours, dict(expected.named_parameters()))
+    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    assert_equal(loaded.state_dict(), expected.state_dict())
+    assert verify(tmp_path / "model", root / "run").dtype == "float16"
+    consolidate(tmp_path / "model", tmp_path / "again", dtype="fp16")
+    assert_equal(load_weights(tmp_path / "again"), ours)
+    with files[0].open("r+b") as file:
+        file.seek(files[0].stat().st_size // 2)
+        file.write(b"\xff\xff")
+    with pytest.raises(UserError, match=rf"{files[0].name} has changed since the receipt"):
+        verify(tmp_path / "model")
+
+
+def test_the_adapter_alone(root: Path, tmp_path: Path) -> None:
+    receipt = consolidate(root / "adapted", tmp_path / "adapter", base=root / "base", adapter=True)
+    assert receipt is not None and receipt.verification.architecture == "PeftModel of LlamaForCausalLM"
+    peft = load_weights(root / "peft" / "checkpoint-3")
+    assert_equal(load_weights(tmp_path / "adapter"), peft)
+    base = LlamaForCausalLM.from_pretrained(root / "base")
+    loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
+    consolidate(root / "adapted", tmp_path / "model", base=root / "base")
+    torch.testing.assert_close(load_weights(tmp_path / "model"), dict(loaded.named_parameters()), rtol=2**-7, atol=1e-3)
+    with pytest.raises(UserError, match="holds no LoRA adapter"):
+        consolidate(root / "run", tmp_path / "other", base=root / "base", adapter=True)
+    with pytest.raises(UserError, match="--base"):
+        verify(tmp_path / "adapter")
+
+
+def test_an_adapter_whose_base_is_in_torchs_format(root: Path, tmp_path: Path) -> None:
+    for base in ("base", "old"):
+        consolidate(root / "peft", tmp_path / base, base=root / base)
+    assert_equal(load_weights(tmp_path / "base"), load_weights(tmp_path / "old"))
+
+
+def test_an_adapter_that_does_not_fit(root: Path, tmp_path: Path) -> None:
+    settings = json.loads((root / "base" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
+    with pytest.raises(UserError, match=r"layers\.2\.\S+ is missing"):
+        consolidate(root / "peft", tmp_path / "adapter", base=tmp_path, adapter=True)
+
+
+def test_several_tasks_one_of_which_is_killed(root: Path, tmp_path: Path) -> None:
+    """As under ``srun``: each writes its files, the last one verifies; a task that died is started again alone."""
+    settings = {"base": root / "base", "dtype": "fp32", "max_shard_size": "30KB"}
+
+    def start(index: int) -> int:
+        return forked(lambda: consolidate(root / "run", tmp_path / "model", **settings, task=(index, 2)))
+
+    killed = start(1)
+    while not (tmp_path / ".model.partial").exists():
+        time.sleep(0.001)
+    os.kill(killed, signal.SIGKILL)
+    assert os.waitpid(killed, 0)[1] == signal.SIGKILL
+    command = [*COMMAND, root / "run", tmp_path / "model", "--base", root / "base", "--dtype", "fp32"]
+    environment = {**os.environ, "SLURM_PROCID": "0"}
+    options = ["--tasks", "2", "--max-shard-size", "30KB"]
+    done = subprocess.run([*command, *options], env=environment, capture_output=True, text=True)
+    assert "Task 0 of 2 has written its files" in done.stdout, (done.stdout, done.stderr)
+    assert not (tmp_path / "model").exists()
+    assert [os.waitpid(process, 0)[1] for process in [start(1), start(0)]] == [0, 0]
+    consolidate(root / "run", tmp_path / "alone", **settings)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["alone", "model"]
+    for path in (tmp_path / "alone").iterdir():
+        assert path.read_bytes() == (tmp_path / "model" / path.name).read_bytes(), path.name
+
+
+def forked(work: Callable[[], object]) -> int:
+    """Do ``work`` in a copy of this process; its number."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    return child
+
+
+def test_a_task_that_there_is_not(root: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="tasks are numbered from 0 to 1"):
+        consolidate(root / "run", tmp_path / "model", base=root / "base", task=(2, 2))
+
+
+def test_the_same_task_twice(root: Path, tmp_path: Path) -> None:
+    staging = tmp_path / ".model.partial"
+    staging.mkdir()
+    with (staging / ".task-1").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(UserError, match="Another merge writes"):
+            consolidate(root / "run", tmp_path / "model", base=root / "base", task=(1, 2))
+
+
+ON_A_SMALL_DISK = """
+mount -t tmpfs -o size=48k none "$0" || exit 9
+"$@"; echo "exit $?"; find "$0" -mindepth 1
+"""
+
+
+def test_a_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
+    """A real one: found before the first byte, with the numbers, and nothing is left on it."""
+    merging = [*COMMAND, root / "run", tmp_path / "model", "--base", root / "base", "--dtype", "fp32"]
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", ON_A_SMALL_DISK, tmp_path, *merging], capture_output=True, text=True
+    )
+    assert done.stdout.splitlines()[-1] == "exit 2", (done.stdout, done.stderr)
+    assert "The merged model needs 0.0 GiB" in done.stderr and "are free" in done.stderr
+
+
+def test_space_that_is_only_missed_while_writing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Quotas do not show in statvfs."""
+    monkeypatch.setattr(merge, "_check_space", lambda *_: None)
+    monkeypatch.setattr("shardmake.consolidate.output._reserve", full_disk)
+    with pytest.raises(UserError, match=r"No space left on device.*Nothing was kept"):
+        consolidate(root / "run", tmp_path / "model", base=root / "base")
+    assert not list(tmp_path.iterdir())
+
+
+def full_disk(file: int, size: int) -> None:
+    """What the system itself says: /dev/full has no space for anything."""
+    with Path("/dev/full").open("wb", buffering=0) as device:
+        device.write(b"x")
