@@ -13,7 +13,7 @@ from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
 from shardmake.sharing import share
-from shardmake.sources import localize
+from shardmake.sources import localize, require_weights
 
 app = typer.Typer(
     help="Distributed fine-tuning that fits, runs, survives and ends as a model people can load.",
@@ -29,6 +29,7 @@ Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
 Weights = Literal["bf16", "fp32"]
 LossKind = Literal["plain", "fused", "chunked"]
 CONFIG = [Path("config/config.yaml")]
+FetchPart = Literal["all", "description", "weights"]
 RUNS = Path("runs")
 
 
@@ -61,12 +62,17 @@ def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = 
 
 
 @app.command()
-def fetch(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+def fetch(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    part: Annotated[FetchPart, typer.Option(help="All, all but the weights (a plan needs no more), or those.")] = "all",
+) -> None:
     """Bring model and data here, pinned to their commits; run it where there is internet."""
     from shardmake.fetch.stage import fetch as bring
 
     run, _, rundir = _open(name, config, runs)
-    bring(run, rundir, tell)
+    bring(run, rundir, tell, part)
 
 
 @app.command()
@@ -206,6 +212,7 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     drive(run, cluster, rundir, tell)
 
 
+    require_weights(rundir)
 @app.command()
 def consolidate(
     source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],

@@ -34,6 +34,11 @@ def check_run(rundir: RunDir) -> None:
     _check(rundir.root, needed, f"Run {rundir.name} will need {max(needed, 0) / GIB:.1f} GiB more ({listed})")
 
 
+def check_download(folder: Path, size: int) -> None:
+    """Refuse to fetch ``size`` bytes into the hub's cache around ``folder`` that will not fit."""
+    _check(folder, size, f"The base model's weights need {size / GIB:.1f} GiB")
+
+
 def check_save(folder: Path, size: int) -> None:
     """Refuse a save of ``size`` bytes into ``folder`` that will not fit."""
     _check(folder, size, f"The next checkpoint needs {size / GIB:.1f} GiB")
