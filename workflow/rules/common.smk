@@ -8,6 +8,7 @@ from snakemake.exceptions import WorkflowError
 
 from shardmake.config import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
 from shardmake.errors import UserError
+from shardmake.sharing import share_tree
 
 # The commands are those of the Python that runs Snakemake, also on the nodes.
 shell.prefix(f"export PATH={Path(sys.executable).parent}:$PATH; ")
@@ -28,6 +29,8 @@ def read_configuration():
 
 
 CONFIG, CLUSTER = read_configuration()
+if CLUSTER.shared:
+    share_tree(Path(".snakemake"))  # Snakemake's own records, so that another member can go on
 RUNS = CONFIG.runs
 
 

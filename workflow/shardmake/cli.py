@@ -1,6 +1,7 @@
 """The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from shardmake.caches import hub_environment
 from shardmake.config import Attention, Cluster, Method, Optimizer, Precision, Run, get_run, load_cluster, load_config
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
@@ -27,9 +29,9 @@ Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.
 ConfigFiles = Annotated[list[Path], typer.Option("--config", help="Configuration file; later ones win.")]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
 Weights = Literal["bf16", "fp32"]
+FetchPart = Literal["all", "description", "weights"]
 LossKind = Literal["plain", "fused", "chunked"]
 CONFIG = [Path("config/config.yaml")]
-FetchPart = Literal["all", "description", "weights"]
 RUNS = Path("runs")
 
 
@@ -38,18 +40,19 @@ def tell(message: str) -> None:
     console.print(message, markup=False)
 
 
-def _open(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
-    """The run as it is configured, its cluster and its folder."""
+def _open(name: str, files: list[Path], runs: Path, *, offline: bool = False) -> tuple[Run, Cluster, RunDir]:
+    """The run as it is configured, its cluster and its folder; ``offline``: for a stage that may run on a node."""
     config = load_config(*files)
     run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    os.environ.update(hub_environment(cluster.cache, offline=offline and not cluster.internet_on_compute_nodes))
     if cluster.shared:
-        share(runs, rundir.root, Path("logs"))
+        share(runs, rundir.root, Path("logs"), *([Path(cluster.cache)] if cluster.cache else []))
     return run, cluster, rundir
 
 
-def _open_fetched(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
+def _open_fetched(name: str, files: list[Path], runs: Path, *, offline: bool = False) -> tuple[Run, Cluster, RunDir]:
     """As `_open`, with hub ids replaced by what `fetch` brought here."""
-    run, cluster, rundir = _open(name, files, runs)
+    run, cluster, rundir = _open(name, files, runs, offline=offline)
     return localize(run, rundir), cluster, rundir
 
 
@@ -199,7 +202,7 @@ def data(
     """Tokenize and pack the data."""
     from shardmake.data import prepare
 
-    run, _, rundir = _open_fetched(name, config, runs)
+    run, _, rundir = _open_fetched(name, config, runs, offline=True)
     prepare(run, rundir, cpus=cpus, tell=tell)
 
 
@@ -209,10 +212,10 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.launch.driver import train as drive
 
     run, cluster, rundir = _open_fetched(name, config, runs)
+    require_weights(rundir)
     drive(run, cluster, rundir, tell)
 
 
-    require_weights(rundir)
 @app.command()
 def consolidate(
     source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
@@ -229,7 +232,7 @@ def consolidate(
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
-        run, _, rundir = _open_fetched(source, config, runs)
+        run, _, rundir = _open_fetched(source, config, runs, offline=True)
         consolidate_run(run, rundir, workers=workers, tell=tell)
     else:
         merge(Path(source), out, base=base, dtype=dtype, max_shard_size=max_shard_size, workers=workers)
@@ -240,7 +243,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     """Measure the base and the tuned model, and let both answer."""
     from shardmake.publish.evaluate import evaluate as measure
 
-    run, cluster, rundir = _open(name, config, runs)
+    run, cluster, rundir = _open(name, config, runs, offline=True)
     measure(run, rundir, cluster, tell=tell)
 
 

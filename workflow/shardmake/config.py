@@ -322,6 +322,9 @@ class Cluster(Section):
         description="Silence after which a training step counts as hung, in seconds, or five usual steps if that is "
         "longer; loading, saves and evaluations may take six times as long. Stacks are kept and training resumes.",
     )
+    cache: str | None = Field(
+        None, description="Folder of the hub's cache, which a lab may share; without it, where HF_HOME says."
+    )
     scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
     slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
 

@@ -20,7 +20,7 @@ from shardmake.attempt import AttemptDir, Record, write_record
 from shardmake.config import Cluster, Run
 from shardmake.errors import UserError
 from shardmake.launch.follow import Follower
-from shardmake.launch.jobs import Jobs, attempt_settings, make_jobs
+from shardmake.launch.jobs import Jobs, attempt_settings, job_owners, make_jobs
 from shardmake.launch.outcome import Action, End, Evidence, History, Outcome, classify, decide
 from shardmake.launch.states import JobState, JobStatus
 from shardmake.launch.story import (
@@ -38,6 +38,7 @@ from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
 from shardmake.rundir import RunDir
+from shardmake.sharing import refuse_job_of_others
 from shardmake.space import check_run
 from shardmake.train import ledger
 from shardmake.train.receipt import is_last, write_receipt
@@ -64,6 +65,8 @@ def train(run: Run, cluster: Cluster, rundir: RunDir, tell: Tell) -> None:
     plan = read_plan(rundir.plan)
     rundir.train.mkdir(parents=True, exist_ok=True)
     with _sole_driver(rundir), _leaving_the_job_alone():
+        if cluster.shared and cluster.executor == "slurm":
+            refuse_job_of_others(job_owners(rundir.root), rundir.name, _short(rundir.stop_file))
         Driver(run, cluster, rundir, plan, tell).drive()
 
 
