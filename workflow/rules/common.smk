@@ -58,7 +58,8 @@ def planned(stage, key, factor=1):
     return lambda wildcards, input: factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
 
 
-def one_gpu():
-    """A GPU for a stage that computes, in the words this cluster wants."""
-    kind = f"gpu:{CLUSTER.slurm.gpu_type}:1" if CLUSTER.slurm.gpu_type else "gpu:1"
+def gpus_of(run):
+    """GPUs of one node for a run's evaluation, which shares its sequences among them, in the words this cluster wants."""
+    count = RUNS[run].evaluation.processes or CLUSTER.processes_per_node
+    kind = f"gpu:{CLUSTER.slurm.gpu_type}:{count}" if CLUSTER.slurm.gpu_type else f"gpu:{count}"
     return kind if CLUSTER.accelerator != "cpu" and CLUSTER.slurm.gpu_request != "none" else ""

@@ -14,7 +14,7 @@ from shardmake.config import Attention, Cluster, Method, Optimizer, Precision, R
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
-from shardmake.sharing import share
+from shardmake.sharing import share, share_tree
 from shardmake.sources import localize, require_weights
 
 app = typer.Typer(
@@ -74,8 +74,10 @@ def fetch(
     """Bring model and data here, pinned to their commits; run it where there is internet."""
     from shardmake.fetch.stage import fetch as bring
 
-    run, _, rundir = _open(name, config, runs)
+    run, cluster, rundir = _open(name, config, runs)
     bring(run, rundir, tell, part)
+    if cluster.shared and cluster.cache:
+        share_tree(Path(cluster.cache))
 
 
 @app.command()

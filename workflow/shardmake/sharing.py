@@ -1,15 +1,16 @@
 """Folders that a lab shares: whatever one member writes, the group can read, replace and remove."""
 
+import contextlib
 import getpass
 import os
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 from shardmake.errors import UserError
 
 UMASK = 0o002
-_GROUP = stat.S_IRWXG | stat.S_ISGID
+_FOLDER = stat.S_IRWXG | stat.S_ISGID
+_FILE = stat.S_IRGRP | stat.S_IWGRP
 
 
 def share(*folders: Path) -> None:
@@ -21,29 +22,25 @@ def share(*folders: Path) -> None:
     os.umask(UMASK)
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
-        _open_to_group(folder)
+        _open_to_group(folder, _FOLDER)
 
 
 def share_tree(root: Path) -> None:
-    """As `share`, with every folder that is below ``root`` already, made by a program that did not know better."""
+    """As `share`, with everything of this user below ``root``: some libraries write files for their owner only."""
     share(root)
-    for folder in _folders_below(root):
-        _open_to_group(folder)
+    for folder, folders, files in os.walk(root):
+        for name in folders:
+            _open_to_group(Path(folder, name), _FOLDER)
+        for name in files:
+            _open_to_group(Path(folder, name), _FILE)
 
 
-def _folders_below(root: Path) -> Iterator[Path]:
-    """Folders below ``root``; another user's processes may remove some meanwhile."""
-    for folder, names, _ in os.walk(root):
-        yield from (Path(folder, name) for name in names)
-
-
-def _open_to_group(folder: Path) -> None:
-    try:
-        found = folder.stat()
-    except FileNotFoundError:
-        return
-    if found.st_uid == os.getuid() and found.st_mode & _GROUP != _GROUP:
-        folder.chmod(stat.S_IMODE(found.st_mode) | _GROUP)
+def _open_to_group(path: Path, mode: int) -> None:
+    """Add ``mode`` to what is this user's; another process may have removed it meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.lstat()
+        if found.st_uid == os.getuid() and not stat.S_ISLNK(found.st_mode) and found.st_mode & mode != mode:
+            path.chmod(stat.S_IMODE(found.st_mode) | mode)
 
 
 def refuse_job_of_others(owners: dict[str, str], run: str, stop_file: str) -> None:
