@@ -38,7 +38,7 @@ def clean(runs: Path, *, remove: bool, tell: Tell) -> list[Removable]:
 
 
 def find_removable(runs: Path) -> Iterator[Removable]:
-    """In runs whose model was pushed: all checkpoints but the newest, and what killed saves and merges left."""
+    """In runs whose model was pushed: old checkpoints, the fetch's cache, and what killed saves and merges left."""
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         rundir = RunDir(folder)
         if is_pushed(rundir):
@@ -61,6 +61,8 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
     for _, path in ledger.checkpoints(rundir.checkpoints):
         if sealed and path not in sealed:
             yield Removable(path, tree_size(path), "its save was never finished")
+    if (cache := rundir.fetched / "cache").exists():
+        yield Removable(cache, tree_size(cache), "the examples were fetched through it and lie in files of the run")
     for path in rundir.root.glob(".*.partial"):
         yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
 
