@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardmake.config import Run
+from shardmake.config import Cluster, Run
 from shardmake.data import prepare
 from shardmake.errors import UserError
 from shardmake.publish.backends import Machine, choose_backend, count_ranks, load_model
@@ -214,6 +214,18 @@ def test_the_fastest_way_that_fits_is_taken(
     chosen = choose_backend(weights * GIB, machine)
     assert (chosen, count_ranks(chosen, machine, None)) == (backend, ranks)
     assert count_ranks(chosen, machine, 2) == (1 if backend == "device-map" else 2)
+
+
+@pytest.mark.nvme
+def test_parameters_on_nvme(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
+    alone = evaluate(a_run(folder, tmp_path), rundir)
+    cluster = Cluster(
+        executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=6, nvme_path=str(tmp_path / "nvme")
+    )
+    (tmp_path / "nvme").mkdir()
+    found = evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=2), rundir, cluster)
+    assert found["backend"] == "zero3-nvme" and found["samples"] == alone["samples"]
+    assert found["tuned"]["loss"] == pytest.approx(alone["tuned"]["loss"], rel=1e-6)
 
 
 def test_offload_to_nvme_needs_a_place(folder: Path, rundir: RunDir, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
-from shardmake.caches import hub_environment
+from shardmake.caches import hub_environment, kernel_caches
 from shardmake.config import Attention, Cluster, Method, Optimizer, Precision, Run, get_run, load_cluster, load_config
 from shardmake.consolidate.dtypes import Target
 from shardmake.errors import UserError
@@ -40,19 +40,21 @@ def tell(message: str) -> None:
     console.print(message, markup=False)
 
 
-def _open(name: str, files: list[Path], runs: Path, *, offline: bool = False) -> tuple[Run, Cluster, RunDir]:
-    """The run as it is configured, its cluster and its folder; ``offline``: for a stage that may run on a node."""
+def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
+    """The run as it is configured, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config = load_config(*files)
     run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
-    os.environ.update(hub_environment(cluster.cache, offline=offline and not cluster.internet_on_compute_nodes))
+    os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
+    if on_node:
+        os.environ.update(kernel_caches(cluster.scratch))
     if cluster.shared:
         share(runs, rundir.root, Path("logs"), *([Path(cluster.cache)] if cluster.cache else []))
     return run, cluster, rundir
 
 
-def _open_fetched(name: str, files: list[Path], runs: Path, *, offline: bool = False) -> tuple[Run, Cluster, RunDir]:
+def _open_fetched(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
     """As `_open`, with hub ids replaced by what `fetch` brought here."""
-    run, cluster, rundir = _open(name, files, runs, offline=offline)
+    run, cluster, rundir = _open(name, files, runs, on_node=on_node)
     return localize(run, rundir), cluster, rundir
 
 
@@ -204,7 +206,7 @@ def data(
     """Tokenize and pack the data."""
     from shardmake.data import prepare
 
-    run, _, rundir = _open_fetched(name, config, runs, offline=True)
+    run, _, rundir = _open_fetched(name, config, runs, on_node=True)
     prepare(run, rundir, cpus=cpus, tell=tell)
 
 
@@ -234,7 +236,7 @@ def consolidate(
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
-        run, _, rundir = _open_fetched(source, config, runs, offline=True)
+        run, _, rundir = _open_fetched(source, config, runs, on_node=True)
         consolidate_run(run, rundir, workers=workers, tell=tell)
     else:
         merge(Path(source), out, base=base, dtype=dtype, max_shard_size=max_shard_size, workers=workers)
@@ -245,7 +247,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     """Measure the base and the tuned model, and let both answer."""
     from shardmake.publish.evaluate import evaluate as measure
 
-    run, cluster, rundir = _open(name, config, runs, offline=True)
+    run, cluster, rundir = _open(name, config, runs, on_node=True)
     measure(run, rundir, cluster, tell=tell)
 
 
