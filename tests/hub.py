@@ -95,6 +95,7 @@ class FakeHub:
         self.tokens = {WRITER: "write", READER: "read", STRANGER: "stranger"}
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
+        self.ranges: list[str] = []
         self.faults: list[Fault] = []
         self.lose: list[str] = []
         self.card_errors: list[str] = []
@@ -469,6 +470,7 @@ class _Handler(BaseHTTPRequestHandler):
         content = self.hub.object(blob.sha256).read_bytes()
         if match := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", "")):
             start, end = int(match[1]), int(match[2] or len(content) - 1)
+            self.hub.ranges.append(match[0])
             headers["Content-Range"] = f"bytes {start}-{end}/{len(content)}"
             return Reply(206, headers=headers, raw=content[start : end + 1])
         return Reply(headers=headers, raw=content)

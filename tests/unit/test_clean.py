@@ -67,11 +67,14 @@ def test_it_only_lists_by_default(rundir: RunDir) -> None:
 def test_the_newest_checkpoint_and_the_model_stay(rundir: RunDir) -> None:
     push(RUN, rundir)
     (rundir.root / ".model.partial").mkdir()
+    (rundir.fetched / "cache").mkdir(parents=True)
+    (rundir.fetched / "train.parquet").touch()
     model = sorted(rundir.model.iterdir())
     listed(rundir.root.parent, remove=True)
     assert names(rundir) == {"checkpoint-40"}
     assert [record.step for record, _ in sealed(rundir.checkpoints)] == [40]
     assert sorted(rundir.model.iterdir()) == model and not (rundir.root / ".model.partial").exists()
+    assert [path.name for path in rundir.fetched.iterdir()] == ["train.parquet"]
     assert listed(rundir.root.parent)[0] == set()
 
 

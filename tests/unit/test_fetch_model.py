@@ -9,8 +9,10 @@ from shardmake.errors import UserError
 from shardmake.fetch.model import check_model_folder, choose_files
 from shardmake.fetch.stage import fetch
 from shardmake.manifest import read_folder
+from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
-from shardmake.sources import Sources, localize, read_sources
+from shardmake.sources import Sources, localize, read_sources, require_weights
+from shardmake.space import Room
 from tests.finished_run import make_run
 from tests.hub import READER, STRANGER, FakeHub
 
@@ -52,6 +54,46 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
     assert sources.model.files.keys() == FILES.keys()
     assert sources.train.path == "train.jsonl" and sources.train.commit is None
     assert Sources.model_validate_json(rundir.sources.read_text()) == sources
+
+
+def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/base", FILES)
+    described = fetch(RUN, rundir, part="description")
+    folder = Path(described.model.path)
+    assert not hub.asked("resolve.*safetensors$")
+    assert {path.name for path in folder.iterdir()} == FILES.keys() - SHARDS.keys()
+    with pytest.raises(UserError, match=r"2 files of lab/base are not here .*Fetch them first: shardmake fetch chat"):
+        require_weights(rundir)
+    said: list[str] = []
+    assert fetch(RUN, rundir, said.append, part="weights") == described
+    assert said == ["Fetching the weights of lab/base: 2 files, 0.0 GB."]
+    require_weights(rundir)
+    assert read_folder(folder) == described.model.files, "what the hub listed is what arrived"
+    assert read_json(rundir.weights_receipt, "")["files"].keys() == FILES.keys()
+    hub.requests.clear()
+    assert fetch(RUN, rundir) == described and not hub.requests
+
+
+def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("lab/base", FILES)
+    fetch(RUN, rundir, part="description")
+    monkeypatch.setattr("shardmake.space.room_in", lambda _: Room(1000, "your quota on /home"))
+    with pytest.raises(UserError, match=r"The base model's weights need .* left \(your quota on /home\)"):
+        fetch(RUN, rundir, part="weights")
+    assert not hub.asked("resolve.*safetensors$")
+
+
+def test_weights_before_anything_else(hub: FakeHub, rundir: RunDir) -> None:
+    with pytest.raises(UserError, match="Make it first: shardmake fetch chat"):
+        fetch(RUN, rundir, part="weights")
+
+
+def test_a_download_goes_on_where_it_broke_off(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("lab/base", FILES)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50_000)
+    hub.cut("GET .*model-00001")
+    fetch(RUN, rundir)
+    assert hub.ranges == ["bytes=150000-"]
 
 
 def test_later_stages_read_the_local_copy(hub: FakeHub, rundir: RunDir) -> None:
@@ -117,12 +159,14 @@ def test_finished_files_are_not_fetched_again(hub: FakeHub, rundir: RunDir) -> N
     assert [path.rpartition("/")[2] for path in hub.asked("GET /lab/base/resolve/")] == [missing.name]
 
 
-def test_a_fetch_that_failed_leaves_no_manifest(hub: FakeHub, rundir: RunDir) -> None:
+@pytest.mark.parametrize("lost", ["README.md", "model-00002-of-00002.safetensors"])
+def test_a_fetch_that_failed_leaves_no_receipt(hub: FakeHub, rundir: RunDir, lost: str) -> None:
     hub.add("lab/base", FILES)
-    hub.fail("GET /lab/base/resolve/.*00002", times=99, status=404)
+    hub.fail(f"GET /lab/base/resolve/.*{lost}", times=99, status=404)
     with pytest.raises(UserError, match="Fetching lab/base failed"):
         fetch(RUN, rundir)
-    assert read_sources(rundir) is None
+    assert (read_sources(rundir) is None) == (lost == "README.md")
+    assert not rundir.weights_receipt.exists()
 
 
 def test_a_damaged_file_in_the_cache_is_replaced(hub: FakeHub, rundir: RunDir) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardmake.config import Run
+from shardmake.config import Cluster, Run
 from shardmake.data import prepare
 from shardmake.errors import UserError
 from shardmake.publish.backends import Machine, choose_backend, count_ranks, load_model
@@ -180,7 +180,7 @@ def test_configured_questions_are_asked_through_the_chat_template(folder: Path, 
 def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path, backend: str) -> None:
     """Three sequences on two ranks: under ZeRO-3 the second rank gathers layers for the first one's last sequence."""
     lines = (tmp_path / "train.jsonl").read_text()
-    (tmp_path / "train.jsonl").write_text(lines + lines.splitlines(keepends=True)[0] * 2)
+    (tmp_path / "train.jsonl").write_text(lines + lines.splitlines(keepends=True)[0] * 4)
     run = a_run(folder, tmp_path)
     prepare(run, rundir)
     alone = evaluate(run, rundir)
@@ -188,7 +188,7 @@ def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path,
     assert (together["backend"], together["ranks"], together["sequences"]) == (backend, 2, 3)
     assert together["samples"] == alone["samples"]
     for model in ("base", "tuned"):
-        assert together[model]["tokens"] == alone[model]["tokens"] == 12
+        assert together[model]["tokens"] == alone[model]["tokens"] == 16
         assert together[model]["loss"] == pytest.approx(alone[model]["loss"], rel=1e-6)
 
 
@@ -216,13 +216,25 @@ def test_the_fastest_way_that_fits_is_taken(
     assert count_ranks(chosen, machine, 2) == (1 if backend == "device-map" else 2)
 
 
+@pytest.mark.nvme
+def test_parameters_on_nvme(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
+    alone = evaluate(a_run(folder, tmp_path), rundir)
+    cluster = Cluster(
+        executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=6, nvme_path=str(tmp_path / "nvme")
+    )
+    (tmp_path / "nvme").mkdir()
+    found = evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=2), rundir, cluster)
+    assert found["backend"] == "zero3-nvme" and found["samples"] == alone["samples"]
+    assert found["tuned"]["loss"] == pytest.approx(alone["tuned"]["loss"], rel=1e-6)
+
+
 def test_offload_to_nvme_needs_a_place(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="zero3-nvme needs nvme_path in the cluster file"):
         evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=1), rundir)
 
 
 TASK = """
-task: sums
+task: lab_sums
 dataset_path: json
 dataset_kwargs: {{data_files: {{test: {file}}}}}
 test_split: test
@@ -246,16 +258,16 @@ def task(tmp_path: Path) -> Path:
 
 
 def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
-    run = a_run(folder, tmp_path, lm_eval=["sums"], lm_eval_path=str(task))
+    run = a_run(folder, tmp_path, lm_eval=["lab_sums"], lm_eval_path=str(task))
     (found,) = evaluate(run, rundir)["tasks"]
-    assert (found["task"], found["metric"]) == ("sums", "acc")
+    assert (found["task"], found["metric"]) == ("lab_sums", "acc")
     # The tuned model's head is the base's turned: what one holds for likelier, the other holds for less likely.
     assert found["base"] + found["tuned"] == pytest.approx(1) and 0 <= found["base"] <= 1
 
 
 def test_a_misspelt_task_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
-    with pytest.raises(UserError, match=r"lm_eval has no task 'sumz'\. Did you mean 'sums'"):
-        evaluate(a_run(folder, tmp_path, lm_eval=["sumz"], lm_eval_path=str(task)), rundir)
+    with pytest.raises(UserError, match=r"lm_eval has no task 'lab_sumz'\. Did you mean 'lab_sums'"):
+        evaluate(a_run(folder, tmp_path, lm_eval=["lab_sumz"], lm_eval_path=str(task)), rundir)
 
 
 def test_without_the_package_lm_eval(

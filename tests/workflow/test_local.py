@@ -2,8 +2,10 @@
 
 import os
 import signal
+import socket
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -46,10 +48,21 @@ def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
         time.sleep(0.2)
 
 
-def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(checkout: Checkout) -> None:
+SECRETS = {
+    "HF_TOKEN": "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs",
+    "AWS_SECRET_ACCESS_KEY": "x7Kq/2mPZ0aV+planted",
+    "WANDB_API_KEY": "9f8e7d" * 6,
+}
+
+
+def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
     blocked = checkout.root / "published"
     blocked.write_text("a file where the folder should be")
-    checkout.configure(max_steps=10)
+    checkout.configure(max_steps=10, report_to=["tensorboard", "mlflow"])
     head = checkout.start("snakemake", *PROFILE, log=checkout.root / "first.log")
     wait_for(lambda: len(checkout.metrics()) >= 2)
     kill_tree(head.pid, spare="shardmake.launch.worker")
@@ -73,12 +86,47 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(che
     assert (checkout.run / "train/receipt.json").stat().st_mtime_ns == trained
     assert (checkout.run / "model/receipt.json").stat().st_mtime_ns == merged
     assert_result_is_whole(checkout)
+    assert_trackers_were_told(checkout)
+    assert_nothing_private_left(checkout)
+    assert_snakemake_reports(checkout)
 
     assert "Nothing to be done" in checkout("snakemake", *PROFILE).stdout
     comment_edited(checkout)
     assert "Nothing to be done" in checkout("snakemake", *PROFILE).stdout
     forced = checkout("snakemake", *PROFILE, "runs/demo/model/receipt.json", "-f")
     assert "merging the sharded" in forced.stdout and "training;" not in forced.stdout
+
+
+def assert_trackers_were_told(checkout: Checkout) -> None:
+    """TensorBoard and MLflow hold the losses of the metrics."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(checkout.run / "train/tensorboard"))
+    events.Reload()
+    losses = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert losses == pytest.approx(checkout.losses(), abs=1e-3)
+    assert {"train/learning_rate", "train/grad_norm"} <= set(events.Tags()["scalars"])
+    (told,) = (checkout.run / "train/mlflow").glob("*/*/metrics/loss")
+    assert {int(line.split()[2]) for line in told.read_text().splitlines()} == set(losses)
+
+
+def assert_nothing_private_left(checkout: Checkout) -> None:
+    """No file of the run, its logs or what was pushed holds a secret; what was pushed tells nothing of this place."""
+    files = {path: path.read_bytes() for path in checkout.root.rglob("*") if path.is_file()}
+    assert any(path.name.startswith("events.out") for path in files)
+    assert [path for path, text in files.items() for value in SECRETS.values() if value.encode() in text] == []
+    private = [str(checkout.root), socket.gethostname() + " ", str(Path.home())]
+    pushed = {path: text for path, text in files.items() if path.is_relative_to(checkout.root / "published")}
+    assert {"README.md", "config.json", "loss.png"} <= {path.name for path in pushed}
+    assert [(path, word) for path, text in pushed.items() for word in private if word.encode() in text] == []
+
+
+def assert_snakemake_reports(checkout: Checkout) -> None:
+    checkout("snakemake", *PROFILE, "--report", "report.html")
+    page = (checkout.root / "report.html").read_text()
+    assert "Training loss of demo by optimizer step, stitched over all attempts" in page
+    for name in ("report.html", "loss.svg", "optimizer.svg", "speed.svg", "memory.svg", "by-length.svg"):
+        assert name in page
 
 
 def comment_edited(checkout: Checkout) -> None:

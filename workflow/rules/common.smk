@@ -8,6 +8,7 @@ from snakemake.exceptions import WorkflowError
 
 from shardmake.config import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
 from shardmake.errors import UserError
+from shardmake.sharing import share_tree
 
 # The commands are those of the Python that runs Snakemake, also on the nodes.
 shell.prefix(f"export PATH={Path(sys.executable).parent}:$PATH; ")
@@ -28,6 +29,8 @@ def read_configuration():
 
 
 CONFIG, CLUSTER = read_configuration()
+if CLUSTER.shared:
+    share_tree(Path(".snakemake"))  # Snakemake's own records, so that another member can go on
 RUNS = CONFIG.runs
 
 
@@ -55,7 +58,8 @@ def planned(stage, key, factor=1):
     return lambda wildcards, input: factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
 
 
-def one_gpu():
-    """A GPU for a stage that computes, in the words this cluster wants."""
-    kind = f"gpu:{CLUSTER.slurm.gpu_type}:1" if CLUSTER.slurm.gpu_type else "gpu:1"
+def gpus_of(run):
+    """GPUs of one node for a run's evaluation, which shares its sequences among them, in the words this cluster wants."""
+    count = RUNS[run].evaluation.processes or CLUSTER.processes_per_node
+    kind = f"gpu:{CLUSTER.slurm.gpu_type}:{count}" if CLUSTER.slurm.gpu_type else f"gpu:{count}"
     return kind if CLUSTER.accelerator != "cpu" and CLUSTER.slurm.gpu_request != "none" else ""

@@ -41,7 +41,7 @@ rule evaluate:
     threads: planned("evaluate", "cpus")
     resources:
         mem_mb=planned("evaluate", "memory_gib", 1024),
-        gres=one_gpu(),
+        gres=lambda wildcards: gpus_of(wildcards.run),
         slurm_partition=CLUSTER.slurm.partition or "",
         slurm_account=CLUSTER.slurm.account or "",
     params:

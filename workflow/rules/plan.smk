@@ -12,11 +12,37 @@ rule fetch:
         config=CONFIG_FLAGS,
         settings=settings_of("fetch"),
     message:
-        "{wildcards.run}: bringing model and data here, pinned to their commits, so that no job needs the internet"
+        "{wildcards.run}: bringing data and what a plan needs of the model here, pinned to their commits"
     shell:
         """
         shardmake fetch {wildcards.run} \
             {params.config} \
+            --part description \
+            2>&1 | tee -i {log}
+        """
+
+
+rule fetch_weights:
+    input:
+        sources="runs/{run}/sources.json",
+        plan=ancient("runs/{run}/plan/plan.json"),
+    output:
+        receipt="runs/{run}/fetched/weights.json",
+    log:
+        "logs/{run}/fetch-weights.log",
+    localrule: True
+    conda:
+        "../../envs/workflow.yaml"
+    params:
+        config=CONFIG_FLAGS,
+        settings=settings_of("fetch"),
+    message:
+        "{wildcards.run}: bringing the base model's weights here, so that no job needs the internet"
+    shell:
+        """
+        shardmake fetch {wildcards.run} \
+            {params.config} \
+            --part weights \
             2>&1 | tee -i {log}
         """
 

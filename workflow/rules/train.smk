@@ -34,6 +34,7 @@ rule train:
         deepspeed="runs/{run}/plan/deepspeed.json",
         training="runs/{run}/plan/training.json",
         data="runs/{run}/data/receipt.json",
+        weights=ancient("runs/{run}/fetched/weights.json"),
     output:
         receipt="runs/{run}/train/receipt.json",
     log:

@@ -17,6 +17,15 @@ def kernel_caches(scratch: str) -> dict[str, str]:
     }
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+
+
+def hub_environment(cache: str | None, *, offline: bool) -> dict[str, str]:
+    """Variables that the hub's libraries read when they are imported: their cache, and whether they may ask the hub."""
+    place = {"HF_HOME": str(Path(cache).absolute())} if cache else {}
+    return place | (OFFLINE if offline else {})
+
+
 def leave_collectives_to_gloo() -> None:
     """Keep DeepSpeed from compiling its shared-memory collectives for the CPU.
 

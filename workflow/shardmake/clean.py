@@ -38,7 +38,7 @@ def clean(runs: Path, *, remove: bool, tell: Tell) -> list[Removable]:
 
 
 def find_removable(runs: Path) -> Iterator[Removable]:
-    """In runs whose model was pushed: all checkpoints but the newest, and what killed saves and merges left."""
+    """In runs whose model was pushed: old checkpoints, the fetch's cache, and what killed saves and merges left."""
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         rundir = RunDir(folder)
         if is_pushed(rundir):
@@ -65,6 +65,8 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
         yield Removable(path, tree_size(path), "it is damaged, and a newer checkpoint is whole")
     if rundir.resharded.exists():
         yield Removable(rundir.resharded, tree_size(rundir.resharded), "training went on from it and finished")
+    if (cache := rundir.fetched / "cache").exists():
+        yield Removable(cache, tree_size(cache), "the examples were fetched through it and lie in files of the run")
     for path in rundir.root.glob(".*.partial"):
         yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
 

@@ -1,6 +1,7 @@
 """The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,6 +9,7 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from shardmake.caches import hub_environment, kernel_caches
 from shardmake.config import (
     Attention,
     Cluster,
@@ -24,8 +26,8 @@ from shardmake.consolidate.dtypes import Target
 from shardmake.consolidate.naming import Format
 from shardmake.errors import UserError
 from shardmake.rundir import RunDir
-from shardmake.sharing import share
-from shardmake.sources import localize
+from shardmake.sharing import share, share_tree
+from shardmake.sources import localize, require_weights
 
 app = typer.Typer(
     help="Distributed fine-tuning that fits, runs, survives and ends as a model people can load.",
@@ -39,6 +41,7 @@ Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.
 ConfigFiles = Annotated[list[Path], typer.Option("--config", help="Configuration file; later ones win.")]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
 Weights = Literal["bf16", "fp32"]
+FetchPart = Literal["all", "description", "weights"]
 LossKind = Literal["plain", "fused", "chunked"]
 CONFIG = [Path("config/config.yaml")]
 RUNS = Path("runs")
@@ -49,18 +52,21 @@ def tell(message: str) -> None:
     console.print(message, markup=False)
 
 
-def _open(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
-    """The run as it is configured, its cluster and its folder."""
+def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
+    """The run as it is configured, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config = load_config(*files)
     run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
+    if on_node:
+        os.environ.update(kernel_caches(cluster.scratch))
     if cluster.shared:
-        share(runs, rundir.root, Path("logs"))
+        share(runs, rundir.root, Path("logs"), *([Path(cluster.cache)] if cluster.cache else []))
     return run, cluster, rundir
 
 
-def _open_fetched(name: str, files: list[Path], runs: Path) -> tuple[Run, Cluster, RunDir]:
+def _open_fetched(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
     """As `_open`, with hub ids replaced by what `fetch` brought here."""
-    run, cluster, rundir = _open(name, files, runs)
+    run, cluster, rundir = _open(name, files, runs, on_node=on_node)
     return localize(run, rundir), cluster, rundir
 
 
@@ -73,12 +79,19 @@ def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = 
 
 
 @app.command()
-def fetch(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+def fetch(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    part: Annotated[FetchPart, typer.Option(help="All, all but the weights (a plan needs no more), or those.")] = "all",
+) -> None:
     """Bring model and data here, pinned to their commits; run it where there is internet."""
     from shardmake.fetch.stage import fetch as bring
 
-    run, _, rundir = _open(name, config, runs)
-    bring(run, rundir, tell)
+    run, cluster, rundir = _open(name, config, runs)
+    bring(run, rundir, tell, part)
+    if cluster.shared and cluster.cache:
+        share_tree(Path(cluster.cache))
 
 
 @app.command()
@@ -207,7 +220,7 @@ def data(
     """Tokenize and pack the data."""
     from shardmake.data import prepare
 
-    run, _, rundir = _open_fetched(name, config, runs)
+    run, _, rundir = _open_fetched(name, config, runs, on_node=True)
     prepare(run, rundir, cpus=cpus, tell=tell)
 
 
@@ -217,6 +230,7 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.launch.driver import train as drive
 
     run, cluster, rundir = _open_fetched(name, config, runs)
+    require_weights(rundir)
     drive(run, cluster, rundir, tell)
 
 
@@ -257,7 +271,7 @@ def consolidate(
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
-        run, _, rundir = _open_fetched(source, config, runs)
+        run, _, rundir = _open_fetched(source, config, runs, on_node=True)
         consolidate_run(run, rundir, workers=workers, tell=tell)
         return
     merge(
@@ -280,7 +294,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     """Measure the base and the tuned model, and let both answer."""
     from shardmake.publish.evaluate import evaluate as measure
 
-    run, cluster, rundir = _open(name, config, runs)
+    run, cluster, rundir = _open(name, config, runs, on_node=True)
     measure(run, rundir, cluster, tell=tell)
 
 

@@ -341,6 +341,9 @@ class Cluster(Section):
         description="Mean time between failures of one node, hours, preemptions included; for "
         "`checkpoints.every_steps: auto`. The default is what 6.5 failures per 1000 node-days make (arXiv 2410.21680).",
     )
+    cache: str | None = Field(
+        None, description="Folder of the hub's cache, which a lab may share; without it, where HF_HOME says."
+    )
     scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
     slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
 

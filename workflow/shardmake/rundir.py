@@ -26,6 +26,11 @@ class RunDir:
         return self.root / "fetched"
 
     @property
+    def weights_receipt(self) -> Path:
+        """Sizes and checksums of the base model's weights, written once they are here."""
+        return self.fetched / "weights.json"
+
+    @property
     def plan_folder(self) -> Path:
         """Folder of the plan and the rendered files."""
         return self.root / "plan"

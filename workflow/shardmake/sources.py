@@ -80,7 +80,19 @@ def _said(named: tuple[str | None, ...]) -> str:
     return " ".join(part for part in named if part) or "nothing"
 
 
-def is_whole(source: Source) -> bool:
-    """Whether every fetched file of ``source`` is here, by size."""
-    files = [(Path(source.path, name), entry.size) for name, entry in source.files.items()]
-    return all(path.is_file() and path.stat().st_size == size for path, size in files)
+def missing_files(source: Source) -> list[str]:
+    """The fetched files of ``source`` that are not here, or not at their size."""
+    paths = {name: Path(source.path, name) for name in source.files}
+    return [
+        name for name, path in paths.items() if not path.is_file() or path.stat().st_size != source.files[name].size
+    ]
+
+
+def require_weights(rundir: RunDir) -> None:
+    """Refuse to go on where the fetched model is not here, whole: found now, not on all the ranks."""
+    sources = read_sources(rundir)
+    if sources and (missing := missing_files(sources.model)):
+        raise UserError(
+            f"{len(missing)} files of {sources.model.name} are not here ({', '.join(missing[:3])}). "
+            f"Fetch them first: shardmake fetch {rundir.name}"
+        )

@@ -53,6 +53,11 @@ def _disk_terms(estimates: Mapping[str, Any], choice: Choice) -> dict[str, int]:
     return next(item["disk"]["terms"] for item in estimates["candidates"] if item["choice"] == chosen)
 
 
+def check_download(folder: Path, size: int) -> None:
+    """Refuse to fetch ``size`` bytes into the hub's cache around ``folder`` that will not fit."""
+    _check(folder, size, f"The base model's weights need {size / GIB:.1f} GiB")
+
+
 def check_save(folder: Path, size: int) -> None:
     """Refuse a save of ``size`` bytes into ``folder`` that will not fit."""
     _check(folder, size, f"The next checkpoint needs {size / GIB:.1f} GiB")

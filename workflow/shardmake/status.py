@@ -11,6 +11,7 @@ from shardmake.rundir import RunDir
 def describe(run: Run, rundir: RunDir) -> str:
     """A page for people: each stage, then the result, then where to look next."""
     stages = {
+        "fetch": rundir.weights_receipt,
         "plan": rundir.plan,
         "render": rundir.training,
         "data": rundir.data_receipt,

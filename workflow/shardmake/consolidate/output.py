@@ -21,7 +21,7 @@ class OutputFile:
 
     def __init__(self, path: Path, size: int) -> None:
         """Create it and reserve its space; an `OSError` if there is too little."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         self._direct = -1
         try:
             _reserve(self._file, size)

@@ -1,7 +1,8 @@
 """The fetch stage: hub ids to local copies, pinned to commits, recorded in ``sources.json``.
 
-It runs where there is internet (the login node); jobs then run with the hub's offline switches set. What the
-configuration names by path is taken as it is. Once fetched, a run keeps its commits; to move to a newer one, name it
+It runs where there is internet (the login node); jobs then run with the hub's offline switches set. A plan needs a
+model's small files only, so they come first and the weights once there is a plan. What the configuration names by path
+is taken as it is. Once fetched, a run keeps its commits; to move to a newer one, name it
 as ``revision`` or remove ``sources.json``.
 """
 
@@ -9,28 +10,65 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from shardmake.config import Run
-from shardmake.fetch.model import check_model_folder, fetch_model, find_in_cache
+from shardmake.errors import UserError
+from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.hub import explained, is_hub_id, retried
-from shardmake.manifest import record
+from shardmake.manifest import as_json, record
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
-from shardmake.sources import Source, Sources, is_whole, read_sources
+from shardmake.sources import Source, Sources, missing_files, read_sources
+from shardmake.space import check_download
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
 Tell = Callable[[str], None]
+Part = Literal["all", "description", "weights"]
 
 
-def fetch(run: Run, rundir: RunDir, tell: Tell = lambda _: None) -> Sources:
-    """Fetch the model and the data of ``run``, check them, and write ``sources.json``.
+def fetch(run: Run, rundir: RunDir, tell: Tell = lambda _: None, part: Part = "all") -> Sources:
+    """Fetch the model and the data of ``run``, or a part of them, check them, and write ``sources.json``.
 
+    ``description`` is all but the model's weights, which may then be fetched as ``weights``.
     Raises `UserError` where the hub refuses (with what to do), where a model folder is not whole, and where offline
     switches are set and something is not here yet.
     """
+    sources = _describe(run, rundir, tell) if part != "weights" else _read(rundir)
+    if part != "description":
+        _bring_weights(sources.model, tell)
+        write_json(rundir.weights_receipt, {"files": as_json(sources.model.files)})
+    return sources
+
+
+def _read(rundir: RunDir) -> Sources:
+    sources = read_sources(rundir)
+    if sources is None:
+        raise UserError(f"There is no {rundir.sources} yet. Make it first: shardmake fetch {rundir.name}")
+    return sources
+
+
+def _bring_weights(model: Source, tell: Tell) -> None:
+    from huggingface_hub.constants import is_offline_mode
+
+    missing = missing_files(model)
+    if not missing:
+        tell(f"The weights of {model.name} are here.")
+        return
+    size = sum(model.files[name].size for name in missing)
+    if is_offline_mode():
+        raise UserError(
+            f"{len(missing)} files of {model.name} are not here ({', '.join(missing[:3])}), and HF_HUB_OFFLINE or "
+            "TRANSFORMERS_OFFLINE is set. Unset it where there is internet."
+        )
+    check_download(Path(model.path), size)
+    tell(f"Fetching the weights of {model.name}: {len(missing)} files, {size / 1e9:,.1f} GB.")
+    fetch_weights(_connect(), model)
+
+
+def _describe(run: Run, rundir: RunDir, tell: Tell) -> Sources:
     before = read_sources(rundir)
     sources = Sources(
         model=_model(run, before.model if before else None, tell),
@@ -55,8 +93,8 @@ def _model(run: Run, before: Source | None, tell: Tell) -> Source:
         return Source(name=run.model, path=run.model)
     if is_offline_mode():
         return find_in_cache(run.model, run.revision)
-    tell(f"Fetching model {run.model}.")
-    return fetch_model(_connect(), run.model, run.revision)
+    tell(f"Fetching config and tokenizer of {run.model}.")
+    return describe_model(_connect(), run.model, run.revision)
 
 
 def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | None, tell: Tell) -> Source:
@@ -87,12 +125,12 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | 
 
 
 def _still_stands(before: Source | None, name: str, revision: str | None, subset: str | None = None) -> bool:
-    """Whether an earlier fetch of the same thing is here, whole."""
+    """Whether an earlier fetch of the same thing is here, whole but for weights."""
     return (
         before is not None
         and before.commit is not None
         and (before.name, before.revision, before.subset) == (name, revision, subset)
-        and is_whole(before)
+        and all(is_weights(name) for name in missing_files(before))
     )
 
 

@@ -19,9 +19,11 @@ from types import FrameType
 from shardmake.attempt import AttemptDir, Record, write_record
 from shardmake.config import Cluster, Run
 from shardmake.errors import UserError
+from shardmake.launch.doze import LOCK_VARIABLE, doze
 from shardmake.launch.follow import Follower
-from shardmake.launch.jobs import Jobs, attempt_settings, make_jobs
+from shardmake.launch.jobs import Jobs, attempt_settings, job_owners, make_jobs
 from shardmake.launch.outcome import Action, End, Evidence, History, Outcome, classify, decide
+from shardmake.launch.queue import runtime_folder, slurm_in_use
 from shardmake.launch.states import JobState, JobStatus
 from shardmake.launch.story import (
     Chapter,
@@ -40,6 +42,7 @@ from shardmake.receipt import digest, read_json, write_json
 from shardmake.reshard.routes import Route
 from shardmake.reshard.stage import find_route, reshard, tell_deepspeed
 from shardmake.rundir import RunDir
+from shardmake.sharing import refuse_job_of_others
 from shardmake.space import check_run, checkpoint_size
 from shardmake.train import ledger
 from shardmake.train.receipt import is_last, write_receipt
@@ -47,6 +50,7 @@ from shardmake.train.recipe import recipe_digest
 
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
+DOZE_SECONDS = 5.0
 POLL_SECONDS_AT_MOST = 20.0
 RECORD_SECONDS = 10.0
 """How long the exit records of nodes may take to become visible here after Slurm has seen the job's end."""
@@ -65,14 +69,17 @@ def train(run: Run, cluster: Cluster, rundir: RunDir, tell: Tell) -> None:
     """Bring the training of ``rundir`` to its end, or raise a `UserError` that says why it cannot go on."""
     plan = read_plan(rundir.plan)
     rundir.train.mkdir(parents=True, exist_ok=True)
-    with _sole_driver(rundir), _leaving_the_job_alone():
-        Driver(run, cluster, rundir, plan, tell).drive()
+    with _sole_driver(rundir) as lock, _leaving_the_job_alone():
+        if cluster.shared and cluster.executor == "slurm":
+            refuse_job_of_others(job_owners(rundir.root), rundir.name, _short(rundir.stop_file))
+        Driver(run, cluster, rundir, plan, tell, lock).drive()
 
 
 @contextlib.contextmanager
-def _sole_driver(rundir: RunDir) -> Iterator[None]:
-    """Hold the run's lock, so that there is never a second driver."""
-    with (rundir.train / "driver.lock").open("a+") as lock:
+def _sole_driver(rundir: RunDir) -> Iterator[int]:
+    """Hold the run's lock, so that there is never a second driver; a driver that dozed has it already."""
+    held = os.environ.pop(LOCK_VARIABLE, None)
+    with open(int(held), "a+") if held else (rundir.train / "driver.lock").open("a+") as lock:  # noqa: PTH123
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -83,7 +90,7 @@ def _sole_driver(rundir: RunDir) -> Iterator[None]:
             ) from None
         lock.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
-        yield
+        yield lock.fileno()
 
 
 class DriverStoppedError(KeyboardInterrupt):
@@ -108,8 +115,11 @@ def _leaving_the_job_alone() -> Iterator[None]:
 class Driver:
     """Drives one run; every decision is made from what is on disk and from Slurm's word."""
 
-    def __init__(self, run: Run, cluster: Cluster, rundir: RunDir, plan: Plan, tell: Tell) -> None:
+    def __init__(
+        self, run: Run, cluster: Cluster, rundir: RunDir, plan: Plan, tell: Tell, lock: int | None = None
+    ) -> None:
         self.run, self.cluster, self.rundir, self.plan, self.tell = run, cluster, rundir, plan, tell
+        self.lock = lock
         self.jobs: Jobs = make_jobs(rundir.root, cluster)
         settings = read_json(rundir.training, "shardmake render NAME")
         data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
@@ -234,6 +244,7 @@ class Driver:
             while (status := self.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):
                 pause = self._next_pause(pause, status, last)
                 last = status.state
+                self._doze_while_pending(job, status, pause)
                 self._follow_for(pause, follower, folder)
         except DriverStoppedError as signal_name:
             raise DriverStoppedError(
@@ -249,6 +260,12 @@ class Driver:
             self.tell(f"The job is {status.state.value}{f' on {status.nodes}' if status.nodes else ''}.")
             return POLL_SECONDS
         return min(pause * 1.5, POLL_SECONDS_AT_MOST)
+
+    def _doze_while_pending(self, job: Job, status: JobStatus, pause: float) -> None:
+        """A job that waits for a while may wait for days: give the memory back (see `doze`)."""
+        if self.lock is not None and status.word == "PENDING" and pause >= DOZE_SECONDS:
+            self.tell("The job waits in the queue; the driver dozes until it starts.")
+            doze(job.id, self.lock, str(runtime_folder() / f"pending-{slurm_in_use()}"))
 
     def _follow_for(self, seconds: float, follower: Follower, folder: AttemptDir) -> None:
         """Tell news from the run's folder, which cost Slurm nothing, until it is time to ask again."""

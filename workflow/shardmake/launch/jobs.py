@@ -121,6 +121,14 @@ class SlurmJobs:
         return f"scancel {job}"
 
 
+def job_owners(run_folder: Path) -> dict[str, str]:
+    """Users by id of every queued or running job of the run, whoever submitted it."""
+    answer = ask("squeue", "--noheader", f"--name={job_name(run_folder)}", "--format=%i|%u")
+    if answer.returncode != 0:
+        raise UserError(f"Slurm does not answer, so another member's job cannot be ruled out: {answer.stderr.strip()}")
+    return dict(line.split("|") for line in answer.stdout.split())
+
+
 def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:
     """Submitit's parameters for the training job of ``plan``."""
     slurm, resources, choice = cluster.slurm, plan.resources["train"], plan.choice

@@ -56,8 +56,7 @@ def look(command: Sequence[str], folder: Path | None = None) -> Snapshot:
 
     Drivers under another Slurm configuration keep a snapshot of their own.
     """
-    cluster = {name: os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")}
-    file = (folder or runtime_folder()) / f"queue-{digest([*command, cluster])}.json"
+    file = (folder or runtime_folder()) / f"queue-{digest([*command, slurm_in_use()])}.json"
     found = _read(file)
     if found and found.is_fresh(time.time()):
         return found
@@ -91,6 +90,11 @@ def _alone(lock: Path) -> Iterator[None]:
     with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
+
+
+def slurm_in_use() -> str:
+    """Digest of what tells Slurm's commands which cluster to ask."""
+    return digest({name: os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")})
 
 
 def runtime_folder() -> Path:

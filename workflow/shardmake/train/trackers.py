@@ -48,6 +48,7 @@ def tracker_environment(rundir: RunDir, *, offline: bool, environment: Mapping[s
         "WANDB_DISABLE_CODE": "true",
         "WANDB_X_DISABLE_META": "true",
         "MLFLOW_TRACKING_URI": f"file://{folder / 'mlflow'}",
+        "MLFLOW_ALLOW_FILE_STORE": "true",  # plain files: a database on a network file system locks up
         "MLFLOW_EXPERIMENT_NAME": "shardmake",
         "TRACKIO_DIR": str(folder / "trackio"),
     }

@@ -1,0 +1,98 @@
+"""Two users of one lab on the test cluster: accounts, and hosts that let them reach this Python.
+
+The machine's own accounts and folders stay as they are: every host sees its own /etc/passwd and /etc/group, and where
+this Python lies in a folder that is closed to others (/root), a folder open to all, with only that in it.
+"""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.cluster.harness import Cluster
+from tests.cluster.slurm_conf import ADDRESSES
+from tests.workflow.checkout import REPOSITORY
+
+
+class User(NamedTuple):
+    """An account."""
+
+    name: str
+    id: int
+    home: Path
+
+
+LAB_NAME, LAB_ID = "lab", 42100
+
+
+@contextmanager
+def accounts(cluster: Cluster, names: list[str]) -> Iterator[list[User]]:
+    """The users ``names``, whose common group is `LAB_NAME`, on all hosts of ``cluster``."""
+    folder = cluster.shared / "accounts"
+    folder.mkdir()
+    users = [User(name, 42001 + number, folder / name) for number, name in enumerate(names)]
+    for user in users:
+        user.home.mkdir()
+        os.chown(user.home, user.id, user.id)
+    _write_databases(folder, users)
+    script = _mounts(folder)
+    try:
+        for host in ADDRESSES:
+            cluster.run(script, node=host)
+        yield users
+    finally:
+        for host in ADDRESSES:
+            cluster.run(
+                "umount -l /etc/passwd /etc/group; " + "; ".join(f"umount -l {d}" for d in _closed()), node=host
+            )
+
+
+def _write_databases(folder: Path, users: list[User]) -> None:
+    passwd = "".join(f"{user.name}:x:{user.id}:{user.id}::{user.home}:/bin/bash\n" for user in users)
+    group = "".join(f"{user.name}:x:{user.id}:\n" for user in users)
+    group += f"{LAB_NAME}:x:{LAB_ID}:{','.join(user.name for user in users)}\n"
+    (folder / "passwd").write_text(Path("/etc/passwd").read_text() + passwd)
+    (folder / "group").write_text(Path("/etc/group").read_text() + group)
+
+
+def _needed() -> list[Path]:
+    """What commands read: the interpreter, its environment, the repository."""
+    paths = [sys.base_prefix, sys.prefix, REPOSITORY, *os.environ.get("PYTHONPATH", "").split(":")]
+    return [Path(path).resolve() for path in paths if path]
+
+
+def _closed() -> list[Path]:
+    """The topmost folders on the way to what is needed that others may not enter."""
+    ways = [[*reversed(path.parents)] for path in _needed()]
+    closed = [next((folder for folder in way if not folder.stat().st_mode & 0o001), None) for way in ways]
+    return sorted({folder for folder in closed if folder is not None})
+
+
+def _mounts(folder: Path) -> str:
+    """A script that puts the databases in place, and opens the closed folders."""
+    lines = ["set -e", *(f"mount --bind {folder / name} /etc/{name}" for name in ("passwd", "group"))]
+    for closed in _closed():
+        entries = sorted({path.relative_to(closed).parts[0] for path in _needed() if path.is_relative_to(closed)})
+        lines += ["aside=$(mktemp -d)", f"mount --rbind {closed} $aside", f"mount -t tmpfs -o mode=755 tmpfs {closed}"]
+        lines += [f"mkdir {closed / entry} && mount --rbind $aside/{entry} {closed / entry}" for entry in entries]
+        lines += ["umount -l $aside"]
+    return "\n".join(lines)
+
+
+def command_as(user: User, words: list[str], variables: Mapping[str, str]) -> list[str]:
+    """The words that run a command as ``user``, with an umask as strict as they come."""
+    settings = {"HOME": str(user.home), "USER": user.name, "LOGNAME": user.name, **variables}
+    return [
+        "runuser",
+        f"--user={user.name}",
+        "--",
+        "env",
+        *(f"{name}={value}" for name, value in settings.items()),
+        "sh",
+        "-c",
+        'umask 077; exec "$@"',
+        "sh",
+        *words,
+    ]
