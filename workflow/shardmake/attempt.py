@@ -166,11 +166,6 @@ class AttemptDir:
         return self.root / "errors"
 
     @property
-    def heartbeats(self) -> Path:
-        """Folder of the ranks' heartbeats."""
-        return self.root / "heartbeat"
-
-    @property
     def hung(self) -> Path:
         """Created by the first worker that misses a heartbeat: all workers collect stacks and end their ranks."""
         return self.root / "HUNG"
@@ -198,10 +193,14 @@ class AttemptDir:
         """What `faulthandler` wrote for a rank; empty unless it was asked."""
         return self.stacks / f"rank-{rank}.txt"
 
+    def heartbeat(self, rank: int) -> Path:
+        """The `Beat` of a rank."""
+        return self.root / "heartbeat" / f"rank-{rank}.json"
+
     def beat(self, rank: int) -> Beat | None:
         """The last heartbeat of a rank; None before its first."""
         with contextlib.suppress(FileNotFoundError):
-            return Beat.model_validate_json((self.heartbeats / f"rank-{rank}.json").read_text())
+            return Beat.model_validate_json(self.heartbeat(rank).read_text())
         return None
 
     def is_superseded(self) -> bool:
@@ -261,10 +260,11 @@ def write_beat(folder: AttemptDir, rank: int, phase: str, step: int, usual: floa
     beat = Beat(
         rank=rank, host=socket.gethostname(), pid=os.getpid(), phase=phase, step=step, time=time.time(), usual=usual
     )
-    folder.heartbeats.mkdir(parents=True, exist_ok=True)
-    temporary = folder.heartbeats / f".rank-{rank}.tmp"
+    path = folder.heartbeat(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".rank-{rank}.tmp")
     temporary.write_text(beat.model_dump_json())
-    temporary.replace(folder.heartbeats / f"rank-{rank}.json")
+    temporary.replace(path)
 
 
 def rank_report(folder: AttemptDir, rank: int, report: dict[str, Any]) -> None:

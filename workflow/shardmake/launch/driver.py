@@ -45,7 +45,6 @@ from shardmake.train.recipe import recipe_digest
 
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
-POLL_SECONDS_AT_MOST = 20.0
 RECORD_SECONDS = 10.0
 """How long the exit records of nodes may take to become visible here after Slurm has seen the job's end."""
 Tell = Callable[[str], None]
@@ -237,7 +236,7 @@ class Driver:
         if status.state is not last:
             self.tell(f"The job is {status.state.value}{f' on {status.nodes}' if status.nodes else ''}.")
             return POLL_SECONDS
-        return min(pause * 1.5, POLL_SECONDS_AT_MOST)
+        return min(pause * 1.5, self.jobs.slowest_poll)
 
     def _follow_for(self, seconds: float, follower: Follower, folder: AttemptDir) -> None:
         """Tell news from the run's folder, which cost Slurm nothing, until it is time to ask again."""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import psutil
 
@@ -28,6 +28,9 @@ _SQUEUE = ("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j")
 
 class Jobs(Protocol):
     """What the driver needs of an executor. A job is known by a string id."""
+
+    slowest_poll: ClassVar[float]
+    """Seconds between two questions while nothing changes."""
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """Start the workers of the attempt in ``folder``; return the job's id."""
@@ -51,6 +54,7 @@ def job_name(run_folder: Path) -> str:
 class SlurmJobs:
     """One Slurm job of N nodes, one task a node."""
 
+    slowest_poll: ClassVar[float] = 20.0
     run_folder: Path
     cluster: Cluster
 
@@ -174,6 +178,7 @@ def _user(uid: str) -> str:
 class LocalJobs:
     """One worker process on this machine, in a session of its own, so that it outlives the driver."""
 
+    slowest_poll: ClassVar[float] = 1.0
     run_folder: Path
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
