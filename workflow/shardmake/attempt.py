@@ -95,7 +95,7 @@ class Beat(Record):
     rank: int = Field(description="Global rank.")
     host: str = Field(description="Host name.")
     pid: int = Field(description="Process id on that host.")
-    phase: str = Field(description="`start`, `load`, `first step`, `train`, `save`, `evaluate` or `end`.")
+    phase: str = Field(description="`start`, `load`, `first step`, `train`, `save`, `evaluate`, `end`, `failed`.")
     step: int = Field(description="Optimizer steps done.")
     time: float = Field(description="Unix time of the progress.")
     usual: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")

@@ -46,7 +46,7 @@ from shardmake.train.recipe import recipe_digest
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
 RECORD_SECONDS = 10.0
-"""How long the exit records of nodes may take to become visible here after Slurm has seen the job's end."""
+"""How long the first exit record may take to become visible here after Slurm has seen the job's end."""
 Tell = Callable[[str], None]
 
 
@@ -292,7 +292,7 @@ class Driver:
     def _await_records(self, folder: AttemptDir) -> None:
         """Give a network file system time to show what the nodes wrote; killed nodes write nothing."""
         deadline = time.monotonic() + RECORD_SECONDS * (self.last_status.word in ("COMPLETED", "FAILED"))
-        while len(folder.exits()) < folder.read().nodes and time.monotonic() < deadline:
+        while not folder.exits() and time.monotonic() < deadline:
             time.sleep(0.2)
 
     def _answer(self, outcome: Outcome) -> None:

@@ -138,13 +138,14 @@ def _watch(folder: AttemptDir, attempt: Attempt, node: Node) -> Watch:
 
 
 def _wait(process: subprocess.Popen[bytes], watch: Watch, pipes: Path) -> int:
-    """Wait for the launcher's end, and bring it about if its ranks hang or a later attempt has begun."""
+    """Wait for the launcher's end; bring it about if its ranks hang, others failed, or a later attempt has begun."""
     while True:
         try:
             return process.wait(min(WATCH_SECONDS, watch.hang_seconds / 5))
         except subprocess.TimeoutExpired:
-            if watch.folder.is_superseded():
-                process.kill()  # this node was cut off and given up: two attempts must not write at once
+            # A node that was cut off and given up must not write beside the next attempt.
+            if watch.folder.is_superseded() or watch.is_abandoned():
+                process.kill()
             elif watch.has_hung():
                 watch.collect(pipes)
                 process.kill()
