@@ -94,6 +94,7 @@ def make_attempt(number: int, rundir: RunDir, accelerator: str) -> Attempt:
         offline=True,
         resume_from=None,
         recipe="r",
+        versions={},
     )
 
 
