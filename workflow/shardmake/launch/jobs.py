@@ -97,9 +97,15 @@ class SlurmJobs:
         found = self._status(job)
         if found.name and found.name != job_name(self.run_folder):
             return JobStatus(JobState.GONE)
-        if found.word == "CANCELLED" and not found.by:
-            found = replace(found, by=self._in_accounting(job).by)
-        return replace(found, by=_user(found.by)) if found.by else found
+        return self._who_cancelled(job, found) if found.word == "CANCELLED" else found
+
+    def _who_cancelled(self, job: str, found: JobStatus) -> JobStatus:
+        """Whether it was preempted in truth, and if not, by whom it was cancelled, as far as Slurm tells."""
+        control = ask("scontrol", "show", "job", job)
+        if control.returncode == 0:
+            found = replace(parse_scontrol(control.stdout), by=found.by)
+        by = found.by or self._in_accounting(job).by
+        return replace(found, by=_user(by)) if by and found.word == "CANCELLED" else found
 
     def _status(self, job: str) -> JobStatus:
         queue = look([*_SQUEUE, "--states=all"])
