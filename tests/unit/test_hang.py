@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.attempt import AttemptDir, Beat, write_beat
+from shardmake.attempt import AttemptDir, Beat, NodeExit, write_beat, write_record
+from shardmake.launch import hang
 from shardmake.launch.hang import RankState, Watch, allowance, describe, flight_recorder, overdue, suspect
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
@@ -97,6 +98,19 @@ def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path)
     write_beat(AttemptDir(tmp_path), 0, "load", 0)
     time.sleep(0.1)
     assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load")
+
+
+def test_ranks_whose_peers_failed_on_another_node_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = AttemptDir(tmp_path)
+    watch = Watch(folder, range(1, 2), 2, hang_seconds=600)
+    record = NodeExit(node_rank=0, host="c1", started=0, ended=1, phase="training", returncode=0, stop_signal=None)
+    write_record(folder.exit_record(0), record)
+    monkeypatch.setattr(hang, "ABANDONED_SECONDS", 0.2)
+    assert not watch.is_abandoned(), "a node that is done"
+    write_record(folder.exit_record(0), record.model_copy(update={"returncode": 1}))
+    assert not watch.is_abandoned(), "its own ranks may still tell why"
+    time.sleep(0.3)
+    assert watch.is_abandoned()
 
 
 def test_a_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:

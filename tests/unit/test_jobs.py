@@ -4,13 +4,16 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from shardmake.attempt import AttemptDir
 from shardmake.config import Slurm
-from shardmake.launch.jobs import lead_seconds
+from shardmake.launch.jobs import SlurmJobs, lead_seconds
 from shardmake.launch.queue import Snapshot, look
 from shardmake.train.ledger import CheckpointRecord, seal
+from tests.unit.plans import make_cluster, make_plan
 
 
 def sealed(run: Path, step: int, seconds: float) -> None:
@@ -34,6 +37,21 @@ def test_the_lead_before_the_limit_follows_the_measured_save(
     for step, seconds in enumerate(saves):
         sealed(tmp_path, step, seconds)
     assert lead_seconds(Slurm(time_limit=limit), tmp_path) == lead
+
+
+def test_the_batch_script_restates_cpus_and_sends_a_wckey_only_where_the_site_wants_one(tmp_path: Path) -> None:
+    folder, plan = AttemptDir(tmp_path / "train/attempts/001"), make_plan("zero3")
+
+    def script(**slurm: Any) -> str:
+        cluster = make_cluster(executor="slurm", slurm=Slurm(**slurm))
+        return SlurmJobs(tmp_path, cluster).script(folder, plan, excluded=["c3"])
+
+    text = script(exclude="c[7-9]")
+    (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
+    assert "--cpus-per-task=4" in srun and "--kill-on-bad-exit=1" in srun
+    assert "#SBATCH --signal=USR2@120" in text and "#SBATCH --no-requeue" in text
+    assert "c[7-9],c3" in text
+    assert "wckey" not in text and "#SBATCH --wckey=lab" in script(wckey="lab")
 
 
 def test_how_long_an_answer_counts() -> None:

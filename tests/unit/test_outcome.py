@@ -52,6 +52,8 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), End.HANG),
         (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), errors=[PEER_GONE]), End.HANG),
         (evidence(hang=Hang(rank=0, host="c1", sentence="no progress"), errors=[error("ValueError", "bad label")]), End.USER_ERROR),
+        (evidence(exits=[node(), node(1, returncode=1)], errors=[PEER_GONE]), End.KILLED),
+        (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), End.COMMUNICATION),
         (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), End.HOST_OUT_OF_MEMORY),
         (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), End.PREFLIGHT),
         (evidence(errors=[error("MeetingError", "Rank(s) [3] did not come: timeout")]), End.PREFLIGHT),

@@ -96,7 +96,7 @@ class Beat(Record):
     rank: int = Field(description="Global rank.")
     host: str = Field(description="Host name.")
     pid: int = Field(description="Process id on that host.")
-    phase: str = Field(description="`start`, `load`, `first step`, `train`, `save`, `evaluate` or `end`.")
+    phase: str = Field(description="`start`, `load`, `first step`, `train`, `save`, `evaluate`, `end`, `failed`.")
     step: int = Field(description="Optimizer steps done.")
     time: float = Field(description="Unix time of the progress.")
     usual: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
@@ -167,11 +167,6 @@ class AttemptDir:
         return self.root / "errors"
 
     @property
-    def heartbeats(self) -> Path:
-        """Folder of the ranks' heartbeats."""
-        return self.root / "heartbeat"
-
-    @property
     def hung(self) -> Path:
         """Created by the first worker that misses a heartbeat: all workers collect stacks and end their ranks."""
         return self.root / "HUNG"
@@ -199,10 +194,14 @@ class AttemptDir:
         """What `faulthandler` wrote for a rank; empty unless it was asked."""
         return self.stacks / f"rank-{rank}.txt"
 
+    def heartbeat(self, rank: int) -> Path:
+        """The `Beat` of a rank."""
+        return self.root / "heartbeat" / f"rank-{rank}.json"
+
     def beat(self, rank: int) -> Beat | None:
         """The last heartbeat of a rank; None before its first."""
         with contextlib.suppress(FileNotFoundError):
-            return Beat.model_validate_json((self.heartbeats / f"rank-{rank}.json").read_text())
+            return Beat.model_validate_json(self.heartbeat(rank).read_text())
         return None
 
     def is_superseded(self) -> bool:
@@ -262,10 +261,11 @@ def write_beat(folder: AttemptDir, rank: int, phase: str, step: int, usual: floa
     beat = Beat(
         rank=rank, host=socket.gethostname(), pid=os.getpid(), phase=phase, step=step, time=time.time(), usual=usual
     )
-    folder.heartbeats.mkdir(parents=True, exist_ok=True)
-    temporary = folder.heartbeats / f".rank-{rank}.tmp"
+    path = folder.heartbeat(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".rank-{rank}.tmp")
     temporary.write_text(beat.model_dump_json())
-    temporary.replace(folder.heartbeats / f"rank-{rank}.json")
+    temporary.replace(path)
 
 
 def rank_report(folder: AttemptDir, rank: int, report: dict[str, Any]) -> None:

@@ -51,9 +51,8 @@ from shardmake.train.recipe import recipe_digest
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
 DOZE_SECONDS = 5.0
-POLL_SECONDS_AT_MOST = 20.0
 RECORD_SECONDS = 10.0
-"""How long the exit records of nodes may take to become visible here after Slurm has seen the job's end."""
+"""How long the first exit record may take to become visible here after Slurm has seen the job's end."""
 Tell = Callable[[str], None]
 
 
@@ -259,7 +258,7 @@ class Driver:
         if status.state is not last:
             self.tell(f"The job is {status.state.value}{f' on {status.nodes}' if status.nodes else ''}.")
             return POLL_SECONDS
-        return min(pause * 1.5, POLL_SECONDS_AT_MOST)
+        return min(pause * 1.5, self.jobs.slowest_poll)
 
     def _doze_while_pending(self, job: Job, status: JobStatus, pause: float) -> None:
         """A job that waits for a while may wait for days: give the memory back (see `doze`)."""
@@ -322,7 +321,7 @@ class Driver:
     def _await_records(self, folder: AttemptDir) -> None:
         """Give a network file system time to show what the nodes wrote; killed nodes write nothing."""
         deadline = time.monotonic() + RECORD_SECONDS * (self.last_status.word in ("COMPLETED", "FAILED"))
-        while len(folder.exits()) < folder.read().nodes and time.monotonic() < deadline:
+        while not folder.exits() and time.monotonic() < deadline:
             time.sleep(0.2)
 
     def _answer(self, outcome: Outcome) -> None:

@@ -27,6 +27,7 @@ USUAL_STEPS = 5
 PATIENCE = 6
 """Loading, the first step, saves and evaluations may be silent for so many times longer than a step."""
 STACK_SIGNAL = signal.SIGUSR1
+ABANDONED_SECONDS = 15.0
 _ANSWER_SECONDS = 5.0
 _OTHER_NODES_SECONDS = 20.0
 _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runtime/zero/|_engine_run_backward")
@@ -93,6 +94,13 @@ class Watch:
         self.hang_seconds = hang_seconds
         self.started = time.time()
         self.missed: Beat | None = None
+        self.abandoned_since: float | None = None
+
+    def forget_earlier_start(self) -> None:
+        """Slurm may have started this attempt before: those heartbeats are of the past."""
+        self.folder.hung.unlink(missing_ok=True)
+        for rank in self.local_ranks:
+            self.folder.heartbeat(rank).unlink(missing_ok=True)
 
     def has_hung(self) -> bool:
         """Whether this node's ranks hang, or another node found that its own do."""
@@ -105,6 +113,12 @@ class Watch:
             self.folder.hung.touch(exist_ok=False)
             self.missed = missed
         return True
+
+    def is_abandoned(self) -> bool:
+        """Whether the ranks of another node failed a while ago; these here may wait for them for half an hour."""
+        if self.abandoned_since is None and any(node.returncode != 0 for node in self.folder.exits()):
+            self.abandoned_since = time.monotonic()
+        return self.abandoned_since is not None and time.monotonic() - self.abandoned_since > ABANDONED_SECONDS
 
     def _beat(self, rank: int) -> Beat:
         """The last heartbeat of a rank; the start of the watch for one that never came to life."""
@@ -125,7 +139,8 @@ class Watch:
         if self.missed is None:
             _await(self.folder.hang.exists, _OTHER_NODES_SECONDS)
             return
-        _await(lambda: len(self._states()) == self.world_size, _OTHER_NODES_SECONDS)
+        nodes = self.world_size // len(self.local_ranks)
+        _await(lambda: len(self._told()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
         ranks = [self._state(rank) for rank in range(self.world_size)]
         write_record(self.folder.hang, describe(self.missed, ranks, time.time()))
 
@@ -135,8 +150,12 @@ class Watch:
 
     def _states(self) -> dict[int, str]:
         """State of every rank's process, as far as their nodes have told."""
-        told = [json.loads(path.read_text()) for path in self.folder.stacks.glob("states-from-*.json")]
+        told = [json.loads(path.read_text()) for path in self._told()]
         return {int(rank): state for states in told for rank, state in states.items()}
+
+    def _told(self) -> list[Path]:
+        """What each node wrote of its processes."""
+        return list(self.folder.stacks.glob("states-from-*.json"))
 
     def _state(self, rank: int) -> RankState:
         stack = self.folder.stack(rank).read_text() if self._has_stack(rank) else ""

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import psutil
 
@@ -28,6 +28,9 @@ _SQUEUE = ("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j")
 
 class Jobs(Protocol):
     """What the driver needs of an executor. A job is known by a string id."""
+
+    slowest_poll: ClassVar[float]
+    """Seconds between two questions while nothing changes."""
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """Start the workers of the attempt in ``folder``; return the job's id."""
@@ -51,6 +54,7 @@ def job_name(run_folder: Path) -> str:
 class SlurmJobs:
     """One Slurm job of N nodes, one task a node."""
 
+    slowest_poll: ClassVar[float] = 20.0
     run_folder: Path
     cluster: Cluster
 
@@ -93,9 +97,15 @@ class SlurmJobs:
         found = self._status(job)
         if found.name and found.name != job_name(self.run_folder):
             return JobStatus(JobState.GONE)
-        if found.word == "CANCELLED" and not found.by:
-            found = replace(found, by=self._in_accounting(job).by)
-        return replace(found, by=_user(found.by)) if found.by else found
+        return self._who_cancelled(job, found) if found.word == "CANCELLED" else found
+
+    def _who_cancelled(self, job: str, found: JobStatus) -> JobStatus:
+        """Whether it was preempted in truth, and if not, by whom it was cancelled, as far as Slurm tells."""
+        control = ask("scontrol", "show", "job", job)
+        if control.returncode == 0:
+            found = replace(parse_scontrol(control.stdout), by=found.by)
+        by = found.by or self._in_accounting(job).by
+        return replace(found, by=_user(by)) if by and found.word == "CANCELLED" else found
 
     def _status(self, job: str) -> JobStatus:
         queue = look([*_SQUEUE, "--states=all"])
@@ -182,6 +192,7 @@ def _user(uid: str) -> str:
 class LocalJobs:
     """One worker process on this machine, in a session of its own, so that it outlives the driver."""
 
+    slowest_poll: ClassVar[float] = 1.0
     run_folder: Path
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:

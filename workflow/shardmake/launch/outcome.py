@@ -116,12 +116,13 @@ def classify(evidence: Evidence) -> Outcome:
         return Outcome(End.STOP_REQUESTED, "Training saved and stopped because somebody created the stop file.")
     return (
         _by_own_error(evidence.errors)
+        or _by_preflight(evidence.exits)
         or _by_hang(evidence.hang)
         or _by_oom_kill(evidence.exits)
-        or _by_preflight(evidence.exits)
         or _by_slurm(evidence.job_word, evidence.cancelled_by)
         or _by_signal(evidence.exits)
         or _by_rendezvous(evidence.exits)
+        or _by_silence(evidence.exits, evidence.errors)
         or _by_connection(evidence.errors)
         or _by_exit_status(evidence.exits)
         or _without_record(evidence.last_words)
@@ -182,6 +183,13 @@ def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:
     return Outcome(End.RENDEZVOUS, failed[-1].message, host=failed[-1].host) if failed else None
 
 
+def _by_silence(exits: Sequence[NodeExit], errors: Sequence[RankError]) -> Outcome | None:
+    """A node whose ranks ended without a word, while those of others lost their peers, is where it began."""
+    told = {error.host for error in errors}
+    silent = [node for node in exits if node.returncode and node.host not in told]
+    return _by_exit_status(silent) if errors else None
+
+
 def _by_connection(errors: Sequence[RankError]) -> Outcome | None:
     if not errors:
         return None
@@ -192,7 +200,7 @@ def _by_connection(errors: Sequence[RankError]) -> Outcome | None:
 
 
 def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
-    failed = next((node for node in exits if node.returncode or node.message), None)
+    failed = min((node for node in exits if node.returncode or node.message), key=lambda node: node.ended, default=None)
     if failed is None:
         return None
     if failed.message:

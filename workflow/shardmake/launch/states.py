@@ -71,13 +71,20 @@ def parse_rows(text: str) -> dict[str, JobStatus]:
 
 
 def parse_scontrol(text: str) -> JobStatus:
-    """Status from ``scontrol show job ID``."""
+    """Status from ``scontrol show job ID``.
+
+    A job that may not be requeued and is killed when its preemption's grace is over counts as cancelled for Slurm; its
+    time of preemption tells.
+    """
     fields: dict[str, str] = {}
     for part in text.split():
         key, equals, value = part.partition("=")
         if equals:
             fields.setdefault(key, value)
-    return JobStatus(*parse_word(fields.get("JobState", "")), fields.get("NodeList", ""), fields.get("JobName", ""))
+    state, word = parse_word(fields.get("JobState", ""))
+    if word == "CANCELLED" and fields.get("PreemptTime", "None") != "None":
+        word = "PREEMPTED"
+    return JobStatus(state, word, fields.get("NodeList", ""), fields.get("JobName", ""))
 
 
 def is_no_such_job(message: str) -> bool:

@@ -114,6 +114,8 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, mee
     command = launch_command(plan, folder.root, node.rank, meeting.address, meeting.port)
     variables = rank_environment(attempt, meeting)
     _write_heading(log, command, variables, meeting, attempt, node)
+    watch = _watch(folder, attempt, node)
+    watch.forget_earlier_start()
     with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else flight_recorder(folder, Path(pipes))
         process = subprocess.Popen(
@@ -124,24 +126,26 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, mee
             preexec_fn=_leave_signals_to_worker,
         )
         try:
-            return _watch_ranks(process, folder, attempt, node, Path(pipes))
+            return _wait(process, watch, Path(pipes))
         finally:
             remove_swapped(read_json(folder.deepspeed, "shardmake train NAME"))
 
 
-def _watch_ranks(
-    process: subprocess.Popen[bytes], folder: AttemptDir, attempt: Attempt, node: Node, pipes: Path
-) -> int:
-    """Wait for the launcher's end, and bring it about if its ranks hang or a later attempt has begun."""
+def _watch(folder: AttemptDir, attempt: Attempt, node: Node) -> Watch:
     first = node.rank * attempt.processes_per_node
     ranks = range(first, first + attempt.processes_per_node)
-    watch = Watch(folder, ranks, attempt.world_size, attempt.hang_seconds)
+    return Watch(folder, ranks, attempt.world_size, attempt.hang_seconds)
+
+
+def _wait(process: subprocess.Popen[bytes], watch: Watch, pipes: Path) -> int:
+    """Wait for the launcher's end; bring it about if its ranks hang, others failed, or a later attempt has begun."""
     while True:
         try:
-            return process.wait(min(WATCH_SECONDS, attempt.hang_seconds / 5))
+            return process.wait(min(WATCH_SECONDS, watch.hang_seconds / 5))
         except subprocess.TimeoutExpired:
-            if folder.is_superseded():
-                process.kill()  # this node was cut off and given up: two attempts must not write at once
+            # A node that was cut off and given up must not write beside the next attempt.
+            if watch.folder.is_superseded() or watch.is_abandoned():
+                process.kill()
             elif watch.has_hung():
                 watch.collect(pipes)
                 process.kill()

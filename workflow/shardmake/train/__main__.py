@@ -48,6 +48,8 @@ def main() -> None:
         train(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
+        last = attempt.beat(rank)
+        write_beat(attempt, rank, "failed", last.step if last else 0)  # it may take its time to end
         raise
 
 

@@ -1,0 +1,210 @@
+"""Effective training time ratio at 16 to 16,384 GPUs: ``python -m benchmarks.goodput``.
+
+Failures are drawn at published rates and handled by the code that drives real runs: `shardmake.launch.outcome.decide`
+says what follows each end, with the same cap and the same story. Everything that costs time stands in `Costs`, with its
+source; nothing of it was measured on such a cluster. Checkpoints come at the interval of Young and Daly.
+
+The ratio is the published one (2410.21680): time spent on steps that were kept, by wall time without queueing.
+"""
+
+import argparse
+import json
+import math
+import random
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.launch.driver import IDLE_ATTEMPTS
+from shardmake.launch.outcome import Action, End, History, Outcome, decide
+from shardmake.launch.story import Chapter, hung_before, idle_attempts, unfit_nodes
+
+RESULTS = Path(__file__).parent / "results/goodput.json"
+HOUR, DAY = 3600.0, 86400.0
+GPUS_PER_NODE = 8
+SIZES = (16, 128, 1024, 2048, 4096, 8192, 12288, 16384)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How often something fails."""
+
+    name: str
+    source: str
+    per_node_day: float
+
+
+RATES = (
+    Rates("Llama 3", "2407.21783: 466 interruptions in 54 days on 16,384 GPUs (2,048 nodes)", 466 / 54 / 2048),
+    Rates("Meta RSC-1", "2410.21680: 6.50 failures per 1000 node-days", 6.5e-3),
+)
+# After the causes of Llama 3's unexpected interruptions (2407.21783), rounded; which of the driver's ends each of them
+# becomes is this benchmark's assumption.
+KINDS = {
+    End.KILLED: 0.41,  # GPU and SRAM faults: a process dies
+    End.NODE_FAILURE: 0.17,  # HBM, host and power
+    End.COMMUNICATION: 0.12,  # switches, cables, adapters
+    End.HANG: 0.15,  # what no process reports
+    End.LOST: 0.15,  # unplanned host maintenance and the rest
+}
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds; the defaults are this benchmark's assumptions."""
+
+    save: float = 30.0
+    """A checkpoint stops training for so long (2410.21680 wants 10 s at 12,000 GPUs for a ratio of 0.9)."""
+    notice: float = 60.0
+    """From the end of a process to the driver's next decision: 20 s of polling, Slurm's own delay."""
+    hang: float = 600.0
+    """``hang_seconds``: a hang is noticed after it."""
+    start: float = 300.0
+    """From the submission to the first step, without queueing: allocation, imports, loading, the first collective."""
+    preflight: float = 5.0
+    """Part of each start; a node that is still broken is found within it."""
+    still_broken: float = 0.3
+    """Chance that a node that failed is handed out again and fails the preflight."""
+
+
+def interval(save: float, mean_time_to_failure: float) -> float:
+    """Seconds between checkpoints: Young's square root with Daly's first correction (Daly 2006, equation 20)."""
+    if save >= 2 * mean_time_to_failure:
+        return mean_time_to_failure
+    return math.sqrt(2 * save * mean_time_to_failure) - save
+
+
+@dataclass
+class Training:
+    """One simulated training: the clock, what is saved, and the driver's story."""
+
+    chance: random.Random
+    nodes: int
+    rates: Rates
+    costs: Costs
+    wall: float = 0.0
+    kept: float = 0.0
+    """Seconds of training that are in a checkpoint."""
+    persons: int = 0
+    """Times the driver stopped, so that somebody had to start it again."""
+    failures: int = 0
+
+    def __post_init__(self) -> None:
+        self.story: list[Chapter] = []
+        self.mean = DAY / (self.rates.per_node_day * self.nodes)
+        self.every = interval(self.costs.save, self.mean)
+
+    def run(self, seconds: float) -> float:
+        """Train for ``seconds`` of kept time; the effective training time ratio."""
+        self.wall += self.costs.start
+        while self.kept < seconds:
+            if self._until_failure(seconds):
+                self._answer(self._draw_end())
+        return seconds / self.wall
+
+    def _until_failure(self, seconds: float) -> bool:
+        """Train until the next failure or the end; what was not saved is lost. Whether there was a failure."""
+        alive = self.chance.expovariate(1 / self.mean)
+        left = seconds - self.kept
+        needed = left + math.ceil(left / self.every) * self.costs.save
+        if alive >= needed:
+            self.kept = seconds
+            self.wall += needed
+            return False
+        self.kept += int(alive / (self.every + self.costs.save)) * self.every
+        self.wall += alive
+        self.failures += 1
+        return True
+
+    def _draw_end(self) -> Outcome:
+        end = self.chance.choices(list(KINDS), list(KINDS.values()))[0]
+        self.wall += self.costs.hang if end is End.HANG else self.costs.notice
+        return Outcome(end, "simulated", host=f"node{self.chance.randrange(self.nodes)}")
+
+    def _answer(self, outcome: Outcome) -> None:
+        """What the driver does, with its own functions."""
+        self._tell(outcome)
+        history = History(
+            idle_attempts=idle_attempts(self.story),
+            rungs_left=0,
+            host_hung_before=hung_before(self.story),
+            unfit_nodes=unfit_nodes(self.story),
+        )
+        action = decide(outcome, history, cap=IDLE_ATTEMPTS)
+        if action is Action.STOP:
+            self.persons += 1
+            self.wall += HOUR  # until somebody looks
+            self.story.clear()
+        self.wall += self.costs.start
+        if action is Action.RESUME and self.chance.random() < self.costs.still_broken:
+            self.wall += self.costs.preflight - self.costs.start + self.costs.notice
+            self._answer(Outcome(End.PREFLIGHT, "simulated", host=outcome.host))
+
+    def _tell(self, outcome: Outcome) -> None:
+        number = len(self.story) + 1
+        chapter = Chapter(
+            attempt=number, job=str(number), plan="p", strategy="fsdp", rung=0, submitted=0, ended=self.wall,
+            end=outcome.end.value, sentence="", host=outcome.host, checkpoint_step=int(self.kept),
+        )  # fmt: skip
+        self.story.append(chapter)
+
+
+PUBLISHED = (
+    ("Llama 3, 16,384 GPUs", "> 0.90", "2407.21783"),
+    ("Meta RSC, 2,048-4,096 GPUs, a checkpoint an hour", "> 0.90", "2410.21680"),
+    ("MegaScale, 12,288 GPUs", "> 0.90", "2402.15627"),
+    ("ByteRobust, 9,600 GPUs", "0.97", "2509.16293"),
+)
+
+
+def simulate(gpus: int, rates: Rates, costs: Costs, days: float, repeats: int, seed: int) -> dict[str, Any]:
+    """The mean over ``repeats`` trainings of ``days`` each, with its standard error."""
+    trainings = [
+        Training(random.Random(f"{seed} {gpus} {rates.name} {number}"), gpus // GPUS_PER_NODE, rates, costs)
+        for number in range(repeats)
+    ]
+    ratios = [training.run(days * DAY) for training in trainings]
+    return {
+        "gpus": gpus,
+        "rates": rates.name,
+        "mean_hours_to_failure": round(trainings[0].mean / HOUR, 2),
+        "checkpoint_every_minutes": round(trainings[0].every / 60, 1),
+        "failures": round(statistics.mean(training.failures for training in trainings), 1),
+        "persons_needed": round(statistics.mean(training.persons for training in trainings), 2),
+        "ratio": round(statistics.mean(ratios), 4),
+        "standard_error": round(statistics.stdev(ratios) / math.sqrt(repeats), 5),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--days", type=float, default=54.0, help="length of the training")
+    parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--save", type=float, default=Costs.save, help="seconds that a checkpoint takes")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    costs = Costs(save=arguments.save)
+    print(f"{'GPUs':>6} {'rates':<11} {'MTTF h':>8} {'save every':>11} {'failures':>9} {'persons':>8} {'ratio':>7}")
+    rows = []
+    for rates in RATES:
+        for gpus in SIZES:
+            row = simulate(gpus, rates, costs, arguments.days, arguments.repeats, arguments.seed)
+            rows.append(row)
+            print(
+                f"{gpus:>6} {rates.name:<11} {row['mean_hours_to_failure']:>8.1f} "
+                f"{row['checkpoint_every_minutes']:>7.1f} min {row['failures']:>9.1f} {row['persons_needed']:>8.2f} "
+                f"{row['ratio']:>7.3f}"
+            )
+    print("\nPublished:")
+    for where, ratio, source in PUBLISHED:
+        print(f"  {ratio:<7} {where} ({source})")
+    published = [{"where": where, "ratio": ratio, "source": source} for where, ratio, source in PUBLISHED]
+    assumed = {"costs_seconds": vars(costs), "rates": [vars(rates) for rates in RATES], "days": arguments.days}
+    result = {"simulated": rows, "published": published, "assumed": assumed}
+    arguments.results.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
