@@ -8,6 +8,8 @@ from snakemake.exceptions import WorkflowError
 
 from shardmake.config import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
 from shardmake.errors import UserError
+from shardmake.launch.preview import dry_run
+from shardmake.rundir import RunDir
 from shardmake.sharing import share_tree
 
 # The commands are those of the Python that runs Snakemake, also on the nodes.
@@ -53,9 +55,28 @@ def final_receipt(run):
     return f"runs/{run}/push/receipt.json" if RUNS[run].push else f"runs/{run}/evaluation.json"
 
 
+class Submission:
+    """``{SUBMISSION:NAME}`` in a message: in a dry run, what would be submitted for the run; otherwise nothing."""
+
+    def __format__(self, run):
+        if not workflow.dryrun:
+            return ""
+        files = [*map(Path, workflow.configfiles), Path(CONFIG.cluster)]
+        return "\n" + dry_run(RUNS[run], CLUSTER, RunDir(Path("runs", run)), files)
+
+
+SUBMISSION = Submission()
+
+
 def planned(stage, key, factor=1):
-    """What the plan gives a stage; Snakemake asks again once the plan is there."""
-    return lambda wildcards, input: factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
+    """What the plan gives a stage; Snakemake asks again once the plan is there. A dry run without a plan says 1."""
+
+    def ask(wildcards, input):
+        if workflow.dryrun and not Path(input.plan).exists():
+            return factor
+        return factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
+
+    return ask
 
 
 def gpus_of(run):

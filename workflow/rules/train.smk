@@ -47,7 +47,7 @@ rule train:
     params:
         config=CONFIG_FLAGS,
     message:
-        "{wildcards.run}: training; the driver adopts a running job or submits one, and resumes it until it is done"
+        "{wildcards.run}: training; the driver adopts a running job or submits one, and resumes it until it is done{SUBMISSION:{wildcards.run}}"
     shell:
         """
         shardmake train {wildcards.run} \

@@ -1,0 +1,45 @@
+"""`snakemake -n` tells what would be submitted, before anything is made and after the plan is there."""
+
+import os
+
+from shardmake.config import get_run, load_cluster, load_config
+from shardmake.plan.plan import as_json
+from shardmake.plan.strategy import make_plan
+from shardmake.receipt import write_json
+from tests.workflow.checkout import Checkout
+
+NODES = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}
+SLURM = {"executor": "slurm", "max_nodes": 2, "slurm": {"partition": "gpu", "account": "lab"}}
+
+
+def test_a_dry_run_shows_script_command_and_environment(checkout: Checkout) -> None:
+    checkout.configure(NODES | SLURM, strategy="zero3", nodes=2, micro_batch_size=1)
+    text = dry_run(checkout)
+    for words in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --gres=gpu:4",
+        "#SBATCH --account=lab",
+        "shardmake demo: zero3",
+        "NCCL_SOCKET_IFNAME=INTERFACE",
+        "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
+        "shardmake render demo --show",
+    ):
+        assert words in text
+    assert not checkout.run.exists()
+
+    write_another_plan(checkout)
+    assert "shardmake demo: zero1" in dry_run(checkout)
+    os.utime(checkout.root / "config/cluster.yaml", (2e9, 2e9))
+    assert "shardmake demo: zero3" in dry_run(checkout)
+
+
+def dry_run(checkout: Checkout) -> str:
+    return checkout("snakemake", "-n", "--profile", "slurm", "runs/demo/train/receipt.json").stdout
+
+
+def write_another_plan(checkout: Checkout) -> None:
+    config = load_config(checkout.root / "config/config.yaml")
+    run = get_run(config, "demo")
+    run = run.model_copy(update={"strategy": "zero1", "model": str(checkout.root / run.model)})
+    plan, _ = make_plan("demo", run, load_cluster(checkout.root / config.cluster))
+    write_json(checkout.run / "plan/plan.json", as_json(plan))
