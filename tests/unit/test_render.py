@@ -39,6 +39,10 @@ CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]
     "zero3-auto": ("zero3", {}, {"deepspeed_values": "auto"}, GPU),
     "zero2-fp16-checkpointing": ("zero2", {"precision": "fp16", "gradient_checkpointing": True}, {}, GPU),
     "zero3-cpu": ("zero3", {"precision": "fp32"}, {}, {}),
+    "fsdp1-offload": ("fsdp-offload", {}, {"fsdp_version": 1}, GPU),
+    "fsdp1-grad-op": ("fsdp-grad-op", {}, {"fsdp_version": 1}, GPU),
+    "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
+    "zero2-qlora-loop": ("zero2", {}, {"method": "qlora", "engine": "loop"}, GPU),
     "ddp-lora-epochs": ("ddp", {}, {"method": "lora", "max_steps": None, "epochs": 3.0, "warmup_ratio": 1.0}, GPU),
 }
 

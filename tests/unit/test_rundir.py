@@ -20,6 +20,7 @@ PATHS = {
     "job": "train/job.json",
     "attempts": "train/attempts",
     "checkpoints": "train/checkpoints",
+    "script_output": "train/output",
     "metrics": "train/metrics.jsonl",
     "resharded": "train/resharded",
     "stop_file": "train/STOP",

@@ -1,4 +1,4 @@
-"""Ranks that are forked from a process with everything imported, shared by all tests that train without a driver."""
+"""What several trainings of the tests share."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,15 +6,33 @@ from pathlib import Path
 import pytest
 
 from tests.nursery import Nursery
+from tests.workflow.by_hand import STEPS, configure, train_by_hand
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked
 
 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Forked]:
-    """Trainings that start in a second."""
+    """Trainings that start in a second: their ranks are forked from a process with everything imported."""
     lab = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs)
     lab("shardmake", "data", "demo")
     nursery = Nursery()
     yield Forked(lab, nursery)
     nursery.close()
+
+
+@pytest.fixture(scope="session")
+def lab(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
+    """A checkout with tokenized data, for trainings by hand."""
+    checkout = Checkout.create(tmp_path_factory.mktemp("lab") / "checkout", inputs)
+    configure(checkout, "ddp")
+    checkout("shardmake", "data", "demo")
+    return checkout
+
+
+@pytest.fixture(scope="session")
+def reference(lab: Checkout) -> dict[int, float]:
+    """Losses under DDP."""
+    losses = train_by_hand(lab, "ddp")
+    assert list(losses) == list(range(1, STEPS + 1))
+    return losses

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.config import Strategy
 from shardmake.plan.render import launch_command, render
 from tests.unit.plans import make_cluster, make_plan, make_run
-from tests.workflow.test_strategies import free_port, rank_environment
+from tests.workflow.by_hand import free_port, rank_environment
 
 pytestmark = pytest.mark.training
 PARAMETERS = 500_000_000

@@ -74,6 +74,7 @@ rule choose_strategy:
 
 rule render:
     input:
+        inputs_of("script"),
         plan="runs/{run}/plan/plan.json",
     output:
         accelerate="runs/{run}/plan/accelerate.yaml",

@@ -90,13 +90,19 @@ class RankError(Record):
     step: int | None = Field(None, description="Step that failed, where the error says so.")
 
 
+SILENT = "script"
+"""Phase of a rank that runs a script of the user's: no further sign is to be expected."""
+
+
 class Beat(Record):
     """A rank's heartbeat: the last sign of progress."""
 
     rank: int = Field(description="Global rank.")
     host: str = Field(description="Host name.")
     pid: int = Field(description="Process id on that host.")
-    phase: str = Field(description="`start`, `load`, `first step`, `train`, `save`, `evaluate`, `end`, `failed`.")
+    phase: str = Field(
+        description="`start`, `load`, `first step`, `train`, `save`, `evaluate`, `script`, `end`, `failed`."
+    )
     step: int = Field(description="Optimizer steps done.")
     time: float = Field(description="Unix time of the progress.")
     usual: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")

@@ -16,6 +16,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from shardmake.complaints import complaints
 from shardmake.errors import UserError, nearest
 from shardmake.receipt import digest
+from shardmake.script import check_script
 
 Strategy = Literal[
     "ddp",
@@ -221,6 +222,19 @@ class Run(Section):
     )
     nodes: PositiveInt | None = Field(None, description="Nodes for training; without it, as few as the model fits on.")
     fsdp_version: Literal[1, 2] = Field(2, description="Which FSDP runs the `fsdp` strategies.")
+    engine: Literal["trainer", "loop"] = Field(
+        "trainer",
+        description="What trains: Hugging Face's Trainer, or a plain loop over Accelerate; both give the same.",
+    )
+    script: str | None = Field(
+        None,
+        description="A training program of your own for `accelerate launch`, started in place of ours "
+        "(docs/scripts.md).",
+    )
+    script_args: list[str] = Field(
+        default_factory=list,
+        description="Its arguments, as texts; `$SHARDMAKE_...` in them is replaced (docs/scripts.md).",
+    )
     deepspeed_values: Literal["explicit", "auto"] = Field(
         "explicit",
         description='`auto`: deepspeed.json says "auto" wherever Trainer fills in its own value; both give the same.',
@@ -258,6 +272,14 @@ class Run(Section):
     def _check_length(self) -> "Run":
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError("give either max_steps or epochs, not both and not neither")
+        return self
+
+    @model_validator(mode="after")
+    def _check_script(self) -> "Run":
+        if self.script is None and self.script_args:
+            raise ValueError("script_args are given, but no script to hand them to")
+        if self.script is not None and self.engine == "loop":
+            raise ValueError("engine: loop and script exclude each other; the script brings its own loop")
         return self
 
 
@@ -445,12 +467,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def local_files(run: Run, *parts: str) -> list[str]:
-    """The files and folders on this machine that a run names; ``parts`` are ``model`` and ``data``.
+    """The files and folders on this machine that a run names; ``parts`` are ``model``, ``data`` and ``script``.
 
     A hub id names none. What looks like a path (it ends in a data suffix, starts with ``.`` or ``/``, or has more
     than one ``/``) is one, whether it exists or not.
     """
-    named = {"model": [run.model], "data": [run.data.train, *([run.data.eval] if run.data.eval else [])]}
+    named = {
+        "model": [run.model],
+        "data": [run.data.train, *([run.data.eval] if run.data.eval else [])],
+        "script": [run.script] if run.script else [],
+    }
     files = [Path(name) for part in parts for name in named[part] if Path(name).exists() or _looks_local(name)]
     return [str(path / "config.json" if part_is_model(path, run) else path) for path in files]
 
@@ -467,7 +493,9 @@ def _looks_local(name: str) -> bool:
 
 
 def check_inputs(name: str, run: Run) -> None:
-    """Refuse a run whose model folder or data file is not there."""
+    """Refuse a run whose model folder, data file or script is not there."""
+    if run.script:
+        check_script(f"runs.{name}.script", Path(run.script))
     for file in local_files(run, "model", "data"):
         if Path(file).exists():
             continue

@@ -96,6 +96,11 @@ class RunDir:
         return self.train / "checkpoints"
 
     @property
+    def script_output(self) -> Path:
+        """Where a script of the user's leaves its final model."""
+        return self.train / "output"
+
+    @property
     def metrics(self) -> Path:
         """One JSON object a line: loss, learning rate, tokens/s, memory, by step."""
         return self.train / "metrics.jsonl"

@@ -36,9 +36,11 @@ def _read(path: Path) -> Any:
 
 
 def _training(receipt: dict[str, Any]) -> list[str]:
+    told = "" if receipt["steps"] is None else f" {receipt['steps']:,} steps"
+    told += "" if receipt["tokens"] is None else f", {receipt['tokens']:,} tokens,"
     return [
-        f"\nTrained {receipt['steps']} steps, {receipt['tokens']:,} tokens, with {receipt['strategy']} on "
-        f"{receipt['world_size']} ranks in {receipt['attempts']} attempt(s)."
+        f"\nTrained{told} with {receipt['strategy']} on {receipt['world_size']} ranks in "
+        f"{receipt['attempts']} attempt(s)."
     ]
 
 

@@ -19,6 +19,7 @@ from types import FrameType
 from shardmake.attempt import AttemptDir, Record, write_record
 from shardmake.config import Cluster, Run
 from shardmake.errors import UserError
+from shardmake.launch import scripts
 from shardmake.launch.doze import LOCK_VARIABLE, doze
 from shardmake.launch.follow import Follower
 from shardmake.launch.jobs import Jobs, attempt_settings, job_owners, make_jobs
@@ -142,6 +143,8 @@ class Driver:
 
     def _is_finished(self) -> bool:
         """Whether the last step is sealed; the receipt is made again if it was lost."""
+        if self.run.script:
+            return scripts.is_finished(self.rundir, self.recipe)
         newest = next(ledger.sealed(self.rundir.checkpoints), None)
         if newest is None or newest[0].recipe != self.recipe or not is_last(*newest):
             return False
@@ -173,7 +176,9 @@ class Driver:
         self._clear_stop_file()
         self.rundir.train_receipt.unlink(missing_ok=True)
         plan = self._write_configuration(folder)
-        resume_from = self._choose_checkpoint(plan.choice)
+        if self.run.script:
+            scripts.make_room(self.rundir, self.recipe, self.tell)
+        resume_from = None if self.run.script else self._choose_checkpoint(plan.choice)
         if resume_from:
             tell_deepspeed(folder.deepspeed, resume_from)
         settings = attempt_settings(
@@ -188,7 +193,7 @@ class Driver:
         write_record(folder.settings, settings)
         job = Job(id=self.jobs.submit(folder, plan, excluded_nodes(self.story)), attempt=number, submitted=time.time())
         write_record(self.rundir.job, job)
-        start = f"resuming from {resume_from.name}" if resume_from else "from the base model"
+        start = f"resuming from {resume_from.name}" if resume_from else self.run.script or "from the base model"
         self.tell(
             f"Attempt {number}: job {job.id}, {plan.choice.strategy} on {plan.choice.nodes} node(s) x "
             f"{plan.choice.processes_per_node} rank(s), {start}. Logs: {_short(folder.root)}"
@@ -282,7 +287,8 @@ class Driver:
         """Read why the job ended, and add it to the story."""
         folder = self._folder(job)
         self._await_records(folder)
-        outcome = classify(
+        judged = scripts.judge(self.rundir, folder, self.recipe) if self.run.script else None
+        outcome = judged or classify(
             Evidence(
                 finished=self._is_finished(),
                 stop_file=self.rundir.stop_file.exists(),
@@ -295,8 +301,8 @@ class Driver:
                 last_words=_last_line(folder.slurm),
             )
         )
-        ledger.discard_unfinished(self.rundir.checkpoints, self.tell)  # on a full disk it is what is in the way
-        newest = next(ledger.sealed(self.rundir.checkpoints), None)
+        if not self.run.script:
+            ledger.discard_unfinished(self.rundir.checkpoints, self.tell)  # on a full disk it is what is in the way
         chapter = Chapter(
             attempt=job.attempt,
             job=job.id,
@@ -308,7 +314,7 @@ class Driver:
             end=outcome.end.value,
             sentence=outcome.sentence,
             host=outcome.host,
-            checkpoint_step=newest[0].step if newest else 0,
+            checkpoint_step=self._progress(),
             failed_step=outcome.error.step if outcome.error else None,
         )
         self._write([*self.story, chapter])
@@ -323,6 +329,13 @@ class Driver:
         deadline = time.monotonic() + RECORD_SECONDS * (self.last_status.word in ("COMPLETED", "FAILED"))
         while not folder.exits() and time.monotonic() < deadline:
             time.sleep(0.2)
+
+    def _progress(self) -> int:
+        """A number that grows with what an attempt leaves for the next one."""
+        if self.run.script:
+            return scripts.newest_file(self.rundir)
+        newest = next(ledger.sealed(self.rundir.checkpoints), None)
+        return newest[0].step if newest else 0
 
     def _answer(self, outcome: Outcome) -> None:
         """Prepare the next attempt, or raise."""

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import psutil
 
-from shardmake.attempt import AttemptDir, Beat, Hang, write_record
+from shardmake.attempt import SILENT, AttemptDir, Beat, Hang, write_record
 from shardmake.receipt import write_json
 
 USUAL_STEPS = 5
@@ -46,6 +46,8 @@ class RankState:
 
 def allowance(beat: Beat, hang_seconds: float) -> float:
     """Seconds for which a rank may be silent after ``beat``."""
+    if beat.phase == SILENT:
+        return float("inf")
     if beat.phase != "train":
         return PATIENCE * hang_seconds
     return max(USUAL_STEPS * beat.usual, hang_seconds)

@@ -23,7 +23,9 @@ class Chapter(Record):
     end: str = Field(description="Why it ended (`shardmake.launch.outcome.End`).")
     sentence: str = Field(description="The same for people.")
     host: str | None = Field(description="The node to blame, where there is one.")
-    checkpoint_step: int = Field(description="Step of the newest checkpoint afterwards.")
+    checkpoint_step: int = Field(
+        description="Step of the newest checkpoint afterwards; for a script, Unix time of the newest file it left."
+    )
     failed_step: int | None = Field(None, description="Step whose loss or gradient norm was not finite.")
     next_rung: int | None = Field(None, description="Rung for the next attempt, once decided.")
     excluded: str | None = Field(None, description="Node that later attempts avoid.")

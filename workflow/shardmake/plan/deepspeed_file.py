@@ -38,6 +38,8 @@ FILLED_BY_TRAINER: Final = (
     "zero_optimization.stage3_param_persistence_threshold",
 )
 """Keys for which transformers puts its own value in place of "auto" (`transformers.integrations.deepspeed`)."""
+FILLED_BY_SCRIPT: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys that Accelerate takes from what a script prepares."""
 
 
 def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
@@ -63,7 +65,10 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> di
     }
     if "nvme" in (engine_of(choice).offload_optimizer, engine_of(choice).offload_param):
         values["aio"] = AIO
-    return with_auto(values) if run.deepspeed_values == "auto" else values
+    if run.deepspeed_values == "auto":
+        return with_auto(values)
+    # A script's own data loader and accumulation decide; Accelerate and Trainer both fill these in.
+    return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") if run.script else values
 
 
 def swap_folder(cluster: Cluster, run_name: str) -> str:

@@ -1,5 +1,7 @@
 """The plan stage: choose, hold the request against the cluster, write the plan."""
 
+from pathlib import Path
+
 from shardmake.config import Cluster, Run
 from shardmake.interval import interval_seconds, job_mtbf_seconds, lost_share
 from shardmake.plan.figure import draw
@@ -9,6 +11,7 @@ from shardmake.plan.strategy import describe as name_of
 from shardmake.plan.strategy import make_plan
 from shardmake.receipt import read_json, write_json, write_text
 from shardmake.rundir import RunDir
+from shardmake.script import check_script
 from shardmake.space import GIB, check_plan, checkpoint_size
 
 WRITING = 1e9
@@ -21,6 +24,8 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     Raises:
         UserError: nothing fits, or the cluster or the disk cannot give what the plan asks.
     """
+    if run.script:
+        check_script("script", Path(run.script))
     plan, memory = make_plan(rundir.name, run, cluster)
     if cluster.executor == "slurm":
         check_request(plan, cluster, ask_partitions())

@@ -1,6 +1,7 @@
 """``training.json``: model, method and training arguments, and the engine that the ranks must find."""
 
 import math
+from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config import Cluster, Run
@@ -9,6 +10,7 @@ from shardmake.plan.accelerate_file import fsdp_settings
 from shardmake.plan.engine import engine_of, expected_engine
 from shardmake.plan.model import Model
 from shardmake.plan.plan import Choice, Plan
+from shardmake.receipt import sha256
 
 TORCH_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION: Final = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
@@ -35,7 +37,15 @@ def training_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dic
         "expected": expected_engine(choice, run.fsdp_version),
         "loss": run.loss,
         "checkpoints": _checkpoints(choice, run, cluster),
+        "program": _program(run),
     }
+
+
+def _program(run: Run) -> dict[str, Any]:
+    """What the ranks run. A script counts by its content: an edited one is another training."""
+    if run.script is None:
+        return {"kind": run.engine}
+    return {"kind": "script", "path": run.script, "args": run.script_args, "sha256": sha256(Path(run.script))}
 
 
 def load_dtype(choice: Choice, run: Run) -> str:

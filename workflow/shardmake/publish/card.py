@@ -115,8 +115,7 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str
         "Precision": f"{choice.precision} in training, {run.dtype} in these files",
         "Sequence length": f"{run.sequence_length} tokens{', packed' if run.packing else ''}",
         "Global batch": f"{run.global_batch_size} sequences",
-        "Steps": f"{training['steps']} optimizer steps, {training['tokens']:,} tokens",
-        "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
+        **_course(run, training),
         "Training loss at the end": loss,
         **({"MFU": f"{statistics.median(used.shares):.1%} of the dense peak"} if used else {}),
         "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
@@ -128,6 +127,17 @@ def _hardware(world_size: int, history: History, rundir: RunDir) -> str:
     last = attempt_of(rundir, history.spans[-1].number).read()
     kind = "CPU ranks" if last.accelerator == "cpu" else last.accelerator.upper()
     return f"{world_size} x {kind} on {last.nodes} node(s)"
+
+
+def _course(run: Run, training: dict[str, Any]) -> dict[str, str]:
+    """Steps and learning rate; of a script only what it told."""
+    if run.script:
+        steps = {} if training["steps"] is None else {"Steps": f"{training['steps']} optimizer steps"}
+        return {"Trained by": f"`{Path(run.script).name}`", **steps}
+    return {
+        "Steps": f"{training['steps']} optimizer steps, {training['tokens']:,} tokens",
+        "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
+    }
 
 
 def _commit(source: Source | None, revision: str | None) -> str | None:

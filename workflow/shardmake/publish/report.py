@@ -107,13 +107,18 @@ def _tiles(facts: _Facts) -> dict[str, str]:
     return {
         "evaluation loss": f"{evaluation['base']['loss']:.3f} → {evaluation['tuned']['loss']:.3f}",
         "perplexity": f"{evaluation['base']['perplexity']:,.1f} → {evaluation['tuned']['perplexity']:,.1f}",
-        "optimizer steps": f"{training['steps']:,}",
-        "tokens": f"{training['tokens']:,}",
+        "optimizer steps": _counted(training["steps"]),
+        "tokens": _counted(training["tokens"]),
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "not logged",
         "MFU": f"{statistics.median(used.shares):.1%}" if used else "none on CPU",
         "device hours": f"{history.device_hours:.2f}",
         "lost to interruptions": duration(sum(item.seconds for item in history.interruptions)),
     }
+
+
+def _counted(number: int | None) -> str:
+    """A script of the user's need not have told."""
+    return "not logged" if number is None else f"{number:,}"
 
 
 def duration(seconds: float) -> str:

@@ -5,6 +5,8 @@ import faulthandler
 import os
 import signal
 import sys
+from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,10 +44,7 @@ def main() -> None:
     write_beat(attempt, rank, "start", 0)
     try:
         _meet(attempt)
-
-        from shardmake.train.trainer import train
-
-        train(folder)
+        _program(folder)(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
         last = attempt.beat(rank)
@@ -64,6 +63,15 @@ def _meet(folder: "AttemptDir") -> None:
         beats = [folder.beat(rank) for rank in error.missing]
         error.host = next((beat.host for beat in beats if beat), None)
         raise
+
+
+def _program(folder: Path) -> Callable[[Path], None]:
+    """What ``training.json`` says that the ranks run."""
+    from shardmake.attempt import AttemptDir
+    from shardmake.receipt import read_json
+
+    kind = read_json(AttemptDir(folder).training, "shardmake train NAME")["program"]["kind"]
+    return import_module(f"shardmake.train.{kind}").train
 
 
 if __name__ == "__main__":

@@ -16,14 +16,16 @@ class EngineMismatchError(RuntimeError):
     """The engine that came up is not the planned one."""
 
 
-def describe_engine(trainer: Any) -> dict[str, Any]:
-    """What is about to train, read off the wrapped model: engine, ZeRO stage, world size, compute dtype, offload."""
-    model = trainer.model_wrapped
+def describe_engine(model: Any, precision: str) -> dict[str, Any]:
+    """What is about to train, read off the wrapped model: engine, ZeRO stage, world size, compute dtype, offload.
+
+    ``precision`` is Accelerate's word for the compute data type, which counts where the engine has none of its own.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kind = type(model).__name__
     if kind == "DeepSpeedEngine":
         return {"engine": "deepspeed", "world_size": world_size, **_describe_deepspeed(model)}
-    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPE_OF_MODE[trainer.accelerator.mixed_precision]}
+    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPE_OF_MODE[precision]}
     if kind.startswith("FSDP"):
         return {"engine": "fsdp", **common, **_describe_fsdp2(model)}
     if kind == "FullyShardedDataParallel":

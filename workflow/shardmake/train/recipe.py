@@ -28,8 +28,10 @@ def recipe_digest(settings: Mapping[str, Any], plan: Plan, data_receipt: Mapping
     another digest belong to another training.
     """
     arguments = settings["arguments"]
+    script = {"script": settings["program"]} if settings["program"]["kind"] == "script" else {}
     return digest(
         {
+            **script,
             "model": {key: settings["model"][key] for key in ("path", "revision")},
             "method": settings["method"],
             "arguments": {name: arguments.get(name) for name in _RESULT_ARGUMENTS},

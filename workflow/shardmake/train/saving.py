@@ -203,10 +203,10 @@ class SealedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
-            _separate_steps(self.model_wrapped.optimizer.optimizer)
+            separate_steps(self.model_wrapped.optimizer.optimizer)
 
 
-def _separate_steps(optimizer: Any) -> None:
+def separate_steps(optimizer: Any) -> None:
     """Give every parameter a step counter of its own.
 
     DeepSpeed 0.19 gives all sub-groups of ZeRO-3 the same one when it reads a universal checkpoint, and each of them

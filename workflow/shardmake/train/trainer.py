@@ -1,35 +1,32 @@
 """One rank of a training: load, check the engine, train, seal, and on rank 0 write the receipt as the last act."""
 
-import importlib
 import os
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from transformers import (
-    AutoTokenizer,
-    PreTrainedModel,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import TrainerCallback
 
 from shardmake.attempt import Attempt, AttemptDir, rank_report
-from shardmake.caches import leave_collectives_to_gloo
 from shardmake.data.dataset import collator, load
-from shardmake.data.isolation import check_isolation
 from shardmake.plan.plan import Plan, read_plan
-from shardmake.receipt import read_json, write_json
-from shardmake.train import ledger
-from shardmake.train.callbacks import Heartbeat, Metrics, Pace, Stop
-from shardmake.train.engine import check_engine, describe_engine, environment_report
+from shardmake.receipt import read_json
+from shardmake.train.callbacks import Heartbeat, Stop
+from shardmake.train.engine import environment_report
 from shardmake.train.finite import FiniteGuard
-from shardmake.train.load import load_base
+from shardmake.train.group import leave_together
 from shardmake.train.order import WholeBatches
-from shardmake.train.receipt import write_receipt
-from shardmake.train.saving import Saver, SealedTrainer
-from shardmake.train.trackers import tracker_environment
+from shardmake.train.saving import SealedTrainer
+from shardmake.train.setup import (
+    check_ready,
+    descriptions,
+    load_model,
+    load_tokenizer,
+    make_watch,
+    named_optimizer,
+    training_arguments,
+    write_end,
+)
 
 
 class ShardedTrainer(SealedTrainer):
@@ -63,17 +60,10 @@ class ShardedTrainer(SealedTrainer):
         assert folder is not None
         if self.args.should_save:
             model = self.accelerator.unwrap_model(self.model)
-            for part in _descriptions(model):
+            for part in descriptions(model):
                 part.save_pretrained(folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
-
-
-def _descriptions(model: Any) -> list[Any]:
-    """The parts of a model that describe it and hold no weights: configs, adapter configs."""
-    adapters = getattr(model, "peft_config", {}).values()
-    generation = [model.generation_config] if getattr(model, "generation_config", None) else []
-    return [model.config, *generation, *adapters]
 
 
 def train(attempt_folder: Path) -> None:
@@ -90,58 +80,30 @@ def train(attempt_folder: Path) -> None:
     trainer.add_callback(_Gate(folder, rank, settings["expected"], trainer))
     trainer.train(resume_from_checkpoint=attempt.resume_from)
     if rank == 0:
-        _write_end(folder, attempt, trainer, stopped=stop.requested)
-    if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()  # without it a rank sometimes aborts at exit, after all the work is done
+        write_end(folder, attempt, trainer.state, stopped=stop.requested)
+    leave_together()
 
 
 def _make_trainer(
     folder: AttemptDir, attempt: Attempt, plan: Plan, settings: dict[str, Any], heartbeat: Heartbeat
 ) -> tuple[ShardedTrainer, Stop]:
     rundir = attempt.rundir
-    if attempt.accelerator == "cpu":
-        leave_collectives_to_gloo()
     # The arguments come before the model: they tell Transformers to load it sharded.
-    arguments = _training_arguments(settings, folder, attempt)
-    model = _load_model(settings)
-    tokens_per_step = plan.choice.global_batch_size * plan.workload.sequence_length
-
-    def describe(step: int) -> dict[str, Any]:
-        return {
-            "tokens": step * tokens_per_step,
-            "samples": step * plan.choice.global_batch_size,
-            "data_seed": settings["arguments"]["data_seed"],
-            "world_size": attempt.world_size,
-            "strategy": plan.choice.strategy,
-            "attempt": attempt.number,
-            "recipe": attempt.recipe,
-        }
-
-    stop = Stop([rundir.stop_file, folder.stop_file])
-    guard = FiniteGuard(int(os.environ.get("RANK", "0")))
-    checkpoints = settings["checkpoints"]
-    retention = ledger.Retention(**checkpoints["retention"])
-    saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes)
+    arguments = training_arguments(settings, folder, attempt)
+    model = load_model(settings)
+    watch = make_watch(folder, attempt, plan, settings, heartbeat)
     trainer = ShardedTrainer(
         model=model,
         args=arguments,
         train_dataset=WholeBatches(load(rundir.data, "train"), plan.choice.global_batch_size),
         eval_dataset=load(rundir.data, "eval"),
         data_collator=collator(rundir.data, plan.workload.attention),
-        processing_class=_load_tokenizer(settings),
-        optimizer_cls_and_kwargs=_optimizer(settings),
-        callbacks=[
-            guard,
-            Metrics(rundir.metrics, tokens_per_step, attempt.number),
-            stop,
-            Pace(saver, checkpoints["mtbf_seconds"]),
-            heartbeat,
-        ],
+        processing_class=load_tokenizer(settings),
+        optimizer_cls_and_kwargs=named_optimizer(settings),
+        callbacks=watch.callbacks,
     )
-    trainer.guard = guard
-    trainer.saver = saver
-    return trainer, stop
+    trainer.guard, trainer.saver = watch.guard, watch.saver
+    return trainer, watch.stop
 
 
 class _Gate(TrainerCallback):
@@ -152,65 +114,6 @@ class _Gate(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare and, if anything differs, raise on every rank."""
-        found = describe_engine(self.trainer)
-        rank_report(self.folder, self.rank, environment_report() | found)
-        check_engine(found, self.expected)
-        check_isolation(self.trainer.model_wrapped, self.trainer.data_collator, self.trainer.args.device)
-
-
-def _training_arguments(settings: dict[str, Any], folder: AttemptDir, attempt: Attempt) -> TrainingArguments:
-    arguments = dict(settings["arguments"])
-    if read_json(folder.deepspeed, "shardmake train NAME"):
-        arguments["deepspeed"] = str(folder.deepspeed)
-    os.environ.update(tracker_environment(attempt.rundir, offline=attempt.offline, environment=os.environ))
-    return TrainingArguments(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, **arguments)
-
-
-def _optimizer(settings: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
-    """The optimizer that the plan names by its class; None: the one that the training arguments name."""
-    named = settings["optimizer"]
-    if named is None:
-        return None
-    module, _, name = named["class"].rpartition(".")
-    return getattr(importlib.import_module(module), name), named["arguments"]
-
-
-def _load_model(settings: dict[str, Any]) -> PreTrainedModel:
-    method = settings["method"]
-    loaded = load_base(settings)
-    loaded.config.use_cache = False
-    if method["kind"] == "full":
-        return loaded
-    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
-
-    if method["kind"] == "qlora":
-        loaded = prepare_model_for_kbit_training(loaded, use_gradient_checkpointing=False)
-    adapters = LoraConfig(
-        r=method["rank"],
-        lora_alpha=method["alpha"],
-        lora_dropout=method["dropout"],
-        target_modules=method["targets"],
-        task_type="CAUSAL_LM",
-    )
-    return get_peft_model(loaded, adapters)
-
-
-def _load_tokenizer(settings: dict[str, Any]) -> Any:
-    model = settings["model"]
-    return AutoTokenizer.from_pretrained(
-        model["path"], revision=model["revision"], trust_remote_code=model["trust_remote_code"]
-    )
-
-
-def _write_end(folder: AttemptDir, attempt: Attempt, trainer: ShardedTrainer, *, stopped: bool) -> None:
-    """The receipt if the last step is done and sealed; otherwise a note that the stop was asked for."""
-    state = trainer.state
-    sealed = next(ledger.sealed(attempt.rundir.checkpoints), None)
-    step = sealed[0].step if sealed else 0
-    if state.global_step < state.max_steps:
-        assert stopped, f"training ended at step {state.global_step} of {state.max_steps} without being asked to"
-        write_json(folder.stopped, {"step": step, "time": time.time()})
-        return
-    if sealed is None or step != state.global_step:
-        raise RuntimeError(f"The last step {state.global_step} was not saved; the newest checkpoint is of step {step}.")
-    write_receipt(attempt.rundir, *sealed)
+        wrapped, precision = self.trainer.model_wrapped, self.trainer.accelerator.mixed_precision
+        collate: Any = self.trainer.data_collator
+        check_ready(self.folder, self.rank, self.expected, wrapped, precision, collate, args.device)

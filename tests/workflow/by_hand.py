@@ -1,0 +1,102 @@
+"""Trainings started node by node with the rendered command, as a person would, without the driver."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardmake.attempt import AttemptDir, write_record
+from shardmake.config import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.launch.jobs import attempt_settings
+from shardmake.plan.engine import expected_engine
+from shardmake.plan.model import read_model
+from shardmake.plan.plan import Plan, as_json
+from shardmake.plan.render import as_yaml, launch_command, render_files
+from shardmake.plan.strategy import make_plan
+from shardmake.receipt import write_json, write_text
+from tests.workflow.checkout import REPOSITORY, Checkout
+
+STEPS = 4
+RANK = Path(__file__).with_name("fsdp_rank.py")
+
+
+def configure(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> None:
+    """A run of `STEPS` steps that is saved at its end, on nodes of two ranks."""
+    cluster: dict[str, Any] = {"max_nodes": 2, "nvme_path": str(lab.root / "nvme")}
+    run = {"max_steps": STEPS, "checkpoints": {"every_steps": STEPS}, **changes}
+    lab.configure(cluster, strategy=strategy, nodes=nodes, **run)
+
+
+def train_by_hand(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> dict[int, float]:
+    """Losses by step of a fresh training; every rank has found the planned engine."""
+    shutil.rmtree(lab.run / "train", ignore_errors=True)
+    plan, folder = launch_by_hand(lab, strategy, nodes, **changes)
+    for path in sorted(folder.ranks.iterdir()):
+        report = json.loads(path.read_text())
+        assert expected_engine(plan.choice, 2).items() <= report.items()
+    return lab.losses()
+
+
+def launch_by_hand(
+    lab: Checkout,
+    strategy: Strategy,
+    nodes: int = 1,
+    resume_from: Path | None = None,
+    shim: bool = True,
+    **changes: Any,
+) -> tuple[Plan, AttemptDir]:
+    """Run one attempt to its end, which must be a good one."""
+    configure(lab, strategy, nodes, **changes)
+    config = load_config(lab.root / "config/config.yaml")
+    run, cluster = get_run(config, "demo"), load_cluster(lab.root / config.cluster)
+    run = run.model_copy(update={"model": str(lab.root / run.model)})
+    plan, _ = make_plan("demo", run, cluster)
+    number = len(list((lab.run / "train").glob("attempts/*"))) + 1
+    folder = AttemptDir(lab.run / f"train/attempts/{number:03d}")
+    write_json(folder.plan, as_json(plan))
+    write_files(plan, run, cluster, folder)
+    resume = str(resume_from) if resume_from else None
+    settings = attempt_settings(number, lab.run, cluster, plan, resume_from=resume, recipe="by hand")
+    write_record(folder.settings, settings)
+    launch(plan, folder, shim=shim and plan.choice.is_fsdp)
+    return plan, folder
+
+
+def write_files(plan: Plan, run: Run, cluster: Cluster, folder: AttemptDir) -> None:
+    """As `render`, without asking the libraries first: they are about to have their say."""
+    files = render_files(plan, run, cluster, read_model(run.model), folder.root)
+    write_text(folder.accelerate, as_yaml(files.accelerate))
+    write_json(folder.deepspeed, files.deepspeed)
+    write_json(folder.training, files.training)
+
+
+def launch(plan: Plan, folder: AttemptDir, shim: bool) -> None:
+    """The rendered command on every node, with the test-only shim for FSDP before it."""
+    port = free_port()
+    processes = []
+    for node in range(plan.choice.nodes):
+        command = launch_command(plan, folder.root, node, "127.0.0.1", port)
+        if shim:
+            start = command.index("-m", command.index("--num_cpu_threads_per_process"))
+            command[start : start + 2] = [str(RANK)]
+        log = folder.log(node).open("w")
+        processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=rank_environment()))
+    codes = [process.wait(timeout=1500) for process in processes]
+    assert codes == [0] * len(codes), folder.log(0).read_text()[-5000:]
+
+
+def rank_environment() -> Mapping[str, str]:
+    """As the worker would set it on a node without a GPU."""
+    path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+
+
+def free_port() -> int:
+    """A port that was free just now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,75 @@
+"""A lab's training script for `accelerate launch`, which knows nothing of Shardmake."""
+
+import argparse
+import json
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--data", required=True)
+parser.add_argument("--output_dir", required=True)
+parser.add_argument("--lr", type=float, default=1e-3)
+parser.add_argument("--steps", type=int, default=4)
+parser.add_argument("--batch_size", type=int, default=2)
+parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
+parser.add_argument("--losses")
+parser.add_argument("--checkpoints")
+parser.add_argument("--die_after", type=int)
+
+
+def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    texts = [tokenizer.apply_chat_template(line["messages"], tokenize=False) for line in lines]
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
+    return list(encoded["input_ids"])
+
+
+def main() -> None:
+    args = parser.parse_args()
+    set_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps)
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    loader = DataLoader(read_examples(args.data, tokenizer), batch_size=args.batch_size)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    scheduler = get_cosine_schedule_with_warmup(optimizer, 1, args.steps * accelerator.num_processes)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    newest = sorted(Path(args.checkpoints or "none").glob("step-*"))
+    done = 0
+    if newest:
+        accelerator.load_state(str(newest[-1]))
+        done = int(newest[-1].name.removeprefix("step-"))
+    losses: list[float] = []
+    for batch in accelerator.skip_first_batches(loader, done * args.gradient_accumulation_steps):
+        with accelerator.accumulate(model):
+            loss = model(input_ids=batch, labels=batch).loss
+            accelerator.backward(loss)
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+        if not accelerator.sync_gradients:
+            continue
+        done += 1
+        if args.checkpoints:
+            accelerator.save_state(f"{args.checkpoints}/step-{done}")
+        if done == args.die_after and not newest:
+            raise RuntimeError("a cosmic ray")
+        if done == args.steps:
+            break
+    if args.losses and accelerator.is_main_process:
+        Path(args.losses).write_text(json.dumps(losses))
+    accelerator.save_state(args.output_dir)
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""A lab's own `accelerate launch` script, unmodified: through the whole workflow, and under every engine."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from shardmake.config import Strategy
+from tests.workflow.by_hand import launch_by_hand
+from tests.workflow.checkout import Checkout
+
+pytestmark = pytest.mark.training
+SCRIPT = Path(__file__).with_name("plain_script.py")
+ARGUMENTS = ["--model", "$SHARDMAKE_BASE", "--lr", "$SHARDMAKE_LEARNING_RATE", "--output_dir", "$SHARDMAKE_OUTPUT"]
+
+
+def settings(lab: Checkout, *more: str) -> dict[str, Any]:
+    data = ["--data", str(lab.root / "resources/demo/train.jsonl")]
+    return {"script": str(SCRIPT), "script_args": [*ARGUMENTS, *data, *more]}
+
+
+def test_a_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Checkout) -> None:
+    more = ("--checkpoints", "$SHARDMAKE_CHECKPOINTS", "--losses", "losses.json", "--die_after", "2")
+    checkout.configure(strategy="zero2", max_steps=4, **settings(checkout, *more))
+    failed = checkout("snakemake", "--profile", "profiles/local", check=False)
+    assert failed.returncode != 0
+    assert "RuntimeError: a cosmic ray" in failed.stdout
+    assert 'raise RuntimeError("a cosmic ray")' in failed.stdout
+
+    checkout("snakemake", "--profile", "profiles/local")
+    story = checkout.read("train/attempts/index.json")
+    assert [chapter["end"] for chapter in story] == ["error in the training", "finished"]
+    assert story[1]["checkpoint_step"] > story[0]["checkpoint_step"] > 0
+    assert len(json.loads((checkout.root / "losses.json").read_text())) == 2 * (4 - 2)
+    reports = [checkout.read(f"train/attempts/002/ranks/rank-{rank}.json") for rank in (0, 1)]
+    assert {report["distributed_type"] for report in reports} == {"DEEPSPEED"}
+    evaluation = checkout.read("evaluation.json")
+    assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"] - 0.3
+    card = (checkout.root / "published/demo/README.md").read_text()
+    assert "| Trained by | `plain_script.py` |" in card
+    assert "Trained with zero2 on 2 ranks in 2 attempt(s)." in checkout("shardmake", "status", "demo").stdout
+    assert "Nothing to be done" in checkout("snakemake", "--profile", "profiles/local").stdout
+
+
+def test_another_engine_than_the_planned_one_is_refused(lab: Checkout, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("from accelerate import Accelerator\nAccelerator(cpu=True)\nprint('trained something else')\n")
+    with pytest.raises(AssertionError, match=r"engine is fsdp, and the script's Accelerator came up as MULTI_CPU"):
+        launch_by_hand(lab, "fsdp", shim=False, script=str(script))
+
+
+def run_script(lab: Checkout, strategy: Strategy) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Losses by micro step, and the merged weights."""
+    shutil.rmtree(lab.run / "train", ignore_errors=True)
+    losses, model = lab.root / f"{strategy}.json", lab.root / f"{strategy}-model"
+    launch_by_hand(lab, strategy, **settings(lab, "--losses", str(losses)))
+    base = ("--base", "resources/demo/base")
+    lab("shardmake", "consolidate", str(lab.run / "train/output"), str(model), *base)
+    return json.loads(losses.read_text()), load_file(model / "model.safetensors")
+
+
+def test_every_engine_computes_the_same_and_is_merged(lab: Checkout) -> None:
+    losses, weights = run_script(lab, "ddp")
+    assert losses[-1] < losses[0] - 0.3
+    for strategy in ("zero3", "fsdp"):
+        other, merged = run_script(lab, strategy)
+        assert other == pytest.approx(losses, abs=2e-4), strategy
+        for name, tensor in merged.items():
+            torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
