@@ -19,6 +19,7 @@ from shardmake.plan.accelerate_file import IGNORED_IN_FILE
 from shardmake.plan.check import Files, check_rendered
 from shardmake.plan.plan import Choice
 from shardmake.plan.render import launch_flags, render_files
+from shardmake.plan.tensor_parallel import AUTOTP, FSDP
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -44,7 +45,16 @@ choices = st.builds(
     nodes=st.sampled_from([1, 2]),
     processes_per_node=st.just(1),
     precision=st.sampled_from(["bf16", "fp16", "fp32"]),
-).map(lambda choice: choice.model_copy(update={"processes_per_node": WORLD_SIZE // choice.nodes}))
+    tensor_parallel=st.sampled_from([1, 2]),
+).map(lambda choice: possible(choice))
+
+
+def possible(choice: Choice) -> Choice:
+    """``choice`` on the ranks that there are, with tensor parallelism only where it goes."""
+    size = choice.tensor_parallel if choice.strategy in (*AUTOTP, *FSDP) else 1
+    return choice.model_copy(update={"processes_per_node": WORLD_SIZE // choice.nodes, "tensor_parallel": size})
+
+
 runs = st.fixed_dictionaries(
     {
         "fsdp_version": st.sampled_from([1, 2]),

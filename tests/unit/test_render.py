@@ -39,6 +39,8 @@ CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]
     "zero3-auto": ("zero3", {}, {"deepspeed_values": "auto"}, GPU),
     "zero2-fp16-checkpointing": ("zero2", {"precision": "fp16", "gradient_checkpointing": True}, {}, GPU),
     "zero3-cpu": ("zero3", {"precision": "fp32"}, {}, {}),
+    "zero1-tensor-parallel": ("zero1", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
+    "fsdp-tensor-parallel": ("fsdp", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
     "fsdp1-offload": ("fsdp-offload", {}, {"fsdp_version": 1}, GPU),
     "fsdp1-grad-op": ("fsdp-grad-op", {}, {"fsdp_version": 1}, GPU),
     "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
@@ -120,6 +122,7 @@ def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster
     assert arguments["per_device_train_batch_size"] == choice.micro_batch_size
     assert bool(files.deepspeed) == (expected["engine"] == "deepspeed")
     if files.deepspeed:
+        assert files.deepspeed.get("tensor_parallel", {"autotp_size": 1}) == {"autotp_size": choice.tensor_parallel}
         assert files.deepspeed["train_micro_batch_size_per_gpu"] == arguments["per_device_train_batch_size"]
         assert files.deepspeed["gradient_accumulation_steps"] == arguments["gradient_accumulation_steps"]
         assert files.deepspeed["gradient_clipping"] == arguments["max_grad_norm"]

@@ -220,6 +220,11 @@ class Run(Section):
     strategy: Strategy | Literal["auto"] = Field(
         "auto", description="How states are sharded; `auto`: the fastest that fits."
     )
+    tensor_parallel: PositiveInt = Field(
+        1,
+        description="Ranks that share each layer's matrices, within a node (docs/tensor-parallel.md); with `strategy: "
+        "zero1` or `zero2`, or `fsdp` and a script of your own.",
+    )
     nodes: PositiveInt | None = Field(None, description="Nodes for training; without it, as few as the model fits on.")
     fsdp_version: Literal[1, 2] = Field(2, description="Which FSDP runs the `fsdp` strategies.")
     engine: Literal["trainer", "loop"] = Field(

@@ -37,8 +37,8 @@ def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) 
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
     if engine.name == "fsdp":
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
-        if engine.hybrid and run.fsdp_version == 2:
-            values["parallelism_config"] = _replicas(choice)
+        if run.fsdp_version == 2 and (engine.hybrid or choice.tensor_parallel > 1):
+            values["parallelism_config"] = _mesh(choice)
     return values
 
 
@@ -51,8 +51,13 @@ def _deepspeed_section(choice: Choice, deepspeed_file: Path) -> dict[str, Any]:
     }
 
 
-def _replicas(choice: Choice) -> dict[str, Any]:
-    """Hybrid sharding in FSDP2: a two-dimensional mesh, replicated between nodes and sharded within."""
+def _mesh(choice: Choice) -> dict[str, Any]:
+    """FSDP2's mesh of two dimensions: replicas between nodes and shards within, or shards of tensor-parallel groups."""
+    if choice.tensor_parallel > 1:
+        return {
+            "parallelism_config_dp_shard_size": choice.data_parallel,
+            "parallelism_config_tp_size": choice.tensor_parallel,
+        }
     return {
         "parallelism_config_dp_replicate_size": choice.nodes,
         "parallelism_config_dp_shard_size": choice.processes_per_node,

@@ -137,8 +137,10 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
         "gradient_accumulation_steps": choice.gradient_accumulation_steps,
     }
     read, ignored = parsers.deepspeed_settings(files.deepspeed, filled)
+    # Read without a mesh, the file counts the ranks of a tensor-parallel group one by one.
+    batch = read.train_batch_size // choice.tensor_parallel
     return [
-        *_unequal("deepspeed.json: train_batch_size", read.train_batch_size, choice.global_batch_size),
+        *_unequal("deepspeed.json: train_batch_size", batch, choice.global_batch_size),
         *_unequal("deepspeed.json: stage", int(read.zero_optimization_stage), choice.zero_stage),
         *(f"deepspeed.json: DeepSpeed ignores {key}" for key in ignored),
     ]
@@ -147,7 +149,8 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
 def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
     """TrainingArguments takes every argument, counts the same batch, and agrees with DeepSpeed's file or FSDP."""
     arguments, ignored = parsers.training_arguments(files.training["arguments"], files.deepspeed, folder)
-    batch = arguments.world_size * arguments.train_batch_size * arguments.gradient_accumulation_steps
+    readers = arguments.world_size // choice.tensor_parallel
+    batch = readers * arguments.train_batch_size * arguments.gradient_accumulation_steps
     return [
         *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),
         *(f"training.json: transformers ignores {key}" for key in ignored),

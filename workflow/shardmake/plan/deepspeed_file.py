@@ -63,6 +63,8 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> di
         "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,
     }
+    if choice.tensor_parallel > 1:
+        values["tensor_parallel"] = {"autotp_size": choice.tensor_parallel}
     if "nvme" in (engine_of(choice).offload_optimizer, engine_of(choice).offload_param):
         values["aio"] = AIO
     if run.deepspeed_values == "auto":

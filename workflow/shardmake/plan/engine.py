@@ -67,6 +67,8 @@ def expected_engine(choice: Choice, fsdp_version: int) -> dict[str, Any]:
         "offload_optimizer": engine.offload_optimizer,
         "offload_param": engine.offload_param,
     }
+    if engine.name == "deepspeed":
+        values["tensor_parallel"] = choice.tensor_parallel
     if engine.name == "fsdp":
         values |= {
             "fsdp_version": fsdp_version,

@@ -28,6 +28,7 @@ PLANNED_DEEPSPEED: Final = {
     **dict.fromkeys(SHARED, STOPS),
     "train_batch_size": "DeepSpeed would have stopped on the product of the others.",
     "zero_optimization.stage": FILE_WINS,
+    "tensor_parallel.autotp_size": FILE_WINS,
     "zero_optimization.offload_optimizer.device": FILE_WINS,
     "zero_optimization.offload_param.device": FILE_WINS,
 }
@@ -119,6 +120,7 @@ def _planned_deepspeed(files: Files, choice: Choice) -> dict[str, Any]:
         **{key: arguments[argument] for key, argument in SHARED.items()},
         "train_batch_size": choice.global_batch_size,
         "zero_optimization.stage": engine.zero_stage,
+        "tensor_parallel.autotp_size": choice.tensor_parallel,
         "zero_optimization.offload_optimizer.device": engine.offload_optimizer or "none",
         "zero_optimization.offload_param.device": engine.offload_param or "none",
     }

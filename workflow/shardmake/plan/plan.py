@@ -25,6 +25,18 @@ class Choice(Frozen):
     nodes: int = Field(gt=0, description="Nodes of the training job.")
     processes_per_node: int = Field(gt=0, description="Ranks per node.")
     precision: Precision = Field(description="Compute data type.")
+    tensor_parallel: int = Field(1, gt=0, description="Ranks that share each layer's matrices and see the same data.")
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of them under tensor parallelism, that see data of their own."""
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def readers(self) -> str:
+        """Who sees data of their own, for people."""
+        groups = f"{self.data_parallel} groups of {self.tensor_parallel} ranks"
+        return groups if self.tensor_parallel > 1 else f"{self.world_size} ranks"
 
     @property
     def world_size(self) -> int:
@@ -34,7 +46,7 @@ class Choice(Frozen):
     @property
     def global_batch_size(self) -> int:
         """Sequences per optimizer step over all ranks."""
-        return self.world_size * self.micro_batch_size * self.gradient_accumulation_steps
+        return self.data_parallel * self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
     def is_deepspeed(self) -> bool:

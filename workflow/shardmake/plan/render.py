@@ -96,7 +96,7 @@ def _check_batch(choice: Choice, run: Run) -> None:
     if choice.global_batch_size != run.global_batch_size:
         raise UserError(
             f"global_batch_size is {run.global_batch_size}, but the plan makes {choice.global_batch_size}: "
-            f"{choice.world_size} ranks x {choice.micro_batch_size} sequences x "
+            f"{choice.readers} x {choice.micro_batch_size} sequences x "
             f"{choice.gradient_accumulation_steps} accumulation steps. Run `shardmake plan` again, or choose a "
-            f"global_batch_size that {choice.world_size} ranks can divide."
+            f"global_batch_size that {choice.data_parallel} can divide."
         )

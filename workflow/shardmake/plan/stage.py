@@ -44,7 +44,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
         [
             f"{plan.run}: {choice.strategy}, {choice.nodes} node(s) x {choice.processes_per_node} rank(s), "
             f"{choice.precision}, {checkpointing} gradient checkpointing",
-            f"  global batch {choice.global_batch_size} = {choice.world_size} ranks x {choice.micro_batch_size} "
+            f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",

@@ -18,6 +18,7 @@ from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import trace_all
 from shardmake.plan.model import Model, Split, read_model, split
 from shardmake.plan.plan import Choice, Plan, Resources, Workload
+from shardmake.plan.tensor_parallel import check_tensor_parallel
 
 CPU_STRATEGIES: tuple[Strategy, ...] = (
     "ddp",
@@ -149,6 +150,7 @@ def resolve(run: Run, cluster: Cluster) -> Settings:
     hardware = from_cluster(cluster)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     _check(run, cluster, hardware, model)
+    check_tensor_parallel(run, cluster, model)
     settings = Settings(
         run=run,
         model=model,
@@ -235,7 +237,7 @@ def choices(settings: Settings) -> Iterator[Choice]:
     """Every way to run ``settings``, fewest nodes first; the global batch size is the same in all."""
     run, hardware = settings.run, settings.hardware
     node_counts = [run.nodes] if run.nodes else range(1, hardware.max_nodes + 1)
-    usable = [nodes for nodes in node_counts if run.global_batch_size % (nodes * hardware.processes_per_node) == 0]
+    usable = [nodes for nodes in node_counts if run.global_batch_size % _readers(settings, nodes) == 0]
     if not usable:
         raise UserError(_batch_advice(settings, list(node_counts)))
     found = [
@@ -243,19 +245,25 @@ def choices(settings: Settings) -> Iterator[Choice]:
             strategy=strategy,
             gradient_checkpointing=checkpointing,
             micro_batch_size=micro,
-            gradient_accumulation_steps=run.global_batch_size // (nodes * hardware.processes_per_node * micro),
+            gradient_accumulation_steps=run.global_batch_size // (_readers(settings, nodes) * micro),
             nodes=nodes,
             processes_per_node=hardware.processes_per_node,
             precision=settings.precision,
+            tensor_parallel=run.tensor_parallel,
         )
         for nodes in usable
         for strategy in _strategies(settings, nodes)
         for checkpointing in _checkpointing(run)
-        for micro in _micro_batches(settings, run.global_batch_size // (nodes * hardware.processes_per_node))
+        for micro in _micro_batches(settings, run.global_batch_size // _readers(settings, nodes))
     ]
     if not found:
         raise UserError(_micro_advice(settings, usable))
     yield from found
+
+
+def _readers(settings: Settings, nodes: int) -> int:
+    """Ranks that see data of their own; those of one tensor-parallel group see the same."""
+    return nodes * settings.hardware.processes_per_node // settings.run.tensor_parallel
 
 
 def _strategies(settings: Settings, nodes: int) -> Iterable[Strategy]:
@@ -284,7 +292,7 @@ def _micro_batches(settings: Settings, per_rank: int) -> list[int]:
 
 
 def _batch_advice(settings: Settings, node_counts: list[int]) -> str:
-    run, ranks = settings.run, node_counts[0] * settings.hardware.processes_per_node
+    run, ranks = settings.run, _readers(settings, node_counts[0])
     below, above = run.global_batch_size // ranks * ranks, -(-run.global_batch_size // ranks) * ranks
     sizes = " or ".join(str(size) for size in (below, above) if size)
     return (
@@ -295,7 +303,7 @@ def _batch_advice(settings: Settings, node_counts: list[int]) -> str:
 
 def _micro_advice(settings: Settings, usable: list[int]) -> str:
     run = settings.run
-    ranks = usable[0] * settings.hardware.processes_per_node
+    ranks = _readers(settings, usable[0])
     step = ranks * int(run.micro_batch_size)
     below, above = run.global_batch_size // step * step, -(-run.global_batch_size // step) * step
     sizes = " or ".join(str(size) for size in (below, above) if size)

@@ -1,6 +1,7 @@
 """``docs/strategies.md``: strategy by strategy, what is rendered. Generated: ``python -m shardmake.plan.table``."""
 
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,27 @@ otherwise. FSDP is version 2; `fsdp_version: 1` renders `sharding_strategy` FULL
 """
 
 
+SAME_FOR_ALL = {
+    "`engine: loop`, `script`": "`program` in training.json; command and files stay the same, but for a script "
+    '`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are "auto" in deepspeed.json',
+    "`deepspeed_values: auto`": '"auto" wherever Trainer fills in its own value; the engine is the same',
+    "`precision`": "bf16 or fp16 in deepspeed.json for DeepSpeed, `mixed_precision` in accelerate.yaml for the others, "
+    "and in the training arguments",
+    "`gradient_checkpointing`": "`fsdp_activation_checkpointing` for FSDP, else `activation_checkpointing` of the "
+    "training arguments, non-reentrant",
+    "`attention`": "the model's attention kernel: flash_attention_2, sdpa or eager",
+    "`max_grad_norm`": "`gradient_clipping` in deepspeed.json, and the training argument",
+    "`torch_compile`": "the training argument; off unless asked for",
+    "`method: lora`, `method: qlora`": "`method` in training.json; the base is loaded in the compute type, for QLoRA "
+    "in 4 bits (NF4, stored in the compute type so that FSDP can shard it)",
+}
+
+
 def table() -> str:
     """The whole page."""
-    return "\n".join([HEAD, *_section("DeepSpeed and DDP", _DEEPSPEED_COLUMNS, _not_fsdp()), *_fsdp_section()]) + "\n"
+    same = _section("The same for every strategy", ("key of the run", "what is rendered"), SAME_FOR_ALL.items())
+    deepspeed = _section("DeepSpeed and DDP", _DEEPSPEED_COLUMNS, _not_fsdp())
+    return "\n".join([HEAD, *deepspeed, *_fsdp_section(), *_tensor_parallel(), *same]).rstrip() + "\n"
 
 
 _DEEPSPEED_COLUMNS = (
@@ -68,8 +87,8 @@ def _fsdp_section() -> list[str]:
     return _section("FSDP", _FSDP_COLUMNS, rows)
 
 
-def _section(title: str, columns: tuple[str, ...], rows: list[list[str]]) -> list[str]:
-    lines = [list(columns), ["---"] * len(columns), *rows]
+def _section(title: str, columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
     return [f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
 
 
@@ -107,6 +126,27 @@ def _fsdp_row(strategy: Strategy) -> list[str]:
     ]
 
 
+def _tensor_parallel() -> list[str]:
+    columns = ("strategy", "where", "what is rendered", "trains with")
+    size = {"tensor_parallel": 4, "gradient_accumulation_steps": 16}
+    deepspeed, fsdp = (_rendered(strategy, **size) for strategy in ("zero1", "fsdp"))
+    rows = [
+        [
+            "`zero1`, `zero2`",
+            "deepspeed.json",
+            f"`tensor_parallel: {deepspeed.deepspeed['tensor_parallel']}`",
+            "Trainer",
+        ],
+        [
+            "`fsdp`, `fsdp-grad-op`",
+            "accelerate.yaml",
+            ", ".join(f"`{key}: {value}`" for key, value in fsdp.accelerate["parallelism_config"].items()),
+            "a script of your own",
+        ],
+    ]
+    return _section("Tensor parallelism, here over 4 ranks (tensor-parallel.md)", columns, rows)
+
+
 def _cell(values: dict[str, Any], key: str) -> str:
     return f"{values[key]:,}".replace(",", " ") if key in values else ""
 
@@ -121,7 +161,7 @@ def _place(zero: dict[str, Any], key: str) -> str:
     return f"{section['device']}, {section['buffer_count']} buffers" if "buffer_count" in section else section["device"]
 
 
-def _rendered(strategy: Strategy) -> Files:
+def _rendered(strategy: Strategy, **choice: int) -> Files:
     model = from_config(EXAMPLE)
     cluster = Cluster(
         executor="slurm",
@@ -139,10 +179,10 @@ def _rendered(strategy: Strategy) -> Files:
         max_steps=1000,
         learning_rate=1e-5,
     )
-    return render_files(_plan(strategy), run, cluster, model, Path("/plan"))
+    return render_files(_plan(strategy, **choice), run, cluster, model, Path("/plan"))
 
 
-def _plan(strategy: Strategy) -> Plan:
+def _plan(strategy: Strategy, **changes: int) -> Plan:
     choice = Choice(
         strategy=strategy,
         gradient_checkpointing=True,
@@ -151,7 +191,7 @@ def _plan(strategy: Strategy) -> Plan:
         nodes=2,
         processes_per_node=8,
         precision="bf16",
-    )
+    ).model_copy(update=changes)
     workload = Workload(
         model="llama",
         sequence_length=8192,

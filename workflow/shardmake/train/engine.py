@@ -41,6 +41,7 @@ def _describe_deepspeed(engine: Any) -> dict[str, Any]:
         "dtype": dtype,
         "offload_optimizer": _device(engine.zero_offload_optimizer()),
         "offload_param": _device(engine.zero_offload_param()),
+        "tensor_parallel": max(1, engine.autotp_size()),
     }
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import TrainerCallback
 
 from shardmake.attempt import Attempt, AttemptDir, rank_report
@@ -103,7 +104,20 @@ def _make_trainer(
         callbacks=watch.callbacks,
     )
     trainer.guard, trainer.saver = watch.guard, watch.saver
+    _share_data(trainer, plan.choice.tensor_parallel)
     return trainer, watch.stop
+
+
+def _share_data(trainer: ShardedTrainer, tensor_parallel: int) -> None:
+    """Give the ranks of a tensor-parallel group the same batches.
+
+    Accelerate's data loaders look for this mesh, but Accelerate itself makes it only once they are there already, so
+    that each rank of a group would get other data, without a word.
+    """
+    if tensor_parallel > 1:
+        shape = (trainer.args.world_size // tensor_parallel, tensor_parallel)
+        mesh = init_device_mesh(trainer.args.device.type, shape, mesh_dim_names=("dp", "tp"))
+        trainer.accelerator.state.ds_device_mesh = mesh
 
 
 class _Gate(TrainerCallback):
