@@ -157,11 +157,12 @@ def _another_value(name: str) -> object:
     return not default if isinstance(default, bool) else 7 if name.endswith(("port", "rank")) else "other"
 
 
-def test_auto_and_explicit_give_the_same_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if strategy.startswith("zero")])
+def test_auto_and_explicit_give_the_same_engine(strategy: Strategy) -> None:
     """What Trainer makes of the file with "auto" is, key by key, the explicit file."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
-    explicit, auto = render("zero3"), render("zero3", deepspeed_values="auto")
+    explicit, auto = render(strategy), render(strategy, deepspeed_values="auto")
     assert auto.deepspeed["zero_optimization"]["reduce_bucket_size"] == "auto"
     read = HfTrainerDeepSpeedConfig(auto.deepspeed)
     read.trainer_config_process(_Arguments(explicit.training["arguments"]))

@@ -95,6 +95,8 @@ def test_use_cpu_drops_the_engine() -> None:
 def test_batch_arithmetic_at_the_launched_size() -> None:
     (text,) = texts(ACCELERATE, DEEPSPEED | {"train_batch_size": 16})
     assert "2 x 4 steps x 4 processes (accelerate.file) make 32" in text
+    grouped = DEEPSPEED | {"tensor_parallel": {"autotp_size": 2}}
+    assert texts(ACCELERATE, grouped | {"train_batch_size": 16}) == []
 
 
 def test_precision_and_fsdp_name_the_winner() -> None:

@@ -24,8 +24,7 @@ def peak() -> int:
 
 deepspeed = {"deepspeed": str(folder / "deepspeed.json")} if settings["expected"]["engine"] == "deepspeed" else {}
 arguments = TrainingArguments(output_dir=str(folder / "output"), **settings["arguments"], **deepspeed)
-before = peak()
 model = load_base(settings)
-(folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"before": before, "peak": peak()}))
+(folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"peak": peak()}))
 torch.distributed.barrier()
 torch.distributed.destroy_process_group()

@@ -231,6 +231,8 @@ def _batch(accelerate: Source, deepspeed: Source) -> Iterator[Finding]:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, accumulation = (deepspeed.values.get(name) for name in names)
     ranks = accelerate.values.get("num_processes")
+    groups = int((deepspeed.values.get("tensor_parallel") or {}).get("autotp_size") or 1)
+    ranks = ranks // groups if isinstance(ranks, int) and groups > 1 else ranks
     sizes = (total, micro, accumulation, ranks)
     if all(isinstance(size, int) for size in sizes) and total != micro * accumulation * ranks:  # type: ignore[operator]
         yield Finding(
