@@ -24,7 +24,14 @@ def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.
 
 @pytest.mark.parametrize(
     ("phase", "usual", "seconds"),
-    [("train", 0.0, 600), ("train", 2.0, 600), ("train", 200.0, 1000), ("save", 2.0, 3600), ("load", 0.0, 3600)],
+    [
+        ("train", 0.0, 600),
+        ("train", 2.0, 600),
+        ("train", 200.0, 1000),
+        ("save", 2.0, 3600),
+        ("load", 0.0, 3600),
+        ("script", 0.0, float("inf")),
+    ],
 )
 def test_allowances(phase: str, usual: float, seconds: float) -> None:
     assert allowance(beat(phase=phase, usual=usual), 600) == seconds
