@@ -21,7 +21,8 @@ from shardmake.receipt import write_json, write_text
 from tests.workflow.checkout import REPOSITORY, Checkout
 
 STEPS = 4
-RANK = Path(__file__).with_name("fsdp_rank.py")
+RANKS = {"fsdp": Path(__file__).with_name("fsdp_rank.py"), "zero3-nvme": Path(__file__).with_name("nvme_rank.py")}
+"""Programs that stand in for `shardmake.train` where a library needs help on this machine."""
 
 
 def configure(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> None:
@@ -46,7 +47,7 @@ def launch_by_hand(
     strategy: Strategy,
     nodes: int = 1,
     resume_from: Path | None = None,
-    shim: bool = True,
+    help_out: bool = True,
     **changes: Any,
 ) -> tuple[Plan, AttemptDir]:
     """Run one attempt to its end, which must be a good one."""
@@ -62,7 +63,8 @@ def launch_by_hand(
     resume = str(resume_from) if resume_from else None
     settings = attempt_settings(number, lab.run, cluster, plan, resume_from=resume, recipe="by hand")
     write_record(folder.settings, settings)
-    launch(plan, folder, shim=shim and plan.choice.is_fsdp)
+    kind = "fsdp" if plan.choice.is_fsdp else plan.choice.strategy
+    launch(plan, folder, RANKS.get(kind) if help_out else None)
     return plan, folder
 
 
@@ -74,15 +76,15 @@ def write_files(plan: Plan, run: Run, cluster: Cluster, folder: AttemptDir) -> N
     write_json(folder.training, files.training)
 
 
-def launch(plan: Plan, folder: AttemptDir, shim: bool) -> None:
-    """The rendered command on every node, with the test-only shim for FSDP before it."""
+def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:
+    """The rendered command on every node, with ``program`` in place of `shardmake.train`."""
     port = free_port()
     processes = []
     for node in range(plan.choice.nodes):
         command = launch_command(plan, folder.root, node, "127.0.0.1", port)
-        if shim:
+        if program:
             start = command.index("-m", command.index("--num_cpu_threads_per_process"))
-            command[start : start + 2] = [str(RANK)]
+            command[start : start + 2] = [str(program)]
         log = folder.log(node).open("w")
         processes.append(subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=rank_environment()))
     codes = [process.wait(timeout=1500) for process in processes]

@@ -50,7 +50,7 @@ def test_another_engine_than_the_planned_one_is_refused(lab: Checkout, tmp_path:
     script = tmp_path / "train.py"
     script.write_text("from accelerate import Accelerator\nAccelerator(cpu=True)\nprint('trained something else')\n")
     with pytest.raises(AssertionError, match=r"engine is fsdp, and the script's Accelerator came up as MULTI_CPU"):
-        launch_by_hand(lab, "fsdp", shim=False, script=str(script))
+        launch_by_hand(lab, "fsdp", help_out=False, script=str(script))
 
 
 def run_script(lab: Checkout, strategy: Strategy) -> tuple[list[float], dict[str, torch.Tensor]]:
