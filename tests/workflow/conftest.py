@@ -1,5 +1,6 @@
 """What several trainings of the tests share."""
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def lab(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
 
 @pytest.fixture(scope="session")
 def reference(lab: Checkout) -> dict[int, float]:
-    """Losses under DDP."""
+    """Losses under DDP, whose weights at the end are then in ``reference.safetensors`` of the lab."""
     losses = train_by_hand(lab, "ddp")
+    shutil.copy(lab.run / f"train/checkpoints/checkpoint-{STEPS}/model.safetensors", lab.root / "reference.safetensors")
     assert list(losses) == list(range(1, STEPS + 1))
     return losses

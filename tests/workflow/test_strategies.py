@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shardmake.config import Strategy
 from tests.workflow.by_hand import configure, train_by_hand
@@ -33,8 +35,13 @@ def test_hybrid_sharding_over_two_nodes_of_two_ranks(lab: Checkout, reference: d
 def test_tensor_parallel_groups_of_two_ranks(
     lab: Checkout, reference: dict[int, float], strategy: Strategy, nodes: int
 ) -> None:
-    """Two ranks that share everything, and two groups of two."""
+    """Two ranks that share everything, and two groups of two: trained, and put together again."""
     assert train_by_hand(lab, strategy, nodes, tensor_parallel=2) == pytest.approx(reference, abs=2e-4)
+    lab("shardmake", "consolidate", "demo")
+    merged, expected = load_file(lab.run / "model/model.safetensors"), load_file(lab.root / "reference.safetensors")
+    assert merged.keys() == expected.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3)
 
 
 @pytest.mark.nvme

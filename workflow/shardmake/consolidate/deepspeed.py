@@ -131,10 +131,16 @@ def read_universal(folder: Path) -> Contents:
     """A universal checkpoint, as ds_to_universal.py makes it: ``zero/NAME/fp32.pt`` for every trained parameter.
 
     What was frozen, and the buffers, lie in the ranks' model files beside it, as in the checkpoint it was made from.
+    Where tensor-parallel ranks wrote that, the shapes in the model files are those of their parts.
     """
-    shards = _load(folder)
+    grouped = any(folder.glob("mp_rank_01_*"))
+    shards = _load(folder, grouped)
     is_stage3 = any(folder.glob("zero_pp_rank_*_model_states.pt"))
-    trained = [_universal(folder, name, shape) for group in _param_shapes(shards) for name, shape in group.items()]
+    trained = [
+        _universal(folder, name, None if grouped else shape)
+        for group in _param_shapes(shards)
+        for name, shape in group.items()
+    ]
     names = {tensor.name for tensor in trained}
     rest = [*_zero3_frozen(shards), *_zero3_buffers(shards)] if is_stage3 else _module_first(shards, "keep")
     tensors = [*trained, *(tensor for tensor in rest if tensor.name not in names)]
@@ -149,19 +155,24 @@ def read_universal(folder: Path) -> Contents:
     )
 
 
-def _universal(folder: Path, name: str, shape: tuple[int, ...]) -> Tensor:
+def _universal(folder: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
     path = folder / "zero" / name / "fp32.pt"
     if not path.is_file():
         raise UserError(f"{path} is missing: the universal checkpoint is not complete. Convert it again.")
     held = unpickle.load(path)
     ref = held.get("param") if isinstance(held, Mapping) else held
-    if not isinstance(ref, TensorRef) or ref.numel != numel(shape):
-        raise UserError(f"{path} does not hold the {list(shape)} elements of {name}. Convert the checkpoint again.")
-    return replace(whole(name, ref), shape=tuple(shape))
+    if not isinstance(ref, TensorRef) or (shape is not None and ref.numel != numel(shape)):
+        raise UserError(
+            f"{path} does not hold the {list(shape or ())} elements of {name}. Convert the checkpoint again."
+        )
+    return replace(whole(name, ref), shape=tuple(ref.shape if shape is None else shape))
 
 
-def _load(folder: Path) -> _Shards:
+def _load(folder: Path, grouped: bool = False) -> _Shards:
+    """The files of ``folder``; of tensor-parallel groups, where they are put together already, the first rank's."""
     names = sorted(path.name for path in folder.iterdir())
+    if grouped:
+        names = [name for name in names if not re.match(r"mp_rank_(?!00_)\d+_", name)]
     for pattern, what in _REFUSED.items():
         for name in names:
             if re.fullmatch(pattern, name):

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardmake.config import Run
+from shardmake.consolidate.groups import readable
 from shardmake.consolidate.merge import Receipt, consolidate
 from shardmake.receipt import read_json
 from shardmake.rundir import RunDir
@@ -12,16 +13,17 @@ from shardmake.rundir import RunDir
 def consolidate_run(run: Run, rundir: RunDir, *, workers: int, tell: Callable[[str], None]) -> Receipt:
     """Write `rundir.model` from the last checkpoint of a finished training; a `UserError` if it is not finished."""
     trained = read_json(rundir.train_receipt, "shardmake train NAME")
-    receipt = consolidate(
-        rundir.root / trained["checkpoint"],
-        rundir.model,
-        base=base_folder(run),
-        dtype=run.dtype,
-        max_shard_size=run.max_shard_size,
-        workers=workers,
-        trust_remote_code=run.trust_remote_code,
-        report=tell,
-    )
+    with readable(rundir.root / trained["checkpoint"], rundir.train, workers, tell) as checkpoint:
+        receipt = consolidate(
+            checkpoint,
+            rundir.model,
+            base=base_folder(run),
+            dtype=run.dtype,
+            max_shard_size=run.max_shard_size,
+            workers=workers,
+            trust_remote_code=run.trust_remote_code,
+            report=tell,
+        )
     assert receipt is not None, "the only task finishes"
     return receipt
 
