@@ -19,11 +19,14 @@ from accelerate.utils import (
     DistributedDataParallelKwargs,
     DistributedType,
     FullyShardedDataParallelPlugin,
+    TorchDynamoPlugin,
 )
 from torch.utils.data import DataLoader, RandomSampler
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
+from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers.trainer_utils import align_special_tokens
 
 from shardmake.attempt import AttemptDir, rank_report
 from shardmake.data.dataset import collator, load
@@ -60,7 +63,8 @@ def train(attempt_folder: Path) -> None:
 
     arguments = training_arguments(settings, folder, attempt)
     accelerator = make_accelerator(arguments)
-    model = load_model(settings)
+    tokenizer = load_tokenizer(settings)
+    model = prepare_model(load_model(settings), tokenizer, arguments)
     optimizer = make_optimizer(model, arguments, settings)
     collate = collator(attempt.rundir.data, plan.workload.attention)
     data = WholeBatches(load(attempt.rundir.data, "train"), plan.choice.global_batch_size)
@@ -70,7 +74,7 @@ def train(attempt_folder: Path) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     watch = make_watch(folder, attempt, plan, settings, heartbeat)
 
-    loop = Loop(accelerator, model, optimizer, batches, eval_batches, arguments, load_tokenizer(settings), watch)
+    loop = Loop(accelerator, model, optimizer, batches, eval_batches, arguments, tokenizer, watch)
     check_ready(folder, rank, settings["expected"], model, accelerator.mixed_precision, collate, accelerator.device)
     loop.run(Path(attempt.resume_from) if attempt.resume_from else None)
     if rank == 0:
@@ -85,9 +89,20 @@ def make_accelerator(arguments: TrainingArguments) -> Accelerator:
         mixed_precision=arguments.mixed_precision,
         deepspeed_plugin=arguments.deepspeed_plugin,
         fsdp_plugin=FullyShardedDataParallelPlugin(**fsdp) if fsdp is not None else None,
+        dynamo_plugin=TorchDynamoPlugin(backend=arguments.torch_compile_backend, mode=arguments.torch_compile_mode),
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=arguments.data_seed),
         kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=False)],
     )
+
+
+def prepare_model(model: Any, tokenizer: Any, arguments: TrainingArguments) -> Any:
+    """``model`` with the tokenizer's special tokens, and fused kernels and activation checkpointing where asked for."""
+    align_special_tokens(model, tokenizer)
+    if arguments.use_liger_kernel:
+        apply_liger_kernel(model, arguments.liger_kernel_config)
+    if arguments.activation_checkpointing:
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments.activation_checkpointing_kwargs)
+    return model
 
 
 def make_batches(accelerator: Accelerator, data: Any, collate: Any, arguments: TrainingArguments) -> Any:
