@@ -94,6 +94,7 @@ def _import_what_ranks_need() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+    import shardmake.train.loop
     import shardmake.train.trainer  # noqa: F401
     import tests.fsdp_on_cpu  # noqa: F401
 
@@ -140,13 +141,13 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
 
 def _be_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
     from shardmake.attempt import AttemptDir, record_error
-    from shardmake.train.trainer import train
+    from shardmake.train.__main__ import program
     from tests.kill_at_write import Killer
 
     if kill and kill["rank"] == rank:
         Killer(Path(kill["folder"]), Path(kill["log"]), kill["at"], kill["mode"]).install()
     try:
-        train(attempt)
+        program(attempt)(attempt)
     except BaseException as error:
         record_error(AttemptDir(attempt), rank, error)
         raise

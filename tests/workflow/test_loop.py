@@ -3,17 +3,36 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardmake.config import Strategy
-from tests.workflow.by_hand import STEPS, launch_by_hand, train_by_hand
-from tests.workflow.checkout import Checkout
+from shardmake.config import Cluster, Run, Strategy
+from shardmake.consolidate.merge import consolidate
+from shardmake.plan.plan import Plan
+from shardmake.rundir import RunDir
+from tests.workflow.forked import Forked, log
 
 pytestmark = pytest.mark.training
-EVERY = {"every_steps": 2}
+Losses = dict[int, float]
+Weights = dict[str, torch.Tensor]
+
+
+def planned(forked: Forked, strategy: Strategy, engine: str) -> tuple[Plan, Run, Cluster]:
+    """Four steps of two passes on two ranks, saved and evaluated at every second one."""
+    often = {"checkpoints": {"every_steps": 2}, "eval_every_steps": 2}
+    return forked.plan(strategy, 2, engine=engine, micro_batch_size=3, learning_rate=2e-3, **often)
+
+
+@pytest.fixture(scope="module")
+def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> tuple[Losses, Losses, Weights]:
+    """Losses, evaluation losses and weights under DDP with Trainer."""
+    rundir = RunDir(tmp_path_factory.mktemp("reference") / "run")
+    assert forked.train(rundir, planned(forked, "ddp", "trainer")) == [0, 0], log(rundir)
+    weights = load_file(rundir.checkpoints / "checkpoint-4/model.safetensors")
+    return series(rundir, "loss"), series(rundir, "eval_loss"), weights
 
 
 @pytest.mark.parametrize(
@@ -21,35 +40,38 @@ EVERY = {"every_steps": 2}
     [("ddp", "loop", "loop"), ("zero2", "loop", "trainer"), ("zero3", "trainer", "loop"), ("fsdp", "loop", "trainer")],
 )
 def test_the_loop_is_trainer(
-    lab: Checkout, reference: dict[int, float], strategy: Strategy, first: str, then: str
+    forked: Forked,
+    reference: tuple[Losses, Losses, Weights],
+    tmp_path: Path,
+    strategy: Strategy,
+    first: str,
+    then: str,
 ) -> None:
-    """Losses of the whole training, and of its second half resumed by the other one; both leave the same model."""
-    losses = train_by_hand(lab, strategy, engine=first, checkpoints=EVERY, eval_every_steps=2)
-    assert losses == pytest.approx(reference, abs=2e-4)
-    whole, evaluated = merged(lab, strategy), evaluations(lab)
-    assert len(evaluated) == 2
-    shutil.rmtree(checkpoint(lab, STEPS))
-    launch_by_hand(lab, strategy, resume_from=checkpoint(lab, 2), engine=then, checkpoints=EVERY, eval_every_steps=2)
-    assert lab.losses() == pytest.approx(reference, abs=2e-4)
-    assert evaluations(lab) == pytest.approx(evaluated, abs=2e-4)
-    assert {line["attempt"] for line in lab.metrics()} == {1, 2}
-    for name, tensor in merged(lab, strategy).items():
-        torch.testing.assert_close(tensor, whole[name], atol=1e-4, rtol=1e-3)
-    receipt = json.loads((lab.run / "train/receipt.json").read_text())
-    assert (receipt["steps"], receipt["checkpoint"]) == (STEPS, f"train/checkpoints/checkpoint-{STEPS}")
+    """A whole training by one, and its second half by the other; each metric and the model at the end are the same."""
+    rundir, (losses, evaluations, weights) = RunDir(tmp_path / "run"), reference
+    assert forked.train(rundir, planned(forked, strategy, first)) == [0, 0], log(rundir)
+    assert series(rundir, "loss") == pytest.approx(losses, abs=2e-4)
+    assert series(rundir, "eval_loss") == pytest.approx(evaluations, abs=2e-4)
+    norms = series(rundir, "grad_norm")
+
+    shutil.rmtree(rundir.checkpoints / "checkpoint-4")
+    half = rundir.checkpoints / "checkpoint-2"
+    assert forked.train(rundir, planned(forked, strategy, then), resume_from=half) == [0, 0], log(rundir)
+    assert [line["attempt"] for line in metrics(rundir) if "loss" in line] == [1, 1, 2, 2]
+    assert series(rundir, "loss") == pytest.approx(losses, abs=2e-4)
+    assert series(rundir, "eval_loss") == pytest.approx(evaluations, abs=2e-4)
+    assert series(rundir, "grad_norm") == pytest.approx(norms, abs=1e-2)
+    receipt = json.loads(rundir.train_receipt.read_text())
+    assert (receipt["steps"], receipt["checkpoint"]) == (4, "train/checkpoints/checkpoint-4")
+
+    consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=forked.lab.root / "resources/demo/base")
+    for name, tensor in load_file(rundir.model / "model.safetensors").items():
+        torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
 
 
-def checkpoint(lab: Checkout, step: int) -> Path:
-    return lab.run / f"train/checkpoints/checkpoint-{step}"
+def metrics(rundir: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
 
 
-def evaluations(lab: Checkout) -> list[float]:
-    return [line["eval_loss"] for line in lab.metrics() if "eval_loss" in line]
-
-
-def merged(lab: Checkout, strategy: Strategy) -> dict[str, torch.Tensor]:
-    model = lab.root / f"merged-{strategy}"
-    shutil.rmtree(model, ignore_errors=True)
-    base = ("--base", "resources/demo/base")
-    lab("shardmake", "consolidate", str(checkpoint(lab, STEPS)), str(model), *base)
-    return load_file(model / "model.safetensors")
+def series(rundir: RunDir, key: str) -> dict[int, float]:
+    return {line["step"]: line[key] for line in metrics(rundir) if key in line}

@@ -44,7 +44,7 @@ def main() -> None:
     write_beat(attempt, rank, "start", 0)
     try:
         _meet(attempt)
-        _program(folder)(folder)
+        program(folder)(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
         last = attempt.beat(rank)
@@ -65,7 +65,7 @@ def _meet(folder: "AttemptDir") -> None:
         raise
 
 
-def _program(folder: Path) -> Callable[[Path], None]:
+def program(folder: Path) -> Callable[[Path], None]:
     """What ``training.json`` says that the ranks run."""
     from shardmake.attempt import AttemptDir
     from shardmake.receipt import read_json
