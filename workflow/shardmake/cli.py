@@ -116,6 +116,9 @@ def estimate(
     accelerator: Annotated[str, typer.Option(help="GPU model, for the step time.")] = "a100-80gb",
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run model code that comes with the model.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure context, NCCL and stream pools on this machine's GPU first.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per candidate, in bytes.")] = False,
     explain: Annotated[bool, typer.Option(help="Every term with its formula or source.")] = False,
     list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the GPU models there are figures for.")] = False,
@@ -149,6 +152,7 @@ def estimate(
             accelerator=accelerator,
             revision=revision,
             trust_remote_code=trust_remote_code,
+            probe=probe,
         )
     )
     if as_json:

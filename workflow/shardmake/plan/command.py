@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal
@@ -13,8 +13,9 @@ from shardmake.errors import UserError, nearest
 from shardmake.plan import steptime
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware, find_accelerator
-from shardmake.plan.memory import closed
+from shardmake.plan.memory import calibration, closed
 from shardmake.plan.memory.estimate import Estimate, from_json, full, quick, script_of, verdict
+from shardmake.plan.memory.probe import probe
 from shardmake.plan.memory.scenario import Scenario
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import trace_all
@@ -76,6 +77,7 @@ class Question:
     accelerator: str = "a100-80gb"
     revision: str | None = None
     trust_remote_code: bool = False
+    probe: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,8 @@ class Answer:
     split: Split
     rows: tuple[Row, ...]
     advice: str | None = None
-    sizes: dict[str, int] = field(default_factory=dict)
+    measured: calibration.Calibration | None = None
+    """What a probe has found for these GPUs."""
 
     def as_json(self) -> dict[str, Any]:
         """Stable JSON: ``candidates`` holds one object per strategy."""
@@ -124,6 +127,7 @@ class Answer:
             "largest_layer": self.model.largest_block,
             "candidates": [row.as_json() for row in self.rows],
             "advice": self.advice,
+            "calibration": self.measured and asdict(self.measured),
         }
 
 
@@ -132,10 +136,12 @@ def estimate(question: Question) -> Answer:
     _check(question)
     model = read_model(question.model, revision=question.revision, trust_remote_code=question.trust_remote_code)
     hardware = _hardware(question)
+    if question.probe:
+        calibration.keep(question.accelerator, probe(model))
     part = split(model, question.method, question.lora_rank, _targets(question.lora_targets))
     rows = tuple(_rows(question, model, part, hardware))
     advice = None if any(row.fits for row in rows) else smallest_change(question, model, hardware)
-    return Answer(question, model, part, rows, advice)
+    return Answer(question, model, part, rows, advice, calibration.read(question.accelerator))
 
 
 def _rows(question: Question, model: Model, part: Split, hardware: Hardware) -> list[Row]:
@@ -178,6 +184,7 @@ def _row(scenario: Scenario, hardware: Hardware) -> Row:
 def _path(scenario: Scenario, capacity: int) -> Path:
     """Where the estimate of ``scenario`` is kept, by everything it depends on."""
     settings = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
+    settings["calibration"] = scenario.calibration and asdict(scenario.calibration)
     buckets = vars(buckets_for(scenario.model))
     request = {"model": scenario.model.key, "settings": settings, "buckets": buckets, "capacity": capacity}
     return cached_path("shardmake.plan.estimate", request)
@@ -225,6 +232,7 @@ def _scenario(question: Question, model: Model, part: Split, strategy: Strategy,
         loss="plain" if question.loss == "plain" else "fused",
         lora_rank=question.lora_rank,
         lora_targets=_hashable(_targets(question.lora_targets)),
+        calibration=calibration.read(question.accelerator),
     )
 
 
@@ -369,6 +377,8 @@ def print_table(answer: Answer, explain: bool = False) -> None:
         "GiB. Per GPU: allocated for tensors, reserved by PyTorch, used on the device as nvidia-smi shows it. Host and "
         "NVMe: per node. Disk: checkpoints and the model."
     )
+    if answer.measured:
+        console.print(f"On the device: {answer.measured.words}.")
     if answer.advice:
         console.print(f"Nothing fits. What would: {answer.advice}.")
     if explain:

@@ -11,7 +11,7 @@ from shardmake.plan import steptime
 from shardmake.plan.buckets import Buckets, read_buckets
 from shardmake.plan.deepspeed_file import zero_optimization
 from shardmake.plan.hardware import GIB, Hardware, from_cluster
-from shardmake.plan.memory import closed
+from shardmake.plan.memory import calibration, closed
 from shardmake.plan.memory.estimate import COMFORT, Estimate, full, quick, script_of, verdict
 from shardmake.plan.memory.scenario import BYTES, Scenario
 from shardmake.plan.memory.script import Script
@@ -381,6 +381,7 @@ def scenario_of(settings: Settings, choice: Choice) -> Scenario:
         lora_targets=run.lora.targets if isinstance(run.lora.targets, str) else tuple(run.lora.targets),
         lora_dropout=run.lora.dropout,
         on_cpu=settings.hardware.is_cpu,
+        calibration=calibration.read(settings.hardware.accelerator.name),
     )
 
 

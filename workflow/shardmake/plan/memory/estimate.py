@@ -128,7 +128,11 @@ def outside(scenario: Scenario) -> int:
     if scenario.on_cpu:
         return 0
     talks = scenario.world_size > 1 and scenario.stack.nccl
-    return states.CONTEXT + (states.NCCL if talks else 0)
+    measured = scenario.calibration
+    if measured is None:
+        return states.CONTEXT + (states.NCCL if talks else 0)
+    nccl = states.NCCL if measured.nccl is None else measured.nccl
+    return measured.context + (nccl if talks else 0) + (measured.pools if scenario.gathers_parameters else 0)
 
 
 def verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[bool, str]:

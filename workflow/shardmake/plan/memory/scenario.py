@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from shardmake.config import Attention, Loss, Method, Optimizer, Precision, Strategy
+from shardmake.plan.memory.calibration import Calibration
 from shardmake.plan.model import Model, Split
 
 BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -70,6 +71,8 @@ class Scenario:
     adapter_weights: Precision = "fp32"
     on_cpu: bool = False
     stack: Stack = Stack()
+    calibration: Calibration | None = None
+    """What a probe has measured on this kind of GPU."""
 
     @property
     def world_size(self) -> int:
