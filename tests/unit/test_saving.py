@@ -73,7 +73,7 @@ def test_the_only_good_one_never_goes(small: Path, capsys: pytest.CaptureFixture
     (small / "checkpoint-5/latest").write_bytes(b"x" * len(FILES["latest"]))
     assert not save(saver, 6)
     assert "WARNING: checkpoint-6 is left out. The next checkpoint needs" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"The next checkpoint needs 0\.0 GiB.*\(your quota\)"):
+    with pytest.raises(UserError, match=r"The next checkpoint needs 0 MiB.*\(your quota\)"):
         save(saver, 7, must=True)
     assert steps(small) == [5, 4, 3, 2, 1]
 

@@ -73,7 +73,7 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
 
     codes, _ = forked.resume(small_disk, planned)
     assert any(codes)
-    assert "WARNING: checkpoint-2 is left out. The next checkpoint needs 0.0 GiB" in log(small_disk)
+    assert "WARNING: checkpoint-2 is left out. The next checkpoint needs 18 MiB" in log(small_disk)
     assert "UserError: The next checkpoint needs" in log(small_disk)
     assert [path.name for _, path in ledger.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
 

@@ -60,12 +60,17 @@ def check_download(folder: Path, size: int) -> None:
 
 def check_save(folder: Path, size: int) -> None:
     """Refuse a save of ``size`` bytes into ``folder`` that will not fit."""
-    _check(folder, size, f"The next checkpoint needs {size / GIB:.1f} GiB")
+    _check(folder, size, f"The next checkpoint needs {readable(size)}")
+
+
+def readable(size: int) -> str:
+    """Bytes for people: GiB, or MiB of what is less."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
 
 
 def _check(folder: Path, needed: int, sentence: str) -> str:
     room = room_in(folder)
-    both = f"{sentence}, and {folder} has {room.free / GIB:.1f} GiB left ({room.limit})."
+    both = f"{sentence}, and {folder} has {readable(room.free)} left ({room.limit})."
     if needed > room.free:
         raise UserError(f"{both} {_ADVICE}")
     return both

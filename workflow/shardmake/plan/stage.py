@@ -12,7 +12,7 @@ from shardmake.plan.strategy import make_plan
 from shardmake.receipt import read_json, write_json, write_text
 from shardmake.rundir import RunDir
 from shardmake.script import check_script
-from shardmake.space import GIB, check_plan, checkpoint_size
+from shardmake.space import check_plan, checkpoint_size, readable
 
 WRITING = 1e9
 """Bytes per second that a file system is assumed to take before a save has been measured."""
@@ -60,14 +60,14 @@ def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir)
     wanted = run.checkpoints
     copies = wanted.most(run.max_steps)
     size = checkpoint_size(rundir, copies)
-    room = f"  a checkpoint takes {size / GIB:.1f} GiB, {(copies + 1) * size / GIB:.1f} GiB with those that are kept"
+    room = f"  a checkpoint takes {readable(size)}, {readable((copies + 1) * size)} with those that are kept"
     if wanted.every_steps != "auto":
         return room
     mtbf = job_mtbf_seconds(cluster.node_mtbf_hours, plan.choice.nodes)
     save = size / WRITING
     interval = interval_seconds(save, mtbf)
     return (
-        f"{room};\n  at 1 GB/s a save takes {save:.0f} s: for a failure every {mtbf / 3600:.0f} h, saving every "
+        f"{room};\n  at 1 GB/s a save takes {save:.1f} s: for a failure every {mtbf / 3600:.0f} h, saving every "
         f"{interval / 60:.0f} min loses least ({lost_share(save, interval, mtbf):.2%} of the time). "
         "The first save, after 10 steps, is measured and sets the interval"
     )

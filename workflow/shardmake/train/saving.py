@@ -134,7 +134,7 @@ class Saver:
         resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
         return (
             f"The disk filled up while {staged.name} was written: {self.folder} has "
-            f"{room.free / space.GIB:.2f} GiB left ({room.limit}). Free some space (`shardmake clean` lists what can "
+            f"{space.readable(room.free)} left ({room.limit}). Free some space (`shardmake clean` lists what can "
             f"go) and run the same command again; it {resume}."
         )
 
