@@ -117,8 +117,10 @@ def test_several_tasks_one_of_which_is_killed(root: Path, tmp_path: Path) -> Non
     def start(index: int) -> int:
         return forked(lambda: consolidate(root / "run", tmp_path / "model", **settings, task=(index, 2)))
 
+    (tmp_path / ".model.partial" / ".skeleton-2").mkdir(parents=True)  # of a task of an earlier, larger merge
+    (tmp_path / ".model.partial" / ".skeleton-2" / "config.json").touch()
     killed = start(1)
-    while not (tmp_path / ".model.partial").exists():
+    while not (tmp_path / ".model.partial" / ".task-1").exists():
         time.sleep(0.001)
     os.kill(killed, signal.SIGKILL)
     assert os.waitpid(killed, 0)[1] == signal.SIGKILL

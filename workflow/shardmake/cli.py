@@ -275,6 +275,8 @@ def consolidate(
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
+        if tasks > 1 or adapter or format != "safetensors":
+            raise UserError("--tasks, --adapter and --format go with a checkpoint's folder and a model's folder.")
         run, _, rundir = _open_fetched(source, config, runs, on_node=True)
         consolidate_run(run, rundir, workers=workers, tell=tell)
         return

@@ -98,11 +98,15 @@ def consolidate(
     plan = _Plan.of(contents, base, dtype, _naming(format, adapter), parse_size(max_shard_size))
     with _Lock(staging, task) as lock, _nothing_left_on_error(staging), ThreadPoolExecutor(1) as pool:
         _check_space(plan.shards, staging)
-        asked = pool.submit(plan.ask, staging / f".skeleton-{task[0]}", trust_remote_code)
+        skeleton = staging / f".skeleton-{task[0]}"
+        asked = pool.submit(plan.ask, skeleton, trust_remote_code)
         if not plan.is_like_base():
             plan = plan.without_ties(asked.result())
         writer = ShardWriter(plan.shards, staging)
-        _write(writer, plan, staging, workers, task)
+        _check_adapter(plan.shards)
+        if task[1] == 1:
+            _remove_others(plan.shards, staging, skeleton.name)
+        writer.write(workers, task)
         loading = asked.result()
         plan.check(loading)
         if task[1] > 1 and not (writer.is_complete() and lock.is_last()):
@@ -225,14 +229,6 @@ def _check_adapter(shards: list[Shard]) -> None:
         check_record(unbox(record, dtype))
 
 
-def _write(writer: ShardWriter, plan: _Plan, staging: Path, workers: int, task: tuple[int, int]) -> None:
-    """The weights' files, or this task's share of them."""
-    _check_adapter(plan.shards)
-    if task[1] == 1:
-        _remove_others(plan.shards, staging)
-    writer.write(workers, task)
-
-
 def _finish(writer: ShardWriter, plan: _Plan, staging: Path, loading: Loading, workers: int) -> Receipt:
     """Once all files are whole: check the sources' sums, add the small files, verify, and say so."""
     checked = writer.check_sums()
@@ -245,11 +241,11 @@ def _finish(writer: ShardWriter, plan: _Plan, staging: Path, loading: Loading, w
     return receipt
 
 
-def _remove_others(shards: list[Shard], staging: Path) -> None:
-    """Files in the staging folder that a killed merge with another plan left."""
-    wanted = {name for shard in shards for name in (shard.name, f".{shard.name}.done")} | {".lock"}
+def _remove_others(shards: list[Shard], staging: Path, *keep: str) -> None:
+    """What a killed merge, perhaps with another plan, left in the staging folder."""
+    wanted = {name for shard in shards for name in (shard.name, f".{shard.name}.done")} | {".lock", *keep}
     for path in staging.iterdir():
-        if path.name not in wanted and not path.name.startswith(".skeleton-"):
+        if path.name not in wanted:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
