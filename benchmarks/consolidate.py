@@ -59,7 +59,7 @@ print(json.dumps({{"plan": planned - start, "copy": written - planned}}))
 """
 WHOLE = """
 from pathlib import Path
-from shardmake.consolidate import consolidate
+from shardmake.consolidate.merge import consolidate
 consolidate(Path("{source}"), Path("{out}"), base=Path("{base}"), dtype="{dtype}")
 """
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.consolidate import consolidate, unpickle
+from shardmake.consolidate import unpickle
 from shardmake.consolidate.locate import read_checkpoint
+from shardmake.consolidate.merge import consolidate
 from shardmake.errors import UserError
 from tests.workflow.consolidate_checkpoints import ask_in_process, trained
 

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as dcp
 from accelerate.utils import merge_fsdp_weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardmake.consolidate import consolidate
+from shardmake.consolidate.merge import consolidate
 from shardmake.errors import UserError
 from tests.workflow.consolidate_checkpoints import (
     FSDP,

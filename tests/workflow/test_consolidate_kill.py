@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from shardmake.consolidate import consolidate, merge, output, writer
+from shardmake.consolidate import merge, output, writer
 from shardmake.consolidate.loading import Loading, load
+from shardmake.consolidate.merge import consolidate
 from tests.workflow.consolidate_checkpoints import trained
 
 pytestmark = pytest.mark.training

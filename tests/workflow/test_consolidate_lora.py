@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardmake.consolidate import consolidate
+from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.errors import UserError
 from tests.workflow.consolidate_checkpoints import ask_in_process, load_weights, trained, truth

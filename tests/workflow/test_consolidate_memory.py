@@ -34,7 +34,7 @@ print(json.dumps([sum(tensor.numel for tensor in contents.tensors.values()), mov
 MERGE = """
 import sys
 from pathlib import Path
-from shardmake.consolidate import consolidate
+from shardmake.consolidate.merge import consolidate
 consolidate(Path(sys.argv[1]), Path(sys.argv[2]), base=Path(sys.argv[3]), dtype=sys.argv[4], workers=2)
 """
 

@@ -18,7 +18,8 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardmake.consolidate import consolidate, merge
+from shardmake.consolidate import merge
+from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.naming import MODEL_BIN
 from shardmake.consolidate.verify import verify
 from shardmake.errors import UserError

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardmake.consolidate import consolidate
+from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.errors import UserError
 from tests.workflow.consolidate_checkpoints import ask_in_process

@@ -4,7 +4,3 @@ A checkpoint's metadata is read without its tensors and without running anything
 format (`deepspeed`, `dcp`, `folder`) says which byte ranges make up each tensor (`contents`), `layout` fixes names,
 shards and headers, `writer` streams the bytes, and `verify` reads the result again.
 """
-
-from shardmake.consolidate.merge import consolidate
-
-__all__ = ["consolidate"]

@@ -31,6 +31,7 @@ PLOTS = {
     "by-length": "Evaluation loss by the length of the example",
 }
 _ANY_PLACE = "THIS_REPOSITORY_OR_FOLDER"
+_WEIGHTS = {"keep": "the training's own"}
 _MERGED = "merged into the base model"
 _METHODS = {"full": "full fine-tuning", "lora": f"LoRA, {_MERGED}", "qlora": f"QLoRA, {_MERGED}"}
 
@@ -112,7 +113,7 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str
         "Strategy": f"{choice.strategy}. {plan.reason}",
         "Hardware": _hardware(training["world_size"], history, rundir),
         "Ranks": f"{training['world_size']} ({choice.nodes} x {choice.processes_per_node})",
-        "Precision": f"{choice.precision} in training, {run.dtype} in these files",
+        "Precision": f"{choice.precision} in training, {_WEIGHTS.get(run.dtype, run.dtype)} in these files",
         "Sequence length": f"{run.sequence_length} tokens{', packed' if run.packing else ''}",
         "Global batch": f"{run.global_batch_size} sequences",
         **_course(run, training),

@@ -36,7 +36,8 @@ def train(attempt_folder: Path) -> None:
     folder = AttemptDir(attempt_folder)
     attempt, settings = folder.read(), read_json(folder.training, "shardmake train NAME")
     program, engine, rank = settings["program"], settings["expected"]["engine"], int(os.environ.get("RANK", "0"))
-    os.environ.update(tracker_environment(attempt.rundir, offline=attempt.offline, environment=os.environ))
+    trackers = settings["arguments"]["report_to"]
+    os.environ.update(tracker_environment(attempt.rundir, trackers, offline=attempt.offline, environment=os.environ))
     os.environ.update(variables(folder, attempt, settings))
     write_beat(folder, rank, SILENT, 0)
     rank_report(folder, rank, environment_report())

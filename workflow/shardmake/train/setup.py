@@ -32,7 +32,8 @@ def training_arguments(settings: dict[str, Any], folder: AttemptDir, attempt: At
     arguments = dict(settings["arguments"])
     if read_json(folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(folder.deepspeed)
-    os.environ.update(tracker_environment(attempt.rundir, offline=attempt.offline, environment=os.environ))
+    trackers = arguments["report_to"]
+    os.environ.update(tracker_environment(attempt.rundir, trackers, offline=attempt.offline, environment=os.environ))
     return TrainingArguments(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, **arguments)
 
 

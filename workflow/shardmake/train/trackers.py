@@ -4,7 +4,7 @@ Transformers' own callbacks do the telling. Everything lies in the run's folder 
 server; of the machine and its environment nothing is sent.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from importlib.util import find_spec
 from typing import Final
 
@@ -30,8 +30,10 @@ def check_trackers(names: Iterable[str]) -> None:
             )
 
 
-def tracker_environment(rundir: RunDir, *, offline: bool, environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the trackers' clients, beside those that ``environment`` has already.
+def tracker_environment(
+    rundir: RunDir, names: Container[str], *, offline: bool, environment: Mapping[str, str]
+) -> dict[str, str]:
+    """Variables for the clients of the trackers ``names``, beside those that ``environment`` has already.
 
     One id for all attempts, so that W&B goes on with the same chart after an interruption; without internet it keeps
     its files for ``wandb sync``.
@@ -52,4 +54,8 @@ def tracker_environment(rundir: RunDir, *, offline: bool, environment: Mapping[s
         "MLFLOW_EXPERIMENT_NAME": "shardmake",
         "TRACKIO_DIR": str(folder / "trackio"),
     }
-    return {name: value for name, value in variables.items() if name not in environment}
+    return {
+        name: value
+        for name, value in variables.items()
+        if name.partition("_")[0].lower() in names and name not in environment
+    }
