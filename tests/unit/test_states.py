@@ -50,10 +50,11 @@ def test_scontrol() -> None:
     assert (status.state, status.word, status.nodes, status.name) == (JobState.ENDED, "NODE_FAIL", "c[2-3]", "x")
 
 
-def test_a_job_killed_after_its_preemption_was_not_cancelled_by_a_person() -> None:
-    text = "JobId=12 JobName=x JobState=CANCELLED NodeList=c1 PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime={}"
-    assert parse_scontrol(text.format("2026-11-21T10:05:00")).word == "PREEMPTED"
-    assert parse_scontrol(text.format("None")).word == "CANCELLED"
+@pytest.mark.parametrize("word", ["CANCELLED", "TIMEOUT"])
+def test_a_preempted_job_may_go_by_another_word(word: str) -> None:
+    text = "JobId=12 JobName=x JobState={} NodeList=c1 PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime={}"
+    assert parse_scontrol(text.format(word, "2026-11-21T10:05:00")).word == "PREEMPTED"
+    assert parse_scontrol(text.format(word, "None")).word == word
 
 
 def test_silence_is_not_an_end() -> None:

@@ -16,7 +16,7 @@ from shardmake.attempt import Attempt, AttemptDir
 from shardmake.config import Cluster, Slurm
 from shardmake.errors import UserError
 from shardmake.launch.queue import ask, look
-from shardmake.launch.states import JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
+from shardmake.launch.states import DISGUISES, JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
 from shardmake.plan.plan import Plan
 from shardmake.receipt import digest
 from shardmake.rundir import RunDir
@@ -97,15 +97,17 @@ class SlurmJobs:
         found = self._status(job)
         if found.name and found.name != job_name(self.run_folder):
             return JobStatus(JobState.GONE)
-        return self._who_cancelled(job, found) if found.word == "CANCELLED" else found
+        return self._unmask(job, found) if found.word in DISGUISES else found
 
-    def _who_cancelled(self, job: str, found: JobStatus) -> JobStatus:
+    def _unmask(self, job: str, found: JobStatus) -> JobStatus:
         """Whether it was preempted in truth, and if not, by whom it was cancelled, as far as Slurm tells."""
         control = ask("scontrol", "show", "job", job)
         if control.returncode == 0:
             found = replace(parse_scontrol(control.stdout), by=found.by)
+        if found.word != "CANCELLED":
+            return found
         by = found.by or self._in_accounting(job).by
-        return replace(found, by=_user(by)) if by and found.word == "CANCELLED" else found
+        return replace(found, by=_user(by)) if by else found
 
     def _status(self, job: str) -> JobStatus:
         queue = look([*_SQUEUE, "--states=all"])

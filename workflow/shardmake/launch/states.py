@@ -27,6 +27,8 @@ class JobStatus:
     by: str = ""
 
 
+DISGUISES = ("CANCELLED", "TIMEOUT")
+"""What Slurm may call a preempted job."""
 _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
 _ENDED = {
@@ -73,8 +75,8 @@ def parse_rows(text: str) -> dict[str, JobStatus]:
 def parse_scontrol(text: str) -> JobStatus:
     """Status from ``scontrol show job ID``.
 
-    A job that may not be requeued and is killed when its preemption's grace is over counts as cancelled for Slurm; its
-    time of preemption tells.
+    A job that may not be requeued ends as TIMEOUT when the grace of its preemption is over, or as CANCELLED; its time
+    of preemption tells.
     """
     fields: dict[str, str] = {}
     for part in text.split():
@@ -82,7 +84,7 @@ def parse_scontrol(text: str) -> JobStatus:
         if equals:
             fields.setdefault(key, value)
     state, word = parse_word(fields.get("JobState", ""))
-    if word == "CANCELLED" and fields.get("PreemptTime", "None") != "None":
+    if word in DISGUISES and fields.get("PreemptTime", "None") != "None":
         word = "PREEMPTED"
     return JobStatus(state, word, fields.get("NodeList", ""), fields.get("JobName", ""))
 

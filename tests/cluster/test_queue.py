@@ -1,0 +1,43 @@
+"""Drivers ask the real squeue together."""
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch.queue import FRESH_SECONDS
+from tests.cluster.harness import Cluster
+
+pytestmark = pytest.mark.cluster
+DRIVERS, SECONDS = 8, 5
+
+WATCH = """
+import sys, time
+from pathlib import Path
+from shardmake.config import Cluster
+from shardmake.launch.jobs import SlurmJobs
+jobs = SlurmJobs(Path("run"), Cluster(executor="slurm", processes_per_node=1, cpus_per_node=1, memory_gib_per_node=1.0))
+end, seen = time.monotonic() + float(sys.argv[1]), set()
+while time.monotonic() < end:
+    seen.add(jobs._status(sys.argv[2]).word)
+    time.sleep(0.2)
+print(*seen)
+"""
+
+
+def test_eight_drivers_ask_squeue_as_often_as_one(cluster: Cluster, shared_folder: Path) -> None:
+    job = cluster.run(f"sbatch --parsable --output={shared_folder}/out --wrap 'sleep 600'").stdout.strip()
+    cluster.wait_job(job, "RUNNING")
+    wrapper = shared_folder / "bin/squeue"
+    wrapper.parent.mkdir()
+    real = cluster.run("command -v squeue").stdout.strip()
+    wrapper.write_text(f'#!/bin/sh\necho asked >> {shared_folder}/count\nexec {real} "$@"\n')
+    wrapper.chmod(0o755)
+    command = f"PATH={wrapper.parent}:$PATH XDG_RUNTIME_DIR={shared_folder} exec python -c '{WATCH}' {SECONDS} {job}"
+    started = time.monotonic()
+    drivers = [cluster.popen(command, stdout=subprocess.PIPE) for _ in range(DRIVERS)]
+    assert [driver.communicate()[0].split() for driver in drivers] == [["RUNNING"]] * DRIVERS
+    asked = (shared_folder / "count").read_text().count("asked")
+    assert asked <= 2 + (time.monotonic() - started) / FRESH_SECONDS
+    cluster.run(["scancel", job])
