@@ -188,18 +188,15 @@ class Loop:
             yield group
 
     def step(self, batches: list[Batch]) -> Any:
-        """One optimizer step over ``batches``; the gradient's norm. The loss is the mean over all ranks' tokens."""
+        """One optimizer step over ``batches``; the gradient's norm."""
         self.model.train()
-        accelerator, ranks = self.accelerator, self.accelerator.num_processes
-        counted = sum((batch["labels"][..., 1:] != -100).sum() for batch in batches)
-        tokens = accelerator.gather(torch.as_tensor(counted, device=accelerator.device)).sum()
+        accelerator, tokens = self.accelerator, self.count(batches)
         loss_of_step = torch.zeros((), device=accelerator.device)
         for index, batch in enumerate(batches, start=1):
             is_last = index == len(batches)
             accelerator.gradient_state._set_sync_gradients(is_last)
             with nullcontext() if is_last or self.is_deepspeed else accelerator.no_sync(self.model):
-                # The engines average gradients over ranks; the sum over tokens is what is wanted.
-                loss = self.model(**batch, num_items_in_batch=tokens).loss * ranks
+                loss = self.loss(batch, tokens)
                 accelerator.backward(loss, **({"scale_wrt_gas": False} if self.is_deepspeed else {}))
             loss_of_step += loss.detach()
             self.guard.see_loss(loss)
@@ -208,6 +205,15 @@ class Loop:
         self.guard.see_norm(norm)
         self.losses.append(loss_of_step)
         return norm
+
+    def count(self, batches: list[Batch]) -> torch.Tensor:
+        """Tokens that carry loss in ``batches`` of all ranks."""
+        mine = sum((batch["labels"][..., 1:] != -100).sum() for batch in batches)
+        return self.accelerator.gather(torch.as_tensor(mine, device=self.accelerator.device)).sum()
+
+    def loss(self, batch: Batch, tokens: torch.Tensor) -> torch.Tensor:
+        """This rank's part of the mean over ``tokens``, times the ranks: the engines average over them."""
+        return self.model(**batch, num_items_in_batch=tokens).loss * self.accelerator.num_processes
 
     @property
     def is_deepspeed(self) -> bool:
@@ -247,10 +253,10 @@ class Loop:
 
     @torch.no_grad()
     def evaluate(self) -> float:
-        """Mean loss over the evaluation sequences, each batch's loss counting for its sequences."""
+        """Mean loss over the evaluation sequences; those in one pass of all ranks count by their tokens."""
         self.model.eval()
         losses = []
         for batch in self.eval_batches:
-            loss = self.model(**batch).loss.repeat(self.arguments.eval_batch_size)
+            loss = self.loss(batch, self.count([batch])).repeat(self.arguments.eval_batch_size)
             losses.append(self.accelerator.gather_for_metrics(loss))
         return torch.cat(losses).mean().item()
