@@ -7,6 +7,7 @@ from shardmake.rundir import RunDir
 PATHS = {
     "sources": "sources.json",
     "fetched": "fetched",
+    "weights_receipt": "fetched/weights.json",
     "plan_folder": "plan",
     "memory": "plan/memory.json",
     "memory_figure": "plan/memory.svg",
