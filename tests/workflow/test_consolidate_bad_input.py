@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardmake.consolidate import unpickle
 from shardmake.consolidate.locate import read_checkpoint
@@ -146,10 +147,25 @@ def test_no_config(zero3: Path) -> None:
     refused(zero3, r"There is no config\.json in .*--base")
 
 
-@pytest.mark.parametrize("name", ["layer_0_expert_1_mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"])
-def test_layouts_that_are_not_merged(zero1: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("layer_0_expert_1_mp_rank_00_model_states.pt", "mixture-of-experts"),
+        ("expp_rank_0_mp_rank_00_optim_states.pt", "mixture-of-experts"),
+        ("mp_rank_01_model_states.pt", "tensor or model parallelism"),
+        ("bf16_zero_pp_rank_0_mp_rank_01_optim_states.pt", "tensor or model parallelism"),
+        ("layer_03-model_00-model_states.pt", "pipeline parallelism"),
+    ],
+)
+def test_layouts_that_are_not_merged(zero1: Path, name: str, what: str) -> None:
     shutil.copy(zero1 / STEP / "mp_rank_00_model_states.pt", zero1 / STEP / name)
-    refused(zero1, f"{name} belongs to .*ds_to_universal")
+    refused(zero1, f"{name} belongs to .*{what}.*ds_to_universal")
+
+
+def test_experts_that_deepspeed_spread_itself(zero1: Path) -> None:
+    path = zero1 / STEP / "mp_rank_00_model_states.pt"
+    torch.save({**torch.load(path, weights_only=False), "ds_autoep_layers": {"layers.0": 4}}, path)
+    refused(zero1, "belongs to DeepSpeed's AutoEP")
 
 
 def test_slices_that_do_not_belong_together(zero1: Path) -> None:

@@ -1,17 +1,18 @@
 """Read a merged model again, all of it, and say whether it is what it should be."""
 
+import hashlib
 import json
 import os
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.consolidate import folder as hf_folder
-from shardmake.consolidate.blocks import Block
+from shardmake.consolidate.blocks import Block, Reader, page_aligned
 from shardmake.consolidate.companions import config_folder, widest
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.contents import Contents, Tensor
@@ -104,35 +105,73 @@ class Scan:
 
 
 def scan(model: Path, workers: int) -> list[Scan]:
-    """Read every file of the folder: its checksum and, of weights, their values; both at once, which reads once."""
+    """Read every file of the folder once: its checksum and, of weights, their values."""
     weights = hf_folder.shard_names(model)
     others = sorted(
         str(path.relative_to(model))
         for path in model.rglob("*")
         if path.is_file() and path.name not in {*weights, "receipt.json"} and not path.name.startswith(".")
     )
-    with ThreadPoolExecutor(max(workers, 2)) as pool:
-        sums = {name: pool.submit(_sum, model / name) for name in weights}
-        scanned = [pool.submit(_scan_weights, model / name) for name in weights]
-        values = [future.result() for future in scanned]
-        return [
-            *(Scan(name, sums[name].result(), *found) for name, found in zip(weights, values, strict=True)),
-            *(Scan(name, _sum(model / name)) for name in others),
-        ]
+    with ThreadPoolExecutor(workers) as pool:
+        scanned = pool.map(lambda name: _scan_weights(model / name), weights)
+        plain = pool.map(lambda name: Scan(name, _sum(model / name)), others)
+        return [*scanned, *plain]
 
 
 def _sum(path: Path) -> FileSum:
     return FileSum(size=path.stat().st_size, sha256=sha256(path))
 
 
-def _scan_weights(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """What is wrong with the values in a file, and the vectors in it that are all zero."""
+class _Hashed:
+    """A file's bytes in order, each block hashed by another thread while the next one is read and looked at."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.at = path, 0
+        self._file = os.open(path, os.O_RDONLY)
+        self._hash = hashlib.sha256()
+        self._reader = Reader()
+        self._buffers = [page_aligned(_BLOCK), page_aligned(_BLOCK)]
+        self._pool = ThreadPoolExecutor(1)
+        self._hashing = self._pool.submit(lambda: None)
+
+    def __enter__(self) -> "_Hashed":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown()
+        os.close(self._file)
+
+    def blocks(self, end: int) -> Iterator[Block]:
+        """The bytes up to ``end``; a block is valid until the one after the next."""
+        while self.at < end:
+            self._buffers.reverse()
+            got = self._reader.read(self._file, self._buffers[0][: end - self.at], self.at)
+            if not got:
+                raise UserError(f"{self.path} changed while it was read.")
+            block = self._buffers[0][:got]
+            self._hashing.result()
+            self._hashing = self._pool.submit(self._hash.update, block.data)
+            self.at += got
+            yield block
+
+    def pass_over(self, end: int) -> None:
+        """Hash the bytes up to ``end`` without looking at them."""
+        for _ in self.blocks(end):
+            pass
+
+    def digest(self) -> FileSum:
+        """Of everything so far."""
+        self._hashing.result()
+        return FileSum(size=self.at, sha256=self._hash.hexdigest())
+
+
+def _scan_weights(path: Path) -> Scan:
     problems: list[str] = []
     zero: list[str] = []
-    buffer = np.empty(_BLOCK, np.uint8)
-    with path.open("rb", buffering=0) as file:
-        for tensor in hf_folder.read_file(path):
-            finite, any_value = _scan_tensor(file, tensor, buffer)
+    with _Hashed(path) as file:
+        for tensor in sorted(hf_folder.read_file(path), key=_start):
+            file.pass_over(_start(tensor))
+            finite, any_value = _scan_tensor(file, tensor)
             if not finite:
                 problems.append(f"{tensor.name} holds values that are not finite (NaN or infinity)")
             if not any_value and tensor.numel and tensor.dtype in CONVERTIBLE:
@@ -140,19 +179,20 @@ def _scan_weights(path: Path) -> tuple[tuple[str, ...], tuple[str, ...]]:
                     zero.append(tensor.name)
                 else:
                     problems.append(f"{tensor.name} is all zero")
-    return tuple(problems), tuple(zero)
+        file.pass_over(path.stat().st_size)
+        return Scan(path.name, file.digest(), tuple(problems), tuple(zero))
 
 
-def _scan_tensor(file: Any, tensor: Tensor, buffer: Any) -> tuple[bool, bool]:
-    """Whether all values are finite, and whether any is not zero."""
-    finite, any_value, done = True, False, 0
-    start = tensor.pieces[0].record.offset + tensor.pieces[0].start if tensor.pieces else 0
-    while done < tensor.nbytes:
-        got = os.preadv(file.fileno(), [memoryview(buffer)[: min(tensor.nbytes - done, _BLOCK)]], start + done)
-        if not got:
-            raise UserError(f"{file.name} changed while it was read.")
-        block = buffer[:got]
-        done += got
+def _start(tensor: Tensor) -> int:
+    """Where a tensor of one piece begins in its file; an empty one, nowhere."""
+    return tensor.pieces[0].record.offset + tensor.pieces[0].start if tensor.pieces else 0
+
+
+def _scan_tensor(file: _Hashed, tensor: Tensor) -> tuple[bool, bool]:
+    """Whether all values are finite, and whether any is not zero; what two tensors share counts for the first."""
+    finite, end = True, _start(tensor) + tensor.nbytes
+    any_value = file.at >= end
+    for block in file.blocks(end):
         any_value = any_value or bool(block.any())
         finite = finite and _is_finite(block, tensor.dtype)
     return finite, any_value
