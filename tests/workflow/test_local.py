@@ -18,7 +18,7 @@ pytestmark = pytest.mark.training
 PROFILE = ("--profile", "profiles/local")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
