@@ -21,6 +21,8 @@ MODEL = {
     **WEIGHTS,
 }
 PLOTS = {f"plots/{name}.png" for name in ("loss", "optimizer", "speed", "memory", "by-length")}
+DRAWN = dict.fromkeys(sorted(PLOTS), b"\x89PNG")
+"""Stands for the plots where only what becomes of files is tested: drawing them takes longer than all the rest."""
 CHOICE = Choice(
     strategy="zero2",
     gradient_checkpointing=False,

@@ -55,6 +55,10 @@ class Lab:
         print(f"{user.name}$ {' '.join(words)}\n{output}")
         return status, output
 
+    def ask_to_stop(self, user: User, run: str) -> None:
+        """Create a run's stop file as ``user``."""
+        self.cluster.run(command_as(user, ["touch", f"runs/{run}/train/STOP"], {}), cwd=self.checkout.root)
+
 
 @pytest.fixture
 def users(cluster: Cluster) -> Iterator[list[User]]:
@@ -114,10 +118,12 @@ def test_both_at_once_on_one_checkout_and_one_cache(lab: Lab, users: list[User])
     assert status == 2 and "of ada is training long. It is not yours to adopt" in output
     assert "touch runs/long/train/STOP" in output and owners(lab) == {"ada"}
 
-    lab.run(bob, "touch", "runs/long/train/STOP")
+    lab.ask_to_stop(bob, "long")
     lab.cluster.wait_until(lambda: not owners(lab), "the end of ada's job", timeout=100)
     attempt = long / "train/attempts/001"
     assert (attempt / "stopped.json").exists() and len(list((long / "train/checkpoints").iterdir())) == 1
+    status, output = lab.run(ada, "shardmake", "train", "long")
+    assert status == 2 and "saved and stopped" in output
 
     set_nodes(lab, "drain")
     driver = lab.start(ada, "shardmake", "train", "long")
@@ -128,7 +134,7 @@ def test_both_at_once_on_one_checkout_and_one_cache(lab: Lab, users: list[User])
     set_nodes(lab, "resume")
     attempt = long / "train/attempts/002"
     lab.cluster.wait_until(lambda: (attempt / "node-0.log").exists(), "the second attempt", timeout=100)
-    lab.run(bob, "touch", "runs/long/train/STOP")
+    lab.ask_to_stop(bob, "long")
     assert driver.wait(timeout=100) == 2
     output = (ada.home / "output.txt").read_text()
     assert "resuming from checkpoint" in output and "the driver dozes until it starts" in output

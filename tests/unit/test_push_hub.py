@@ -6,7 +6,7 @@ import pytest
 from shardmake.errors import UserError
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
-from tests.finished_run import MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
 from tests.hub import READER, WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
@@ -21,6 +21,7 @@ def transfer(request: pytest.FixtureRequest) -> str:
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub(tmp_path / "hub") as server:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("shardmake.publish.bundle.card_plots", lambda *_: DRAWN)
         monkeypatch.setattr("shardmake.hub.RETRY_WAITS", (0.0, 0.0, 0.0))
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", WRITER)

@@ -12,7 +12,7 @@ import pytest
 from shardmake.manifest import read_folder
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
-from tests.finished_run import MODEL, PLOTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
@@ -25,6 +25,7 @@ NEW = {"config.json": b"new", "model.safetensors": b"new"}
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub(tmp_path / "hub") as server:
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("shardmake.publish.bundle.card_plots", lambda *_: DRAWN)
         monkeypatch.setenv("HF_ENDPOINT", server.url)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         yield server
@@ -90,6 +91,7 @@ def holds_model(folder: Path) -> bool:
 
 def test_killed_at_every_change_to_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardmake.publish.bundle.card_plots", lambda *_: DRAWN)
     old, new = make_rundir(tmp_path / "old", OLD), make_rundir(tmp_path / "new", NEW)
     target = tmp_path / "published" / "chat"
     at, places = 1, set()

@@ -13,7 +13,7 @@ from shardmake.errors import UserError
 from shardmake.publish import store
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
-from tests.finished_run import MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
 
 URL = "s3://lab/models/chat"
 RUN = make_run(push={"to": URL})
@@ -39,6 +39,7 @@ def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iter
     }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("shardmake.hub.RETRY_WAITS", (0.0, 0.0))
+    monkeypatch.setattr("shardmake.publish.bundle.card_plots", lambda *_: DRAWN)
     monkeypatch.chdir(tmp_path)
     fsspec.filesystem("s3").clear_instance_cache()
     found = boto3.resource("s3").create_bucket(Bucket="lab")

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.training
 PROFILE = ("--profile", "profiles/local")
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not come in time"
@@ -54,6 +54,7 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     assert [(entry["attempt"], entry["end"]) for entry in story] == [(1, "finished")]
     assert sorted(checkout.losses()) == list(range(1, 11))
     assert "published" in again.stdout and "Traceback" not in again.stdout
+    assert "MissingOutputException" not in again.stdout, "the rule itself failed, at once"
 
     trained = (checkout.run / "train/receipt.json").stat().st_mtime_ns
     merged = (checkout.run / "model/receipt.json").stat().st_mtime_ns

@@ -12,8 +12,9 @@ from shardmake.launch.preview import dry_run
 from shardmake.rundir import RunDir
 from shardmake.sharing import share_tree
 
-# The commands are those of the Python that runs Snakemake, also on the nodes.
-shell.prefix(f"export PATH={Path(sys.executable).parent}:$PATH; ")
+# The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of one's own replaces Snakemake's,
+# which makes a failure in a pipe one of the rule's.
+shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
 
 CONFIG_FLAGS = " ".join(f"--config {file}" for file in workflow.configfiles)
 

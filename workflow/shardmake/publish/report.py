@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.config import Run
-from shardmake.plan.plan import Plan, read_plan
+from shardmake.plan.plan import Choice, Plan, read_plan
 from shardmake.publish import figures
 from shardmake.publish.card import public_name
 from shardmake.publish.figures import GIB, Memory, length_name
@@ -94,7 +94,7 @@ def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> 
 
 def memory_of(estimates: dict[str, Any], plan: Plan, history: History) -> Memory:
     """The estimate of what was chosen, beside the most that the allocator held (None on CPUs)."""
-    chosen = next(item for item in estimates["candidates"] if item["choice"] == plan.choice.model_dump())
+    chosen = next(item for item in estimates["candidates"] if Choice.model_validate(item["choice"]) == plan.choice)
     measured = [line["memory"]["reserved"] for line in history.lines if "memory" in line]
     gpu = chosen["gpu"]
     return Memory(gpu["terms"], gpu["device"], estimates["gpu_memory"], max(measured, default=None))
