@@ -24,7 +24,6 @@ PATHS = {
     "script_output": "train/output",
     "metrics": "train/metrics.jsonl",
     "resharded": "train/resharded",
-    "weights_receipt": "fetched/weights.json",
     "stop_file": "train/STOP",
     "train_receipt": "train/receipt.json",
     "model": "model",
