@@ -245,7 +245,7 @@ def peft_docs(row: Row) -> Case:
 def swift(row: Row) -> Case:
     """ms-swift's scripts say what nvidia-smi showed."""
     if "Liger" in row["strategy"] and "padded" not in row["strategy"]:
-        scenario = base(row, strategy="zero3", loss="fused", stack=Stack(liger_layers=True))
+        scenario = base(row, strategy="zero3", loss="fused")
         return device(scenario, Buckets(reduce_bucket_size=scenario.model.hidden_size**2))
     if row["strategy"] == "DeepSpeed ZeRO-2 LoRA r8":
         return device(with_lora(base(row, strategy="zero2"), 8, "all-linear"), Buckets())

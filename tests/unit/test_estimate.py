@@ -132,19 +132,34 @@ def test_each_step_of_the_guide_saves(more: str, less: str) -> None:
     assert gpu(scenario(strategy=less), BUCKETS).allocated < gpu(scenario(strategy=more), BUCKETS).allocated
 
 
+SMALL = from_config({**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+                     "num_attention_heads": 8, "vocab_size": 2000})  # fmt: skip
+SMALL_BUCKETS = Buckets(1 << 16, 1 << 16, 1 << 15, 2560)
+
+
 @settings(max_examples=25, deadline=None)
 @given(
-    st.sampled_from(["ddp", "zero2", "zero3", "fsdp"]),
-    st.integers(1, 4),
-    st.sampled_from([128, 512, 1024]),
+    st.sampled_from([s for s in STRATEGIES if s != "fsdp-hybrid"]),
+    st.sampled_from(["full", "lora"]),
+    st.integers(1, 3),
+    st.sampled_from([128, 512]),
+    st.integers(2, 8),
     st.booleans(),
 )
-def test_more_work_never_takes_less(strategy: str, batch: int, length: int, checkpointing: bool) -> None:
-    small = from_config({**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
-                         "num_attention_heads": 8, "vocab_size": 2000})  # fmt: skip
-    case = scenario(small, strategy=strategy, micro_batch=batch, sequence_length=length, checkpointing=checkpointing)
-    more = replace(case, micro_batch=batch + 1)
-    assert gpu(more, Buckets(1 << 16)).allocated >= gpu(case, Buckets(1 << 16)).allocated
+def test_more_work_never_takes_less_and_more_ranks_never_more(
+    strategy: str, method: str, batch: int, length: int, ranks: int, checkpointing: bool
+) -> None:
+    case = scenario(
+        SMALL, strategy=strategy, method=method, micro_batch=batch, sequence_length=length, ranks_per_node=ranks,
+        checkpointing=checkpointing,
+    )  # fmt: skip
+    here = gpu(case, SMALL_BUCKETS)
+    assert min(here.terms.values()) > 0
+    assert sum(here.terms.values()) == here.allocated <= here.reserved <= here.device
+    for more in (replace(case, micro_batch=batch + 1), replace(case, sequence_length=2 * length)):
+        assert gpu(more, SMALL_BUCKETS).allocated >= here.allocated
+    assert gpu(replace(case, ranks_per_node=2 * ranks), SMALL_BUCKETS).allocated <= here.allocated
+    assert min((*host.host_terms(case, SMALL_BUCKETS).values(), *host.disk_terms(case, 2).values())) > 0
 
 
 def test_pinned_buffers_are_powers_of_two() -> None:

@@ -121,3 +121,27 @@ def test_missing_models_are_refused_with_a_sentence(tmp_path: Path) -> None:
         read_model("./nowhere")
     with pytest.raises(UserError, match="No layer of"):
         split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, ["q_prjo"])
+
+
+def test_experts_and_routers_get_adapters_as_peft_makes_them() -> None:
+    """Rank 8 for each of 4 experts, twice that for gate and up in one weight; the router is adapted too."""
+    model = from_config({"model_type": "mixtral", **SIZES, "num_local_experts": 4})
+    shapes = {tensor.name: tensor.shape for tensor in split(model, "lora", 8).adapters if tensor.block == 1}
+    prefix = "model.layers.1.mlp"
+    assert shapes[f"{prefix}.experts.base_layer.lora_A.weight"] == (2 * 8 * 4, 64)
+    assert shapes[f"{prefix}.experts.lora_B.weight"] == (64, 8 * 4)
+    assert f"{prefix}.gate.lora_A.weight" in shapes
+
+
+BAD_SIZES = [
+    ({"num_hidden_layers": None}, "the config gives no num_hidden_layers"),
+    ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size is no multiple of 7"),
+    ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
+    ({"model_type": "olmo2", "vocab_size": None}, "the config gives no vocab_size"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD_SIZES, ids=str)
+def test_sizes_that_are_missing_or_clash_are_refused(change: dict, sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        from_config({"model_type": "llama", **SIZES, **change}, source="config.json")

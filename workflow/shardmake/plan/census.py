@@ -24,7 +24,8 @@ def main() -> int:
     except UserError as error:
         print(error)
         return 2
-    json.dump(census(model), sys.stdout)
+    wanted = request.get("adapters")
+    json.dump(adapters(model, wanted["rank"], wanted["targets"]) if wanted else census(model), sys.stdout)
     return 0
 
 
@@ -85,6 +86,23 @@ def census(model: "nn.Module") -> dict[str, Any]:
         "vocab_size": _first(text, "vocab_size"),
         "max_positions": getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
     }
+
+
+def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[dict[str, Any]]:
+    """The weights that PEFT's LoRA adds, named as without its wrapping; experts and routers get some too."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    blocks = block_paths(model)
+    with torch.device("meta"):
+        adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets, task_type=None))
+    found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
+    return [tensor_json(Tensor(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as without PEFT's wrapping."""
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
 def _first(config: Any, *names: str) -> int:

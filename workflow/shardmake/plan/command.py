@@ -16,18 +16,19 @@ from shardmake.plan.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware
 from shardmake.plan.memory import calibration, closed
 from shardmake.plan.memory.estimate import Estimate, from_json, full, quick, script_of, verdict
 from shardmake.plan.memory.probe import probe
-from shardmake.plan.memory.scenario import Scenario
+from shardmake.plan.memory.scenario import Scenario, Stack
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import trace_all
 from shardmake.plan.model import Model, Split, cached_path, read_model, split
 from shardmake.receipt import write_json
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
+LARGEST_HOST = 64 * 1024  # GiB
 Scripts = dict[tuple[bool, bool], Script]
 LossKind = Literal["plain", "fused", "chunked"]
 
 EXPLANATIONS = {
-    "weights": "trained weights: 2 bytes in DeepSpeed (its masters are under optimizer states), 4 in DDP and FSDP; "
+    "weights": "trained weights: 2 bytes in DeepSpeed (its fp32 masters stand apart), 4 in DDP and FSDP; "
     "divided by the ranks under ZeRO-3 and FSDP",
     "frozen weights": "weights of the base model under adapters: 2 bytes an element, 0.516 in NF4 with double "
     "quantization (QLoRA, Dettmers et al. 2023)",
@@ -230,6 +231,7 @@ def _scenario(question: Question, model: Model, part: Split, strategy: Strategy,
         optimizer=question.optimizer,
         method=question.method,
         loss="plain" if question.loss == "plain" else "fused",
+        stack=Stack(liger_layers=question.loss == "fused"),
         lora_rank=question.lora_rank,
         lora_targets=_hashable(_targets(question.lora_targets)),
         calibration=calibration.read(question.accelerator),
@@ -264,6 +266,8 @@ def _check(question: Question) -> None:
             f"--gpu-memory {question.gpu_memory:g} is in GiB, and no GPU has that much. "
             f"If that were MiB, write {question.gpu_memory / 1024:.0f}."
         )
+    if question.host_memory is not None and not 0 < question.host_memory <= LARGEST_HOST:
+        raise UserError(f"--host-memory is {question.host_memory:g}; give the RAM of one node in GiB, such as 512.")
     if question.gpu_memory <= 0:
         raise UserError(f"--gpu-memory is {question.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
 
@@ -364,18 +368,18 @@ def print_table(answer: Answer, explain: bool = False) -> None:
         f"{answer.split.trainable / 1e9:.2f} B trained; {question.nodes} x {question.gpus_per_node} GPUs of "
         f"{question.gpu_memory:g} GiB, {question.micro_batch} x {question.sequence_length} tokens"
     )
-    table = Table(box=None, pad_edge=False, padding=(0, 1))
-    for name in ("strategy", "recompute"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    for name in ("strategy", "ckpt"):
         table.add_column(name, no_wrap=True)
-    for name in ("allocated", "reserved", "device", "host", "NVMe", "disk", "s/step"):
+    for name in ("alloc", "reserved", "device", "host", "NVMe", "disk", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
     for row in answer.rows:
         table.add_row(*_cells(row), style=None if row.fits else "dim")
     console.print(table)
     console.print(
-        "GiB. Per GPU: allocated for tensors, reserved by PyTorch, used on the device as nvidia-smi shows it. Host and "
-        "NVMe: per node. Disk: checkpoints and the model."
+        "GiB. ckpt: gradient checkpointing. Per GPU: allocated for tensors, reserved by PyTorch, used on the device as "
+        "nvidia-smi shows it. Host and NVMe: per node. Disk: checkpoints and the model. step: seconds per step."
     )
     if answer.measured:
         console.print(f"On the device: {answer.measured.words}.")
@@ -399,13 +403,14 @@ def _cells(row: Row) -> list[str]:
         row.strategy,
         "yes" if row.checkpointing else "no",
         *(_gib(size) for size in sizes),
-        f"{row.step_seconds:.2f}",
+        f"{row.step_seconds:.3g}" if row.step_seconds < 100 else f"{row.step_seconds:.0f}",
         "yes" if row.fits else "no",
     ]
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.1f}" if size < 1000 * GIB else f"{size / GIB:,.0f}"
+    """At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns."""
+    return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"
 
 
 def _print_terms(console: Any, rows: Iterable[Row]) -> None:

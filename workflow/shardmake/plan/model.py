@@ -164,7 +164,7 @@ def split(model: Model, method: str, rank: int = 16, targets: Iterable[str] | st
     """Trained, frozen and quantized elements of ``model`` under ``method`` (`full`, `lora` or `qlora`)."""
     if method == "full":
         return Split(model.parameters, 0, 0)
-    adapters = tuple(_adapters(model, rank, targets))
+    adapters = _adapters(model, rank, targets)
     trainable = sum(tensor.numel for tensor in adapters)
     if method == "lora":
         return Split(trainable, model.parameters, 0, adapters)
@@ -194,11 +194,27 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Tensor]:
     return chosen
 
 
-def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> Iterator[Tensor]:
-    for tensor in adapted_layers(model, targets):
-        out_features, in_features = tensor.shape
-        yield Tensor(f"{tensor.module}.lora_A.weight", (rank, in_features), "linear", tensor.block)
-        yield Tensor(f"{tensor.module}.lora_B.weight", (out_features, rank), "linear", tensor.block)
+def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> tuple[Tensor, ...]:
+    """PEFT's LoRA weights; where the architecture is not written down here, those that PEFT itself makes."""
+    layers = adapted_layers(model, targets)
+    if model.decoder is None:
+        named = {"rank": rank, "targets": targets if isinstance(targets, str) else list(targets)}
+        return _tensors(cached_helper("shardmake.plan.census", {**_request(model), "adapters": named}))
+    return tuple(adapter for tensor in layers for adapter in _pair(tensor, rank))
+
+
+def _pair(tensor: Tensor, rank: int) -> Iterator[Tensor]:
+    out_features, in_features = tensor.shape
+    yield Tensor(f"{tensor.module}.lora_A.weight", (rank, in_features), "linear", tensor.block)
+    yield Tensor(f"{tensor.module}.lora_B.weight", (out_features, rank), "linear", tensor.block)
+
+
+def _request(model: Model) -> dict[str, Any]:
+    return {"config": dict(model.config), "source": model.source, "trust_remote_code": model.trust_remote_code}
+
+
+def _tensors(values: Iterable[Mapping[str, Any]]) -> tuple[Tensor, ...]:
+    return tuple(Tensor(t["name"], tuple(t["shape"]), t["kind"], t["block"]) for t in values)
 
 
 def read_model(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
@@ -264,10 +280,36 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
             raise UserError(f"{source}: {field} is {value!r}; it must be a whole number above 0.")
+    _check_sizes(config, source)
     if config.get("auto_map") and config["model_type"] not in FAMILIES and not trust_remote_code:
         raise UserError(
             f"{source}: this model brings its own code ({', '.join(config['auto_map'])}), which no formula here knows. "
             "Read that code, then set trust_remote_code: true, and it is built and traced."
+        )
+
+
+SIZE_NAMES = (
+    ("hidden_size", "n_embd", "d_model", "dim"),
+    ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
+    ("vocab_size",),
+)
+
+
+def _check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Refuse a config that leaves a size to transformers' default, or whose heads do not divide."""
+    if any(isinstance(value, Mapping) and value.get("model_type") for value in config.values()):
+        return  # the sizes stand in the parts' own configs
+    wanted = [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES
+    for names in wanted:
+        if all(config.get(name) is None for name in names):
+            raise UserError(f"{source}: the config gives no {' or '.join(names)}. Take the model's whole config.json.")
+    heads = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads") or heads
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise UserError(f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads evenly.")
+    if config["model_type"] in FAMILIES and not config.get("head_dim") and config["hidden_size"] % heads:
+        raise UserError(
+            f"{source}: hidden_size is no multiple of {heads} num_attention_heads, and head_dim is not given."
         )
 
 
@@ -450,7 +492,7 @@ def cached_helper(module: str, request: Mapping[str, Any]) -> Any:
 def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Model:
     request = {"config": dict(config), "source": source, "trust_remote_code": trust_remote_code}
     values = cached_helper("shardmake.plan.census", request)
-    tensors = tuple(Tensor(t["name"], tuple(t["shape"]), t["kind"], t["block"]) for t in values.pop("tensors"))
+    tensors = _tensors(values.pop("tensors"))
     return Model(
         **{**values, "block_classes": tuple(values["block_classes"])},
         tensors=tensors,

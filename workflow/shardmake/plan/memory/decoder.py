@@ -155,8 +155,8 @@ class _Step:
 
     def _rms_norm(self, hidden: Ghost, weight: Parameter, rows: int) -> Ghost:
         """transformers' RMSNorm: computed in fp32, with an fp32 copy of the input."""
-        if self.scenario.stack.liger_layers:
-            return _fused_norm(hidden, weight, rows)
+        if self.scenario.fused_layers:
+            return ghost.fused_norm(hidden, weight, rows)
         wide = ghost.cast(hidden, 4)
         factors = ghost.row_rsqrt(ghost.row_mean(ghost.square(wide), rows))
         normed = ghost.scale_rows(wide, factors)
@@ -178,7 +178,12 @@ class _Step:
         return self._linear(mixed, f"{prefix}.o_proj")
 
     def _rotary(self, tensor: Ghost) -> Ghost:
-        """``x cos + rotate_half(x) sin``; under autocast cos and sin are fp32, and so is the result."""
+        """``x cos + rotate_half(x) sin``; under autocast cos and sin are fp32, and so is the result.
+
+        Liger's kernel turns in place.
+        """
+        if self.scenario.fused_layers:
+            return tensor
         item = 4 if self.tape.autocast else tensor.item
         turned = ghost.rotate_half(tensor)
         straight = ghost.scale(tensor, item)
@@ -207,7 +212,7 @@ class _Step:
 
     def _mlp(self, hidden: Ghost, prefix: str, made: bool) -> Ghost:
         gate = self._linear(hidden, f"{prefix}.gate_proj")
-        if self.scenario.stack.liger_layers:
+        if self.scenario.fused_layers:
             product = ghost.fused_product(gate, self._linear(hidden, f"{prefix}.up_proj"))
             del gate, hidden
             return self._linear(product, f"{prefix}.down_proj", made)
@@ -261,18 +266,6 @@ class _Step:
         if self.tape.autocast:
             shifted = ghost.cast(shifted, 4)
         return ghost.nll_of_log_softmax(shifted, self.tokens), logits
-
-
-def _fused_norm(hidden: Ghost, weight: Parameter, rows: int) -> Ghost:
-    """Liger's RMSNorm: saves its input and a factor per row."""
-    saved = [hidden.storage, Storage(hidden.tape, 4 * rows)]
-
-    def function(grad: Ghost) -> list[Ghost]:
-        out = ghost.new(grad)
-        saved.clear()
-        return [out]
-
-    return ghost.derive(ghost.new(hidden), [hidden], function)
 
 
 def layer_forward_bytes(scenario: Scenario) -> int:

@@ -499,6 +499,18 @@ def fused_product(gate: Ghost, up: Ghost) -> Ghost:
     return derive(new(gate), [gate, up], function)
 
 
+def fused_norm(tensor: Ghost, weight: Parameter, rows: int) -> Ghost:
+    """Liger's RMSNorm: saves its input and a factor per row, and writes its gradient over the one it gets."""
+    saved: list[object] = [tensor.storage, Storage(tensor.tape, 4 * rows)]
+
+    def function(grad: Ghost) -> list[Ghost]:
+        _announce(weight, new(grad, weight.numel) if weight.trained else None)
+        saved.clear()
+        return [grad]
+
+    return derive(new(tensor), [tensor], function)
+
+
 def nll_of_log_softmax(logits: Ghost, rows: int) -> Ghost:
     """Cross entropy: log-softmax is saved; backwards nll's gradient and the result stand beside it."""
     tape, numel = logits.tape, logits.numel

@@ -72,11 +72,14 @@ def nvme_bytes(scenario: Scenario) -> Terms:
 
 
 def checkpoint_bytes(scenario: Scenario) -> int:
-    """Size of one training checkpoint over all nodes: weights, master weights and optimizer states."""
+    """Size of one training checkpoint over all nodes: weights, master weights and optimizer states.
+
+    Trainer leaves frozen weights out of it under adapters (``exclude_frozen_parameters``).
+    """
     trained = scenario.split.trainable
     states = optimizer_bytes(scenario) * trained
     if scenario.zero_stage:
-        return int((4 + scenario.compute) * trained + states) + scenario.compute * scenario.split.frozen
+        return int((4 + scenario.compute) * trained + states)
     return int(4 * trained + states)
 
 

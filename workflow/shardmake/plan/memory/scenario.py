@@ -27,8 +27,8 @@ class Stack:
     """SDPA's output is copied to be contiguous (transformers before 4.48)."""
     foreach_optimizer: bool = False
     """The optimizer is torch's foreach one, whose temporaries take as much as the trained weights."""
-    liger_layers: bool = False
-    """Liger's RMSNorm and SwiGLU beside its loss."""
+    liger_layers: bool = True
+    """The fused loss is Liger's, whose RMSNorm, SwiGLU and rotary embedding come with it (Trainer's default)."""
     keeps_gradients: bool = False
     """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
     softmax_saves_input: bool = False
@@ -110,6 +110,11 @@ class Scenario:
         full = self.method == "full"
         held = self.weights if full else self.adapter_weights
         return self.stack.autocast and self.strategy == "ddp" and self.precision != "fp32" and held == "fp32"
+
+    @property
+    def fused_layers(self) -> bool:
+        """Whether Liger's kernels run in the layers."""
+        return self.loss == "fused" and self.stack.liger_layers
 
     @property
     def adapter_compute(self) -> Precision:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmake.errors import UserError
-from shardmake.plan.census import block_paths, build
+from shardmake.plan.census import block_paths, build, plain_name
 from shardmake.plan.memory.kernels import act_like_the_gpu, register_attention
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -159,7 +159,7 @@ def _materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype) ->
 
 def _inputs(model: Any, batch: int, length: int, masked: bool) -> dict[str, torch.Tensor]:
     tokens = torch.zeros((batch, length), dtype=torch.long)
-    classifies = "SequenceClassification" in type(model).__name__
+    classifies = "SequenceClassification" in type(_base(model)).__name__
     inputs = {"input_ids": tokens, "labels": torch.zeros(batch, dtype=torch.long) if classifies else tokens}
     if masked:
         inputs["attention_mask"] = torch.ones((batch, length), dtype=torch.long)
@@ -265,8 +265,7 @@ def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
 
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            plain = name.removeprefix("base_model.model.").replace(".default.", ".")  # as without PEFT's wrapping
-            parameter.register_post_accumulate_grad_hook(hook(plain))
+            parameter.register_post_accumulate_grad_hook(hook(plain_name(name)))
 
 
 if __name__ == "__main__":
