@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoTokenizer, get_cosine_schedule_with_warmup
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--model", required=True)
@@ -39,8 +39,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
     loader = DataLoader(read_examples(args.data, tokenizer), batch_size=args.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    scheduler = get_cosine_schedule_with_warmup(optimizer, 1, args.steps * accelerator.num_processes)
-    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     newest = sorted(Path(args.checkpoints or "none").glob("step-*"))
     done = 0
     if newest:
@@ -53,7 +52,6 @@ def main() -> None:
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
-            scheduler.step()
             optimizer.zero_grad()
         losses.append(accelerator.gather(loss.detach()).mean().item())
         if not accelerator.sync_gradients:

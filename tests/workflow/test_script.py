@@ -70,4 +70,4 @@ def test_every_engine_computes_the_same_and_is_merged(lab: Checkout) -> None:
         other, merged = run_script(lab, strategy)
         assert other == pytest.approx(losses, abs=2e-4), strategy
         for name, tensor in merged.items():
-            torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
+            assert (tensor - weights[name]).abs().mean() < 1e-5, name

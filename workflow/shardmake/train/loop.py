@@ -152,7 +152,8 @@ class Loop:
             steps = math.ceil(arguments.num_train_epochs * self.steps_per_epoch)
         warmup = arguments.get_warmup_steps(steps)
         self.scheduler = get_scheduler(arguments.lr_scheduler_type, optimizer, warmup, steps)
-        self.state, self.control = TrainerState(max_steps=steps), TrainerControl()
+        self.control = TrainerControl()
+        self.state = TrainerState(max_steps=steps, stateful_callbacks=[self.control])
         self.state.train_batch_size = arguments.train_batch_size
         self.state.is_world_process_zero = accelerator.is_main_process
         self.state.compute_steps(arguments, steps)
