@@ -84,13 +84,13 @@ class Killer:
 
 
 def fill(folder: Path) -> Path:
-    """Leave no room on the file system of ``folder``; return the file that takes it."""
+    """Leave 1 MiB on the file system of ``folder``, for a log and no checkpoint; return the file that takes the rest."""
     file = folder / "filler"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
-    for block in (1 << 20, 1 << 12):
-        with contextlib.suppress(OSError):
-            while os.write(descriptor, bytes(block)) == block:
-                pass
+    with contextlib.suppress(OSError):
+        while os.write(descriptor, bytes(1 << 20)):
+            pass
+    os.truncate(descriptor, os.fstat(descriptor).st_size - (1 << 20))
     os.close(descriptor)
     return file
 

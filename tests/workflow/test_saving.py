@@ -17,9 +17,10 @@ pytestmark = pytest.mark.training
 
 
 def losses(rundir: RunDir) -> dict[int, float]:
-    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
-    assert len(lines) == len({line["step"] for line in lines if "loss" in line}), "no step is logged twice"
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    lines = [line for line in map(json.loads, rundir.metrics.read_text().splitlines()) if "loss" in line]
+    found = {line["step"]: line["loss"] for line in lines}
+    assert len(found) == len(lines), "no step is logged twice"
+    return found
 
 
 @pytest.mark.parametrize(("strategy", "victim"), [("zero3", 1), ("fsdp", 0)])
@@ -28,7 +29,7 @@ def test_killed_at_some_writes_of_a_save(forked: Forked, tmp_path: Path, strateg
     sweep = Sweep(forked, tmp_path, strategy, victim)
     sweep.prepare()
     halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
-    moved = [(at, mode) for at, mode, what in sweep.points if what.startswith("os.rename /.saving/checkpoint-4")]
+    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/checkpoint-4"]
     removals = [(at, mode) for at, mode, what in sweep.points if what.startswith("os.remove /checkpoint-2")]
     chosen = [halves[len(halves) // 2], *moved, *removals[1:2]]
     assert len(chosen) == (1 if victim else 3), sweep.points
@@ -84,10 +85,9 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
     assert "The disk filled up while checkpoint-2 was written" in log(small_disk)
     assert "it resumes from checkpoint-1" in log(small_disk)
     assert (small_disk.checkpoints.parent / "filler").exists()
-    heard: list[str] = []
-    newest = ledger.recover(small_disk.checkpoints, heard.append)
+    newest = ledger.recover(small_disk.checkpoints, print)
     assert newest is not None and newest[0].step == 1
-    assert heard == ["Removing checkpoint-2: its save was never finished"]
+    assert [path.name for path in small_disk.checkpoints.iterdir()] == ["checkpoint-1"]
 
     (small_disk.checkpoints.parent / "filler").unlink()
     codes, resumed = forked.resume(small_disk, planned)
@@ -129,11 +129,13 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
 
 
 def test_the_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> None:
-    """With a failure every hour, saves of a fraction of a second and steps of the same: every few dozen steps."""
+    """With a failure every few milliseconds, as often as can be; before the first save there is nothing to go by."""
     rundir = RunDir(tmp_path / "run")
-    planned = forked.plan("ddp", 1, max_steps=14, checkpoints={"every_steps": "auto", "keep": 9})
+    planned = forked.plan("ddp", 2, max_steps=14, checkpoints={"every_steps": "auto", "keep": 9})
     plan, run, cluster = planned
-    assert forked.train(rundir, (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-4}))) == [0], log(rundir)
+    assert forked.train(rundir, (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-6}))) == [0, 0], log(
+        rundir
+    )
     steps = sorted(record.step for record, _ in ledger.sealed(rundir.checkpoints))
     assert steps[0] == 10 and steps[-1] == 14
     assert "A save takes" in log(rundir) and "by Young's formula" in log(rundir)

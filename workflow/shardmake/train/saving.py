@@ -71,6 +71,7 @@ class Saver:
             self._commit(staged, step, started, eval_loss)
         except BaseException as error:  # a failed write of torch's distributed checkpoint is no Exception
             if complaint := self._full_disk(error, staged):
+                shutil.rmtree(staged, ignore_errors=True)  # the error itself must be written somewhere
                 raise UserError(complaint) from error
             raise
 
