@@ -71,7 +71,7 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
     """
     started = time.monotonic()
     needs = _needs(folder, attempt, plan)
-    for warning in check_names(socket.gethostname()):
+    for warning in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
         tell(f"preflight: warning: {warning}")
     if findings := _node_findings(needs):
         raise PreflightError(findings)
