@@ -185,7 +185,7 @@ class FaultLab:
             started.append(beat.step)
             return beat.step - started[0] >= steps
 
-        self.cluster.wait_until(is_there, f"{steps} steps of attempt {attempts}", timeout=120)
+        self.cluster.wait_until(is_there, f"{steps} steps of attempt {attempts}", timeout=240)
         beat = self.beat(1)
         assert beat
         return beat
