@@ -2,7 +2,7 @@
 
 Failures are drawn at published rates and handled by the code that drives real runs: `shardmake.launch.outcome.decide`
 says what follows each end, with the same cap and the same story. Everything that costs time stands in `Costs`, with its
-source; nothing of it was measured on such a cluster. Checkpoints come at the interval of Young and Daly.
+source; nothing of it was measured on such a cluster. Checkpoints come at the interval that ``every_steps: auto`` takes.
 
 The ratio is the published one (2410.21680): time spent on steps that were kept, by wall time without queueing.
 """
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardmake.interval import interval_seconds
 from shardmake.launch.driver import IDLE_ATTEMPTS
 from shardmake.launch.outcome import Action, End, History, Outcome, decide
 from shardmake.launch.story import Chapter, hung_before, idle_attempts, unfit_nodes
@@ -68,13 +69,6 @@ class Costs:
     """Chance that a node that failed is handed out again and fails the preflight."""
 
 
-def interval(save: float, mean_time_to_failure: float) -> float:
-    """Seconds between checkpoints: Young's square root with Daly's first correction (Daly 2006, equation 20)."""
-    if save >= 2 * mean_time_to_failure:
-        return mean_time_to_failure
-    return math.sqrt(2 * save * mean_time_to_failure) - save
-
-
 @dataclass
 class Training:
     """One simulated training: the clock, what is saved, and the driver's story."""
@@ -93,7 +87,7 @@ class Training:
     def __post_init__(self) -> None:
         self.story: list[Chapter] = []
         self.mean = DAY / (self.rates.per_node_day * self.nodes)
-        self.every = interval(self.costs.save, self.mean)
+        self.every = interval_seconds(self.costs.save, self.mean)
 
     def run(self, seconds: float) -> float:
         """Train for ``seconds`` of kept time; the effective training time ratio."""

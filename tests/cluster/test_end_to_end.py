@@ -8,34 +8,11 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from shardmake.launch.jobs import job_name
-from tests.cluster.harness import Cluster, Job
-from tests.workflow.checkout import REPOSITORY, RUN, Checkout
+from tests.cluster.harness import Cluster
+from tests.cluster.lab import ClusterCheckout
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training]
 SLURM = ("--profile", "slurm")
-
-
-class ClusterCheckout(Checkout):
-    """A checkout on the folder that all nodes share, with commands run on the login node."""
-
-    cluster: Cluster
-
-    def configure_cluster(self, slurm: dict[str, object] | None = None, **changes: object) -> None:
-        """One run on the cluster of the harness, with ``changes``."""
-        file = yaml.safe_load((REPOSITORY / "config/clusters/three-node-test.yaml").read_text())
-        file["slurm"] |= slurm or {}
-        (self.root / "config/cluster.yaml").write_text(yaml.safe_dump(file))
-        run = {"nodes": 2, "precision": "fp32"} | changes
-        self.write_config({"cluster": "config/cluster.yaml", "runs": {"demo": RUN | run}})
-
-    def on_login_node(self, *words: str, check: bool = True) -> str:
-        """Output of a command on the login node."""
-        done = self.cluster.run(self.command(*words), cwd=self.root, check=False, timeout=400)
-        output = f"{done.stdout}{done.stderr}"
-        print(f"$ {' '.join(words)}\n{output}")
-        assert not check or done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}"
-        return output
 
 
 @pytest.fixture
@@ -55,11 +32,6 @@ def lab(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
     return checkout
 
 
-def training_jobs(lab: ClusterCheckout) -> list[Job]:
-    """The run's training jobs that Slurm knows, oldest first."""
-    return [job for job in lab.cluster.jobs() if job.name == job_name(lab.run)]
-
-
 def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(lab: ClusterCheckout) -> None:
     lab.configure_cluster(max_steps=30, checkpoints={"every_steps": 10})
     lab.on_login_node("snakemake", *SLURM, "plan")
@@ -69,12 +41,12 @@ def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(lab: Cluster
     lab.cluster.wait_until(lambda: len(lab.metrics()) >= 2, "training", timeout=300)
     kill_with_descendants(lab.cluster, head.pid)
     head.wait()
-    assert [job.state for job in training_jobs(lab)] == ["RUNNING"], "the training job lives on"
+    assert [job.state for job in lab.training_jobs()] == ["RUNNING"], "the training job lives on"
 
     lab.on_login_node("snakemake", *SLURM, "--unlock")
     output = lab.on_login_node("snakemake", *SLURM)
     assert "Adopting job" in output
-    assert [job.state for job in training_jobs(lab)] == ["COMPLETED"]
+    assert [job.state for job in lab.training_jobs()] == ["COMPLETED"]
     assert sorted(lab.losses()) == list(range(1, 31))
     assert_ranks_met(lab, nodes=2)
     assert_pushed_equals_deepspeeds_own(lab)

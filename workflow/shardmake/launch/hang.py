@@ -28,7 +28,7 @@ PATIENCE = 6
 """Loading, the first step, saves and evaluations may be silent for so many times longer than a step."""
 STACK_SIGNAL = signal.SIGUSR1
 ABANDONED_SECONDS = 15.0
-_ANSWER_SECONDS = 5.0
+_ANSWER_SECONDS = 10.0
 _OTHER_NODES_SECONDS = 20.0
 _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runtime/zero/|_engine_run_backward")
 

@@ -71,7 +71,7 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
     """
     started = time.monotonic()
     needs = _needs(folder, attempt, plan)
-    for warning in check_names(socket.gethostname()):
+    for warning in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
         tell(f"preflight: warning: {warning}")
     if findings := _node_findings(needs):
         raise PreflightError(findings)
@@ -190,9 +190,9 @@ def check_names(host: str) -> list[str]:
 
 
 def _check_room(attempt: Attempt) -> None:
-    """Room for the next checkpoint, as large as the newest one."""
+    """Room for the next checkpoint, as large as the newest one, or as estimated before the first."""
     newest = next(ledger.sealed(attempt.rundir.checkpoints), None)
-    size = sum(entry.size for entry in newest[0].files.values()) if newest else 0
+    size = sum(entry.size for entry in newest[0].files.values()) if newest else attempt.checkpoint_bytes
     try:
         check_save(attempt.rundir.train, size)
     except UserError as error:

@@ -1,0 +1,224 @@
+"""A checkout on the test cluster, commands on its login node, and what can go wrong there, by real means."""
+
+import json
+import os
+import shutil
+import subprocess
+from typing import Any
+
+import yaml
+
+from shardmake.attempt import AttemptDir, Beat
+from shardmake.launch.jobs import job_name
+from tests.cluster.harness import Cluster, Job
+from tests.cluster.slurm_conf import NODES
+from tests.workflow.checkout import REPOSITORY, RUN, Checkout
+
+
+class ClusterCheckout(Checkout):
+    """A checkout on the folder that all nodes share, with commands run on the login node."""
+
+    cluster: Cluster
+
+    def configure_cluster(self, slurm: dict[str, object] | None = None, **changes: object) -> None:
+        """One run on the cluster of the harness, with ``changes``."""
+        file = yaml.safe_load((REPOSITORY / "config/clusters/three-node-test.yaml").read_text())
+        file["slurm"] |= slurm or {}
+        (self.root / "config/cluster.yaml").write_text(yaml.safe_dump(file))
+        run = {"nodes": 2, "precision": "fp32"} | changes
+        self.write_config({"cluster": "config/cluster.yaml", "runs": {"demo": RUN | run}})
+
+    def on_login_node(self, *words: str, check: bool = True) -> str:
+        """Output of a command on the login node."""
+        done = self.cluster.run(self.command(*words), cwd=self.root, check=False, timeout=400)
+        output = f"{done.stdout}{done.stderr}"
+        print(f"$ {' '.join(words)}\n{output}")
+        assert not check or done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}"
+        return output
+
+    def training_jobs(self) -> list[Job]:
+        """The run's training jobs that Slurm knows, oldest first."""
+        return [job for job in self.cluster.jobs() if job.name == job_name(self.run)]
+
+
+HOOKS = """
+import os, signal, sys, time
+ROOT = os.path.dirname(os.path.abspath(__file__))
+
+def ordered(what):
+    "Whether the test ordered this fault; an order is for one process and one time."
+    try:
+        os.unlink(os.path.join(ROOT, "orders", what))
+        return True
+    except FileNotFoundError:
+        return False
+
+def in_rank(event, arguments):
+    if event == "open" and str(arguments[0]).endswith(".rank-1.tmp"):
+        if ordered("raise"):
+            raise ValueError("the test ordered this error")
+        if ordered("sleep"):
+            time.sleep(100000)
+        if ordered("out-of-memory-1") or ordered("out-of-memory-2"):
+            import torch
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (ordered by the test).")
+
+def in_driver(event, arguments):
+    submits = event == "subprocess.Popen" and "sbatch" in str(arguments[1][0])
+    records = event == "open" and ".job.json." in str(arguments[0])
+    if (submits and ordered("die-before-submit")) or (records and ordered("die-before-record")):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+if "shardmake.train" in sys.orig_argv:
+    sys.addaudithook(in_rank)
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        import tests.fsdp_on_cpu
+elif sys.orig_argv[-2:-1] == ["train"]:
+    sys.addaudithook(in_driver)
+"""
+
+
+class FaultLab:
+    """One run on the cluster, trained again and again, and what is done to it."""
+
+    steps = 90
+    every = 10
+
+    def __init__(self, checkout: ClusterCheckout) -> None:
+        self.checkout = checkout
+        self.cluster = checkout.cluster
+        (checkout.root / "sitecustomize.py").write_text(HOOKS)
+        (checkout.root / "orders").mkdir()
+        self.driver: subprocess.Popen[str] | None = None
+        self.configured: dict[str, Any] = {}
+
+    def configure(self, strategy: str, **changes: Any) -> None:
+        """Plan and render the run with ``strategy``, unless it is so already: two nodes of one rank."""
+        run = {"strategy": strategy, "max_steps": self.steps, "checkpoints": {"every_steps": self.every}} | changes
+        if run == self.configured:
+            return
+        self.configured = run
+        self.checkout.configure_cluster(**run)
+        file = self.checkout.root / "config/cluster.yaml"
+        few = {"processes_per_node": 1, "hang_seconds": 10}
+        file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | few))
+        for stage in ("plan", "render", "data"):
+            self.checkout.on_login_node("shardmake", stage, "demo")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What drivers start with, and hand on to everything below them."""
+        path = os.pathsep.join([str(self.checkout.root), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+        return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+
+    def repair(self) -> None:
+        """Bring the cluster back to how it was, with room on every node, after a test that failed too."""
+        if self.driver and self.driver.poll() is None:
+            self.driver.kill()
+        self.cluster.reset()
+        for node in NODES:
+            self.cluster.run(["mount", "-o", "remount,size=50%", "/tmp"], node=node)
+
+    # ---- the driver -------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a driver."""
+        log = (self.checkout.root / "driver.log").open("a")
+        command = self.checkout.command("shardmake", "train", "demo")
+        self.driver = self.cluster.popen(command, cwd=self.checkout.root, env=self.environment, stdout=log)
+
+    def wait(self, timeout: float = 300) -> int:
+        """The driver's exit status."""
+        assert self.driver
+        return self.driver.wait(timeout)
+
+    def log(self) -> str:
+        """Everything the drivers said."""
+        return (self.checkout.root / "driver.log").read_text()
+
+    def order(self, what: str) -> None:
+        """Have one process do itself a fault (see `HOOKS`)."""
+        (self.checkout.root / "orders" / what).touch()
+
+    def forget(self) -> None:
+        """Put the training away, as if there had been none."""
+        if (self.checkout.run / "train").exists():
+            shutil.rmtree(self.checkout.run / "train")
+        for order in (self.checkout.root / "orders").iterdir():
+            order.unlink()
+        (self.checkout.root / "driver.log").unlink(missing_ok=True)
+
+    def story(self) -> list[dict[str, Any]]:
+        """The attempts that have ended."""
+        path = self.checkout.run / "train/attempts/index.json"
+        return json.loads(path.read_text()) if path.exists() else []
+
+    def ends(self) -> list[str]:
+        """Why they ended."""
+        return [chapter["end"] for chapter in self.story()]
+
+    def wait_for_ends(self, count: int, what: str) -> None:
+        """Wait until ``count`` attempts have ended."""
+        self.cluster.wait_until(lambda: len(self.story()) >= count, f"the end of {what}", timeout=150)
+
+    # ---- the training -----------------------------------------------------------------------------------------------
+
+    def attempt(self) -> AttemptDir | None:
+        """The newest attempt."""
+        found = sorted((self.checkout.run / "train/attempts").glob("[0-9]*"))
+        return AttemptDir(found[-1]) if found else None
+
+    def beat(self, rank: int) -> Beat | None:
+        """The last heartbeat of a rank of the newest attempt, unless that attempt has ended."""
+        attempt = self.attempt()
+        return attempt.beat(rank) if attempt and not attempt.exits() else None
+
+    def wait_for_steps(self, steps: int, attempts: int = 1) -> Beat:
+        """Wait until attempt number ``attempts`` has done ``steps`` more; the heartbeat of its rank 1."""
+        started: list[int] = []
+
+        def is_there() -> bool:
+            beat = self.beat(1)
+            attempt = self.attempt()
+            if beat is None or attempt is None or int(attempt.root.name) < attempts or beat.phase != "train":
+                return False
+            started.append(beat.step)
+            return beat.step - started[0] >= steps
+
+        self.cluster.wait_until(is_there, f"{steps} steps of attempt {attempts}", timeout=240)
+        beat = self.beat(1)
+        assert beat
+        return beat
+
+    def parent(self, beat: Beat, generations: int) -> str:
+        """Process id, on its node, of a rank's launcher (1) or worker (2)."""
+        pid = str(beat.pid)
+        for _ in range(generations):
+            pid = self.cluster.run(["ps", "-o", "ppid=", "-p", pid], node=beat.host).stdout.strip()
+        return pid
+
+    def send(self, signal_name: str, pid: object, node: str) -> None:
+        """Send a signal to a process on a node."""
+        self.cluster.run(["kill", f"-{signal_name}", str(pid)], node=node)
+
+    # ---- the result -------------------------------------------------------------------------------------------------
+
+    def result(self) -> dict[int, float]:
+        """Losses by step of a finished training; no step is there twice."""
+        assert (self.checkout.run / "train/receipt.json").exists(), self.log()
+        lines = [line["step"] for line in self.checkout.metrics() if "loss" in line]
+        assert lines == sorted(set(lines)), "a step is logged twice"
+        return self.checkout.losses()
+
+    def weights(self) -> dict[str, Any]:
+        """The final weights."""
+        from safetensors.torch import load_file
+
+        from shardmake.consolidate.merge import consolidate
+
+        receipt = self.checkout.read("train/receipt.json")
+        out = self.checkout.root / "merged"
+        shutil.rmtree(out, ignore_errors=True)
+        base = self.checkout.root / "resources/demo/base"
+        consolidate(self.checkout.run / receipt["checkpoint"], out, base=base, workers=1)
+        return load_file(out / "model.safetensors")
