@@ -21,11 +21,12 @@ def main() -> int:
     request = json.load(sys.stdin)
     try:
         model = build(request["config"], request["source"], request["trust_remote_code"])
+        wanted = request.get("adapters")
+        found = adapters(model, wanted["rank"], wanted["targets"]) if wanted else census(model)
     except UserError as error:
         print(error)
         return 2
-    wanted = request.get("adapters")
-    json.dump(adapters(model, wanted["rank"], wanted["targets"]) if wanted else census(model), sys.stdout)
+    json.dump(found, sys.stdout)
     return 0
 
 
@@ -45,7 +46,7 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
             if model_class is not None:
                 return model_class(parsed)
             return transformers.AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
-    except (ValueError, TypeError, AttributeError, KeyError, RuntimeError, ImportError, ZeroDivisionError) as error:
+    except Exception as error:  # a model's code may raise anything over odd sizes
         raise UserError(f"{source}: transformers cannot build this model: {error}") from None
 
 
@@ -94,8 +95,12 @@ def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[di
     from peft import LoraConfig, get_peft_model
 
     blocks = block_paths(model)
-    with torch.device("meta"):
-        adapted = get_peft_model(model, LoraConfig(r=rank, target_modules=targets, task_type=None))
+    config = LoraConfig(r=rank, target_modules=targets, task_type=None)
+    try:
+        with torch.device("meta"):
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
     return [tensor_json(Tensor(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
 
