@@ -21,8 +21,7 @@ from shardmake.receipt import write_json, write_text
 from tests.workflow.checkout import REPOSITORY, Checkout
 
 STEPS = 4
-RANKS = {"fsdp": Path(__file__).with_name("fsdp_rank.py"), "zero3-nvme": Path(__file__).with_name("nvme_rank.py")}
-"""Programs that stand in for `shardmake.train` where a library needs help on this machine."""
+FSDP_RANK = Path(__file__).with_name("fsdp_rank.py")
 
 
 def configure(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> None:
@@ -63,8 +62,7 @@ def launch_by_hand(
     resume = str(resume_from) if resume_from else None
     settings = attempt_settings(number, lab.run, cluster, plan, resume_from=resume, recipe="by hand")
     write_record(folder.settings, settings)
-    kind = "fsdp" if plan.choice.is_fsdp else plan.choice.strategy
-    launch(plan, folder, RANKS.get(kind) if help_out else None)
+    launch(plan, folder, FSDP_RANK if help_out and plan.choice.is_fsdp else None)
     return plan, folder
 
 
