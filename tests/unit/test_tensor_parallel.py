@@ -21,7 +21,12 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
         ({"strategy": "zero1", "engine": "loop"}, {}, {}, "engine loop"),
         ({"strategy": "zero1"}, {"processes_per_node": 3}, {}, "3 ranks a node are no multiple of 2"),
         ({"strategy": "zero1"}, {}, {"num_key_value_heads": 1}, "1 key-value heads"),
-        ({"strategy": "zero1"}, {}, {"num_attention_heads": 5, "num_key_value_heads": 5}, "5 attention heads"),
+        (
+            {"strategy": "zero1"},
+            {},
+            {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16},
+            "5 attention heads",
+        ),
     ],
 )
 def test_refused(run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], words: str) -> None:
