@@ -1,5 +1,6 @@
 """Two users of a lab run the workflow at the same time, on one checkout and one cache."""
 
+import contextlib
 import json
 import os
 import stat
@@ -149,7 +150,13 @@ def set_nodes(lab: Lab, state: str) -> None:
 def dozing(pid: int) -> list[psutil.Process]:
     """Dozing drivers among the descendants of a process."""
     root = psutil.Process(pid)
-    return [one for one in [root, *root.children(recursive=True)] if "doze.py" in " ".join(one.cmdline())]
+    return [one for one in [root, *root.children(recursive=True)] if is_dozing(one)]
+
+
+def is_dozing(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # one that ends meanwhile
+        return "doze.py" in " ".join(process.cmdline())
+    return False
 
 
 def owners(lab: Lab) -> set[str]:
