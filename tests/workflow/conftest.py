@@ -11,6 +11,18 @@ from tests.workflow.by_hand import STEPS, configure, train_by_hand
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked
 
+SHARING = {"forked": "forked", "lab": "lab"}
+"""Fixtures that are dear, and the group of the tests that share one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share something in one of the processes that run side by side."""
+    for item in items:
+        assert isinstance(item, pytest.Function)
+        dear = [group for fixture, group in SHARING.items() if fixture in item.fixturenames]
+        consolidates = item.path.name.startswith("test_consolidate")
+        item.add_marker(pytest.mark.xdist_group("consolidate" if consolidates else dear[0] if dear else item.path.name))
+
 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Forked]:
