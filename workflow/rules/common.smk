@@ -63,7 +63,8 @@ class Submission:
         if not workflow.dryrun:
             return ""
         files = [*map(Path, workflow.configfiles), Path(CONFIG.cluster)]
-        return "\n" + dry_run(RUNS[run], CLUSTER, RunDir(Path("runs", run)), files)
+        submission = dry_run(RUNS[run], CLUSTER, RunDir(Path("runs", run)), files)
+        return f"\n{submission}"
 
 
 SUBMISSION = Submission()
