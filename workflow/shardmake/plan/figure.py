@@ -13,7 +13,8 @@ PALETTE = (
 )  # fmt: skip
 REST = "#d1d5db"
 ROW, BAR = 22, 14
-LEFT, WIDTH, RIGHT = 250, 520, 150
+LEFT, WIDTH, RIGHT = 470, 520, 150
+"""Room for the longest name (64 characters of up to 7.3 in bold), for the bars, and for the figures behind them."""
 LEGEND_COLUMNS = 3
 
 Candidate = Mapping[str, Any]
