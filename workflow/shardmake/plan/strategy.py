@@ -448,8 +448,11 @@ def describe(choice: Choice) -> str:
 
 
 def _reason(chosen: Candidate, candidates: list[Candidate]) -> str:
-    fitting = sum(candidate.fits for candidate in candidates)
-    lead = "the only candidate that fits" if fitting == 1 else f"the fastest of {fitting} candidates that fit"
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    rivals = sum(candidate.choice.nodes == chosen.choice.nodes for candidate in fitting)
+    lead = "the only candidate that fits" if rivals == 1 else f"the fastest of {rivals} candidates that fit"
+    if rivals < len(fitting):
+        lead += " on the fewest nodes"
     return f"{chosen.name}: {lead} ({chosen.reason.removeprefix('fits: ')}, about {chosen.step_seconds:.3g} s a step)."
 
 
