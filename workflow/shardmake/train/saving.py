@@ -172,6 +172,7 @@ def _sync_together(staged: Path) -> dict[str, ledger.FileEntry]:
     checksums are shared out among all ranks. A node's listing may lack what another has just written, so the lists of
     all are put together.
     """
+    _gathered(None)  # all have written what they write
     listed = _gathered(ledger.list_files(staged) if _is_first_of_node() else [])
     names = sorted({name for names in listed for name in names})
     sizes = _gathered({name: ledger.sync_file(staged / name) for name in names} if _is_first_of_node() else {})
