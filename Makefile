@@ -5,7 +5,7 @@ BIN := .venv/bin
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install install-test test check unit test-nvme test-faults test-sweep docs clean
+.PHONY: demo install install-test test check unit test-nvme test-lab test-faults test-sweep docs clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -52,7 +52,11 @@ unit: install-test
 test-nvme: install-test
 	$(BIN)/pytest -m nvme tests/workflow
 
-# Every fault for every strategy on the three-node Slurm, half an hour; make test has a part of it.
+# Two users of a lab at once on the three-node Slurm.
+test-lab: install-test
+	$(BIN)/pytest -m lab tests/cluster
+
+# Every fault for every strategy on the three-node Slurm, half an hour.
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/cluster/test_faults.py
 

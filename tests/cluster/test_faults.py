@@ -200,6 +200,7 @@ def come_back(lab: FaultLab, attempts: int) -> Ends:
     return []
 
 
+@pytest.mark.faults
 def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, in_peace: Any) -> None:
     """One training through all of them."""
     calm = in_peace("zero3")
