@@ -59,7 +59,9 @@ def load(loop: "Loop", folder: Path) -> None:
     accelerator = loop.accelerator
     is_adapter = hasattr(accelerator.unwrap_model(loop.model), "peft_config")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        loop.model.load_checkpoint(str(folder), load_module_strict=not is_adapter)
+        loaded, _ = loop.model.load_checkpoint(str(folder), load_module_strict=not is_adapter)
+        if loaded is None:  # DeepSpeed only warns, and would train on from the base model
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}.")
         separate_steps(loop.model.optimizer.optimizer)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
