@@ -9,7 +9,7 @@ from math import ceil
 
 from shardmake.plan.memory import states
 from shardmake.plan.memory.engine import Engine
-from shardmake.plan.memory.timeline import COMMUNICATION, REDUCTION
+from shardmake.plan.memory.timeline import COMMUNICATION, REDUCTION, Pending
 from shardmake.plan.memory.units import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
 
 MIB = 1 << 20
@@ -161,7 +161,7 @@ class Fsdp1(Fsdp):
 
     def load(self) -> None:
         """As for FSDP2, with nothing pending."""
-        self._pending: deque[int] = deque()
+        self._pending = Pending(self.timeline)
         super().load()
 
     def _bring(self) -> None:
@@ -200,7 +200,7 @@ class Fsdp1(Fsdp):
     def end_backward(self) -> None:
         """As for FSDP2; the GPU has caught up when the optimizer begins."""
         super().end_backward()
-        self._settle(0)
+        self._pending.settle(0)
 
     def _keeps(self, unit: Unit) -> bool:
         return super()._keeps(unit) or unit == EMBEDDING
@@ -213,18 +213,12 @@ class Fsdp1(Fsdp):
     def _gather(self, unit: Unit) -> None:
         numel = self._numel(unit)
         if numel:
-            self._settle(IN_FLIGHT - 1)
+            self._pending.settle(IN_FLIGHT - 1)
             self._live[unit] = self.timeline.alloc(self.scenario.compute * numel, "gathered weights", COMMUNICATION)
 
     def _reshard(self, unit: Unit) -> None:
         if unit in self._live:
-            key = self._live.pop(unit)
-            self.timeline.release(key)
-            self._pending.append(key)
-
-    def _settle(self, left: int) -> None:
-        while len(self._pending) > left:
-            self.timeline.reuse(self._pending.popleft())
+            self._pending.add(self._live.pop(unit))
 
 
 def broadcast_buckets(sizes: list[int]) -> list[int]:

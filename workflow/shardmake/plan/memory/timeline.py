@@ -1,5 +1,6 @@
 """Allocations and frees of a whole step on one GPU: its peak by phase and term, and what the allocator reserves."""
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from shardmake.plan.memory.allocator import CachingAllocator, rounded
@@ -109,3 +110,21 @@ class Timeline:
             else:
                 allocator.free(key)
         return allocator.peak
+
+
+@dataclass
+class Pending:
+    """Memory that was let go and can be taken again once the GPU is done with it, in this order (`record_stream`)."""
+
+    timeline: Timeline
+    _keys: deque[int] = field(default_factory=deque)
+
+    def add(self, key: int) -> None:
+        """Let go of ``key``."""
+        self.timeline.release(key)
+        self._keys.append(key)
+
+    def settle(self, left: int) -> None:
+        """The GPU has come so far that at most ``left`` are pending."""
+        while len(self._keys) > left:
+            self.timeline.reuse(self._keys.popleft())

@@ -4,12 +4,11 @@ Sources: DeepSpeed 0.19, ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``par
 ``partition_parameters.py``.
 """
 
-from collections import deque
 from math import ceil
 
 from shardmake.plan.memory import states
 from shardmake.plan.memory.engine import Engine
-from shardmake.plan.memory.timeline import COMMUNICATION
+from shardmake.plan.memory.timeline import COMMUNICATION, Pending
 from shardmake.plan.memory.units import EMBEDDING, HEAD, Unit, units
 
 PENDING = 2  # fetches that may be under way (``PartitionedParameterCoordinator.__max_ongoing_fetch_events``)
@@ -107,7 +106,7 @@ class ZeroThree(Zero):
         self._units = units(self.scenario)
         self._order: list[Unit] = [EMBEDDING, *sorted(u for u in self._units if isinstance(u, int)), HEAD]
         self._live: dict[Unit, int] = {}
-        self._pending: deque[int] = deque()
+        self._pending = Pending(self.timeline)
 
     def before_forward(self, block: int) -> None:
         """Gather the layer; drop the embedding after its use."""
@@ -148,7 +147,7 @@ class ZeroThree(Zero):
         """Nothing gathered remains."""
         for unit in list(self._live):
             self._release(unit)
-        self._settle(0)
+        self._pending.settle(0)
 
     def _fetch(self, unit: Unit) -> None:
         """The gathered bytes arrive flat and are copied out; a prefetched bucket is on its way beside them.
@@ -157,7 +156,7 @@ class ZeroThree(Zero):
         """
         if unit in self._live or not self._units.get(unit):
             return
-        self._settle(PENDING - 1)
+        self._pending.settle(PENDING - 1)
         compute = self.scenario.compute
         if self.scenario.world_size == 1:
             if self.scenario.offloads_parameters:
@@ -181,10 +180,4 @@ class ZeroThree(Zero):
     def _release(self, unit: Unit) -> None:
         """Let a unit go; its memory can be used again once the GPU is done with it (`record_stream`)."""
         if unit in self._live:
-            key = self._live.pop(unit)
-            self.timeline.release(key)
-            self._pending.append(key)
-
-    def _settle(self, left: int) -> None:
-        while len(self._pending) > left:
-            self.timeline.reuse(self._pending.popleft())
+            self._pending.add(self._live.pop(unit))
