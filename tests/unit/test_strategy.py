@@ -50,7 +50,7 @@ def folders(tmp_path: Path) -> dict[str, str]:
     return {name: str(tmp_path / name) for name in ("tiny", "eight")}
 
 
-def plan(model: str, cluster: Cluster, **more: Any) -> Plan:
+def run_of(model: str, **more: Any) -> Run:
     values = {
         "model": model,
         "data": {"train": "train.jsonl"},
@@ -59,7 +59,11 @@ def plan(model: str, cluster: Cluster, **more: Any) -> Plan:
         "max_steps": 10,
         "learning_rate": 1e-4,
     }
-    return make_plan("run", Run(**{**values, **more}), cluster)[0]
+    return Run(**{**values, **more})
+
+
+def plan(model: str, cluster: Cluster, **more: Any) -> Plan:
+    return make_plan("run", run_of(model, **more), cluster)[0]
 
 
 def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> None:

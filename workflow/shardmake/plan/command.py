@@ -20,6 +20,7 @@ from shardmake.plan.memory.scenario import Scenario, Stack
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import trace_all
 from shardmake.plan.model import Model, Split, cached_path, read_model, split
+from shardmake.plan.remedy import changes, remedies
 from shardmake.receipt import write_json
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
@@ -293,10 +294,14 @@ def _hardware(question: Question) -> Hardware:
 
 def smallest_change(question: Question, model: Model, hardware: Hardware) -> str:
     """What would make something fit: nodes, sequence length, adapters, each tried alone with its figure."""
-    found = [text for text in (_more_nodes(question, model, hardware), _shorter(question, model, hardware)) if text]
-    if question.method == "full":
-        found += [text for text in (_other_method(question, model, hardware, m) for m in ("lora", "qlora")) if text]
-    return "; or ".join(found) if found else "Nothing helps alone: use GPUs with more memory, or several changes."
+
+    def outcome(setting: str, value: Any) -> str | None:
+        row = _best(Question(**{**vars(question), setting: value}), model, hardware)
+        return f"{row.strategy} with checkpointing takes {row.memory.gpu.device / GIB:.1f} GiB per GPU" if row else None
+
+    found = remedies(changes(question.nodes, question.sequence_length, question.method), outcome)
+    said = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
+    return "; or ".join(said) or "Nothing helps alone: use GPUs with more memory, or several changes."
 
 
 def _best(question: Question, model: Model, hardware: Hardware) -> Row | None:
@@ -317,39 +322,6 @@ def _best(question: Question, model: Model, hardware: Hardware) -> Row | None:
 
 
 SAVERS: tuple[Strategy, ...] = ("zero3-offload", "fsdp", "zero3")
-
-
-def _with(question: Question, **changes: Any) -> Question:
-    return Question(**{**vars(question), **changes})
-
-
-def _more_nodes(question: Question, model: Model, hardware: Hardware) -> str | None:
-    nodes = question.nodes * 2
-    while nodes <= 64 * question.nodes:
-        row = _best(_with(question, nodes=nodes), model, hardware)
-        if row:
-            return f"{nodes} nodes: {_figure(row)}"
-        nodes *= 2
-    return None
-
-
-def _shorter(question: Question, model: Model, hardware: Hardware) -> str | None:
-    length = question.sequence_length // 2
-    while length >= 128:
-        row = _best(_with(question, sequence_length=length), model, hardware)
-        if row:
-            return f"--sequence-length {length}: {_figure(row)}"
-        length //= 2
-    return None
-
-
-def _other_method(question: Question, model: Model, hardware: Hardware, method: Method) -> str | None:
-    row = _best(_with(question, method=method), model, hardware)
-    return f"--method {method}: {_figure(row)}" if row else None
-
-
-def _figure(row: Row) -> str:
-    return f"{row.strategy} with checkpointing takes {row.memory.gpu.device / GIB:.1f} GiB per GPU"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -1,14 +1,18 @@
 """The plan stage: choose, hold the request against the cluster, write the plan."""
 
 from pathlib import Path
+from typing import Any
 
 from shardmake.config import Cluster, Run
+from shardmake.errors import UserError
 from shardmake.interval import interval_seconds, job_mtbf_seconds, lost_share
 from shardmake.plan.figure import draw
+from shardmake.plan.hardware import GIB
 from shardmake.plan.limits import ask_partitions, check_request
 from shardmake.plan.plan import Plan, as_json
+from shardmake.plan.remedy import Remedy, changes, remedies
+from shardmake.plan.strategy import Candidate, Desk, NothingFitsError, Settings, choices, choose, make_plan, resolve
 from shardmake.plan.strategy import describe as name_of
-from shardmake.plan.strategy import make_plan
 from shardmake.receipt import read_json, write_json, write_text
 from shardmake.rundir import RunDir
 from shardmake.script import check_script
@@ -26,7 +30,11 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """
     if run.script:
         check_script("script", Path(run.script))
-    plan, memory = make_plan(rundir.name, run, cluster)
+    try:
+        plan, memory = make_plan(rundir.name, run, cluster)
+    except NothingFitsError as error:
+        lines = [f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in _remedies(error.settings)]
+        raise UserError(f"{error}\nEach of these alone would do:{''.join(lines)}" if lines else str(error)) from None
     if cluster.executor == "slurm":
         check_request(plan, cluster, ask_partitions())
     check_plan(rundir, memory, plan.choice)
@@ -34,6 +42,34 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     write_text(rundir.memory_figure, draw(memory, plan.choice))
     write_json(rundir.plan, as_json(plan))
     return plan
+
+
+def _remedies(settings: Settings) -> list[Remedy]:
+    """What alone would make something fit; for models with closed formulas, because tracing so much takes minutes."""
+    run = settings.run
+    if settings.model.decoder is None:
+        return []
+    kinds = list(changes(run.nodes or settings.cluster.max_nodes, run.sequence_length, run.method))
+    if run.strategy != "auto":
+        kinds.insert(0, ("strategy", ["auto"]))
+    if settings.precision == "fp32" and not settings.hardware.is_cpu:
+        kinds.insert(0, ("precision", ["auto"]))
+
+    def outcome(setting: str, value: Any) -> str | None:
+        try:
+            found = _choice_of(run.model_copy(update={setting: value}), settings.cluster)
+        except UserError:  # nothing fits, or another setting forbids it: the batch, a package that is not installed
+            return None
+        return f"{name_of(found.choice)}: {found.memory.gpu.device / GIB:.1f} GiB per GPU"
+
+    return remedies(kinds, outcome)
+
+
+def _choice_of(run: Run, cluster: Cluster) -> Candidate:
+    """What would be chosen, with as many nodes as ``run`` asks for."""
+    most = max(cluster.max_nodes, run.nodes or 0)
+    desk = Desk(resolve(run, cluster.model_copy(update={"max_nodes": most})))
+    return choose([desk.scan(choice) for choice in choices(desk.settings)], desk)[0]
 
 
 def describe(plan: Plan, rundir: RunDir) -> str:

@@ -105,6 +105,14 @@ class Settings:
         )
 
 
+class NothingFitsError(UserError):
+    """No candidate of ``settings`` fits."""
+
+    def __init__(self, message: str, settings: Settings) -> None:
+        super().__init__(message)
+        self.settings = settings
+
+
 def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, Any]]:
     """The plan of run ``name`` on ``cluster``, and memory.json: every candidate with its bytes, term by term.
 
@@ -412,7 +420,7 @@ def choose(candidates: list[Candidate], desk: Desk) -> tuple[Candidate, list[Can
             acted = known[candidate.name]
             if acted.fits and not (wants_room and acted.tight):
                 return acted, list(known.values())
-    raise UserError(_nothing_fits(list(known.values()), desk.settings))
+    raise NothingFitsError(_nothing_fits(list(known.values()), desk.settings), desk.settings)
 
 
 def _may_fit(candidate: Candidate, hardware: Hardware) -> bool:
