@@ -16,6 +16,8 @@ from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
+from shardmake.train.group import end_process, leave_together
+
 STEPS = 2
 
 
@@ -25,8 +27,8 @@ def main() -> None:
     get_accelerator().is_fp16_supported = lambda: True  # torch computes in it on any CPU, slowly
     for variant in variants:
         train(Path(out) / variant, variant.split("-"))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()
+    end_process()
 
 
 def train(out: Path, traits: list[str]) -> None:

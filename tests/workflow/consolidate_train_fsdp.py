@@ -22,6 +22,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardmake.train.group import end_process, leave_together
+
 STEPS = 2
 
 
@@ -31,8 +33,8 @@ def main() -> None:
     for variant in variants:
         traits = variant.split("-")
         (train_with_trainer if "trainer" in traits else train)(Path(out) / variant, traits)
-    dist.barrier()
-    dist.destroy_process_group()
+    leave_together()
+    end_process()
 
 
 def make_model(traits: list[str]) -> torch.nn.Module:

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainingArguments
 
 import tests.fsdp_on_cpu  # noqa: F401
+from shardmake.train.group import end_process, leave_together
 from shardmake.train.load import load_base
 
 folder = Path(sys.argv[1])
@@ -26,5 +26,5 @@ deepspeed = {"deepspeed": str(folder / "deepspeed.json")} if settings["expected"
 arguments = TrainingArguments(output_dir=str(folder / "output"), **settings["arguments"], **deepspeed)
 model = load_base(settings)
 (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"peak": peak()}))
-torch.distributed.barrier()
-torch.distributed.destroy_process_group()
+leave_together()
+end_process()

@@ -50,6 +50,9 @@ def main() -> None:
         last = attempt.beat(rank)
         write_beat(attempt, rank, "failed", last.step if last else 0)  # it may take its time to end
         raise
+    from shardmake.train.group import end_process
+
+    end_process()
 
 
 def _meet(folder: "AttemptDir") -> None:

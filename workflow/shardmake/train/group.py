@@ -1,4 +1,10 @@
-"""The process group of the ranks."""
+"""The process group of the ranks, and how a rank ends."""
+
+import atexit
+import os
+import sys
+import threading
+from typing import NoReturn
 
 
 def leave_together() -> None:
@@ -8,3 +14,18 @@ def leave_together() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
+
+
+def end_process() -> NoReturn:
+    """End this process with status 0 and without the interpreter's teardown.
+
+    The teardown races with threads that torch has left behind: one rank in some hundreds aborts there
+    (``std::terminate``), after all its work is done, and the launcher then ends the other ranks.
+    """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
