@@ -1,9 +1,12 @@
 """The ranks' first act: one all-reduce over all of them, with a deadline, before a minute is spent on loading.
 
+From three nodes on the links between them are compared as well, to name a slow one.
+
 It runs in a process group of its own, over the launcher's store, and leaves nothing behind for the training's group.
 """
 
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -11,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardmake.train import links
 
 DEADLINE_SECONDS = 120.0
 SLOW = 0.25
@@ -47,9 +52,14 @@ def meet_ranks(
         return
     store = _store(deadline)
     store.set(f"here-{rank}", "")
-    seconds, size = _join_and_add(store, rank, world_size, on_cpu, deadline)
-    if rank == 0:
-        tell(describe(seconds, size, world_size, None if on_cpu else planned))
+    try:
+        _join(store, rank, world_size, on_cpu, deadline)
+        lines = _measure(store, on_cpu, None if on_cpu else planned, deadline)
+    except Exception as error:
+        raise _explain(error, store, world_size) from error
+    dist.destroy_process_group()
+    for line in lines:
+        tell(line)
 
 
 def describe(seconds: float, size: int, world_size: int, planned: float | None) -> str:
@@ -71,38 +81,60 @@ def _store(deadline: float) -> Any:
     return dist.PrefixStore("shardmake-meeting", store)
 
 
-def _join_and_add(store: Any, rank: int, world_size: int, on_cpu: bool, deadline: float) -> tuple[float, int]:
-    """Seconds of one all-reduce, and its bytes."""
-    device = torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
+def _join(store: Any, rank: int, world_size: int, on_cpu: bool, deadline: float) -> None:
+    group = {"backend": "gloo"} if on_cpu else {"backend": "nccl", "device_id": _device(on_cpu)}
+    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline), **group)
+
+
+def _device(on_cpu: bool) -> torch.device:
+    return torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
+
+
+def _measure(store: Any, on_cpu: bool, planned: float | None, deadline: float) -> list[str]:
+    """All-reduce, then try the links between the nodes; what rank 0 has to tell."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     size = _CPU_BYTES if on_cpu else _GPU_BYTES
-    try:
-        group = {"backend": "gloo"} if on_cpu else {"backend": "nccl", "device_id": device}
-        dist.init_process_group(
-            store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline), **group
-        )
-        tensor = torch.ones(size // 4, device=device)
-        _add(tensor, deadline)
-        started = time.perf_counter()
-        for _ in range(_REPEATS):
-            _add(tensor.fill_(1), deadline)
-        seconds = (time.perf_counter() - started) / _REPEATS
-        total = tensor[0].item()
-    except Exception as error:
-        raise _explain(error, store, world_size) from error
-    dist.destroy_process_group()
-    if total != world_size:
-        raise MeetingError(f"The all-reduce over {world_size} ranks gave {total}.")
-    return seconds, size
+    tensor = torch.ones(size // 4, device=_device(on_cpu))
+    _add(tensor, deadline)
+    started = time.perf_counter()
+    for _ in range(_REPEATS):
+        _add(tensor.fill_(1), deadline)
+    seconds = (time.perf_counter() - started) / _REPEATS
+    if tensor[0].item() != world_size:
+        raise MeetingError(f"The all-reduce over {world_size} ranks gave {tensor[0].item()}.")
+    slow = _compare_links(store, tensor, deadline)
+    _add(tensor.fill_(1), deadline)  # nobody leaves while others still measure
+    return [describe(seconds, size, world_size, planned), *slow] if rank == 0 else []
+
+
+def _compare_links(store: Any, tensor: torch.Tensor, deadline: float) -> list[str]:
+    """Warnings, on rank 0; `GROUP_RANK` and its like are what torch's launcher tells of the nodes."""
+    node, nodes = int(os.environ.get("GROUP_RANK", "0")), int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    if nodes < links.FEWEST_NODES or os.environ["LOCAL_RANK"] != "0":
+        return []
+    step = int(os.environ["LOCAL_WORLD_SIZE"])
+    seconds = links.measure(
+        tensor, node, [number * step for number in range(nodes)], lambda work, on: _finish(work, on, deadline)
+    )
+    store.set(f"link-{node}", f"{seconds} {socket.gethostname()}")
+    if node:
+        return []
+    found = [store.get(f"link-{number}").decode().split() for number in range(nodes)]
+    took, hosts = [float(words[0]) for words in found], [words[1] for words in found]
+    return links.slow_links(took, tensor.nbytes, hosts)
 
 
 def _add(tensor: torch.Tensor, deadline: float) -> None:
-    """All-reduce ``tensor``; gloo keeps the deadline itself, NCCL is asked whether it is done."""
-    work = dist.all_reduce(tensor, async_op=True)
-    assert work is not None
+    """All-reduce ``tensor``."""
+    _finish(dist.all_reduce(tensor, async_op=True), tensor, deadline)
+
+
+def _finish(work: Any, tensor: torch.Tensor, deadline: float) -> None:
+    """Wait for ``work``; gloo keeps the deadline itself, NCCL is asked whether it is done."""
     give_up = time.monotonic() + deadline
     while tensor.is_cuda and not work.is_completed():
         if time.monotonic() > give_up:
-            raise TimeoutError(f"the all-reduce did not end within {deadline:.0f} s")
+            raise TimeoutError(f"the ranks' work did not end within {deadline:.0f} s")
     work.wait()
     if tensor.is_cuda:
         torch.cuda.synchronize(tensor.device)
