@@ -10,14 +10,15 @@ from tempfile import TemporaryDirectory
 from shardmake.errors import UserError
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
+_PROCESSES = "2"
 
 
 @contextmanager
-def readable(checkpoint: Path, scratch: Path, workers: int, tell: Callable[[str], None]) -> Iterator[Path]:
+def readable(checkpoint: Path, scratch: Path, tell: Callable[[str], None]) -> Iterator[Path]:
     """``checkpoint`` itself, or a universal checkpoint made of its groups, below ``scratch`` and only for a while.
 
-    That takes the room of the checkpoint once more, and the RAM that DeepSpeed takes: a rank's files at a time, for
-    each of ``workers``.
+    That takes the room of the checkpoint once more, and the RAM that DeepSpeed takes: a rank's files at a time, in
+    each of two processes.
     """
     parts = next(checkpoint.glob("*/mp_rank_01_model_states.pt"), None)
     if parts is None:
@@ -25,14 +26,14 @@ def readable(checkpoint: Path, scratch: Path, workers: int, tell: Callable[[str]
         return
     tell("Putting the parts of the tensor-parallel ranks together, with DeepSpeed's ds_to_universal.")
     with TemporaryDirectory(dir=scratch, prefix="universal-") as folder:
-        _convert(parts.parent, Path(folder, "checkpoint"), workers)
+        _convert(parts.parent, Path(folder, "checkpoint"))
         yield Path(folder, "checkpoint")
 
 
-def _convert(source: Path, target: Path, workers: int) -> None:
+def _convert(source: Path, target: Path) -> None:
     """Run DeepSpeed's converter; a `UserError` with its last words if it fails."""
     folders = ["--input_folder", str(source), "--output_folder", str(target)]
-    counts = ["--num_extract_workers", str(workers), "--num_merge_workers", str(workers)]
+    counts = ["--num_extract_workers", _PROCESSES, "--num_merge_workers", _PROCESSES]
     done = subprocess.run([sys.executable, "-m", CONVERTER, *folders, *counts], capture_output=True, text=True)
     if done.returncode:
         raise UserError(f"DeepSpeed could not convert {source}:\n{done.stderr[-2000:]}")

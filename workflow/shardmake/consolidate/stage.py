@@ -13,7 +13,7 @@ from shardmake.rundir import RunDir
 def consolidate_run(run: Run, rundir: RunDir, *, workers: int, tell: Callable[[str], None]) -> Receipt:
     """Write `rundir.model` from the last checkpoint of a finished training; a `UserError` if it is not finished."""
     trained = read_json(rundir.train_receipt, "shardmake train NAME")
-    with readable(rundir.root / trained["checkpoint"], rundir.train, workers, tell) as checkpoint:
+    with readable(rundir.root / trained["checkpoint"], rundir.train, tell) as checkpoint:
         receipt = consolidate(
             checkpoint,
             rundir.model,
