@@ -251,10 +251,11 @@ class Driver:
                 self._doze_while_pending(job, status, pause)
                 self._follow_for(pause, follower, folder)
         except DriverStoppedError as signal_name:
-            raise DriverStoppedError(
+            self.tell(
                 f"{signal_name}: the driver leaves, job {job.id} goes on. To watch it again, run the same command; to "
                 f"save and stop: touch {_short(self.rundir.stop_file)}; to end it: {self.jobs.how_to_cancel(job.id)}"
-            ) from None
+            )
+            raise
         follower.tell_news()
         self.last_status = status
 
