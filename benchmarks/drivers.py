@@ -15,10 +15,10 @@ import psutil
 
 DRIVER = """
 import fcntl, sys
-from shardmake.launch.doze import doze
+from shardmake.launch.doze import doze_until_started
 lock = open(sys.argv[1], "a+")
 fcntl.flock(lock, fcntl.LOCK_EX)
-doze("7", lock.fileno(), sys.argv[2])
+doze_until_started("7", lock.fileno(), sys.argv[2])
 """
 RULE = 'set -euo pipefail; "$0" -c "$1" "$2" "$3" 2>&1 | tee -i "$2.log"'
 

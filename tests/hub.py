@@ -96,6 +96,8 @@ class FakeHub:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[str] = []
         self.ranges: list[str] = []
+        self.received: list[tuple[str, int]] = []
+        """Uploads of large files or parts of them: SHA-256 and bytes, also of those that were cut."""
         self.faults: list[Fault] = []
         self.lose: list[str] = []
         self.card_errors: list[str] = []
@@ -209,6 +211,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.status is None and self.command in ("POST", "PUT"):
             return self._break_off()
         self.body = self._read_body()
+        self._note(self.body)
         if fault is not None and fault.status is not None:
             return self._send(Reply(fault.status, {"error": fault.message}, {"Retry-After": "0"}))
         try:
@@ -227,9 +230,13 @@ class _Handler(BaseHTTPRequestHandler):
         return fault
 
     def _break_off(self) -> None:
-        self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2)
+        self._note(self.rfile.read(int(self.headers.get("Content-Length") or 0) // 2))
         self.close_connection = True
         self.connection.close()
+
+    def _note(self, content: bytes) -> None:
+        if match := re.fullmatch(r"/(?:put|part)/(\w+)(?:/\d+)?", self.path):
+            self.hub.received.append((match[1], len(content)))
 
     def _read_body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "") != "chunked":

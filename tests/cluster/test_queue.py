@@ -34,7 +34,7 @@ def test_eight_drivers_ask_squeue_as_often_as_one(cluster: Cluster, shared_folde
     real = cluster.run("command -v squeue").stdout.strip()
     wrapper.write_text(f'#!/bin/sh\necho asked >> {shared_folder}/count\nexec {real} "$@"\n')
     wrapper.chmod(0o755)
-    command = f"PATH={wrapper.parent}:$PATH XDG_RUNTIME_DIR={shared_folder} exec python -c '{WATCH}' {SECONDS} {job}"
+    command = f"PATH={wrapper.parent}:$PATH TMPDIR={shared_folder} exec python -c '{WATCH}' {SECONDS} {job}"
     started = time.monotonic()
     drivers = [cluster.popen(command, stdout=subprocess.PIPE) for _ in range(DRIVERS)]
     assert [driver.communicate()[0].split() for driver in drivers] == [["RUNNING"]] * DRIVERS

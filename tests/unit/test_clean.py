@@ -4,6 +4,7 @@ import pytest
 
 from shardmake.clean import clean
 from shardmake.publish.push import push
+from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 from shardmake.train.ledger import CheckpointRecord, fingerprint, seal, sealed
 from tests.finished_run import make_run, make_rundir, write_model
@@ -16,12 +17,18 @@ def rundir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     """A run with three finished checkpoints and one that was cut short."""
     monkeypatch.chdir(tmp_path)
     rundir = make_rundir(tmp_path)
+    configure(rundir)
     for step in (10, 20, 30, 40):
         make_checkpoint(rundir, step, finished=step != 20)
     return rundir
 
 
-def make_checkpoint(rundir: RunDir, step: int, *, finished: bool) -> None:
+def configure(rundir: RunDir, *, best: bool = False, every_steps: int | None = None) -> None:
+    retention = {"keep": 2, "best": best, "every_steps": every_steps}
+    write_json(rundir.training, {"checkpoints": {"retention": retention}})
+
+
+def make_checkpoint(rundir: RunDir, step: int, *, finished: bool, eval_loss: float | None = None) -> None:
     folder = rundir.checkpoints / f"checkpoint-{step}"
     folder.mkdir(parents=True)
     (folder / "shard.bin").write_bytes(bytes(1000))
@@ -34,6 +41,7 @@ def make_checkpoint(rundir: RunDir, step: int, *, finished: bool) -> None:
         recipe="r",
         saved_at=0,
         save_seconds=1,
+        eval_loss=eval_loss,
         versions={},
         files={"shard.bin": fingerprint(folder / "shard.bin")},
     )
@@ -76,6 +84,15 @@ def test_the_newest_checkpoint_and_the_model_stay(rundir: RunDir) -> None:
     assert sorted(rundir.model.iterdir()) == model and not (rundir.root / ".model.partial").exists()
     assert [path.name for path in rundir.fetched.iterdir()] == ["train.parquet"]
     assert listed(rundir.root.parent)[0] == set()
+
+
+def test_what_is_kept_for_good_and_the_best_stay(rundir: RunDir) -> None:
+    configure(rundir, best=True, every_steps=10)
+    make_checkpoint(rundir, 14, finished=True, eval_loss=1.0)
+    make_checkpoint(rundir, 16, finished=True, eval_loss=2.0)
+    push(RUN, rundir)
+    assert listed(rundir.root.parent, remove=True)[0] == {"checkpoint-16", "checkpoint-20"}
+    assert names(rundir) == {f"checkpoint-{step}" for step in (10, 14, 30, 40)}
 
 
 def test_a_model_that_changed_after_the_push_keeps_everything(rundir: RunDir) -> None:

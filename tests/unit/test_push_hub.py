@@ -1,3 +1,5 @@
+import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -110,6 +112,39 @@ def test_what_arrived_before_the_cut_is_not_sent_again(hub: FakeHub, rundir: Run
     hub.cut("POST .*/commit/")
     push(RUN, rundir)
     assert len(hub.asked("PUT /put/")) == len(WEIGHTS)
+
+
+def sent(hub: FakeHub) -> Counter[str]:
+    """Bytes that arrived at the hub since it was last asked, by SHA-256."""
+    found: Counter[str] = Counter()
+    for sha256, size in hub.received:
+        found[sha256] += size
+    hub.received.clear()
+    return found
+
+
+def test_a_network_that_goes_in_the_middle_costs_one_file_at_most(
+    hub: FakeHub, rundir: RunDir, transfer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight shards one breaks off again and again: nobody sees anything of the others, and they are not sent again."""
+    monkeypatch.setattr("shardmake.hub.RETRY_WAITS", ())
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    shards = {f"model-{n}.safetensors": bytes([n]) * 200_000 for n in range(8)}
+    write_model(rundir, {"config.json": b"{}", **shards})
+    lost = hashlib.sha256(shards["model-4.safetensors"]).hexdigest()
+    hub.transfer = transfer
+    hub.cut(f"P[OU][ST]T? /(put|part)/{lost}", times=99)
+    with pytest.raises(UserError, match=r"The push to hub:lab/chat failed.*\nNothing is lost.*Push again"):
+        push(RUN, rundir)
+    assert not contents(hub)
+    sizes = {hashlib.sha256(content).hexdigest(): len(content) for content in shards.values()}
+    arrived = {sha256 for sha256 in sizes if hub.object(sha256).exists()}
+    assert lost not in arrived and arrived
+    sent(hub)
+    hub.faults.clear()
+    push(RUN, rundir)
+    assert sent(hub) == {sha256: size for sha256, size in sizes.items() if sha256 not in arrived}
+    assert {name: contents(hub)[name] for name in shards} == shards
 
 
 def test_a_commit_in_between_is_noticed_and_built_upon(hub: FakeHub, rundir: RunDir) -> None:

@@ -12,7 +12,7 @@ import pytest
 from shardmake.manifest import read_folder
 from shardmake.publish.push import push
 from shardmake.rundir import RunDir
-from tests.finished_run import DRAWN, MODEL, PLOTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
 RUN = make_run(push={"to": "hub:lab/chat"})
@@ -58,6 +58,8 @@ def test_killed_at_every_request(hub: FakeHub, tmp_path: Path) -> None:
         assert found == old or {name: found.get(name) for name in MODEL} == MODEL, f"half a model at request {at}"
         at += 1
     assert at > 8, "the pushes were killed at several places"
+    whole = [entry for entry in hub.received if entry[1] == len(next(iter(WEIGHTS.values())))]
+    assert len(whole) == len(set(whole)) == len(WEIGHTS), "what has arrived is not sent again"
     assert {name: contents(hub)[name] for name in MODEL} == MODEL
     assert contents(hub).keys() == {*MODEL, *PLOTS, "SHA256SUMS"}
     assert len(hub.repositories["lab/chat"].commits) == start + 1

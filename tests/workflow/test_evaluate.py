@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardmake.config import Cluster, Run
 from shardmake.data import prepare
 from shardmake.errors import UserError
-from shardmake.publish.backends import Machine, choose_backend, count_ranks, load_model
+from shardmake.publish.backends import Machine, choose_backend, count_ranks, load_model, weights_size
 from shardmake.publish.evaluate import evaluate
 from shardmake.publish.scores import IGNORED, Example, Scores, score
 from shardmake.receipt import read_json
@@ -190,6 +190,26 @@ def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path,
     for model in ("base", "tuned"):
         assert together[model]["tokens"] == alone[model]["tokens"] == 16
         assert together[model]["loss"] == pytest.approx(alone[model]["loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_model_of_bin_files_is_weighed_and_loaded(
+    folder: Path, network: "PreTrainedModel", tmp_path: Path, shards: int
+) -> None:
+    tensors = list(load_file(folder / "model.safetensors").items())
+    size = sum(tensor.nbytes for _, tensor in tensors)
+    names = ["pytorch_model.bin"] if shards == 1 else [f"pytorch_model-{n}-of-2.bin" for n in (1, 2)]
+    parts = [dict(tensors[number::shards]) for number in range(shards)]
+    for name, part in zip(names, parts, strict=True):
+        torch.save(part, tmp_path / name)
+    if shards > 1:
+        places = {key: name for name, part in zip(names, parts, strict=True) for key in part}
+        index = {"metadata": {"total_size": size}, "weight_map": places}
+        (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+    (tmp_path / "training_args.bin").write_bytes(bytes(size))
+    shutil.copy(folder / "config.json", tmp_path)
+    assert size < weights_size(tmp_path) < 1.2 * size
+    assert score_all(load_model(str(tmp_path)), [SHORT], 1) == score_all(network, [SHORT], 1)
 
 
 GIB = 1 << 30

@@ -43,7 +43,7 @@ rule train:
     conda:
         "../../envs/train.yaml"
     resources:
-        train_slot=1,
+        driver=1,
     params:
         config=CONFIG_FLAGS,
     message:

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardmake.receipt import read_json
@@ -55,9 +55,12 @@ def is_pushed(rundir: RunDir) -> bool:
 
 
 def _removable(rundir: RunDir) -> Iterator[Removable]:
-    sealed = [path for _, path in ledger.sealed(rundir.checkpoints)]
-    for path in sealed[1:]:
-        yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
+    found = list(ledger.sealed(rundir.checkpoints))
+    kept = _kept(rundir, [record for record, _ in found])
+    sealed = [path for _, path in found]
+    for record, path in found:
+        if record.step not in kept:
+            yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
     for _, path in ledger.checkpoints(rundir.checkpoints):
         if sealed and path not in sealed:
             yield Removable(path, tree_size(path), "its save was never finished")
@@ -69,6 +72,12 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
         yield Removable(cache, tree_size(cache), "the examples were fetched through it and lie in files of the run")
     for path in rundir.root.glob(".*.partial"):
         yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
+
+
+def _kept(rundir: RunDir, records: list[ledger.CheckpointRecord]) -> set[int]:
+    """Steps of the newest checkpoint, of the best, and of those that the configuration keeps for good."""
+    settings = read_json(rundir.training, f"shardmake render {rundir.name}")["checkpoints"]
+    return replace(ledger.Retention(**settings["retention"]), keep=1).kept(records)
 
 
 def _remove(item: Removable, tell: Tell) -> None:

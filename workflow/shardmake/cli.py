@@ -365,6 +365,3 @@ def main() -> None:
     except UserError as error:
         Console(stderr=True, soft_wrap=True).print(f"Error: {error}", style="red", markup=False, highlight=False)
         sys.exit(2)
-    except KeyboardInterrupt as interrupt:
-        tell(str(interrupt) or "Interrupted.")
-        sys.exit(130)

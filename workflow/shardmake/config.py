@@ -368,6 +368,11 @@ class Cluster(Section):
         description="Mean time between failures of one node, hours, preemptions included; for "
         "`checkpoints.every_steps: auto`. The default is what 6.5 failures per 1000 node-days make (arXiv 2410.21680).",
     )
+    trainings_per_user: PositiveInt = Field(
+        2,
+        description="Fair use: most trainings that one user has in Slurm's queue at once, waiting or running, over all "
+        "runs and checkouts; further ones wait for their turn.",
+    )
     cache: str | None = Field(
         None, description="Folder of the hub's cache, which a lab may share; without it, where HF_HOME says."
     )
@@ -412,13 +417,14 @@ _LATE_FIELDS = {field for stage in ("consolidate", "evaluate", "push") for field
 def stage_digest(run: Run, cluster: Cluster, stage: str) -> str:
     """Digest of the settings that ``stage`` reads; Snakemake reruns the stage when it changes.
 
-    Only the plan depends on the cluster; what it decides from it stands in the rendered files.
+    Only the plan depends on the cluster, but for how many trainings are queued at once; what it decides from it stands
+    in the rendered files.
     """
     values = run.model_dump()
     fields = STAGE_FIELDS.get(stage)
     if fields is None:
         fields = tuple(sorted(set(values) - _LATE_FIELDS))
-        values["cluster"] = cluster.model_dump()
+        values["cluster"] = cluster.model_dump(exclude={"trainings_per_user"})
         fields += ("cluster",)
     return digest({field: values[field] for field in fields})
 

@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
+from typing import NoReturn
 
 from shardmake.attempt import AttemptDir, Record, write_record
 from shardmake.config import Cluster, Run
 from shardmake.errors import UserError
 from shardmake.launch import scripts
-from shardmake.launch.doze import LOCK_VARIABLE, doze
+from shardmake.launch.doze import LOCK_VARIABLE, WAITED_VARIABLE, doze_until_room, doze_until_started
 from shardmake.launch.follow import Follower
-from shardmake.launch.jobs import Jobs, attempt_settings, job_owners, make_jobs
+from shardmake.launch.jobs import Jobs, attempt_settings, job_name, job_owners, make_jobs
 from shardmake.launch.outcome import Action, End, Evidence, History, Outcome, classify, decide
-from shardmake.launch.queue import runtime_folder, slurm_in_use
 from shardmake.launch.states import JobState, JobStatus
 from shardmake.launch.story import (
     Chapter,
@@ -37,6 +37,7 @@ from shardmake.launch.story import (
     unfit_nodes,
     write_story,
 )
+from shardmake.launch.turn import snapshot_file, turn, why
 from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
@@ -115,11 +116,10 @@ def _leaving_the_job_alone() -> Iterator[None]:
 class Driver:
     """Drives one run; every decision is made from what is on disk and from Slurm's word."""
 
-    def __init__(
-        self, run: Run, cluster: Cluster, rundir: RunDir, plan: Plan, tell: Tell, lock: int | None = None
-    ) -> None:
+    def __init__(self, run: Run, cluster: Cluster, rundir: RunDir, plan: Plan, tell: Tell, lock: int) -> None:
         self.run, self.cluster, self.rundir, self.plan, self.tell = run, cluster, rundir, plan, tell
         self.lock = lock
+        self.waited = os.environ.pop(WAITED_VARIABLE, None) is not None
         self.jobs: Jobs = make_jobs(rundir.root, cluster)
         settings = read_json(rundir.training, "shardmake render NAME")
         data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
@@ -170,10 +170,29 @@ class Driver:
         return None
 
     def _submit(self) -> Job:
+        self._heed_stop_file()
+        with self._turn():
+            self.waited = False
+            return self._submit_now()
+
+    def _turn(self) -> contextlib.AbstractContextManager[None]:
+        """The turn of this user's trainings to enter the queue; without Slurm there is nothing to wait for."""
+        if self.cluster.executor == "local":
+            return contextlib.nullcontext()
+        return turn(job_name(self.rundir.root), self.cluster.trainings_per_user, self._wait)
+
+    def _wait(self, ahead: list[str] | None) -> NoReturn:
+        """Say once who is ahead, and doze."""
+        limit = self.cluster.trainings_per_user
+        if not self.waited:
+            self.tell(why(ahead, self.rundir.name, limit))
+        stop_file = str(self.rundir.stop_file.resolve())
+        doze_until_room(job_name(self.rundir.root), limit, stop_file, self.lock, str(snapshot_file()))
+
+    def _submit_now(self) -> Job:
         check_run(self.rundir)
         number = self._last_attempt() + 1
         folder = AttemptDir((self.rundir.attempts / f"{number:03d}").resolve())
-        self._clear_stop_file()
         self.rundir.train_receipt.unlink(missing_ok=True)
         plan = self._write_configuration(folder)
         if self.run.script:
@@ -232,10 +251,17 @@ class Driver:
         reshard(checkpoint, out, choice.strategy, choice.world_size, self.tell)
         return out
 
-    def _clear_stop_file(self) -> None:
-        if self.rundir.stop_file.exists():
-            self.tell(f"Removing the stop file {_short(self.rundir.stop_file)} of an earlier request.")
-            self.rundir.stop_file.unlink()
+    def _heed_stop_file(self) -> None:
+        """Stop where it was asked for while this driver waited; a request from before that has been answered."""
+        if not self.rundir.stop_file.exists():
+            return
+        if self.waited:
+            raise UserError(
+                f"{self.rundir.name} was asked to stop ({_short(self.rundir.stop_file)}) while it waited for its turn. "
+                "Nothing was submitted. Run the same command again to go on."
+            )
+        self.tell(f"Removing the stop file {_short(self.rundir.stop_file)} of an earlier request.")
+        self.rundir.stop_file.unlink()
 
     # ---- watching ---------------------------------------------------------------------------------------------
 
@@ -251,10 +277,11 @@ class Driver:
                 self._doze_while_pending(job, status, pause)
                 self._follow_for(pause, follower, folder)
         except DriverStoppedError as signal_name:
-            raise DriverStoppedError(
+            self.tell(
                 f"{signal_name}: the driver leaves, job {job.id} goes on. To watch it again, run the same command; to "
                 f"save and stop: touch {_short(self.rundir.stop_file)}; to end it: {self.jobs.how_to_cancel(job.id)}"
-            ) from None
+            )
+            raise
         follower.tell_news()
         self.last_status = status
 
@@ -267,9 +294,9 @@ class Driver:
 
     def _doze_while_pending(self, job: Job, status: JobStatus, pause: float) -> None:
         """A job that waits for a while may wait for days: give the memory back (see `doze`)."""
-        if self.lock is not None and status.word == "PENDING" and pause >= DOZE_SECONDS:
+        if status.word == "PENDING" and pause >= DOZE_SECONDS:
             self.tell("The job waits in the queue; the driver dozes until it starts.")
-            doze(job.id, self.lock, str(runtime_folder() / f"pending-{slurm_in_use()}"))
+            doze_until_started(job.id, self.lock, str(snapshot_file()))
 
     def _follow_for(self, seconds: float, follower: Follower, folder: AttemptDir) -> None:
         """Tell news from the run's folder, which cost Slurm nothing, until it is time to ask again."""

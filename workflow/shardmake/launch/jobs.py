@@ -15,6 +15,7 @@ import psutil
 from shardmake.attempt import Attempt, AttemptDir
 from shardmake.config import Cluster, Slurm
 from shardmake.errors import UserError
+from shardmake.launch.doze import PREFIX
 from shardmake.launch.queue import ask, look
 from shardmake.launch.states import DISGUISES, JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
 from shardmake.plan.plan import Plan
@@ -47,7 +48,7 @@ class Jobs(Protocol):
 
 def job_name(run_folder: Path) -> str:
     """Name of a run's job: readable, and the same for the same folder whoever asks."""
-    return f"shardmake-{run_folder.name}-{digest(str(run_folder.resolve()))[:8]}"
+    return f"{PREFIX}{run_folder.name}-{digest(str(run_folder.resolve()))[:8]}"
 
 
 @dataclass

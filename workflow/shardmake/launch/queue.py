@@ -60,7 +60,7 @@ def look(command: Sequence[str], folder: Path | None = None) -> Snapshot:
     found = _read(file)
     if found and found.is_fresh(time.time()):
         return found
-    with _alone(file.with_suffix(".lock")):
+    with alone(file.with_suffix(".lock")):
         found = _read(file)  # another driver may have asked while this one waited
         return found if found and found.is_fresh(time.time()) else _take(command, file)
 
@@ -86,7 +86,8 @@ def _read(file: Path) -> Snapshot | None:
 
 
 @contextlib.contextmanager
-def _alone(lock: Path) -> Iterator[None]:
+def alone(lock: Path) -> Iterator[None]:
+    """Hold the lock of a file, after whoever holds it now."""
     with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -98,12 +99,11 @@ def slurm_in_use() -> str:
 
 
 def runtime_folder() -> Path:
-    """A folder on this machine that is the user's alone."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR", ""))
-    if base.is_absolute() and os.access(base, os.W_OK):
-        folder = base / "shardmake"
-    else:
-        folder = Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}"
+    """A folder on this machine that is the user's alone.
+
+    Not below XDG_RUNTIME_DIR, which goes when its user logs out, while drivers in a tmux stay.
+    """
+    folder = Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         return Path(tempfile.mkdtemp(prefix="shardmake-queue-"))

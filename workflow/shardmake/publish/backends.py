@@ -73,8 +73,9 @@ def count_ranks(backend: Backend, machine: Machine, wanted: int | None) -> int:
 
 
 def weights_size(folder: Path) -> int:
-    """Bytes of the weights in a model folder."""
-    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+    """Bytes of the weights in a model folder: of its safetensors, or of files that torch.load reads."""
+    files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
+    return sum(path.stat().st_size for path in files)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from shardmake.rundir import RunDir
 CARD = "README.md"
 _TEXTS = (".json", ".txt", ".jinja", ".py", ".md", ".yaml")
 # A loader looks at these first, so on storage without commits they arrive after the weights.
-_LAST = ("model.safetensors.index.json", "config.json", SUMS)
+_LAST = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", SUMS)
 
 
 @dataclass(frozen=True)

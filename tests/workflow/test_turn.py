@@ -1,0 +1,131 @@
+"""Drivers of one user and the queue they share: real drivers, with programs that keep a queue in Slurm's place.
+
+What Slurm itself does with the jobs is tested in tests/cluster; here no job ever starts.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardmake.launch.doze import WAITED_VARIABLE
+from tests.workflow.checkout import RUN, Checkout
+
+TOOLS = {
+    "srun": "exit 1",
+    "sinfo": "echo 'gpu*|3|2|8000|infinite'",
+    "scontrol": "exit 1",
+    "sbatch": """
+        name=$(sed -n 's/^#SBATCH --job-name=//p' "$1")
+        id=$(($(wc -l < $QUEUE) + 1))
+        echo "$id $name" >> $QUEUE
+        echo "Submitted batch job $id"
+    """,
+    "squeue": """
+        for word; do
+            case $word in --name=*) wanted=${word#--name=} ;; --format=*) format=${word#--format=} ;; esac
+        done
+        while read -r id name; do
+            [ "${wanted:-$name}" = "$name" ] || continue
+            if [ "$format" = "%i|%T|%j" ]; then echo "$id|PENDING|$name"; else echo "$id|PENDING||$name"; fi
+        done < $QUEUE
+    """,
+}
+
+
+@dataclass
+class Desk:
+    """A user's checkout with two planned runs, ``one`` and ``two``, one of which may be in the queue."""
+
+    lab: Checkout
+    folder: Path
+    drivers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
+
+    @property
+    def queue(self) -> list[str]:
+        return (self.folder / "queue").read_text().splitlines()
+
+    def train(self, run: str, **variables: str) -> Path:
+        """Start a driver; where its words go."""
+        log = self.folder / f"{run}-{len(self.drivers)}.log"
+        words = self.lab.command("shardmake", "train", run, "--config", str(self.folder / "config.yaml"))
+        driver = subprocess.Popen(
+            [*words, "--runs", str(self.folder / "runs")],
+            cwd=self.lab.root,
+            env={**os.environ, **variables},
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
+        self.drivers.append(driver)
+        return log
+
+    def leave(self, number: int) -> None:
+        """End a driver as Ctrl-C does."""
+        self.drivers[number].send_signal(signal.SIGINT)
+        self.drivers[number].wait(60)
+
+
+@pytest.fixture
+def desk(lab: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+    (tmp_path / "queue").touch()
+    (tmp_path / "bin").mkdir()
+    for name, script in TOOLS.items():
+        (tmp_path / "bin" / name).write_text(f"#!/bin/sh\nQUEUE={tmp_path}/queue\n{script}")
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    cluster = yaml.safe_load((lab.root / "config/cluster.yaml").read_text())
+    cluster |= {"executor": "slurm", "trainings_per_user": 1, "slurm": {"gpu_request": "none"}}
+    (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
+    config = {"cluster": str(tmp_path / "cluster.yaml"), "runs": {"one": RUN, "two": RUN}}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+    one, two = (tmp_path / "runs" / run for run in ("one", "two"))
+    shutil.copytree(lab.run, one, ignore=shutil.ignore_patterns("train"))
+    for stage in ("plan", "render"):
+        lab("shardmake", stage, "one", "--config", str(tmp_path / "config.yaml"), "--runs", str(one.parent))
+    shutil.copytree(one, two)
+    desk = Desk(lab, tmp_path)
+    yield desk
+    for driver in desk.drivers:
+        driver.kill()
+        driver.wait()
+
+
+def wait_for(log: Path, words: str) -> None:
+    deadline = time.monotonic() + 120
+    while words not in log.read_text():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.1)
+
+
+def test_one_training_at_a_time_whoever_drives(desk: Desk) -> None:
+    """Of two drivers at once one submits; a job that is there is adopted though the queue is full."""
+    logs = {run: desk.train(run) for run in ("one", "two")}
+    while not desk.queue:
+        time.sleep(0.1)
+    first, second = sorted(logs, key=lambda run: run not in desk.queue[0])
+    wait_for(logs[first], "Attempt 1: job 1")
+    wait_for(logs[second], f"in the queue ({first}), and trainings_per_user in the cluster file is 1: {second} waits")
+    assert len(desk.queue) == 1
+    desk.leave(list(logs).index(first))
+    assert "the driver leaves, job 1 goes on" in logs[first].read_text()
+    wait_for(desk.train(first), "Adopting job 1 (attempt 1)")
+    desk.leave(2)
+
+    desk.leave(list(logs).index(second))
+    assert "nothing was submitted" in logs[second].read_text() and len(desk.queue) == 1
+    (desk.folder / "queue").write_text("")
+    stop_file = desk.folder / f"runs/{second}/train/STOP"
+    stop_file.touch()
+    woken = desk.train(second, **{WAITED_VARIABLE: "1"})
+    assert desk.drivers[-1].wait(60) == 2
+    assert "asked to stop" in woken.read_text() and "Nothing was submitted" in woken.read_text() and not desk.queue
+    wait_for(desk.train(second), "Attempt 1: job 1")
+    assert not stop_file.exists() and second in desk.queue[0]

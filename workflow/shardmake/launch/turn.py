@@ -1,0 +1,52 @@
+"""A user's trainings take turns: Slurm's queue holds at most so many of them at once, over all runs and checkouts.
+
+The drivers of a user on one machine pass a lock in the user's runtime folder: one looks at the queue and submits before
+the next one looks. Another login node has a lock of its own, so drivers on two of them that look within the same second
+may submit one training too many.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
+
+from shardmake.launch.doze import PREFIX, SECONDS, look, others
+from shardmake.launch.queue import alone, runtime_folder, slurm_in_use
+
+Wait = Callable[[list[str] | None], NoReturn]
+
+
+def snapshot_file() -> Path:
+    """Where waiting drivers share their looks at the queue."""
+    return runtime_folder() / f"waiting-{slurm_in_use()}"
+
+
+@contextlib.contextmanager
+def turn(name: str, limit: int, wait: Wait) -> Iterator[None]:
+    """Hold the turn to submit the job ``name`` where fewer than ``limit`` other trainings of the user are queued.
+
+    Otherwise ``wait`` is called with their names, or with None where Slurm does not answer, and does not come back.
+    """
+    snapshot = snapshot_file()
+    _require_room(str(snapshot), name, limit, wait, SECONDS)  # which costs Slurm nothing where many drivers start
+    with alone(snapshot.with_suffix(".turn")):
+        _require_room(str(snapshot), name, limit, wait, 0)
+        yield
+
+
+def _require_room(snapshot: str, name: str, limit: int, wait: Wait, seconds: float) -> None:
+    queue = look(snapshot, seconds)
+    ahead = None if queue is None else others(queue, name)
+    if ahead is None or len(ahead) >= limit:
+        wait(ahead)
+
+
+def why(ahead: list[str] | None, run: str, limit: int) -> str:
+    """For people: why ``run`` waits, and for whom; ``ahead`` are names of jobs."""
+    if ahead is None:
+        return f"Slurm does not answer; {run} is submitted once it does."
+    runs = ", ".join(sorted(name.removeprefix(PREFIX).rpartition("-")[0] for name in ahead))
+    return (
+        f"You have {len(ahead)} training(s) in the queue ({runs}), and trainings_per_user in the cluster file is "
+        f"{limit}: {run} waits for one of them to end."
+    )
