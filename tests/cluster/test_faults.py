@@ -203,6 +203,7 @@ def come_back(lab: FaultLab, attempts: int) -> Ends:
 @pytest.mark.faults
 def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, in_peace: Any) -> None:
     """One training through all of them."""
+    lab.repair()
     calm = in_peace("zero3")
     before = job_ids(lab)
     lab.order("die-before-record")
@@ -220,6 +221,7 @@ def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, i
 @pytest.mark.faults
 def test_signals_a_dead_controller_and_a_dead_node_that_comes_back(lab: FaultLab, in_peace: Any) -> None:
     """A node that comes back sometimes takes the step that was just started with it."""
+    lab.repair()
     calm = in_peace("zero3")
     survive(
         lab, [signals_before_the_limit, restart_controller, kill_node, come_back], calm, spare={"lost without a trace"}

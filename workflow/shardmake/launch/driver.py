@@ -323,6 +323,7 @@ class Driver:
                 job_word=self.last_status.word,
                 exits=folder.exits(),
                 errors=folder.rank_errors(),
+                nodes=folder.read().nodes,
                 hang=folder.read_hang(),
                 cancelled_by=self.last_status.by,
                 last_words=_last_line(folder.slurm),

@@ -44,6 +44,8 @@ class Evidence:
     exits: Sequence[NodeExit]
     errors: Sequence[RankError]
     """Earliest first."""
+    nodes: int = 1
+    """How many there were; one whose worker is killed leaves no record."""
     hang: Hang | None = None
     """What the workers found if the ranks hung."""
     cancelled_by: str = ""
@@ -120,6 +122,7 @@ def classify(evidence: Evidence) -> Outcome:
         or _by_hang(evidence.hang)
         or _by_oom_kill(evidence.exits)
         or _by_slurm(evidence.job_word, evidence.cancelled_by)
+        or _by_missing_worker(evidence)
         or _by_signal(evidence.exits)
         or _by_rendezvous(evidence.exits)
         or _by_silence(evidence.exits, evidence.errors)
@@ -164,6 +167,15 @@ def _by_slurm(word: str, cancelled_by: str) -> Outcome | None:
     end = _BY_WORD.get(word)
     by = f" by {cancelled_by}" if cancelled_by else ""
     return Outcome(end, f"Slurm ended the job: {word}{by}.") if end else None
+
+
+def _by_missing_worker(evidence: Evidence) -> Outcome | None:
+    """Where a worker is killed, Slurm ends those on the other nodes with SIGTERM, as if it preempted them."""
+    missing = evidence.nodes - len(evidence.exits)
+    if evidence.job_word != "FAILED" or not missing or not any(node.stop_signal for node in evidence.exits):
+        return None
+    sentence = f"{missing} of {evidence.nodes} nodes left no record, and Slurm ended the others: a worker was killed."
+    return Outcome(End.KILLED, sentence)
 
 
 def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
