@@ -5,7 +5,7 @@ BIN := .venv/bin
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install install-test test check unit test-nvme test-lab test-faults test-sweep docs clean
+.PHONY: demo install install-test test check unit test-nvme test-trackers test-lab test-faults test-sweep docs clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -51,6 +51,12 @@ unit: install-test
 # DeepSpeed compiles its asynchronous I/O for several minutes first.
 test-nvme: install-test
 	$(BIN)/pytest -m nvme tests/workflow
+
+# W&B and trackio bring packages along that nothing else here needs; trackio also wants another pillow than ours.
+test-trackers: install-test
+	$(BIN)/pip install -q -c constraints.txt wandb
+	$(BIN)/pip install -q trackio
+	$(BIN)/pytest -m trackers tests/workflow
 
 # Two users of a lab at once on the three-node Slurm.
 test-lab: install-test

@@ -21,7 +21,7 @@ from shardmake.plan.plan import read_plan
 from shardmake.receipt import read_json
 from shardmake.train.engine import EngineMismatchError, environment_report
 from shardmake.train.group import leave_together
-from shardmake.train.trackers import tracker_environment
+from shardmake.train.trackers import prepare_trackers
 
 ACCELERATE_NAMES = {
     "deepspeed": ("DEEPSPEED",),
@@ -36,8 +36,7 @@ def train(attempt_folder: Path) -> None:
     folder = AttemptDir(attempt_folder)
     attempt, settings = folder.read(), read_json(folder.training, "shardmake train NAME")
     program, engine, rank = settings["program"], settings["expected"]["engine"], int(os.environ.get("RANK", "0"))
-    trackers = settings["arguments"]["report_to"]
-    os.environ.update(tracker_environment(attempt.rundir, trackers, offline=attempt.offline, environment=os.environ))
+    prepare_trackers(attempt, settings["arguments"]["report_to"])
     os.environ.update(variables(folder, attempt, settings))
     write_beat(folder, rank, SILENT, 0)
     rank_report(folder, rank, environment_report())

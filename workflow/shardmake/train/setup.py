@@ -1,7 +1,6 @@
 """What a training needs before its first step and after its last, whichever loop runs it."""
 
 import importlib
-import os
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +21,7 @@ from shardmake.train.finite import FiniteGuard
 from shardmake.train.load import load_base
 from shardmake.train.receipt import write_receipt
 from shardmake.train.saving import Saver
-from shardmake.train.trackers import tracker_environment
+from shardmake.train.trackers import PROJECT, prepare_trackers
 
 
 def training_arguments(settings: dict[str, Any], folder: AttemptDir, attempt: Attempt) -> TrainingArguments:
@@ -32,9 +31,10 @@ def training_arguments(settings: dict[str, Any], folder: AttemptDir, attempt: At
     arguments = dict(settings["arguments"])
     if read_json(folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(folder.deepspeed)
-    trackers = arguments["report_to"]
-    os.environ.update(tracker_environment(attempt.rundir, trackers, offline=attempt.offline, environment=os.environ))
-    return TrainingArguments(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, **arguments)
+    prepare_trackers(attempt, arguments["report_to"])
+    return TrainingArguments(
+        output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments
+    )
 
 
 def named_optimizer(settings: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
