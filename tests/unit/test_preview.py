@@ -33,6 +33,8 @@ def test_slurm_preview_holds_script_command_environment_and_files(tmp_path: Path
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=1",
         "NCCL_SOCKET_IFNAME=ib0",
+        "HF_DATASETS_OFFLINE=1 HF_HUB_OFFLINE=1",
+        "TRITON_CACHE_DIR=/tmp/shardmake-",
         "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
         "distributed_type: DEEPSPEED",
         '"stage": 3',
@@ -40,6 +42,11 @@ def test_slurm_preview_holds_script_command_environment_and_files(tmp_path: Path
     ):
         assert words in text
     assert not rundir.root.exists()
+
+
+def test_nodes_with_internet_may_ask_the_hub(tmp_path: Path, run: Run) -> None:
+    cluster = make_cluster(executor="slurm", internet_on_compute_nodes=True)
+    assert "OFFLINE" not in preview(make_plan("zero3"), run, cluster, RunDir(tmp_path / "docs-chat"))
 
 
 def test_local_preview_names_the_worker(tmp_path: Path, run: Run) -> None:

@@ -1,5 +1,7 @@
+import errno
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -98,6 +100,34 @@ def test_an_unwritable_place_says_so(tmp_path: Path) -> None:
     ):
         push(RUN, rundir)
     assert not rundir.push_receipt.exists()
+
+
+def test_a_place_without_room_says_what_it_lacks(tmp_path: Path) -> None:
+    point = tmp_path / "published"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", point], check=True)
+    try:
+        with pytest.raises(
+            UserError, match=r"The model needs 0 MiB, and published has 0 MiB left \(free on the file system\)\. Free"
+        ):
+            push(RUN, make_rundir(tmp_path))
+        assert not list(point.iterdir())
+    finally:
+        subprocess.run(["umount", "--lazy", point], check=True)
+
+
+def test_a_quota_that_runs_out_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = shutil.copyfile
+
+    def run_out(source: Path, target: Path) -> Path:
+        if source.suffix == ".safetensors":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(target))
+        return copy(source, target)
+
+    monkeypatch.setattr("shutil.copyfile", run_out)
+    with pytest.raises(UserError, match=r"Disk quota exceeded .*\. Free some space there, or choose another"):
+        push(RUN, make_rundir(tmp_path))
+    assert not list(Path("published").iterdir())
 
 
 def test_a_damaged_target_is_repaired(tmp_path: Path) -> None:

@@ -241,8 +241,9 @@ def test_offline_switches_are_named(hub: FakeHub, rundir: RunDir, monkeypatch: p
         push(RUN, rundir)
 
 
-def test_storage_used_up_says_so(hub: FakeHub, rundir: RunDir) -> None:
-    hub.fail("POST .*/preupload/", status=402, message="Private repository storage limit reached")
+@pytest.mark.parametrize(("request_", "status"), [("POST .*/preupload/", 402), ("POST .*/objects/batch", 403)])
+def test_storage_used_up_says_so(hub: FakeHub, rundir: RunDir, request_: str, status: int) -> None:
+    hub.fail(request_, status=status, message="Private repository storage limit reached, please upgrade your plan")
     with pytest.raises(UserError, match=r"storage limit reached.*\n.*Free some space"):
         push(RUN, rundir)
 

@@ -124,6 +124,46 @@ def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: p
     assert "SHA256SUMS" not in contents(bucket) and not rundir.push_receipt.exists()
 
 
+def test_the_receipt_holds_the_versions_that_the_bucket_keeps(bucket: Any, rundir: RunDir) -> None:
+    bucket.Versioning().enable()
+    receipt = push(RUN, rundir)
+    (place,) = receipt["destinations"]
+    assert place["versions"].keys() == receipt["files"].keys()
+    kept = {name: bucket.Object(f"models/chat/{name}").version_id for name in MODEL}
+    assert kept == {name: place["versions"][name] for name in MODEL}
+    assert push(RUN, rundir) == receipt, "and makes no new ones"
+    bucket.object_versions.delete()
+
+
+def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UserError, match=r"credentials.*\nGive credentials that may list, .* run `aws configure`"):
+        push(RUN, rundir)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (PermissionError("Access Denied"), "Give credentials that may list, read, write and delete there"),
+        (OSError("QuotaExceeded: the bucket's quota is reached"), "The place is full. Free some space there"),
+        (OSError(28, "No space left on device"), "The place is full. Free some space there"),
+        (ConnectionError("Connection reset by peer"), "Nothing is lost: what was sent stays. Push again."),
+    ],
+)
+def test_what_a_store_refuses_is_answered_with_what_to_do(
+    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(store, "_send", refuse)
+    with pytest.raises(UserError, match=rf"The push to s3://lab/models/chat failed: .*\n{advice}"):
+        push(RUN, rundir)
+
+
 def test_a_bucket_that_is_not_there(bucket: Any, rundir: RunDir) -> None:
     with pytest.raises(UserError, match=r"The push to s3://other/chat failed.*\nMake the bucket first"):
         push(make_run(push={"to": "s3://other/chat"}), rundir)

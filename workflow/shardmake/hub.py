@@ -76,8 +76,15 @@ def explained(what: str, advice: Mapping[int, str], otherwise: str) -> Iterator[
     except UserError:
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: what the hub says of a bad upload
-        todo = advice.get(status_of(error) or 0, otherwise)
-        raise UserError(f"{what} failed: {first_line(error)}\n{todo}") from error
+        told = first_line(error)
+        todo = advice.get(_status_to_explain(error, told), otherwise)
+        raise UserError(f"{what} failed: {told}\n{todo}") from error
+
+
+def _status_to_explain(error: BaseException, told: str) -> int:
+    """HTTP status, 0 for none. An account whose storage is used up is told 403 as well; 402 is what it means."""
+    status = status_of(error) or 0
+    return 402 if status == 403 and "storage" in told.lower() else status
 
 
 def first_line(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """Push to a folder: copied beside it, checked, renamed. A reader sees the old model or the new one, never half."""
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from shardmake.errors import UserError
 from shardmake.manifest import SUMS, differences, parse_sums, read_folder
 from shardmake.publish.bundle import Bundle
 from shardmake.receipt import fsync_directory
+from shardmake.space import readable, room_in
 
 
 def push_to_folder(bundle: Bundle, target: Path) -> None:
@@ -23,8 +25,12 @@ def push_to_folder(bundle: Bundle, target: Path) -> None:
     except OSError as error:
         raise UserError(
             f"The model cannot be written to {target}: {error.strerror} ({error.filename}). "
-            "Make that folder writable, or choose another one in push.to, and push again."
+            f"{_remedy(error)}, or choose another one in push.to, and push again."
         ) from error
+
+
+def _remedy(error: OSError) -> str:
+    return "Free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Make that folder writable"
 
 
 def _refuse_foreign(target: Path) -> None:
@@ -84,10 +90,10 @@ def _copy(bundle: Bundle, staging: Path) -> None:
 
 
 def _check_space(bundle: Bundle, folder: Path) -> None:
-    free = shutil.disk_usage(folder).free
-    if free < bundle.size:
+    room = room_in(folder)
+    if room.free < bundle.size:
         raise UserError(
-            f"The model needs {bundle.size / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free. "
+            f"The model needs {readable(bundle.size)}, and {folder} has {readable(room.free)} left ({room.limit}). "
             "Free some space or choose another folder in push.to, and push again."
         )
 

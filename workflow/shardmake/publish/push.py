@@ -53,8 +53,7 @@ def push(run: Run, rundir: RunDir, tell: Tell = lambda _: None) -> dict[str, Any
 def _push_to(destination: str, push: Push, bundle: Bundle) -> dict[str, Any]:
     kind, _, place = destination.partition(":")
     if kind not in ("file", "hub"):
-        push_to_store(bundle, destination)
-        return {}
+        return push_to_store(bundle, destination)
     if kind == "file":
         push_to_folder(bundle, Path(place))
         return {}

@@ -5,11 +5,12 @@ that changes anything takes that file away first, leaves a note of what it is go
 what loaders look at first, reads back what it sent, and writes ``SHA256SUMS`` last.
 """
 
+import errno
 import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmake.errors import UserError
 from shardmake.hub import first_line, retried
@@ -48,6 +49,11 @@ class _Place:
         content = self.files.cat_file(self.path(name))
         return {**parse_sums(content.decode()), name: hashlib.sha256(content).hexdigest()}
 
+    def version(self, name: str) -> str | None:
+        """The file's version id; None where the place keeps no versions."""
+        version = self.files.info(self.path(name)).get("VersionId")
+        return None if version in (None, "null") else str(version)
+
     def digest(self, name: str) -> str:
         """SHA-256 of a file's content, read from there."""
         found = hashlib.sha256()
@@ -57,13 +63,15 @@ class _Place:
         return found.hexdigest()
 
 
-def push_to_store(bundle: Bundle, url: str) -> None:
+def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
     """Make the prefix ``url`` hold exactly ``bundle``; what is there already is not sent again.
+
+    Returns ``{"versions": {name: id}}`` where the place keeps versions (a bucket of S3 that was told to), else nothing.
 
     Raises `UserError` if the place is somebody else's, cannot be reached or written, or loses what was sent.
     """
     with _explained(public_url(url)):
-        retried(lambda: _push_once(bundle, _open(url), public_url(url)))
+        return retried(lambda: _push_once(bundle, _open(url), public_url(url)))
 
 
 def _open(url: str) -> _Place:
@@ -74,7 +82,7 @@ def _open(url: str) -> _Place:
     return _Place(files, root.rstrip("/"))
 
 
-def _push_once(bundle: Bundle, place: _Place, url: str) -> None:
+def _push_once(bundle: Bundle, place: _Place, url: str) -> dict[str, Any]:
     sizes = place.sizes()
     listed, begun = place.sums(SUMS, sizes), place.sums(UNFINISHED, sizes)
     _refuse_foreign(sorted(sizes.keys() - listed.keys() - begun.keys()), url)
@@ -82,6 +90,8 @@ def _push_once(bundle: Bundle, place: _Place, url: str) -> None:
     stale = sorted(sizes.keys() - bundle.paths.keys())
     if missing or stale:
         _write(bundle, place, sizes, missing, stale)
+    versions = {name: version for name in bundle.paths if (version := place.version(name))}
+    return {"versions": versions} if versions else {}
 
 
 def _refuse_foreign(foreign: list[str], url: str) -> None:
@@ -137,6 +147,8 @@ def _advice(error: Exception, protocol: str) -> str:
         return f"Install the package that fsspec needs for {protocol}:// (for s3:// it is s3fs)."
     if isinstance(error, PermissionError) or "credentials" in str(error).lower():
         return "Give credentials that may list, read, write and delete there; for s3:// run `aws configure`."
+    if "quota" in str(error).lower() or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return "The place is full. Free some space there, or choose another one in push.to, and push again."
     if isinstance(error, FileNotFoundError):
         return "Make the bucket first, or correct the name in push.to."
     return "Nothing is lost: what was sent stays. Push again."
