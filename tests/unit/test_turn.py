@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from shardmake.launch.turn import turn, why
+from shardmake.launch.turn import require_room, turn, why
 
 MINE = "shardmake-mine-00000000"
 
@@ -58,8 +58,11 @@ def test_what_was_submitted_a_moment_ago_counts(slurm: Path) -> None:
     """The shared snapshot still says that there is room; under the lock Slurm itself is asked."""
     with turn(MINE, 1, wait):
         (slurm / "queue").write_text(queue("a"))
+    require_room("shardmake-other-1", 1, wait)
     with pytest.raises(WaitsError), turn("shardmake-other-1", 1, wait):
         pytest.fail("the place is taken")
+    with pytest.raises(WaitsError, match="shardmake-a-12345678"):
+        require_room("shardmake-third-1", 1, wait)
 
 
 SUBMIT = """

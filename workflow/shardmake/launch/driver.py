@@ -37,7 +37,7 @@ from shardmake.launch.story import (
     unfit_nodes,
     write_story,
 )
-from shardmake.launch.turn import snapshot_file, turn, why
+from shardmake.launch.turn import require_room, snapshot_file, turn, why
 from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
@@ -169,17 +169,21 @@ class Driver:
             return job
         return None
 
-    def _submit(self) -> Job:
-        self._heed_stop_file()
-        with self._turn():
-            self.waited = False
-            return self._submit_now()
+    def _await_room(self) -> None:
+        """Doze until the user's trainings leave room in the queue, as far as the last look says."""
+        if self.cluster.executor == "slurm":
+            require_room(job_name(self.rundir.root), self.cluster.trainings_per_user, self._wait)
 
-    def _turn(self) -> contextlib.AbstractContextManager[None]:
-        """The turn of this user's trainings to enter the queue; without Slurm there is nothing to wait for."""
+    def _turn(self, folder: AttemptDir) -> contextlib.AbstractContextManager[None]:
+        """The turn to submit the attempt in ``folder``, which goes if another driver has taken the room meanwhile."""
         if self.cluster.executor == "local":
             return contextlib.nullcontext()
-        return turn(job_name(self.rundir.root), self.cluster.trainings_per_user, self._wait)
+
+        def wait(ahead: list[str] | None) -> NoReturn:
+            shutil.rmtree(folder.root)
+            self._wait(ahead)
+
+        return turn(job_name(self.rundir.root), self.cluster.trainings_per_user, wait)
 
     def _wait(self, ahead: list[str] | None) -> NoReturn:
         """Say once who is ahead, and doze."""
@@ -189,7 +193,9 @@ class Driver:
         stop_file = str(self.rundir.stop_file.resolve())
         doze_until_room(job_name(self.rundir.root), limit, stop_file, self.lock, str(snapshot_file()))
 
-    def _submit_now(self) -> Job:
+    def _submit(self) -> Job:
+        self._heed_stop_file()
+        self._await_room()
         check_run(self.rundir)
         number = self._last_attempt() + 1
         folder = AttemptDir((self.rundir.attempts / f"{number:03d}").resolve())
@@ -210,8 +216,11 @@ class Driver:
             checkpoint_bytes=checkpoint_size(self.rundir, self.run.checkpoints.most(self.run.max_steps)),
         )
         write_record(folder.settings, settings)
-        job = Job(id=self.jobs.submit(folder, plan, excluded_nodes(self.story)), attempt=number, submitted=time.time())
-        write_record(self.rundir.job, job)
+        with self._turn(folder):
+            id = self.jobs.submit(folder, plan, excluded_nodes(self.story))
+            job = Job(id=id, attempt=number, submitted=time.time())
+            write_record(self.rundir.job, job)
+        self.waited = False
         start = f"resuming from {resume_from.name}" if resume_from else self.run.script or "from the base model"
         self.tell(
             f"Attempt {number}: job {job.id}, {plan.choice.strategy} on {plan.choice.nodes} node(s) x "

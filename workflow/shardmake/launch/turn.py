@@ -21,24 +21,23 @@ def snapshot_file() -> Path:
     return runtime_folder() / f"waiting-{slurm_in_use()}"
 
 
-@contextlib.contextmanager
-def turn(name: str, limit: int, wait: Wait) -> Iterator[None]:
-    """Hold the turn to submit the job ``name`` where fewer than ``limit`` other trainings of the user are queued.
+def require_room(name: str, limit: int, wait: Wait, seconds: float = SECONDS) -> None:
+    """Call ``wait`` unless fewer than ``limit`` trainings of the user beside ``name`` were queued ``seconds`` ago.
 
-    Otherwise ``wait`` is called with their names, or with None where Slurm does not answer, and does not come back.
+    ``wait`` gets their names, or None where Slurm does not answer, and does not come back.
     """
-    snapshot = snapshot_file()
-    _require_room(str(snapshot), name, limit, wait, SECONDS)  # which costs Slurm nothing where many drivers start
-    with alone(snapshot.with_suffix(".turn")):
-        _require_room(str(snapshot), name, limit, wait, 0)
-        yield
-
-
-def _require_room(snapshot: str, name: str, limit: int, wait: Wait, seconds: float) -> None:
-    queue = look(snapshot, seconds)
+    queue = look(str(snapshot_file()), seconds)
     ahead = None if queue is None else others(queue, name)
     if ahead is None or len(ahead) >= limit:
         wait(ahead)
+
+
+@contextlib.contextmanager
+def turn(name: str, limit: int, wait: Wait) -> Iterator[None]:
+    """Hold the turn to submit the job ``name``, if there is room now; hold it no longer than that takes."""
+    with alone(snapshot_file().with_suffix(".turn")):
+        require_room(name, limit, wait, 0)
+        yield
 
 
 def why(ahead: list[str] | None, run: str, limit: int) -> str:
