@@ -59,7 +59,7 @@ def in_rank(event, arguments):
             raise ValueError("the test ordered this error")
         if ordered("sleep"):
             time.sleep(100000)
-        if ordered("out-of-memory-1") or ordered("out-of-memory-2"):
+        if ordered("out-of-memory"):
             import torch
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (ordered by the test).")
 
