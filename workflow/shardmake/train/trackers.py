@@ -88,7 +88,7 @@ def _one_mlflow_run(note: Path, name: str) -> dict[str, str]:
     """Variables that have MLflow's client go on with the run in the file ``note``; without one, it is begun.
 
     Parameters of a run cannot change, and those of a later attempt do (the ladder's next rung), so only the first
-    attempt tells them.
+    attempt that gets so far tells them.
     """
     from mlflow import MlflowClient, set_experiment
     from mlflow.exceptions import MlflowException
@@ -97,11 +97,11 @@ def _one_mlflow_run(note: Path, name: str) -> dict[str, str]:
     if note.exists():
         run_id = note.read_text().strip()
         try:
-            client.get_run(run_id)
+            is_told = bool(client.get_run(run_id).data.params)
         except MlflowException:
             pass  # on a server that does not have it any more, or another one
         else:
-            return {"MLFLOW_RUN_ID": run_id, "MLFLOW_MAX_LOG_PARAMS": "0"}
+            return {"MLFLOW_RUN_ID": run_id, **({"MLFLOW_MAX_LOG_PARAMS": "0"} if is_told else {})}
     experiment = set_experiment(os.environ["MLFLOW_EXPERIMENT_NAME"]).experiment_id
     run_id = client.create_run(experiment, run_name=name).info.run_id
     write_text(note, run_id + "\n")
