@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from shardmake.plan.stage import plan_run
 from shardmake.rundir import RunDir
 from shardmake.train import ledger
 from tests.unit.test_saving_asynchronous import make_saver, save, steps
+from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked, log
 from tests.workflow.test_local import wait_for
@@ -107,6 +109,28 @@ def test_every_engine_saves_the_same_in_the_background(
         assert codes == [0, 0] and resumed is not None and resumed.step == 3, log(rundir)
         assert (resumed.blocked_seconds is not None) == asynchronous
         found[asynchronous] = result(rundir)
+    assert found[True] == found[False]
+
+
+@pytest.mark.training
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+def test_two_nodes_with_a_scratch_each_bring_every_file(lab: Checkout, tmp_path: Path, strategy: Strategy) -> None:
+    """What the engines write on a node that sees none of the other's files, without being told so."""
+    found = {}
+    for asynchronous in (False, True):
+        shutil.rmtree(lab.run / "train", ignore_errors=True)
+        saves = {"every_steps": 1, "asynchronous": asynchronous}
+        _, folder = launch_by_hand(lab, strategy, nodes=2, max_steps=2, checkpoints=saves)
+        record = ledger.read_record(lab.run / "train/checkpoints/checkpoint-1")
+        assert record is not None and (record.blocked_seconds is not None) == asynchronous
+        assert record.world_size == record.rng_states == 4
+        last = {name: entry for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}
+        found[asynchronous] = (set(record.files), last, lab.losses())
+        assert {path.name for path in folder.read().saves.glob("*")} == (
+            {"node-0", "node-1"} if asynchronous else set()
+        )
+        shutil.rmtree(folder.read().saves, ignore_errors=True)  # the workers would have done it
     assert found[True] == found[False]
 
 
