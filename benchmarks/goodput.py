@@ -66,7 +66,7 @@ class Costs:
     local: float = 8.0
     """Training waits so long for an asynchronous save: the same 4 GB per GPU into the node's memory at 0.5 GB/s for
     each rank (results/saving.json says what was measured for ``/dev/shm``). The checkpoint counts ``save`` seconds
-    after that."""
+    after that. With up to 16 s the ratio stays above 0.90 at 16,384 GPUs and Llama 3's rate of failures."""
     drag: float = 0.02
     """Part of the speed that training loses while a checkpoint is on its way."""
     notice: float = 60.0

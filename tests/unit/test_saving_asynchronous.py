@@ -49,6 +49,9 @@ def steps(root: Path) -> list[int]:
 
 
 def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path) -> None:
+    left = tmp_path / "scratch-of-0/checkpoint-1/of an attempt that was killed"
+    left.parent.mkdir(parents=True)
+    left.touch()
     saver = make_saver(tmp_path)
     assert save(saver, 1).is_relative_to(tmp_path / "scratch-of-0")
     assert saver.under_way is not None and saver.upload_seconds == 0
@@ -57,6 +60,7 @@ def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path)
     (record,) = [record for record, _ in ledger.sealed(saver.folder) if record.step == 1]
     assert record.blocked_seconds is not None and 0 < record.blocked_seconds < record.save_seconds
     assert saver.upload_seconds == record.save_seconds
+    assert set(record.files) == {"latest", "rng_state_0.pth"}
     assert save(saver, 3, must=True).is_relative_to(saver.folder)
     assert saver.under_way is None and steps(tmp_path) == [3, 2]
     last = ledger.read_record(saver.folder / "checkpoint-3")
