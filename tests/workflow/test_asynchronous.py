@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from shardmake.rundir import RunDir
 from shardmake.train import ledger
 from tests.unit.test_saving_asynchronous import make_saver, save, steps
 from tests.workflow.by_hand import launch_by_hand
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import REPOSITORY, Checkout
 from tests.workflow.forked import Forked, log
 from tests.workflow.test_local import wait_for
 
@@ -54,39 +55,74 @@ if "shardmake.train.upload" in sys.orig_argv and "attempts/001" in sys.orig_argv
 """
 
 
+def hold_uploads(folder: Path) -> str:
+    """A PYTHONPATH on which the first attempt's upload of step 4 stops half way, for as long as it lives."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HELD)
+    return os.pathsep.join([str(folder), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
+
+def kill_rank_that_uploads(rundir: RunDir) -> None:
+    """SIGKILL it when its upload of step 4 is half way."""
+    staged = ledger.staging(rundir.checkpoints, 4)
+    wait_for(lambda: list(staged.rglob("*model_states.pt")))
+    (upload,) = uploads(rundir)
+    os.kill(upload.ppid(), signal.SIGKILL)
+
+
+def assert_as_if_nothing_had_been(rundir: RunDir, undisturbed: RunDir) -> None:
+    assert result(rundir) == result(undisturbed)
+    waited = {record.step: record.blocked_seconds is not None for record, _ in ledger.sealed(rundir.checkpoints)}
+    assert waited == {2: True, 4: True, 6: False}
+    assert not uploads(rundir)
+
+
 @pytest.mark.training
-def test_a_rank_killed_during_an_upload(
+def test_a_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
+    """The upload dies with it, in the middle; the end is as if nothing had been, to the last bit."""
+    undisturbed, rundir = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "run")
+    assert forked.train(undisturbed, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
+        undisturbed
+    )
+    plan, run, cluster = forked.plan("zero3", 2, max_steps=6, checkpoints={**SAVES, "asynchronous": True})
+    planned = (plan, run, cluster.model_copy(update={"scratch": str(tmp_path)}))
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_rank_that_uploads, rundir)
+        codes = forked.train(rundir, planned, variables={"PYTHONPATH": hold_uploads(tmp_path / "held")})
+        killing.result()
+    assert codes[0] == -signal.SIGKILL and not uploads(rundir), log(rundir)
+    assert ledger.staging(rundir.checkpoints, 4).exists()
+
+    codes, resumed = forked.resume(rundir, planned)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
+    assert_as_if_nothing_had_been(rundir, undisturbed)
+
+
+@pytest.mark.training
+@pytest.mark.sweep
+def test_the_driver_goes_on_after_that(
     forked: Forked, checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The upload dies with it, in the middle; the end is as if nothing had been, to the last bit."""
     undisturbed = RunDir(tmp_path / "undisturbed")
     assert forked.train(undisturbed, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
         undisturbed
     )
-
     (tmp_path / "scratch").mkdir()
     settings: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 6, "max_steps": 6}
     checkout.configure({"scratch": str(tmp_path / "scratch")}, **settings, checkpoints={**SAVES, "asynchronous": True})
-    (checkout.root / "sitecustomize.py").write_text(HELD)
-    monkeypatch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("PYTHONPATH", hold_uploads(tmp_path / "held"))
     monkeypatch.chdir(checkout.root)
     config, rundir = load_config(Path("config/config.yaml")), RunDir(checkout.run)
     run, cluster = get_run(config, "demo"), load_cluster(Path(config.cluster))
     render(plan_run(run, cluster, rundir), run, cluster, rundir.plan_folder)
     rundir.data.symlink_to(forked.lab.run / "data")
     driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
-    staged = ledger.staging(rundir.checkpoints, 4)
-    wait_for(lambda: list(staged.rglob("*model_states.pt")) or driver.poll() is not None)
-    (upload,) = uploads(rundir)
-    os.kill(upload.ppid(), signal.SIGKILL)
+    kill_rank_that_uploads(rundir)
     assert driver.wait(timeout=240) == 0, (checkout.root / "driver.log").read_text()
-
     told = (checkout.root / "driver.log").read_text()
     assert "Removing checkpoint-4: its save was never finished" in told and "resuming from checkpoint-2" in told
-    assert result(rundir) == result(undisturbed)
-    waited = {record.step: record.blocked_seconds is not None for record, _ in ledger.sealed(rundir.checkpoints)}
-    assert waited == {2: True, 4: True, 6: False}
-    assert not list((tmp_path / "scratch").rglob("checkpoint-*")) and not uploads(rundir)
+    assert_as_if_nothing_had_been(rundir, undisturbed)
+    assert not list((tmp_path / "scratch").rglob("checkpoint-*")), "the worker removed what was left"
 
 
 @pytest.mark.training
