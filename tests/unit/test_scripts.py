@@ -27,6 +27,7 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
     [
         ({"script_args": ["--lr"]}, "no script"),
         ({"script": "train.py", "engine": "loop"}, "exclude each other"),
+        ({"script": "train.py", "checkpoints": {"asynchronous": True}}, "not for a script, which saves by itself"),
         ({"script": "train.py", "script_args": ["--lr", 1]}, "script_args"),
     ],
 )

@@ -131,6 +131,24 @@ def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -
     json.dumps(memory)
 
 
+def test_a_checkpoint_that_waits_in_memory_is_host_memory(folders: dict[str, str]) -> None:
+    """Only where saving is asynchronous and the scratch is a tmpfs; each node holds what its ranks write."""
+    term = "checkpoint in scratch"
+    found = {}
+    for scratch, asynchronous in (("/dev/shm/here", True), ("/dev/shm/here", False), ("/tmp", True)):
+        values = {"model": folders["tiny"], "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 64}
+        run = Run(**values, nodes=2, max_steps=1, learning_rate=1e-4, checkpoints={"asynchronous": asynchronous})
+        memory = make_plan("run", run, gpus(scratch=scratch))[1]
+        hosts = {item["strategy"]: item["host"]["terms"].get(term, 0) for item in memory["candidates"]}
+        found[scratch, asynchronous] = hosts
+        whole = {item["strategy"]: item["disk"]["terms"]["checkpoints"] / 3 for item in memory["candidates"]}
+    held = found["/dev/shm/here", True]
+    assert {strategy: held[strategy] for strategy in ("ddp", "zero3", "fsdp")} == {
+        "ddp": whole["ddp"], "zero3": whole["zero3"] / 2, "fsdp": whole["fsdp"] / 2,
+    }  # fmt: skip
+    assert not any(found["/dev/shm/here", False].values()) and not any(found["/tmp", True].values())
+
+
 REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
     (CPU, {"global_batch_size": 7}, r"cannot be divided over 2 ranks .*Use 6 or 8"),
     (CPU, {"micro_batch_size": 3}, r"no multiple of 2 ranks x micro_batch_size 3.*30 or 36"),

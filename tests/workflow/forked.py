@@ -39,9 +39,12 @@ class Forked:
 
     def train(
         self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
-        resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None,
+        resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None, variables: dict[str, str] | None = None,
     ) -> list[int]:  # fmt: skip
-        """One attempt in ``rundir``; the exit statuses of its ranks. ``deepspeed`` goes into that file."""
+        """One attempt in ``rundir``; the exit statuses of its ranks, which find ``variables`` in their environment.
+
+        ``deepspeed`` goes into that file.
+        """
         plan, run, cluster = planned
         number = len(list(rundir.attempts.glob("*"))) + 1
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
@@ -60,7 +63,7 @@ class Forked:
         environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)
-        return self.nursery.run(folder.root, environment, plan.choice.world_size, kill)
+        return self.nursery.run(folder.root, environment | (variables or {}), plan.choice.world_size, kill)
 
     def _environment(self, plan: Plan, folder: AttemptDir) -> dict[str, str]:
         choice: Choice = plan.choice

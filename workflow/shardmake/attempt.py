@@ -16,7 +16,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from shardmake.receipt import read_json, write_json
+from shardmake.receipt import digest, read_json, write_json
 from shardmake.rundir import RunDir
 
 
@@ -57,6 +57,12 @@ class Attempt(Record):
     def rundir(self) -> RunDir:
         """The run's folder."""
         return RunDir(Path(self.run_folder))
+
+    @property
+    def saves(self) -> Path:
+        """Node-local folder of the run's checkpoints on their way to the shared one; nothing in it outlives a job."""
+        name = f"{self.rundir.name}-{digest(self.run_folder)[:8]}"
+        return Path(self.scratch, f"shardmake-{os.getuid()}", "saves", name)
 
 
 class NodeExit(Record):

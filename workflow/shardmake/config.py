@@ -115,6 +115,11 @@ class Checkpoints(Section):
     keep_every_steps: PositiveInt | None = Field(
         None, description="Keep the first checkpoint at or after every multiple of these steps besides, for good."
     )
+    asynchronous: bool = Field(
+        False,
+        description="Training waits only until a checkpoint lies in the cluster's node-local `scratch`, and goes on "
+        "while it is copied to the run's folder; the last save and the one before a stop go there at once.",
+    )
 
     def most(self, steps: int | None) -> int:
         """Most checkpoints that are kept at once, of a run of ``steps`` steps; None where that is not known yet."""
@@ -285,6 +290,8 @@ class Run(Section):
             raise ValueError("script_args are given, but no script to hand them to")
         if self.script is not None and self.engine == "loop":
             raise ValueError("engine: loop and script exclude each other; the script brings its own loop")
+        if self.script is not None and self.checkpoints.asynchronous:
+            raise ValueError("checkpoints.asynchronous is not for a script, which saves by itself; leave it out")
         return self
 
 
@@ -376,13 +383,22 @@ class Cluster(Section):
     cache: str | None = Field(
         None, description="Folder of the hub's cache, which a lab may share; without it, where HF_HOME says."
     )
-    scratch: str = Field("/tmp", description="Node-local folder for caches that must not lie on a network file system.")
+    scratch: str = Field(
+        "/tmp",
+        description="Node-local folder for what must not lie on a network file system: caches, and the newest "
+        "checkpoint where saving is asynchronous (below `/dev/shm` it counts as host RAM).",
+    )
     slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
 
     @property
     def is_cpu(self) -> bool:
         """Whether the ranks run without a GPU."""
         return self.accelerator == "cpu"
+
+    @property
+    def scratch_in_memory(self) -> bool:
+        """Whether `scratch` lies in host RAM, as far as its name tells."""
+        return Path(self.scratch).is_relative_to("/dev/shm")
 
 
 class Config(Section):

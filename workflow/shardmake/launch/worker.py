@@ -4,9 +4,9 @@ Slurm starts it through submitit, the local executor as a process; both run `mai
 but the submission.
 """
 
-import ctypes
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,12 +25,12 @@ from shardmake.launch.hang import Watch, flight_recorder
 from shardmake.launch.oom import oom_kills
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
+from shardmake.lifeline import die_with_parent
 from shardmake.plan.deepspeed_file import remove_swapped
 from shardmake.plan.plan import Plan, read_plan
 from shardmake.plan.render import launch_command
 from shardmake.receipt import read_json
 
-PR_SET_PDEATHSIG = 1
 WATCH_SECONDS = 5.0
 _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 
@@ -116,6 +116,7 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, mee
     _write_heading(log, command, variables, meeting, attempt, node)
     watch = _watch(folder, attempt, node)
     watch.forget_earlier_start()
+    shutil.rmtree(attempt.saves, ignore_errors=True)
     with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else flight_recorder(folder, Path(pipes))
         process = subprocess.Popen(
@@ -129,6 +130,7 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, mee
             return _wait(process, watch, Path(pipes))
         finally:
             remove_swapped(read_json(folder.deepspeed, "shardmake train NAME"))
+            shutil.rmtree(attempt.saves, ignore_errors=True)
 
 
 def _watch(folder: AttemptDir, attempt: Attempt, node: Node) -> Watch:
@@ -180,7 +182,7 @@ def _leave_signals_to_worker() -> None:
     """Run in the child before exec: ignored signals stay ignored, and it ends when the worker is killed."""
     for number in _IGNORED_BY_RANKS:
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
 
 
 def _write_heading(

@@ -100,10 +100,13 @@ def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir)
     if wanted.every_steps != "auto":
         return room
     mtbf = job_mtbf_seconds(cluster.node_mtbf_hours, plan.choice.nodes)
-    save = size / WRITING
-    interval = interval_seconds(save, mtbf)
+    save = waits = size / WRITING
+    interval, held = interval_seconds(waits, mtbf), ""
+    if wanted.asynchronous:  # every node writes its part, each as fast as the shared file system takes them all
+        waits = save / plan.choice.nodes
+        interval, held = interval_seconds(waits, mtbf, save), f" and holds training up for {waits:.1f} s of it"
     return (
-        f"{room};\n  at 1 GB/s a save takes {save:.1f} s: for a failure every {mtbf / 3600:.0f} h, saving every "
-        f"{interval / 60:.0f} min loses least ({lost_share(save, interval, mtbf):.2%} of the time). "
+        f"{room};\n  at 1 GB/s a save takes {save:.1f} s{held}: for a failure every {mtbf / 3600:.0f} h, saving every "
+        f"{interval / 60:.0f} min loses least ({lost_share(waits, interval, mtbf):.2%} of the time). "
         "The first save, after 10 steps, is measured and sets the interval"
     )

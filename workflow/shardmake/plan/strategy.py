@@ -389,6 +389,7 @@ def scenario_of(settings: Settings, choice: Choice) -> Scenario:
         lora_targets=run.lora.targets if isinstance(run.lora.targets, str) else tuple(run.lora.targets),
         lora_dropout=run.lora.dropout,
         on_cpu=settings.hardware.is_cpu,
+        checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
         calibration=calibration.read(settings.hardware.accelerator.name),
     )
 

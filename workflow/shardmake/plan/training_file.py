@@ -182,12 +182,13 @@ def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
 def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
     """Which checkpoints stay, and where the interval is to be found, the failures to reckon with."""
     wanted = run.checkpoints
-    return {
+    values: dict[str, Any] = {
         "retention": {"keep": wanted.keep, "best": wanted.keep_best, "every_steps": wanted.keep_every_steps},
         "mtbf_seconds": job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes)
         if wanted.every_steps == "auto"
         else None,
     }
+    return values | ({"asynchronous": True} if wanted.asynchronous else {})
 
 
 def _interval_arguments(run: Run) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """``accelerate launch ... -m shardmake.train ATTEMPT``: one rank. Nothing is imported before the signals are set."""
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -10,15 +9,15 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmake.lifeline import die_with_parent
+
 if TYPE_CHECKING:
     from shardmake.attempt import AttemptDir
-
-PR_SET_PDEATHSIG = 1
 
 
 def _die_with_launcher() -> None:
     """A rank whose launcher was killed would go on writing; the kernel ends it instead."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     if os.getppid() == 1:
         sys.exit("The launcher is gone.")
 

@@ -1,6 +1,7 @@
 """What watches a training: metrics, when to save, the agreed stop, the heartbeat."""
 
 import json
+import math
 import time
 from collections import deque
 from pathlib import Path
@@ -86,9 +87,9 @@ class Pace(TrainerCallback):
     """Sets how many steps lie between two saves, and lets each saved step be evaluated where the best one is kept.
 
     Trainer saves at the multiples of ``state.save_steps``, which it takes from the checkpoint it resumes from; here it
-    is what the configuration says now. With ``mtbf_seconds`` it is Young's interval for the measured time of a save
-    and of a step, from the first save on, which comes after `FIRST_SAVE` steps: it measures, and shows early that
-    saving works.
+    is what the configuration says now. With ``mtbf_seconds`` it is Young's interval for the measured time that a save
+    holds training up, and for that of a step, from the first save on, which comes after `FIRST_SAVE` steps: it
+    measures, and shows early that saving works. It is never shorter than the newest checkpoint's upload took.
     """
 
     FIRST_SAVE = 10
@@ -126,14 +127,15 @@ class Pace(TrainerCallback):
         """Set the interval from what was measured; rank 0's clock decides for all."""
         if not self.mtbf_seconds or self.saver.seconds is None or self.steps < 2:
             return
-        wanted = interval_seconds(self.saver.seconds, self.mtbf_seconds)
-        steps = torch.tensor([max(1, round(wanted / (self.stepping / (self.steps - 1))))], device=args.device)
+        wanted = interval_seconds(self.saver.seconds, self.mtbf_seconds, self.saver.upload_seconds)
+        steps = torch.tensor([max(1, math.ceil(wanted / (self.stepping / (self.steps - 1))))], device=args.device)
         if dist.is_initialized():
             dist.broadcast(steps, src=0)
         if state.is_world_process_zero and state.save_steps != steps.item():
+            young = f"by Young's formula for a failure every {self.mtbf_seconds / 3600:.0f} h"
             print(
-                f"A save takes {self.saver.seconds:.1f} s; from now on every {steps.item()} steps "
-                f"({wanted / 60:.0f} min), by Young's formula for a failure every {self.mtbf_seconds / 3600:.0f} h.",
+                f"A save takes {self.saver.seconds:.1f} s; from now on every {steps.item()} steps ({wanted / 60:.0f} "
+                f"min), {'as long as an upload takes' if wanted == self.saver.upload_seconds else young}.",
                 flush=True,
             )
         state.save_steps = int(steps.item())

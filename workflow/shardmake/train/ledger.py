@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,7 +25,8 @@ from shardmake.receipt import fsync_directory, write_json
 RECORD_NAME = "shardmake.json"
 STAGING = ".saving"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
-_BLOCK = 16 << 20
+BLOCK = 16 << 20
+"""Bytes that are read at once."""
 
 
 class FileEntry(BaseModel):
@@ -52,6 +54,7 @@ class CheckpointRecord(BaseModel):
     recipe: str = Field(description="Digest of the training settings that define the result.")
     saved_at: float = Field(description="Unix time.")
     save_seconds: float = Field(description="Time from the start of the save to this record.")
+    blocked_seconds: float | None = Field(None, description="How much of it training waited; None: all of it.")
     eval_loss: float | None = Field(None, description="Evaluation loss at this step; None without an evaluation.")
     versions: dict[str, str] = Field(description="Versions of the libraries that can read it.")
     files: dict[str, FileEntry] = Field(description="Every file, by path relative to the checkpoint.")
@@ -102,7 +105,7 @@ def fingerprint(path: Path, *, sync: bool = False) -> FileEntry:
     with path.open("rb") as file:
         if sync:
             os.fsync(file.fileno())
-        while block := file.read(_BLOCK):
+        while block := file.read(BLOCK):
             checksum = zlib.crc32(block, checksum)
             size += len(block)
     return FileEntry(size=size, crc32=f"{checksum:08x}")
@@ -145,6 +148,25 @@ def commit(staged: Path, record: CheckpointRecord) -> Path:
     staged.parent.rmdir()
     fsync_directory(final.parent)
     return final
+
+
+def finish(
+    staged: Path, files: dict[str, FileEntry], described: dict[str, Any], started: float, rule: Retention
+) -> None:
+    """Make the checkpoint in ``staged`` count, whose ``files`` are durable, and remove what ``rule`` does not keep.
+
+    ``described`` is what the record says besides; ``started`` is the Unix time at which the save began.
+    """
+    now = time.time()
+    record = CheckpointRecord(
+        saved_at=now,
+        save_seconds=now - started,
+        rng_states=sum(name.startswith("rng_state") for name in files),
+        files=files,
+        **described,
+    )
+    commit(staged, record)
+    prune(staged.parent.parent, rule)
 
 
 def set_aside(checkpoint: Path) -> Path:

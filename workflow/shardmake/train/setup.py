@@ -21,6 +21,7 @@ from shardmake.train.finite import FiniteGuard
 from shardmake.train.load import load_base
 from shardmake.train.receipt import write_receipt
 from shardmake.train.saving import Saver
+from shardmake.train.scratch import Scratch
 from shardmake.train.trackers import PROJECT, prepare_trackers
 
 
@@ -114,8 +115,16 @@ def make_watch(
     metrics = Metrics(rundir.metrics, tokens_per_step, attempt.number)
     checkpoints = settings["checkpoints"]
     retention = ledger.Retention(**checkpoints["retention"])
-    saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes)
+    scratch = _scratch(folder, attempt, plan, heartbeat.rank) if checkpoints.get("asynchronous") else None
+    saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes, scratch)
     return Watch([guard, metrics, stop, Pace(saver, checkpoints["mtbf_seconds"]), heartbeat], stop, guard, saver)
+
+
+def _scratch(folder: AttemptDir, attempt: Attempt, plan: Plan, rank: int) -> Scratch:
+    """Under ddp the first node's first rank writes all; else each rank its shard. Nodes may lie on one machine."""
+    node = rank // attempt.processes_per_node
+    parts = 1 if plan.choice.strategy == "ddp" else attempt.nodes
+    return Scratch(attempt.saves / f"node-{node}", folder.root, node, attempt.nodes, parts)
 
 
 def check_ready(

@@ -22,6 +22,8 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
     for name, size in offloaded(scenario, buckets).items():
         terms[name] = ranks * size
+    if scenario.checkpoint_in_memory:
+        terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]
     terms["loading"] = max(0, _load(scenario) - steady)
     return {name: size for name, size in terms.items() if size}
@@ -81,6 +83,11 @@ def checkpoint_bytes(scenario: Scenario) -> int:
     if scenario.zero_stage:
         return int((4 + scenario.compute) * trained + states)
     return int(4 * trained + states)
+
+
+def _part_of_checkpoint(scenario: Scenario) -> int:
+    """What the ranks of one node write of a checkpoint; under ddp the first node writes all."""
+    return ceil(checkpoint_bytes(scenario) / (1 if scenario.strategy == "ddp" else scenario.nodes))
 
 
 def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:

@@ -70,6 +70,8 @@ class Scenario:
     lora_dropout: float = 0.0
     adapter_weights: Precision = "fp32"
     on_cpu: bool = False
+    checkpoint_in_memory: bool = False
+    """Saves go through a scratch folder that lies in RAM."""
     stack: Stack = Stack()
     calibration: Calibration | None = None
     """What a probe has measured on this kind of GPU."""

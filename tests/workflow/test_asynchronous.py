@@ -1,0 +1,196 @@
+"""Saves in the background of real trainings: the same result, whatever is killed, and no disk fills up unnoticed."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardmake.config import Strategy, get_run, load_cluster, load_config
+from shardmake.errors import UserError
+from shardmake.plan.render import render
+from shardmake.plan.stage import plan_run
+from shardmake.rundir import RunDir
+from shardmake.train import ledger
+from tests.unit.test_saving_asynchronous import make_saver, save, steps
+from tests.workflow.by_hand import launch_by_hand
+from tests.workflow.checkout import REPOSITORY, Checkout
+from tests.workflow.forked import Forked, log
+from tests.workflow.test_local import wait_for
+
+SAVES = {"every_steps": 2, "keep": 9}
+
+
+def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
+    """Losses by step, and the checksums of the last checkpoint's states."""
+    last = ledger.newest_whole(rundir.checkpoints, print)
+    assert last is not None
+    states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}
+    lines = [line for line in map(json.loads, rundir.metrics.read_text().splitlines()) if "loss" in line]
+    found = {line["step"]: line["loss"] for line in lines}
+    assert len(found) == len(lines), "no step is logged twice"
+    return found, states
+
+
+def uploads(rundir: RunDir) -> list[psutil.Process]:
+    """The processes that bring checkpoints to the run's folder."""
+    named = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
+    return [process for process, words in named if "shardmake.train.upload" in words and str(rundir.root) in words[-1]]
+
+
+HELD = """
+import sys, time
+def hold(event, arguments):
+    if event == "open" and ".saving/checkpoint-4/" in str(arguments[0]) and "optim_states" in str(arguments[0]):
+        time.sleep(600)
+if "shardmake.train.upload" in sys.orig_argv and "attempts/001" in sys.orig_argv[-1]:
+    sys.addaudithook(hold)
+"""
+
+
+def hold_uploads(folder: Path) -> str:
+    """A PYTHONPATH on which the first attempt's upload of step 4 stops half way, for as long as it lives."""
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(HELD)
+    return os.pathsep.join([str(folder), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+
+
+def kill_rank_that_uploads(rundir: RunDir) -> None:
+    """SIGKILL it when its upload of step 4 is half way."""
+    staged = ledger.staging(rundir.checkpoints, 4)
+    wait_for(lambda: list(staged.rglob("*model_states.pt")))
+    (upload,) = uploads(rundir)
+    os.kill(upload.ppid(), signal.SIGKILL)
+
+
+def assert_as_if_nothing_had_been(rundir: RunDir, undisturbed: RunDir) -> None:
+    assert result(rundir) == result(undisturbed)
+    waited = {record.step: record.blocked_seconds is not None for record, _ in ledger.sealed(rundir.checkpoints)}
+    assert waited == {2: True, 4: True, 6: False}
+    assert not uploads(rundir)
+
+
+@pytest.mark.training
+def test_a_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
+    """The upload dies with it, in the middle; the end is as if nothing had been, to the last bit."""
+    undisturbed, rundir = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "run")
+    assert forked.train(undisturbed, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
+        undisturbed
+    )
+    plan, run, cluster = forked.plan("zero3", 2, max_steps=6, checkpoints={**SAVES, "asynchronous": True})
+    planned = (plan, run, cluster.model_copy(update={"scratch": str(tmp_path)}))
+    with ThreadPoolExecutor(1) as pool:
+        killing = pool.submit(kill_rank_that_uploads, rundir)
+        codes = forked.train(rundir, planned, variables={"PYTHONPATH": hold_uploads(tmp_path / "held")})
+        killing.result()
+    assert codes[0] == -signal.SIGKILL and not uploads(rundir), log(rundir)
+    assert ledger.staging(rundir.checkpoints, 4).exists()
+
+    codes, resumed = forked.resume(rundir, planned)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
+    assert_as_if_nothing_had_been(rundir, undisturbed)
+
+
+@pytest.mark.training
+@pytest.mark.sweep
+def test_the_driver_goes_on_after_that(
+    forked: Forked, checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    undisturbed = RunDir(tmp_path / "undisturbed")
+    assert forked.train(undisturbed, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
+        undisturbed
+    )
+    (tmp_path / "scratch").mkdir()
+    settings: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 6, "max_steps": 6}
+    checkout.configure({"scratch": str(tmp_path / "scratch")}, **settings, checkpoints={**SAVES, "asynchronous": True})
+    monkeypatch.setenv("PYTHONPATH", hold_uploads(tmp_path / "held"))
+    monkeypatch.chdir(checkout.root)
+    config, rundir = load_config(Path("config/config.yaml")), RunDir(checkout.run)
+    run, cluster = get_run(config, "demo"), load_cluster(Path(config.cluster))
+    render(plan_run(run, cluster, rundir), run, cluster, rundir.plan_folder)
+    rundir.data.symlink_to(forked.lab.run / "data")
+    driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
+    kill_rank_that_uploads(rundir)
+    assert driver.wait(timeout=240) == 0, (checkout.root / "driver.log").read_text()
+    told = (checkout.root / "driver.log").read_text()
+    assert "Removing checkpoint-4: its save was never finished" in told and "resuming from checkpoint-2" in told
+    assert_as_if_nothing_had_been(rundir, undisturbed)
+    assert not list((tmp_path / "scratch").rglob("checkpoint-*")), "the worker removed what was left"
+
+
+@pytest.mark.training
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
+@pytest.mark.parametrize("engine", ["trainer", "loop"])
+def test_every_engine_saves_the_same_in_the_background(
+    forked: Forked, tmp_path: Path, strategy: Strategy, engine: str
+) -> None:
+    found = {}
+    for asynchronous in (False, True):
+        saves = {"every_steps": 1, "asynchronous": asynchronous}
+        plan, run, cluster = forked.plan(strategy, 2, max_steps=4, engine=engine, checkpoints=saves)
+        rundir = RunDir(tmp_path / str(asynchronous))
+        planned = (plan, run, cluster.model_copy(update={"scratch": str(tmp_path)}))
+        assert forked.train(rundir, planned) == [0, 0], log(rundir)
+        rundir.train_receipt.unlink()
+        ledger.remove(rundir.checkpoints / "checkpoint-4")
+        codes, resumed = forked.resume(rundir, planned)
+        assert codes == [0, 0] and resumed is not None and resumed.step == 3, log(rundir)
+        assert (resumed.blocked_seconds is not None) == asynchronous
+        found[asynchronous] = result(rundir)
+    assert found[True] == found[False]
+
+
+@pytest.mark.training
+@pytest.mark.sweep
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+def test_two_nodes_with_a_scratch_each_bring_every_file(lab: Checkout, tmp_path: Path, strategy: Strategy) -> None:
+    """What the engines write on a node that sees none of the other's files, without being told so."""
+    found = {}
+    for asynchronous in (False, True):
+        shutil.rmtree(lab.run / "train", ignore_errors=True)
+        saves = {"every_steps": 1, "asynchronous": asynchronous}
+        _, folder = launch_by_hand(lab, strategy, nodes=2, max_steps=2, checkpoints=saves)
+        record = ledger.read_record(lab.run / "train/checkpoints/checkpoint-1")
+        assert record is not None and (record.blocked_seconds is not None) == asynchronous
+        assert record.world_size == record.rng_states == 4
+        last = {name: entry for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}
+        found[asynchronous] = (set(record.files), last, lab.losses())
+        assert {path.name for path in folder.read().saves.glob("*")} == (
+            {"node-0", "node-1"} if asynchronous else set()
+        )
+        shutil.rmtree(folder.read().saves, ignore_errors=True)  # the workers would have done it
+    assert found[True] == found[False]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 1 MiB."""
+    point = tmp_path / "small"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", point], check=True)
+    yield point
+    subprocess.run(["umount", "--lazy", point], check=True)
+
+
+def test_a_shared_disk_that_fills_up_during_an_upload(tmp_path: Path, small_disk: Path) -> None:
+    """Room is looked for before the save; here somebody else takes it meanwhile."""
+    saver = make_saver(tmp_path)
+    saver.folder.symlink_to(small_disk)
+    save(saver, 1, must=True)
+    with saver.saving(2, must=False) as folder:
+        assert folder is not None
+        folder.mkdir(parents=True)
+        (folder / "shard.pt").write_bytes(bytes(2 << 20))
+    with pytest.raises(
+        UserError, match=r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
+    ):
+        save(saver, 3)
+    assert steps(tmp_path) == [1] and not ledger.staging(saver.folder, 2).exists()
