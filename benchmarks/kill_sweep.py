@@ -1,7 +1,10 @@
 """SIGKILL a rank at every write of one save, for three engines and each rank; how many times training came back.
 
-    python -m benchmarks.kill_sweep            # all points, about an hour on two cores; writes results/kill_sweep.json
-    python -m benchmarks.kill_sweep zero3      # one strategy, printed only
+    python -m benchmarks.kill_sweep            # all points, about an hour on two idle cores
+    python -m benchmarks.kill_sweep fsdp       # one strategy
+
+What a case (a strategy and the rank that dies) gives goes to results/kill_sweep.json when the case is done, in place of
+what stood there for it.
 
 Came back means: the newest checkpoint that counts is whole, and training resumed from it ends with the losses and, bit
 for bit, the weights and optimizer states of a training that nothing disturbed. The method is tests/workflow/sweep.py.
@@ -33,17 +36,21 @@ def main() -> None:
         lab = Checkout.create(root / "checkout", root / "inputs")
         lab("shardmake", "data", "demo")
         nursery = Nursery()
-        cases = [case for case in CASES if not wanted or case[0] in wanted]
-        rows = [
-            row for case in cases for row in swept(Sweep(Forked(lab, nursery), root / "-".join(map(str, case)), *case))
-        ]
+        for case in CASES:
+            if not wanted or case[0] in wanted:
+                keep(list(swept(Sweep(Forked(lab, nursery), root / "-".join(map(str, case)), *case))))
         nursery.close()
+
+
+def keep(rows: list[dict[str, Any]]) -> None:
+    """Put the rows of a case into the results."""
+    known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    libraries = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
+    rows = [row for row in known if case_of(row) != case_of(rows[0])] + [row | {"versions": libraries} for row in rows]
     recovered = sum(row["recovered"] for row in rows)
-    print(f"recovered {recovered} of {len(rows)}")
-    if not wanted:
-        libraries = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
-        summary = {"recovered": recovered, "points": len(rows), "versions": libraries, "by_case": by_case(rows)}
-        RESULTS.write_text(json.dumps(summary | {"rows": rows}, indent=1) + "\n")
+    summary = {"recovered": recovered, "points": len(rows), "by_case": by_case(rows)}
+    print(json.dumps(summary), flush=True)
+    RESULTS.write_text(json.dumps(summary | {"rows": rows}, indent=1) + "\n")
 
 
 def swept(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -56,11 +63,14 @@ def swept(sweep: Sweep) -> Iterator[dict[str, Any]]:
         yield row
 
 
+def case_of(row: dict[str, Any]) -> str:
+    return f"{row['strategy']} rank {row['rank']}"
+
+
 def by_case(rows: list[dict[str, Any]]) -> dict[str, str]:
-    names = dict.fromkeys(f"{row['strategy']} rank {row['rank']}" for row in rows)
-    found = {
-        name: [row["recovered"] for row in rows if f"{row['strategy']} rank {row['rank']}" == name] for name in names
-    }
+    found: dict[str, list[bool]] = {}
+    for row in rows:
+        found.setdefault(case_of(row), []).append(row["recovered"])
     return {name: f"{sum(each)} of {len(each)}" for name, each in found.items()}
 
 
