@@ -52,7 +52,7 @@ from shardmake.consolidate.writer import ShardWriter
 contents = read_model(Path("{source}"), "{dtype}")
 writer = ShardWriter(plan_shards(contents.tensors.values(), "{dtype}", parse_size("5GB")), Path("{out}"))
 planned = time.time()
-writer.write(4)
+writer.write(2)
 written = time.time()
 writer.check_sums()
 print(json.dumps({{"plan": planned - start, "copy": written - planned}}))

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from shardmake.consolidate.archive import Record
-from shardmake.consolidate.blocks import PAGE, Block, Reader, page_aligned
+from shardmake.consolidate.blocks import PAGE, Block, page_aligned, read_into
 from shardmake.consolidate.contents import Tensor, Update
 from shardmake.consolidate.convert import Converter
 from shardmake.consolidate.dtypes import ITEM_SIZE
@@ -30,7 +30,6 @@ class Streamer:
 
     def __init__(self) -> None:
         self._buffer = page_aligned(BLOCK)
-        self._reader = Reader()
         self._converter: Converter | None = None
         self._factors: tuple[Update, Block, Block] | None = None
 
@@ -86,7 +85,7 @@ class Streamer:
         view = self._buffer[shift : shift + size]
         got = 0
         while got < size:
-            count = self._reader.read(source, view[got:], record.offset + begin + got)
+            count = read_into(view[got:], source, record.offset + begin + got)
             if not count:
                 raise UserError(f"{record.path} ended at byte {record.offset + begin + got}: it is cut off.")
             got += count

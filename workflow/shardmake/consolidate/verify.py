@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.consolidate import folder as hf_folder
-from shardmake.consolidate.blocks import Block, Reader, page_aligned
+from shardmake.consolidate.blocks import Block, page_aligned, read_into
 from shardmake.consolidate.companions import config_folder, widest
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.contents import Contents, Tensor
@@ -129,7 +129,6 @@ class _Hashed:
         self.path, self.at = path, 0
         self._file = os.open(path, os.O_RDONLY)
         self._hash = hashlib.sha256()
-        self._reader = Reader()
         self._buffers = [page_aligned(_BLOCK), page_aligned(_BLOCK)]
         self._pool = ThreadPoolExecutor(1)
         self._hashing = self._pool.submit(lambda: None)
@@ -145,7 +144,7 @@ class _Hashed:
         """The bytes up to ``end``; a block is valid until the one after the next."""
         while self.at < end:
             self._buffers.reverse()
-            got = self._reader.read(self._file, self._buffers[0][: end - self.at], self.at)
+            got = read_into(self._buffers[0][: end - self.at], self._file, self.at)
             if not got:
                 raise UserError(f"{self.path} changed while it was read.")
             block = self._buffers[0][:got]
