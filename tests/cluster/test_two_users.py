@@ -103,6 +103,7 @@ def test_both_at_once_on_one_checkout_and_one_cache(lab: Lab, users: list[User])
     adas = lab.start(ada, *snakemake, "runs/long/train/receipt.json")
     status, output = lab.run(bob, *snakemake, "runs/short/model/receipt.json")
     assert status == 0, output
+    assert adas.poll() is None, (ada.home / "output.txt").read_text()
 
     assert_shared(lab.checkout.root)
     paths = {json.loads((run / "sources.json").read_text())["model"]["path"] for run in (long, short)}

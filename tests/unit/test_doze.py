@@ -62,6 +62,17 @@ def start(lock: Path, *words: str) -> "subprocess.Popen[str]":
     )
 
 
+def test_a_look_from_before_the_submission_wakes_nobody(slurm: Path) -> None:
+    (slurm / "queue").write_text("")
+    assert look(str(slurm / "snapshot")) is not None
+    (slurm / "queue").write_text("7|PENDING|mine\n")
+    with start(slurm / "lock", "start", "7", str(slurm / "snapshot")) as driver:
+        wait_for(lambda: asked(slurm) == 2)
+        time.sleep(0.5)
+        assert is_dozing(driver)
+        driver.kill()
+
+
 @pytest.mark.parametrize(
     ("queue", "pending"),
     [

@@ -46,8 +46,11 @@ def _become(*words: str, lock: int) -> "NoReturn":
 
 
 def await_start(job: str, snapshot: str) -> None:
-    """Wait until ``job`` is no longer pending, as far as Slurm says."""
-    while is_pending(job, look(snapshot)):
+    """Wait until ``job`` is no longer pending, as far as Slurm says.
+
+    The shared look may be older than the job, so a look of now has to agree.
+    """
+    while is_pending(job, look(snapshot)) or is_pending(job, look(snapshot, 0)):
         time.sleep(SECONDS)
 
 
