@@ -353,10 +353,13 @@ def campaign(root: Path, faults: int, seed: int, strategy: str, gap: int, minute
         "seconds_in_the_storm": round(time.time() - started, 1),
         "checkpoints_damaged_on_purpose": len(stormy.damaged),
         "checkpoints_corrupted": len(corrupted(stormy)),
-        "checkpoints_lost": sum(fault["resumed_from"] < fault["newest"] for fault in storm.done),
+        "checkpoints_lost": sum(
+            fault["resumed_from"] < fault["newest"] for fault in storm.done if fault["fault"] != DRIVER
+        ),
         "losses_compared": len(compared),
         "largest_difference_of_losses": max(abs(expected[step] - found[step]) for step in compared),
         "last_checkpoints_equal": same_end(calm, stormy),
+        "rows": storm.done,
     }
 
 
