@@ -19,8 +19,7 @@ def page_aligned(size: int) -> Block:
 
 
 _AHEAD = 8 << 20
-"""Bytes that the disk may read ahead, so that it does not wait for what is done with the bytes before: a quarter of the
-time of a cold merge, measured."""
+"""Bytes that the disk may read ahead, so that it does not wait for what is done with the bytes before."""
 
 
 def read_into(block: Block, file: int, offset: int) -> int:
