@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardmake.config import Cluster, Run
 from shardmake.data import prepare
 from shardmake.errors import UserError
+from shardmake.publish import backends
 from shardmake.publish.backends import Machine, choose_backend, count_ranks, load_model, weights_size
 from shardmake.publish.evaluate import evaluate
 from shardmake.publish.scores import IGNORED, Example, Scores, score
@@ -222,6 +223,7 @@ GIB = 1 << 30
         (14, 1, 64, None, "whole", 1),
         (14, 8, 64, None, "whole", 8),
         (70, 1, 500, None, "device-map", 1),
+        (14, 0, 32, None, "device-map", 1),
         (140, 8, 500, None, "zero3", 8),
         (800, 8, 1500, None, "zero3-offload", 8),
         (800, 8, 500, "/nvme", "zero3-nvme", 8),
@@ -234,6 +236,17 @@ def test_the_fastest_way_that_fits_is_taken(
     chosen = choose_backend(weights * GIB, machine)
     assert (chosen, count_ranks(chosen, machine, None)) == (backend, ranks)
     assert count_ranks(chosen, machine, 2) == (1 if backend == "device-map" else 2)
+
+
+def test_what_fits_nowhere_is_read_from_its_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = load_model(str(folder))
+    room = sum(parameter.nbytes for parameter in whole.parameters()) // 2
+    monkeypatch.setattr(backends, "this_machine", lambda nvme: Machine(0, 0, int(room / 0.8), nvme))
+    spread = load_model(str(folder), "device-map")
+    assert {"cpu", "disk"} <= set(spread.hf_device_map.values())
+    tokens = torch.arange(32).reshape(2, 16)
+    with torch.no_grad():
+        assert torch.equal(spread(tokens).logits, whole(tokens).logits)
 
 
 @pytest.mark.nvme

@@ -138,8 +138,8 @@ class Evaluation(Section):
     backend: Literal["auto", "whole", "device-map", "zero3", "zero3-offload", "zero3-nvme"] = Field(
         "auto",
         description="How a model is spread. `whole`: on every GPU; `zero3`: partitioned over all GPUs, with `-offload` "
-        "in host memory, with `-nvme` on the cluster's `nvme_path`; `device-map`: layer by layer over GPUs and host "
-        "memory, in one process. `auto`: the first of these that the model fits.",
+        "in host memory, with `-nvme` on the cluster's `nvme_path`; `device-map`: layer by layer over GPUs, host "
+        "memory and, behind those, the model's files, in one process. `auto`: the first of these that the model fits.",
     )
     processes: PositiveInt | None = Field(
         None, description="Ranks that share the sequences; without it, one for each GPU of a node, or one on CPUs."

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardmake.caches import leave_collectives_to_gloo
@@ -56,7 +56,9 @@ def this_machine(nvme: str | None) -> Machine:
 def choose_backend(weights: int, machine: Machine) -> Backend:
     """The fastest way to run a model of ``weights`` bytes."""
     room, host = _GPU_SHARE * machine.gpu_memory, _HOST_SHARE * machine.host_memory
-    if not machine.gpus or weights < room:
+    if not machine.gpus:  # where 16-bit weights are read as fp32
+        return "whole" if 2 * weights < host else "device-map"
+    if weights < room:
         return "whole"
     if weights < room * machine.gpus:
         return "zero3"
@@ -66,7 +68,7 @@ def choose_backend(weights: int, machine: Machine) -> Backend:
 
 
 def count_ranks(backend: Backend, machine: Machine, wanted: int | None) -> int:
-    """Processes to start: as many as were asked for, else one a GPU; `device-map` fills all GPUs from one process."""
+    """Processes to start: as many as asked for, else one a GPU; `device-map` fills all devices from one process."""
     if backend == "device-map":
         return 1
     return wanted or max(1, machine.gpus)
@@ -139,9 +141,18 @@ def load_model(
     }
     if backend in _ZERO3:
         return _load_partitioned(model, options, _zero3_config(model, options, backend, nvme))
-    if has_gpu:
-        options["device_map"] = "auto" if backend == "device-map" else {"": seat.rank % torch.cuda.device_count()}
+    if backend == "device-map":
+        options |= _device_map(this_machine(nvme))
+    elif has_gpu:
+        options["device_map"] = {"": seat.rank % torch.cuda.device_count()}
     return _load_whole(model, options).eval()
+
+
+def _device_map(machine: Machine) -> dict[str, Any]:
+    """Fill the GPUs, then host memory; the layers behind those are read from the model's files at every pass."""
+    room: dict[int | str, int] = {gpu: int(_GPU_SHARE * machine.gpu_memory) for gpu in range(machine.gpus)}
+    room["cpu"] = int(_HOST_SHARE * machine.host_memory)
+    return {"device_map": "auto", "max_memory": room, "offload_folder": machine.nvme or gettempdir()}
 
 
 def _load_whole(model: str, options: dict[str, Any]) -> "PreTrainedModel":
