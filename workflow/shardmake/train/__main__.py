@@ -40,8 +40,8 @@ def main() -> None:
 
     attempt = AttemptDir(folder)
     _show_stacks_on_request(attempt.stack(rank))
-    write_beat(attempt, rank, "start", 0)
     try:
+        write_beat(attempt, rank, "start", 0)
         _meet(attempt)
         program(folder)(folder)
     except BaseException as error:
