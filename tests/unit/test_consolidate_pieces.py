@@ -8,6 +8,7 @@ import tempfile
 import zlib
 from collections import OrderedDict
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,12 @@ from safetensors.torch import load_file
 
 from shardmake.consolidate import jobs, output, stream
 from shardmake.consolidate.archive import Record
-from shardmake.consolidate.blocks import PAGE, page_aligned
-from shardmake.consolidate.contents import Tensor, box
+from shardmake.consolidate.blocks import PAGE, Block, page_aligned
+from shardmake.consolidate.contents import Piece, Tensor, box
 from shardmake.consolidate.convert import Converter
 from shardmake.consolidate.crc import combine
 from shardmake.consolidate.dtypes import ITEM_SIZE, torch_name
-from shardmake.consolidate.layout import parse_size, plan_shards
+from shardmake.consolidate.layout import Entry, parse_size, plan_shards
 from shardmake.consolidate.locate import read_checkpoint
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.errors import UserError
@@ -40,7 +41,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for module in (jobs, stream):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(jobs, "JOB", 160)
-    monkeypatch.setattr(stream, "PAGE", 16)
+    monkeypatch.setattr(jobs, "PAGE", 16)
+    monkeypatch.setattr(jobs, "_SMALL", 24)
     yield
 
 
@@ -196,6 +198,62 @@ def test_zero2_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, ta
         half = {name: tensor.half() for group in params for name, tensor in group.items()}
         torch.save(model_state(params, half), folder / "mp_rank_00_model_states.pt")
         check(folder, params, target)
+
+
+def a_file(folder: Path, counts: list[int], gap: int) -> tuple[list[Tensor], bytes]:
+    """Float32 vectors of so many elements, one after the other in a file, with ``gap`` elements behind each."""
+    content = np.random.default_rng(0).integers(0, 256, 4 * sum(count + gap for count in counts), np.uint8).tobytes()
+    (folder / "source").write_bytes(content)
+    record = Record(folder / "source", 0, len(content), zlib.crc32(content))
+    tensors, at = [], 0
+    for index, count in enumerate(counts):
+        tensors.append(Tensor(f"t{index}", "F32", (count,), (Piece(record, at, 0, count),)))
+        at += 4 * (count + gap)
+    return tensors, content
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(0, 20), st.booleans())
+def test_every_byte_is_read_once_in_blocks_of_few_tensors(counts: list[int], gap: int, has_crc: bool) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        tensors, content = a_file(Path(name), counts, gap)
+    if not has_crc:
+        record = replace(tensors[0].pieces[0].record, crc=None)
+        tensors = [replace(tensor, pieces=(replace(tensor.pieces[0], record=record),)) for tensor in tensors]
+    read: list[int] = []
+    moved: list[int] = []
+    for job in jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]:
+        for span in jobs.spans(job):
+            assert 0 < span.end - span.begin <= jobs.BLOCK and len(span.parts) <= jobs.BLOCK // 4
+            read.extend(range(span.begin, span.end))
+            for part in span.parts:
+                assert span.begin <= part.begin < part.end <= span.end
+                moved.extend(range(part.begin, part.end))
+    assert moved == [at for t in tensors for at in range(t.pieces[0].start, t.pieces[0].start + t.nbytes)]
+    assert read == (list(range(len(content))) if has_crc else moved)
+
+
+def test_what_goes_wrong_in_a_worker_ends_the_reading(tmp_path: Path) -> None:
+    tensors, _ = a_file(tmp_path, [16] * 50, 0)
+    put, done = [], []
+
+    def fail(content: Block, offset: int, entry: Entry) -> None:
+        put.append(offset)
+        if len(put) == 7:
+            raise OSError("no space")
+
+    planned = jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]
+    with pytest.raises(OSError, match="no space"):
+        stream.stream([stream.Task(job, fail, lambda *end: done.append(end)) for job in planned], 2)
+    assert len(put) < 12 and len(done) < len(planned)
+
+
+def test_checksums_are_told_with_the_job(tmp_path: Path) -> None:
+    tensors, content = a_file(tmp_path, [16, 3, 90], 5)
+    (job,) = jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0][:1]
+    done: list[int] = []
+    stream.stream([stream.Task(job, lambda *_: None, lambda _, crc: done.append(crc))], 3)
+    assert done == [zlib.crc32(content[job.begin : job.end])]
 
 
 @pytest.mark.parametrize("has_direct_writes", [True, False])

@@ -1,7 +1,6 @@
 """Compare a merged model with the checkpoint it came from, bit for bit in the model's type."""
 
 import os
-import threading
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from shardmake.consolidate.contents import Contents, Tensor
 from shardmake.consolidate.jobs import Job, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
 from shardmake.consolidate.locate import read_model
-from shardmake.consolidate.stream import Streamer, run_parallel
+from shardmake.consolidate.stream import Task, stream
 from shardmake.errors import UserError
 
 
@@ -21,7 +20,7 @@ def compare(
     *,
     base: Path | None = None,
     ties: Iterable[tuple[str, str]] = (),
-    workers: int = 2,
+    workers: int = 4,
 ) -> None:
     """Read both and compare every stored bit; each of ``ties`` may be stored under either of its names.
 
@@ -58,19 +57,15 @@ def _entry(merged: Tensor, source: Tensor, path: Path) -> Entry:
 def _different(shards: list[Shard], model: Path, workers: int) -> set[str]:
     """Names of the tensors of which a byte differs."""
     found: set[str] = set()
-    lock = threading.Lock()
-
-    def work(streamer: Streamer, task: tuple[Shard, Job]) -> None:
-        shard, job = task
+    for shard, jobs in zip(shards, plan_jobs(shards), strict=True):
         with (model / shard.name).open("rb") as file:
-
-            def put(content: Block, offset: int, entry: Entry) -> None:
-                if os.pread(file.fileno(), len(content), offset) != content.tobytes():
-                    with lock:
-                        found.add(entry.tensor.name)
-
-            streamer.run(job, put)
-
-    tasks = [(shard, job) for shard, jobs in zip(shards, plan_jobs(shards), strict=True) for job in jobs]
-    run_parallel(tasks, work, workers)
+            stream([_comparison(job, file.fileno(), found) for job in jobs], workers)
     return found
+
+
+def _comparison(job: Job, file: int, found: set[str]) -> Task:
+    def put(content: Block, offset: int, entry: Entry) -> None:
+        if os.pread(file, len(content), offset) != content.tobytes():
+            found.add(entry.tensor.name)
+
+    return Task(job, put, lambda _record, _crc: None)

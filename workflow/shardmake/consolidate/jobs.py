@@ -1,9 +1,10 @@
-"""Cut the merge into jobs that any worker can take in any order, such that source checksums can still be had. Pure."""
+"""Cut the merge into jobs of one source and one output each, and those into the blocks that are read at once. Pure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from shardmake.consolidate.archive import Record
+from shardmake.consolidate.blocks import PAGE
 from shardmake.consolidate.contents import Piece
 from shardmake.consolidate.dtypes import ITEM_SIZE
 from shardmake.consolidate.layout import Entry, Shard
@@ -11,7 +12,9 @@ from shardmake.consolidate.layout import Entry, Shard
 BLOCK = 4 << 20
 """Bytes read at once."""
 JOB = 64 << 20
-"""Bytes of a source that one worker takes at a time, about."""
+"""Bytes of a source of which one checksum is kept, about."""
+_SMALL = 1 << 18
+"""Bytes; less is read together with its neighbours, because a read of its own would cost more than the bytes."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,36 @@ class Job:
     begin: int
     end: int
     moves: tuple[Move, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Bytes ``[begin, end)`` of a record that belong to ``move``, in whole runs where it has them."""
+
+    move: Move
+    begin: int
+    end: int
+
+    @property
+    def offset(self) -> int:
+        """Where the first of them goes in the output."""
+        move, entry, done = self.move, self.move.entry, self.begin - self.move.begin
+        if move.run:
+            return move.offset + done // move.run * move.stride
+        return move.offset + done // ITEM_SIZE[entry.tensor.dtype] * ITEM_SIZE[entry.dtype]
+
+
+@dataclass(frozen=True)
+class Span:
+    """Bytes ``[begin, end)`` of a record that are read at once, and the parts that are not padding.
+
+    ``shift``: how far behind a page boundary the first output byte lies, where there is a single large part.
+    """
+
+    begin: int
+    end: int
+    parts: tuple[Part, ...] = ()
+    shift: int = 0
 
 
 def plan_jobs(shards: Sequence[Shard]) -> list[list[Job]]:
@@ -105,3 +138,55 @@ def _split_overlapping(
             disjoint.append(item)
             end = item[0].end
     return disjoint, shared
+
+
+def spans(job: Job) -> Iterator[Span]:
+    """What to read for ``job``, in blocks; without a checksum to compare, padding is left out."""
+    held: list[Span] = []
+    for span in _single_spans(job):
+        if held and not _fits(held, span):
+            yield _joined(held)
+            held = []
+        held.append(span)
+    if held:
+        yield _joined(held)
+
+
+def _single_spans(job: Job) -> Iterator[Span]:
+    """Spans of one part at most."""
+    at = job.begin
+    for move in job.moves:
+        yield from _padding(job, at, move.begin)
+        yield from _cut(move)
+        at = move.end
+    yield from _padding(job, at, job.end)
+
+
+def _padding(job: Job, begin: int, end: int) -> Iterator[Span]:
+    if job.record.crc is not None:
+        for at in range(begin, end, BLOCK):
+            yield Span(at, min(at + BLOCK, end))
+
+
+def _cut(move: Move) -> Iterator[Span]:
+    """A move in blocks, with room for the shift that direct writes need."""
+    wide, narrow = ITEM_SIZE[move.entry.tensor.dtype], ITEM_SIZE[move.entry.dtype]
+    at = move.begin
+    while at < move.end:
+        shift = 0 if move.run else Part(move, at, at).offset % PAGE
+        size = BLOCK // move.run * move.run if move.run else BLOCK - shift // narrow * wide
+        part = Part(move, at, min(at + size, move.end))
+        yield Span(part.begin, part.end, (part,), shift)
+        at = part.end
+
+
+def _fits(held: Sequence[Span], span: Span) -> bool:
+    """Whether ``span`` can be read together with those before it."""
+    small = all(each.end - each.begin < _SMALL for each in (held[-1], span))
+    return small and held[-1].end == span.begin and span.end - held[0].begin <= BLOCK
+
+
+def _joined(held: Sequence[Span]) -> Span:
+    if len(held) == 1:
+        return held[0]
+    return Span(held[0].begin, held[-1].end, tuple(part for span in held for part in span.parts))

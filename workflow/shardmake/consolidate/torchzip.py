@@ -8,9 +8,10 @@ Zip: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, 4.3.7 to 4.3.1
 
 import pickle
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+
+from isal.isal_zlib import crc32
 
 from shardmake.consolidate.dtypes import FROM_STORAGE, ITEM_SIZE, torch_name
 from shardmake.consolidate.unpickle import row_major
@@ -73,7 +74,7 @@ def plan(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> Plan:
     for name, size in sizes:
         records.append(_place(name, at, size))
         at = records[-1].begin + size
-    sums = {name: zlib.crc32(content) for name, content in contents.items()}
+    sums = {name: crc32(content) for name, content in contents.items()}
     start = b"".join(_local(record, sums[record.name]) + contents[record.name] for record in records[: len(contents)])
     return Plan(start, sums, tuple(records), at + len(_directory(records, [0] * len(records), at)))
 

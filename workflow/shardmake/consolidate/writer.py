@@ -5,7 +5,6 @@ whole and which source bytes went into it, with their CRC-32. A merge that was k
 """
 
 import threading
-import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,13 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from isal.isal_zlib import crc32
 
+from shardmake.consolidate.archive import Record
 from shardmake.consolidate.blocks import Block
 from shardmake.consolidate.crc import combine
 from shardmake.consolidate.jobs import Job, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
 from shardmake.consolidate.output import OutputFile
-from shardmake.consolidate.stream import Streamer, damaged, run_parallel
+from shardmake.consolidate.stream import Task, damaged, stream
 from shardmake.receipt import digest, fsync_directory, read_json, write_json
 
 
@@ -39,21 +40,28 @@ class _Output:
     written: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
+    def take(self, job: Job, record: Record, crc: int) -> bool:
+        """Note that ``job`` is done, with the CRC-32 of its bytes; whether it was the last one."""
+        place = {"file": str(record.path), "offset": record.offset, "size": record.size, "expected": record.crc}
+        with self.lock:
+            if record.crc is not None:
+                self.sums.append({**place, "begin": job.begin, "length": job.end - job.begin, "crc": crc})
+            self.left -= 1
+            return self.left == 0
+
 
 class ShardWriter:
     """Fills the files of a plan in a folder."""
 
     def __init__(self, shards: Sequence[Shard], folder: Path) -> None:
         self.folder = folder
-        self._outputs = [
-            _Output(shard, jobs, max(len(jobs), 1)) for shard, jobs in zip(shards, plan_jobs(shards), strict=True)
-        ]
+        self._outputs = [_Output(shard, jobs, len(jobs)) for shard, jobs in zip(shards, plan_jobs(shards), strict=True)]
 
-    def write(self, workers: int = 2, part: tuple[int, int] = (0, 1)) -> None:
+    def write(self, workers: int = 4, part: tuple[int, int] = (0, 1)) -> None:
         """Fill the files; those that are there and whole stay.
 
         Args:
-            workers: Threads; each holds at most three blocks in memory.
+            workers: Threads that write; each holds at most three blocks in memory.
             part: ``(i, n)``: write only every n-th file, from the i-th on, as one of n tasks.
 
         Raises:
@@ -62,10 +70,11 @@ class ShardWriter:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         todo = [output for output in self._outputs[part[0] :: part[1]] if not self._is_whole(output)]
-        tasks: list[tuple[_Output, Job | None]] = [(output, job) for output in todo for job in output.jobs]
-        tasks += [(output, None) for output in todo if not output.jobs]
         try:
-            run_parallel(tasks, self._run, workers)
+            stream((self._task(output, job) for output in todo for job in output.jobs), workers)
+            for output in todo:
+                if not output.jobs:
+                    self._finish(output, self._open(output))
         finally:
             for output in todo:
                 if output.file is not None:
@@ -113,23 +122,27 @@ class ShardWriter:
             return False
         return bool(read_json(journal, "shardmake consolidate")["plan"] == _plan_digest(output))
 
-    def _run(self, streamer: Streamer, task: tuple[_Output, Job | None]) -> None:
-        output, job = task
+    def _task(self, output: _Output, job: Job) -> Task:
         file = self._open(output)
-        if job is not None:
-            _copy(streamer, output, file, job)
-        with output.lock:
-            output.left -= 1
-            is_last = output.left == 0
-        if is_last:
-            self._finish(output, file)
+
+        def put(content: Block, offset: int, entry: Entry) -> None:
+            file.write(content, offset)
+            if output.shard.archive is not None:
+                part = (offset, crc32(content.data), len(content))
+                with output.lock:
+                    output.written[entry.tensor.name].append(part)
+
+        def done(record: Record, crc: int) -> None:
+            if output.take(job, record, crc):
+                self._finish(output, file)
+
+        return Task(job, put, done)
 
     def _open(self, output: _Output) -> OutputFile:
-        with output.lock:
-            if output.file is None:
-                output.file = OutputFile(self._temporary(output), output.shard.size)
-                output.file.write(np.frombuffer(output.shard.header, np.uint8), 0)
-            return output.file
+        if output.file is None:
+            output.file = OutputFile(self._temporary(output), output.shard.size)
+            output.file.write(np.frombuffer(output.shard.header, np.uint8), 0)
+        return output.file
 
     def _finish(self, output: _Output, file: OutputFile) -> None:
         """Sync, rename, and only then say so in the journal."""
@@ -141,20 +154,6 @@ class ShardWriter:
         self._temporary(output).rename(self.folder / output.shard.name)
         fsync_directory(self.folder)
         write_json(self._journal(output), {"plan": _plan_digest(output), "sources": output.sums})
-
-
-def _copy(streamer: Streamer, output: _Output, file: OutputFile, job: Job) -> None:
-    def put(content: Block, offset: int, entry: Entry) -> None:
-        file.write(content, offset)
-        if output.shard.archive is not None:
-            with output.lock:
-                output.written[entry.tensor.name].append((offset, zlib.crc32(content.data), len(content)))
-
-    record, crc = streamer.run(job, put)
-    if record.crc is not None:
-        place = {"file": str(record.path), "offset": record.offset, "size": record.size, "expected": record.crc}
-        with output.lock:
-            output.sums.append({**place, "begin": job.begin, "length": job.end - job.begin, "crc": crc})
 
 
 def _plan_digest(output: _Output) -> str:

@@ -11,13 +11,13 @@ import os
 import re
 import shutil
 import time
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from isal.isal_zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmake.receipt import fsync_directory, write_json
@@ -106,7 +106,7 @@ def fingerprint(path: Path, *, sync: bool = False) -> FileEntry:
         if sync:
             os.fsync(file.fileno())
         while block := file.read(BLOCK):
-            checksum = zlib.crc32(block, checksum)
+            checksum = crc32(block, checksum)
             size += len(block)
     return FileEntry(size=size, crc32=f"{checksum:08x}")
 

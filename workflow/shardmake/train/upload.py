@@ -9,12 +9,12 @@ counts. No torch is imported here.
 import os
 import shutil
 import sys
-import zlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from isal.isal_zlib import crc32
 from pydantic import Field, TypeAdapter
 
 from shardmake.attempt import AttemptDir, Record
@@ -80,7 +80,7 @@ def copy(source: Path, target: Path) -> FileEntry:
     checksum = size = 0
     with source.open("rb") as read, target.open("wb") as written:
         while block := read.read(ledger.BLOCK):
-            checksum = zlib.crc32(block, checksum)
+            checksum = crc32(block, checksum)
             size += written.write(block)
         written.flush()
         os.fsync(written.fileno())
