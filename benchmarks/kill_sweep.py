@@ -1,6 +1,6 @@
 """SIGKILL a rank at every write of one save, for three engines and each rank; how many times training came back.
 
-    python -m benchmarks.kill_sweep            # all points, about an hour on two idle cores
+    python -m benchmarks.kill_sweep            # all points, 48 minutes on two busy cores
     python -m benchmarks.kill_sweep fsdp       # one strategy
 
 What a case (a strategy and the rank that dies) gives goes to results/kill_sweep.json when the case is done, in place of
