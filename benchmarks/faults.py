@@ -363,6 +363,25 @@ def campaign(root: Path, faults: int, seed: int, strategy: str, gap: int, minute
     }
 
 
+def keep(result: dict[str, Any], file: Path) -> None:
+    """Put the campaign into the results, in place of an equal one, and add all of them up."""
+    known = json.loads(file.read_text())["campaigns"] if file.exists() else []
+    same = ("strategy", "seed", "steps")
+    campaigns = [each for each in known if any(each[key] != result[key] for key in same)] + [result]
+    file.write_text(json.dumps({"all": totals(campaigns), "campaigns": campaigns}, indent=2) + "\n")
+
+
+def totals(campaigns: list[dict[str, Any]]) -> dict[str, Any]:
+    """Sums over all campaigns, and the worst of each."""
+    summed = ("faults", "submissions", "times_a_person_was_needed", "steps_done_again", "checkpoints_corrupted")
+    found: dict[str, Any] = {key: sum(each[key] for each in campaigns) for key in (*summed, "checkpoints_lost")}
+    found["all_finished"] = all(each["finished"] for each in campaigns)
+    found["all_last_checkpoints_equal"] = all(each["last_checkpoints_equal"] for each in campaigns)
+    for key in ("largest_loss_of_steps", "largest_difference_of_losses"):
+        found[key] = max(each[key] for each in campaigns)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder to work in; must not exist")
@@ -379,7 +398,7 @@ def main() -> None:
         arguments.work, arguments.faults, arguments.seed, arguments.strategy, arguments.gap, arguments.minutes
     )
     print(json.dumps(result, indent=2))
-    arguments.results.write_text(json.dumps(result, indent=2) + "\n")
+    keep(result, arguments.results)
     if not arguments.keep:
         shutil.rmtree(arguments.work)
 
