@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from shardmake.train import ledger
 from shardmake.train.ledger import CheckpointRecord, Retention
+from shardmake.train.receipt import STATE, is_last
 
 
 def make_record(checkpoint: Path, step: int, eval_loss: float | None = None) -> CheckpointRecord:
@@ -53,6 +54,28 @@ def test_an_unfinished_one_does_not_count_and_is_removed(tmp_path: Path) -> None
     assert step == 5 and "checkpoint-10 does not count" in heard[0]
     ledger.discard_unfinished(tmp_path, heard.append)
     assert not half.exists() and newest(tmp_path)[0] == 5
+
+
+@pytest.mark.parametrize(
+    ("content", "is_over"),
+    [(None, True), ('{"max_steps": 5', False), ('{"max_steps": 2}', False), ("", False)],
+    ids=["intact", "cut", "flipped", "empty"],
+)
+def test_a_damaged_state_ends_no_training(tmp_path: Path, content: str | None, is_over: bool) -> None:
+    """The driver asks after every attempt, before anything has looked at the checkpoint's bytes."""
+    checkpoint = write(tmp_path, 5, FILES | {STATE: b'{"max_steps": 5}'})
+    half = write(tmp_path, 4, FILES | {STATE: b'{"max_steps": 5}'})
+    if content is not None:
+        for folder in (checkpoint, half):
+            (folder / STATE).write_text(content)
+    assert is_last(recorded(checkpoint), checkpoint) == is_over
+    assert not is_last(recorded(half), half)
+
+
+def recorded(checkpoint: Path) -> CheckpointRecord:
+    record = ledger.read_record(checkpoint)
+    assert record
+    return record
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "empty"])

@@ -21,13 +21,12 @@ from safetensors.torch import load_file
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
+from shardmake.train.receipt import STATE
 from shardmake.train.saving import separate_steps
 from shardmake.train.setup import descriptions
 
 if TYPE_CHECKING:
     from shardmake.train.loop import Loop
-
-STATE = "trainer_state.json"
 
 
 def save(loop: "Loop", folder: Path) -> None:

@@ -215,6 +215,11 @@ def problems(checkpoint: Path, *, workers: int = 4) -> list[str]:
     return [finding for finding in findings if finding]
 
 
+def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
+    """Whether one file of a checkpoint is as recorded."""
+    return name in record.files and not _file_problem(checkpoint / name, record.files[name])
+
+
 def _file_problem(path: Path, expected: FileEntry) -> str:
     if not path.is_file():
         return f"{path} is missing"

@@ -6,17 +6,19 @@ from typing import Any
 
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
-from shardmake.train.ledger import CheckpointRecord
+from shardmake.train.ledger import CheckpointRecord, is_intact
+
+STATE = "trainer_state.json"
 
 
 def trainer_state(checkpoint: Path) -> dict[str, Any]:
     """The Trainer's own state of a checkpoint: ``global_step``, ``max_steps``, ``log_history``."""
-    return json.loads((checkpoint / "trainer_state.json").read_text())
+    return json.loads((checkpoint / STATE).read_text())
 
 
 def is_last(record: CheckpointRecord, checkpoint: Path) -> bool:
-    """Whether the training is over with this checkpoint."""
-    return record.step >= trainer_state(checkpoint)["max_steps"]
+    """Whether the training is over with this checkpoint; not if its state is damaged, which resuming will find."""
+    return is_intact(record, checkpoint, STATE) and record.step >= trainer_state(checkpoint)["max_steps"]
 
 
 def write_receipt(rundir: RunDir, record: CheckpointRecord, checkpoint: Path) -> None:
