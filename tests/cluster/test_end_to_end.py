@@ -50,6 +50,7 @@ def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(lab: Cluster
     assert sorted(lab.losses()) == list(range(1, 31))
     assert_ranks_met(lab, nodes=2)
     assert_pushed_equals_deepspeeds_own(lab)
+    assert_three_nodes_merge_the_same(lab)
 
 
 def kill_with_descendants(cluster: Cluster, pid: int) -> None:
@@ -83,6 +84,21 @@ def assert_pushed_equals_deepspeeds_own(lab: ClusterCheckout) -> None:
     pushed = load_file(lab.root / "published/demo/model.safetensors")
     assert set(pushed) == set(reference) - {"lm_head.weight"}
     assert all(torch.equal(tensor, reference[name]) for name, tensor in pushed.items())
+
+
+def assert_three_nodes_merge_the_same(lab: ClusterCheckout) -> None:
+    """One task a node, each with its own part of the files; the last one checks and publishes."""
+    checkpoint, merged = str(lab.run / lab.read("train/receipt.json")["checkpoint"]), lab.root / "merged"
+    options = ("--base", "resources/demo/base", "--max-shard-size", "1MB", "--tasks", "3")
+    srun = ("srun", "--nodes", "3", "--ntasks-per-node", "1", "--label")
+    merge = lab.command("shardmake", "consolidate", checkpoint, str(merged), *options)
+    done = lab.cluster.run([*srun, *merge], cwd=lab.root)
+    output = f"{done.stdout}{done.stderr}"
+    assert len(list(merged.glob("model-*.safetensors"))) > 3 and (merged / "receipt.json").exists(), output
+    pushed = load_file(lab.root / "published/demo/model.safetensors")
+    together = {name: tensor for path in merged.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    assert set(together) == set(pushed)
+    assert all(torch.equal(tensor, pushed[name]) for name, tensor in together.items())
 
 
 @pytest.mark.parametrize(

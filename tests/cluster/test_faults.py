@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from shardmake.train import ledger
 from tests.cluster.harness import STATE, Cluster
 from tests.cluster.lab import ClusterCheckout, FaultLab
 
@@ -33,19 +34,19 @@ def make_lab(cluster: Cluster, inputs: Path) -> FaultLab:
 
 
 @pytest.fixture(scope="module")
-def in_peace(lab: FaultLab) -> Callable[[str], tuple[dict[int, float], Weights]]:
-    """Losses and final weights of an undisturbed training, by strategy."""
-    known: dict[str, tuple[dict[int, float], Weights]] = {}
+def in_peace(lab: FaultLab) -> Callable[..., tuple[dict[int, float], Weights]]:
+    """Losses and final weights of an undisturbed training, by strategy and length of the sequences."""
+    known: dict[tuple[str, int], tuple[dict[int, float], Weights]] = {}
 
-    def train(strategy: str) -> tuple[dict[int, float], Weights]:
-        lab.configure(strategy)
-        if strategy not in known:
+    def train(strategy: str, sequence_length: int = 64) -> tuple[dict[int, float], Weights]:
+        lab.configure(strategy, sequence_length=sequence_length)
+        if (strategy, sequence_length) not in known:
             lab.forget()
             lab.start()
             assert lab.wait() == 0, lab.log()
-            known[strategy] = lab.result(), lab.weights()
+            known[strategy, sequence_length] = lab.result(), lab.weights()
         lab.forget()
-        return known[strategy]
+        return known[strategy, sequence_length]
 
     return train
 
@@ -239,6 +240,18 @@ def test_each_fault_is_survived(lab: FaultLab, in_peace: Any, strategy: str, fau
     survive(lab, [fault], in_peace(strategy))
 
 
+@pytest.mark.faults
+@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
+def test_a_node_dies_while_checkpoints_are_saved_asynchronously(lab: FaultLab, in_peace: Any, strategy: str) -> None:
+    """What only its scratch held is gone; training goes on from what had reached the shared folder."""
+    lab.repair()
+    calm = in_peace(strategy)
+    lab.configure(strategy, sequence_length=64, checkpoints={"every_steps": lab.every, "asynchronous": True})
+    survive(lab, [kill_node], calm)
+    records = [record for record, _ in ledger.sealed(lab.checkout.run / "train/checkpoints")]
+    assert any(record.blocked_seconds is not None for record in records), "the last save alone waits"
+
+
 # ---- what stops the driver, with the one error that matters; the same command goes on -------------------------------
 
 
@@ -302,9 +315,10 @@ def test_a_driver_killed_at_its_submission(lab: FaultLab, in_peace: Any, strateg
 @pytest.mark.faults
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_out_of_memory_goes_down_two_rungs(lab: FaultLab, in_peace: Any, strategy: str) -> None:
+    """To a smaller micro batch, then to recomputation, which is a rung only where sequences are long enough."""
     lab.repair()
-    calm = in_peace(strategy)
-    lab.configure(strategy, micro_batch_size="auto")
+    calm = in_peace(strategy, sequence_length=128)
+    lab.configure(strategy, sequence_length=128, micro_batch_size="auto")
     lab.order("out-of-memory")
     lab.start()
     lab.wait_for_ends(1, "the first attempt")
