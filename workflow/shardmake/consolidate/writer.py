@@ -57,7 +57,7 @@ class ShardWriter:
         self.folder = folder
         self._outputs = [_Output(shard, jobs, len(jobs)) for shard, jobs in zip(shards, plan_jobs(shards), strict=True)]
 
-    def write(self, workers: int = 4, part: tuple[int, int] = (0, 1)) -> None:
+    def write(self, workers: int = 2, part: tuple[int, int] = (0, 1)) -> None:
         """Fill the files; those that are there and whole stay.
 
         Args:
