@@ -9,7 +9,7 @@ from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.config import Run, parse_config
 from shardmake.manifest import as_json as manifest_as_json
 from shardmake.manifest import read_folder
-from shardmake.plan.plan import Choice, Plan, Resources, Workload, as_json
+from shardmake.plan.plan import Choice, Plan, Resources, Rung, Workload, as_json
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
 
@@ -139,7 +139,8 @@ def make_plan() -> Plan:
         ),
         reason="The fastest that fits: 11 GiB of 40 GiB.",
         rejected={"ddp": "needs 52 GiB"},
-        ladder=[CHOICE],
+        ladder=[Rung(choice=CHOICE, host_memory=4 << 30, memory_gib=5)],
+        host_memory=6 << 30,
         resources={"train": Resources(memory_gib=8, cpus=2)},
     )
 

@@ -73,5 +73,6 @@ def make_plan(strategy: Strategy, **changes: Any) -> Plan:
         reason="asked for",
         rejected={},
         ladder=[],
+        host_memory=6 << 30,
         resources={"train": Resources(memory_gib=8, cpus=4)},
     )

@@ -21,7 +21,8 @@ def plan(nodes: int = 2, memory_gib: int = 4, cpus: int = 2) -> Plan:
         workload=Workload(
             model="m", sequence_length=8, packing=True, method="full", optimizer="adamw", attention="sdpa", loss="plain"
         ),
-        reason="", rejected={}, ladder=[], resources={"train": Resources(memory_gib=memory_gib, cpus=cpus)},
+        reason="", rejected={}, ladder=[], host_memory=1 << 30,
+        resources={"train": Resources(memory_gib=memory_gib, cpus=cpus)},
     )  # fmt: skip
 
 

@@ -103,23 +103,26 @@ def test_a_node_is_to_blame_only_where_another_passed(exits: list[NodeExit], hos
 
 
 def history(**values: object) -> History:
-    return History(**(dict(idle_attempts=1, rungs_left=0) | values))  # type: ignore[arg-type]
+    return History(**(dict(idle_attempts=1, has_rung=False) | values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("end", "before", "action"),
     [
         (End.FINISHED, history(idle_attempts=0), Action.FINISH),
-        (End.TIME_LIMIT, history(rungs_left=2), Action.RESUME),
+        (End.TIME_LIMIT, history(has_rung=True), Action.RESUME),
         (End.PREEMPTED, history(idle_attempts=2), Action.RESUME),
         (End.PREEMPTED, history(idle_attempts=3), Action.STOP),
         (End.RENDEZVOUS, history(), Action.EXCLUDE_AND_RESUME),
-        (End.GPU_OUT_OF_MEMORY, history(idle_attempts=5, rungs_left=1), Action.NEXT_RUNG),
+        (End.GPU_OUT_OF_MEMORY, history(idle_attempts=5, has_rung=True), Action.NEXT_RUNG),
         (End.GPU_OUT_OF_MEMORY, history(), Action.STOP),
-        (End.HOST_OUT_OF_MEMORY, history(rungs_left=1), Action.NEXT_RUNG),
-        (End.USER_ERROR, history(rungs_left=4), Action.STOP),
-        (End.CANCELLED, history(rungs_left=4), Action.STOP),
-        (End.STOP_REQUESTED, history(rungs_left=4), Action.STOP),
+        (End.GPU_OUT_OF_MEMORY, history(has_memory=True), Action.STOP),
+        (End.HOST_OUT_OF_MEMORY, history(has_rung=True), Action.NEXT_RUNG),
+        (End.HOST_OUT_OF_MEMORY, history(has_rung=True, has_memory=True), Action.MORE_MEMORY),
+        (End.HOST_OUT_OF_MEMORY, history(), Action.STOP),
+        (End.USER_ERROR, history(has_rung=True), Action.STOP),
+        (End.CANCELLED, history(has_rung=True), Action.STOP),
+        (End.STOP_REQUESTED, history(has_rung=True), Action.STOP),
         (End.HANG, history(), Action.RESUME),
         (End.HANG, history(host_hung_before=True), Action.EXCLUDE_AND_RESUME),
         (End.HANG, history(idle_attempts=3), Action.STOP),
@@ -138,9 +141,14 @@ def test_a_preflight_that_speaks_against_the_run_stops_it() -> None:
     assert decide(Outcome(End.PREFLIGHT, "no room"), history(unfit_nodes=1), cap=3) is Action.STOP
 
 
-@given(end=st.sampled_from(End), rungs=st.integers(0, 9), flags=st.tuples(st.booleans(), st.booleans()))
-def test_nothing_goes_on_for_ever(end: End, rungs: int, flags: tuple[bool, bool]) -> None:
-    """Without progress, either the ladder gets shorter or the driver stops."""
-    before = history(idle_attempts=3, rungs_left=rungs, unfit_nodes=6, host_hung_before=flags[0], may_rewind=flags[1])
+@given(end=st.sampled_from(End), has=st.tuples(*[st.booleans()] * 4))
+def test_nothing_goes_on_for_ever(end: End, has: tuple[bool, ...]) -> None:
+    """Without progress, the ladder gets shorter, the job gets all of the node's memory, once, or the driver stops."""
+    rung, memory, hung, rewind = has
+    before = history(
+        idle_attempts=3, has_rung=rung, has_memory=memory, unfit_nodes=6, host_hung_before=hung, may_rewind=rewind
+    )
     action = decide(Outcome(end, "why", host="c2"), before, cap=3)
-    assert action in (Action.STOP, Action.FINISH) or (action is Action.NEXT_RUNG and rungs > 0)
+    assert action in (
+        Action.STOP, Action.FINISH, *[Action.NEXT_RUNG] * rung, *[Action.MORE_MEMORY] * memory
+    )  # fmt: skip

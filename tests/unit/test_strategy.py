@@ -71,7 +71,7 @@ def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> 
     assert (made.choice.strategy, made.choice.precision, made.workload.attention) == ("ddp", "fp32", "sdpa")
     assert made.choice.global_batch_size == 32
     assert made.reason.startswith("ddp")
-    assert all(choice.strategy.startswith(("ddp", "zero")) for choice in made.ladder)
+    assert all(rung.choice.strategy.startswith(("ddp", "zero")) for rung in made.ladder)
 
 
 def test_an_8b_on_one_node_of_h100_is_sharded_and_fits(folders: dict[str, str]) -> None:
@@ -90,7 +90,7 @@ def test_the_plan_is_the_same_every_time(folders: dict[str, str]) -> None:
 def test_a_named_strategy_is_respected(strategy: str, folders: dict[str, str]) -> None:
     made = plan(folders["eight"], gpus(max_nodes=4), strategy=strategy, nodes=4)
     assert made.choice.strategy == strategy
-    assert {choice.strategy for choice in made.ladder} <= {strategy}
+    assert {rung.choice.strategy for rung in made.ladder} <= {strategy}
 
 
 def test_a_named_strategy_that_does_not_fit_is_refused_with_figures(folders: dict[str, str]) -> None:
@@ -102,10 +102,27 @@ def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
     values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())
     by_choice = {json.dumps(c["choice"]): c["gpu"]["device"] for c in memory["candidates"]}
-    needs = [by_choice[json.dumps(choice.model_dump())] for choice in (made.choice, *made.ladder)]
+    taken = [made.choice, *(rung.choice for rung in made.ladder)]
+    needs = [by_choice[json.dumps(choice.model_dump())] for choice in taken]
     assert len(needs) > 2
     assert needs == sorted(needs, reverse=True)
     assert len(set(needs)) == len(needs)
+
+
+def test_a_rung_with_offload_asks_for_more_host_memory(folders: dict[str, str]) -> None:
+    """It needs less of the GPU's memory and more of the node's, so that it is no answer to a node's out-of-memory."""
+    made = plan(folders["eight"], gpus(), sequence_length=4096)
+    offloads = next(number for number, rung in enumerate(made.ladder, 1) if rung.choice.strategy.endswith("offload"))
+    here, there = made.at(offloads - 1), made.at(offloads)
+    assert there.choice == made.ladder[offloads - 1].choice
+    assert there.host_memory > here.host_memory + 16 * 2**30
+    asked = [its.resources["train"].memory_gib for its in (here, there)]
+    assert there.host_memory < asked[1] * 2**30 and asked[0] < asked[1]
+    assert made.rung_below(offloads - 1, host=False) == offloads
+    below = made.rung_below(offloads - 1, host=True)
+    assert below is None or made.at(below).host_memory < here.host_memory
+    assert made.rung_below(len(made.ladder), host=False) is None
+    assert made.at(0) == made
 
 
 def test_the_ladder_comes_to_16_bits_before_nvme_and_more_nodes(folders: dict[str, str]) -> None:
@@ -114,11 +131,12 @@ def test_the_ladder_comes_to_16_bits_before_nvme_and_more_nodes(folders: dict[st
         folders["eight"], cluster, sequence_length=2048, precision="fp32", global_batch_size=64, strategy="auto"
     )
     assert made.choice.precision == "fp32"
-    steps = [(choice.nodes, choice.strategy == "zero3-nvme", choice.precision != "fp32") for choice in made.ladder]
+    below = [rung.choice for rung in made.ladder]
+    steps = [(choice.nodes, choice.strategy == "zero3-nvme", choice.precision != "fp32") for choice in below]
     assert steps == sorted(steps)
-    assert any(choice.precision == "bf16" for choice in made.ladder)
+    assert any(choice.precision == "bf16" for choice in below)
     old = plan(folders["tiny"], gpus(accelerator="v100-32gb"), precision="fp32")
-    assert {choice.precision for choice in old.ladder} <= {"fp32", "fp16"}
+    assert {rung.choice.precision for rung in old.ladder} <= {"fp32", "fp16"}
 
 
 def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -> None:

@@ -35,6 +35,7 @@ from shardmake.launch.story import (
     next_rung,
     read_story,
     unfit_nodes,
+    wants_all_memory,
     write_story,
 )
 from shardmake.launch.turn import require_room, snapshot_file, turn, why
@@ -230,12 +231,19 @@ class Driver:
 
     def _write_configuration(self, folder: AttemptDir) -> Plan:
         """Put the files of this attempt's rung into its folder, so that it tells its own story."""
-        rung = min(next_rung(self.story, self.plan_digest), len(self.plan.ladder))
-        choice: Choice = self.plan.choice if rung == 0 else self.plan.ladder[rung - 1]
-        plan = self.plan.model_copy(update={"choice": choice})
+        plan = self._present_plan()
         write_json(folder.plan, as_json(plan))
         render(plan, self.run, self.cluster, folder.root)
         return plan
+
+    def _present_plan(self) -> Plan:
+        """The plan on the rung, and with the memory, that the next attempt takes."""
+        plan = self.plan.at(next_rung(self.story, self.plan_digest))
+        return plan.asking(self._node_memory_gib) if wants_all_memory(self.story, self.plan_digest) else plan
+
+    @property
+    def _node_memory_gib(self) -> int:
+        return max(1, int(self.cluster.memory_gib_per_node))
 
     def _choose_checkpoint(self, choice: Choice) -> Path | None:
         """The newest whole checkpoint of this recipe; everything else is told, and removed or set aside."""
@@ -377,11 +385,14 @@ class Driver:
     def _answer(self, outcome: Outcome) -> None:
         """Prepare the next attempt, or raise."""
         rung = next_rung(self.story, self.plan_digest)
+        below = self.plan.rung_below(rung, host=outcome.end is End.HOST_OUT_OF_MEMORY)
+        asked = self._present_plan().resources["train"].memory_gib
         action = decide(
             outcome,
             History(
                 idle_attempts=idle_attempts(self.story),
-                rungs_left=len(self.plan.ladder) - rung,
+                has_rung=below is not None,
+                has_memory=self.cluster.executor == "slurm" and not outcome.error and asked < self._node_memory_gib,
                 host_hung_before=hung_before(self.story),
                 unfit_nodes=unfit_nodes(self.story),
                 may_rewind=self.run.non_finite == "rewind" and may_rewind(self.story),
@@ -392,7 +403,8 @@ class Driver:
         if action is Action.STOP:
             raise UserError(self._last_words(outcome))
         decision = {
-            "next_rung": rung + (action is Action.NEXT_RUNG),
+            "next_rung": below if action is Action.NEXT_RUNG else rung,
+            "all_memory": action is Action.MORE_MEMORY,
             "excluded": outcome.host if action is Action.EXCLUDE_AND_RESUME else None,
         }
         self._write([*self.story[:-1], self.story[-1].model_copy(update=decision)])

@@ -72,6 +72,7 @@ class Action(Enum):
     RESUME = "resume"
     EXCLUDE_AND_RESUME = "resume without the node"
     NEXT_RUNG = "take the next rung of the ladder"
+    MORE_MEMORY = "ask for all of a node's memory"
     STOP = "stop"
 
 
@@ -253,8 +254,10 @@ class History:
 
     idle_attempts: int
     """Attempts since the newest checkpoint last advanced, the last one included; failed preflights do not count."""
-    rungs_left: int
-    """Rungs of the ladder below the present choice."""
+    has_rung: bool
+    """The ladder has a rung below that needs less of the memory that ran out."""
+    has_memory: bool = False
+    """A node has more host RAM than the job had asked for, and the job was killed for reaching what it had."""
     host_hung_before: bool = False
     """The node that held up the others did so in an earlier attempt too."""
     unfit_nodes: int = 0
@@ -273,8 +276,10 @@ def decide(outcome: Outcome, history: History, *, cap: int, unfit_cap: int = UNF
         unfit_cap: nodes that may fail the preflight one after the other; more, and it is not the nodes.
     """
     match outcome.end:
+        case End.HOST_OUT_OF_MEMORY if history.has_memory:
+            return Action.MORE_MEMORY
         case End.GPU_OUT_OF_MEMORY | End.HOST_OUT_OF_MEMORY:
-            return Action.NEXT_RUNG if history.rungs_left else Action.STOP
+            return Action.NEXT_RUNG if history.has_rung else Action.STOP
         case End.PREFLIGHT:
             others = outcome.host is not None and history.unfit_nodes <= unfit_cap
             return Action.EXCLUDE_AND_RESUME if others else Action.STOP

@@ -29,6 +29,7 @@ class Chapter(Record):
     failed_step: int | None = Field(None, description="Step whose loss or gradient norm was not finite.")
     next_rung: int | None = Field(None, description="Rung for the next attempt, once decided.")
     excluded: str | None = Field(None, description="Node that later attempts avoid.")
+    all_memory: bool = Field(False, description="Later attempts with this plan ask for all of a node's memory.")
 
 
 _CHAPTERS = TypeAdapter(list[Chapter])
@@ -50,6 +51,11 @@ def next_rung(story: Sequence[Chapter], plan: str) -> int:
         return 0
     last = story[-1]
     return last.rung if last.next_rung is None else last.next_rung
+
+
+def wants_all_memory(story: Sequence[Chapter], plan: str) -> bool:
+    """Whether an attempt with ``plan`` (a digest) was killed for want of host RAM that its job had not asked for."""
+    return any(chapter.all_memory for chapter in story if chapter.plan == plan)
 
 
 def idle_attempts(story: Sequence[Chapter]) -> int:

@@ -83,6 +83,14 @@ class Resources(Frozen):
     cpus: int = Field(gt=0, description="Cores per node.")
 
 
+class Rung(Frozen):
+    """A choice further down the ladder, and its host RAM, which may be more than that of the choice above."""
+
+    choice: Choice = Field(description="What training takes next.")
+    host_memory: int = Field(gt=0, description="Host RAM per node that it needs, bytes.")
+    memory_gib: int = Field(gt=0, description="Host RAM per node that it asks of Slurm, GiB (--mem).")
+
+
 class Plan(Frozen):
     """The choice, why, and what follows an out-of-memory."""
 
@@ -91,8 +99,31 @@ class Plan(Frozen):
     workload: Workload = Field(description="What is trained.")
     reason: str = Field(description="One sentence: why this choice.")
     rejected: dict[str, str] = Field(description="Each candidate not taken, with the reason.")
-    ladder: list[Choice] = Field(description="What training takes next after each out-of-memory, in order.")
+    ladder: list[Rung] = Field(description="What training takes next after each out-of-memory, in order.")
+    host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
     resources: dict[str, Resources] = Field(description="By stage: train, consolidate, evaluate, data.")
+
+    def at(self, rung: int) -> "Plan":
+        """The plan of an attempt on that rung, from 1 on; 0 is the choice."""
+        if rung == 0:
+            return self
+        below = self.ladder[rung - 1]
+        changed = self.model_copy(update={"choice": below.choice, "host_memory": below.host_memory})
+        return changed.asking(below.memory_gib)
+
+    def asking(self, memory_gib: int) -> "Plan":
+        """The same, but for the host RAM per node that training asks of Slurm."""
+        train = self.resources["train"].model_copy(update={"memory_gib": memory_gib})
+        return self.model_copy(update={"resources": {**self.resources, "train": train}})
+
+    def rung_below(self, rung: int, *, host: bool) -> int | None:
+        """The rung that follows ``rung`` after an out-of-memory of the GPU or, with ``host``, of the node; None: none.
+
+        A rung that needs less GPU memory because it offloads needs more of the node's.
+        """
+        needs = self.at(rung).host_memory
+        below = (number for number, its in enumerate(self.ladder, 1) if number > rung)
+        return next((number for number in below if not host or self.ladder[number - 1].host_memory < needs), None)
 
 
 def read_plan(path: Path) -> Plan:

@@ -75,6 +75,7 @@ def _choice_of(run: Run, cluster: Cluster) -> Candidate:
 def describe(plan: Plan, rundir: RunDir) -> str:
     """The plan in a few lines for people, with the disk it takes and the ladder below it."""
     choice, asked = plan.choice, plan.resources["train"]
+    below = "; ".join(name_of(rung.choice) for rung in plan.ladder)
     checkpointing = "with" if choice.gradient_checkpointing else "without"
     return "\n".join(
         [
@@ -85,7 +86,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
             f"  {check_plan(rundir, read_json(rundir.memory, f'shardmake plan {plan.run}'), plan.choice)}",
-            f"  after an out-of-memory: {'; '.join(map(name_of, plan.ladder)) or 'nothing needs less'}",
+            f"  after an out-of-memory: {below or 'nothing needs less'}",
             f"  {len(plan.rejected)} other candidates, each with its reason, stand in the plan's folder",
         ]
     )

@@ -17,7 +17,7 @@ from shardmake.plan.memory.scenario import BYTES, Scenario
 from shardmake.plan.memory.script import Script
 from shardmake.plan.memory.trace import trace_all
 from shardmake.plan.model import Model, Split, read_model, split
-from shardmake.plan.plan import Choice, Plan, Resources, Workload
+from shardmake.plan.plan import Choice, Plan, Resources, Rung, Workload
 from shardmake.plan.tensor_parallel import check_tensor_parallel
 
 CPU_STRATEGIES: tuple[Strategy, ...] = (
@@ -131,7 +131,8 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, An
         workload=settings.workload,
         reason=_reason(chosen, candidates),
         rejected=_rejected(chosen, candidates),
-        ladder=[candidate.choice for candidate in rungs],
+        ladder=[_as_rung(candidate, settings.hardware) for candidate in rungs],
+        host_memory=_host_need(chosen, settings.hardware),
         resources=resources(settings, chosen),
     )
     return plan, memory_json(settings, candidates)
@@ -550,16 +551,27 @@ def _is_below(candidate: Candidate, chosen: Candidate) -> bool:
 def resources(settings: Settings, chosen: Candidate) -> dict[str, Resources]:
     """Memory and cores per node by stage; every figure with a quarter to spare and at most what a node has."""
     hardware, model = settings.hardware, settings.model
-    tensors = chosen.choice.processes_per_node * chosen.memory.gpu.reserved if hardware.is_cpu else 0
     weights = BYTES[settings.precision] * model.parameters
     largest = 4 * model.largest_tensor
     few = min(4, hardware.cpus_per_node)
     return {
-        "train": _resources(hardware, chosen.memory.host_total + tensors, hardware.cpus_per_node),
+        "train": _resources(hardware, _host_need(chosen, hardware), hardware.cpus_per_node),
         "consolidate": _resources(hardware, 2 * GIB + 4 * largest, few),
         "evaluate": _resources(hardware, 3 * GIB + (4 * model.parameters if hardware.is_cpu else 2 * weights), few),
         "data": _resources(hardware, 4 * GIB, few),
     }
+
+
+def _as_rung(candidate: Candidate, hardware: Hardware) -> Rung:
+    need = _host_need(candidate, hardware)
+    asked = _resources(hardware, need, hardware.cpus_per_node)
+    return Rung(choice=candidate.choice, host_memory=need, memory_gib=asked.memory_gib)
+
+
+def _host_need(candidate: Candidate, hardware: Hardware) -> int:
+    """Host RAM per node, bytes; without GPUs all tensors lie there."""
+    tensors = candidate.choice.processes_per_node * candidate.memory.gpu.reserved if hardware.is_cpu else 0
+    return candidate.memory.host_total + tensors
 
 
 def _resources(hardware: Hardware, needed: int, cpus: int) -> Resources:

@@ -202,7 +202,10 @@ def _plan(strategy: Strategy, **changes: int) -> Plan:
         loss="plain",
     )
     resources = {"train": Resources(memory_gib=1024, cpus=96)}
-    return Plan(run="docs", choice=choice, workload=workload, reason="", rejected={}, ladder=[], resources=resources)
+    return Plan(
+        run="docs", choice=choice, workload=workload, reason="", rejected={}, ladder=[], host_memory=1,
+        resources=resources,
+    )  # fmt: skip
 
 
 if __name__ == "__main__":
