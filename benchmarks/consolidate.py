@@ -3,9 +3,12 @@
     python benchmarks/consolidate.py FOLDER [--rounds 5] [--ranks 4] [--out benchmarks/results/consolidate.json]
 
 FOLDER needs about 14 GB. Every tool runs in a process of its own; its time includes the sync of what it wrote. Each is
-compared with a ``cp`` that ran just before it, because a disk is not equally fast at all times.
-``cold``: the page cache is told to drop the sources first; ``warm``: they are read first. Memory is the peak of the
-anonymous memory of the process and its children, sampled.
+compared with a ``cp`` that ran just before it, because a disk is not equally fast at all times: of the DCP checkpoint
+itself for those that read it, else of the merged fp32 model, which has the same size.
+``warm``: the page cache is emptied and the sources are read; ``cold``: then it is emptied again. So the caches below
+the machine (a hypervisor's, a storage server's) have seen every source equally lately; without that, the file that is
+copied most often would be read several times as fast as the others. Memory is the peak of the anonymous memory of the
+process and its children, sampled.
 """
 
 import argparse
@@ -26,7 +29,9 @@ from typing import Any
 
 from benchmarks.synthetic import llama, shapes, write_zero3
 
+DROP_CACHES = "/proc/sys/vm/drop_caches"
 CP = "cp of the fp32 model"
+CP_DCP = "cp of the DCP checkpoint"
 DEEPSPEED = """
 from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 convert("{zero}", "{out}", safe_serialization=True)
@@ -52,7 +57,7 @@ from shardmake.consolidate.writer import ShardWriter
 contents = read_model(Path("{source}"), "{dtype}")
 writer = ShardWriter(plan_shards(contents.tensors.values(), "{dtype}", parse_size("5GB")), Path("{out}"))
 planned = time.time()
-writer.write(2)
+writer.write(4)
 written = time.time()
 writer.check_sums()
 print(json.dumps({{"plan": planned - start, "copy": written - planned}}))
@@ -73,7 +78,7 @@ def main() -> None:
     parser.add_argument("--tools", default="", help="measure only tools whose name matches this, and cp")
     options = parser.parse_args()
     sources = make_sources(options.folder, options.ranks)
-    wanted = re.compile(f"^{CP}|{options.tools}")
+    wanted = re.compile(f"^cp |{options.tools}")
     tools = {name: tool for name, tool in make_tools(sources).items() if wanted.search(name)}
     runs: dict[str, list[dict[str, Any]]] = {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
@@ -87,9 +92,10 @@ def main() -> None:
 def measure(tools: dict[str, tuple[str, str]], out: Path, cache: str, runs: dict[str, list[dict[str, Any]]]) -> None:
     """One round; each tool's run gets the seconds of the ``cp`` before it as ``cp``."""
     for name, (source, code) in tools.items():
-        if name != CP:
-            floor = run(out, *tools[CP], cache)
-            runs.setdefault(f"{CP} ({cache})", []).append(floor | {"cp": floor["seconds"]})
+        if code:
+            copied = CP_DCP if source == tools[CP_DCP][0] else CP
+            floor = run(out, *tools[copied], cache)
+            runs.setdefault(f"{copied} ({cache})", []).append(floor | {"cp": floor["seconds"]})
             found = run(out, source, code, cache) | {"cp": floor["seconds"]}
             runs.setdefault(f"{name} ({cache})", []).append(found)
 
@@ -124,6 +130,7 @@ def make_tools(sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
     zero, dcp, hf = sources["zero"], sources["dcp"], sources["hf"]
     tools = {
         CP: (hf, ""),
+        CP_DCP: (dcp, ""),
         "shardmake, ZeRO-3": (zero, OURS.replace("{source}", zero).replace("{dtype}", "keep")),
         "shardmake, ZeRO-3 to bf16": (zero, OURS.replace("{source}", zero).replace("{dtype}", "bf16")),
         "shardmake, DCP": (dcp, OURS.replace("{source}", dcp).replace("{dtype}", "keep")),
@@ -170,15 +177,25 @@ def cpu_of_children() -> float:
 
 
 def prepare(source: str, cache: str) -> None:
-    """Drop the source's pages, or read them."""
+    """Empty the page cache and read the source's files; ``cold``: empty it again."""
+    drop_caches(source)
+    for path in files(Path(source)):
+        with path.open("rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
+    if cache == "cold":
+        drop_caches(source)
+
+
+def drop_caches(source: str) -> None:
+    """Of the whole machine where that is allowed: a cache full of what came before costs time to make room in."""
     os.sync()
+    if os.access(DROP_CACHES, os.W_OK):
+        Path(DROP_CACHES).write_text("1")
+        return
     for path in files(Path(source)):
         with path.open("rb") as file:
-            if cache == "cold":
-                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-            else:
-                while file.read(1 << 24):
-                    pass
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def files(folder: Path) -> Iterator[Path]:

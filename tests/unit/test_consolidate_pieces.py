@@ -1,8 +1,10 @@
 """The pure parts: CRC arithmetic, rounding, boxes, files; and merges of checkpoints that hypothesis makes up."""
 
+import errno
 import itertools
 import json
 import math
+import os
 import struct
 import tempfile
 import zlib
@@ -19,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardmake.consolidate import jobs, output, stream
+from shardmake.consolidate import blocks, jobs, output, stream
 from shardmake.consolidate.archive import Record
 from shardmake.consolidate.blocks import PAGE, Block, page_aligned
 from shardmake.consolidate.contents import Piece, Tensor, box
@@ -256,9 +258,34 @@ def test_checksums_are_told_with_the_job(tmp_path: Path) -> None:
     assert done == [zlib.crc32(content[job.begin : job.end])]
 
 
-@pytest.mark.parametrize("has_direct_writes", [True, False])
+@pytest.mark.parametrize(("there", "answer"), [(1.0, True), (0.6, True), (0.4, False), (0.0, False)])
+def test_whether_the_page_cache_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: float, answer: bool
+) -> None:
+    """Asked of places all over the range, without waiting for the disk; no answer counts as no."""
+    (tmp_path / "file").write_bytes(bytes(1000))
+    asked = []
+
+    def preadv(_file: int, buffers: list[bytearray], offset: int, flags: int) -> int:
+        assert flags == os.RWF_NOWAIT
+        asked.append(offset)
+        if offset >= 100 + there * 800:
+            raise BlockingIOError
+        return len(buffers[0])
+
+    def cannot(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "not here")
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert blocks.is_cached(tmp_path / "file", 100, 800) is answer
+    assert asked == list(range(100, 900, 50))
+    monkeypatch.setattr(os, "preadv", cannot)
+    assert not blocks.is_cached(tmp_path / "file", 100, 800)
+
+
+@pytest.mark.parametrize(("direct", "has_direct_writes"), [(True, True), (True, False), (False, True)])
 def test_a_file_is_filled_in_any_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_direct_writes: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, has_direct_writes: bool
 ) -> None:
     """Cuts on page boundaries, beside them, and pieces large enough to go past the cache; in memory as in the file."""
     if not has_direct_writes:
@@ -271,7 +298,7 @@ def test_a_file_is_filled_in_any_order(
     for begin, end in reversed(list(itertools.pairwise(cuts))):
         block = memory[begin % PAGE :][: end - begin]
         block[:] = expected[begin:end]
-        file.write(block, begin)
+        file.write(block, begin, direct=direct)
     file.sync()
     file.close()
     assert (tmp_path / "file").read_bytes() == expected.tobytes()

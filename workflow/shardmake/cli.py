@@ -261,7 +261,7 @@ def consolidate(
     format: Annotated[Format, typer.Option(help="bin: files that torch.load reads.")] = "safetensors",
     adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA adapter alone, unmerged.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
-    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 2,
+    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 4,
     tasks: Annotated[int, typer.Option(help="Processes, on any nodes, that merge together.")] = 1,
     task_index: Annotated[
         int, typer.Option(envvar="SLURM_PROCID", help="Which of them this is, from 0 on; in Slurm, its own.")
@@ -327,7 +327,7 @@ def verify(
     model: Annotated[Path, typer.Argument(help="A model folder.")],
     against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit for bit.")] = None,
     base: Annotated[Path | None, typer.Option(help="The base model's folder, where either is an adapter.")] = None,
-    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 2,
+    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 4,
 ) -> None:
     """Check a model folder tensor by tensor, and against the checkpoint it was merged from."""
     from shardmake.consolidate.verify import verify as check_model

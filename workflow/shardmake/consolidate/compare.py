@@ -20,7 +20,7 @@ def compare(
     *,
     base: Path | None = None,
     ties: Iterable[tuple[str, str]] = (),
-    workers: int = 2,
+    workers: int = 4,
 ) -> None:
     """Read both and compare every stored bit; each of ``ties`` may be stored under either of its names.
 

@@ -56,7 +56,7 @@ def consolidate(
     format: Format = "safetensors",
     adapter: bool = False,
     max_shard_size: str = "5GB",
-    workers: int = 2,
+    workers: int = 4,
     task: tuple[int, int] = (0, 1),
     trust_remote_code: bool = False,
     report: Report = lambda _: None,

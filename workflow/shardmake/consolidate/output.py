@@ -1,8 +1,9 @@
-"""A file of known size that is filled in any order, past the page cache where the file system allows it.
+"""A file of known size that is filled in any order, past the page cache where that is asked for and possible.
 
 Direct writes (O_DIRECT, open(2)) cost a third of the CPU time of writes through the page cache, leave nothing for the
-sync at the end, and do not push the sources out of memory. They need offset, length and address on page boundaries;
-what lies beside those, and everything on a file system without direct writes, goes through the cache.
+sync at the end, and do not push the sources out of memory. But a disk that is being read at the same time is faster if
+it is written to seldom and much at a time, which the page cache sees to. They need offset, length and address on page
+boundaries; what lies beside those, and everything on a file system without direct writes, goes through the cache.
 """
 
 import ctypes
@@ -30,15 +31,15 @@ class OutputFile:
             self.close()
             raise
 
-    def write(self, content: Block, offset: int) -> None:
+    def write(self, content: Block, offset: int, *, direct: bool = False) -> None:
         """Put ``content`` (uint8) at byte ``offset``.
 
-        It goes past the cache if its address is as far from a page boundary as ``offset`` is.
+        With ``direct`` it goes past the cache if its address is as far from a page boundary as ``offset`` is.
         """
         begin, size = -offset % PAGE, len(content)
         end = begin + (size - begin) // PAGE * PAGE
         aligned = content.ctypes.data % PAGE == offset % PAGE
-        if self._direct < 0 or not aligned or end - begin < _SMALLEST_DIRECT:
+        if not direct or self._direct < 0 or not aligned or end - begin < _SMALLEST_DIRECT:
             _write_all(self._file, content, offset)
             return
         _write_all(self._file, content[:begin], offset)

@@ -54,7 +54,7 @@ def verify(
     against: Path | None = None,
     *,
     base: Path | None = None,
-    workers: int = 2,
+    workers: int = 4,
     trust_remote_code: bool = False,
 ) -> Verification:
     """Check the model in the folder ``model``.
@@ -81,7 +81,7 @@ def verify(
     return verification.model_copy(update={"compared_with": str(against)})
 
 
-def verify_loaded(model: Path, loading: Loading, workers: int = 2) -> Verification:
+def verify_loaded(model: Path, loading: Loading, workers: int = 4) -> Verification:
     """`verify` where transformers has been asked already, about files with the same headers."""
     contents = hf_folder.read(model)
     scans = scan(model, workers)

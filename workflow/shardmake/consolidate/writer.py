@@ -15,7 +15,7 @@ import numpy as np
 from isal.isal_zlib import crc32
 
 from shardmake.consolidate.archive import Record
-from shardmake.consolidate.blocks import Block
+from shardmake.consolidate.blocks import Block, is_cached
 from shardmake.consolidate.crc import combine
 from shardmake.consolidate.jobs import Job, plan_jobs
 from shardmake.consolidate.layout import Entry, Shard
@@ -57,7 +57,7 @@ class ShardWriter:
         self.folder = folder
         self._outputs = [_Output(shard, jobs, len(jobs)) for shard, jobs in zip(shards, plan_jobs(shards), strict=True)]
 
-    def write(self, workers: int = 2, part: tuple[int, int] = (0, 1)) -> None:
+    def write(self, workers: int = 4, part: tuple[int, int] = (0, 1)) -> None:
         """Fill the files; those that are there and whole stay.
 
         Args:
@@ -124,9 +124,11 @@ class ShardWriter:
 
     def _task(self, output: _Output, job: Job) -> Task:
         file = self._open(output)
+        record = job.record
+        comes_from_memory = is_cached(record.path, record.offset + job.begin, job.end - job.begin)
 
         def put(content: Block, offset: int, entry: Entry) -> None:
-            file.write(content, offset)
+            file.write(content, offset, direct=comes_from_memory)
             if output.shard.archive is not None:
                 part = (offset, crc32(content.data), len(content))
                 with output.lock:
