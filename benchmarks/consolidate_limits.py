@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -67,32 +68,52 @@ def in_cgroup(folder: Path) -> dict[str, Any]:
         "zero_to_fp32": DEEPSPEED,
     }
     found, out = {}, folder / "out-limited"
+    environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
     for name, code in programs.items():
         for key in ("zero", "dcp", "base"):
             code = code.replace("{" + key + "}", str(folder / key))
         code = code.replace("{out}", str(out))
         shutil.rmtree(out, ignore_errors=True)
-        with cgroup() as join:
+        with cgroup() as group:
             start = time.perf_counter()
-            environment = {**os.environ, "DS_ACCELERATOR": "cpu"}
-            done = subprocess.run([sys.executable, "-c", code], capture_output=True, preexec_fn=join, env=environment)
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, preexec_fn=group.join, env=environment
+            )
             found[name] = {"exit": done.returncode, "seconds": round(time.perf_counter() - start, 1)}
     shutil.rmtree(out, ignore_errors=True)
     return found
 
 
+@dataclass(frozen=True)
+class Cgroup:
+    """A memory cgroup."""
+
+    processes: Path
+    """Takes the id of a process that is to be in it."""
+
+    def join(self) -> None:
+        """Put the calling process into it."""
+        self.processes.write_text(str(os.getpid()))
+
+
 @contextmanager
-def cgroup() -> Iterator[Any]:
-    """A memory cgroup (version 1 or 2) of 512 MiB; gives the function that puts the calling process into it."""
+def cgroup(limit: int = LIMIT) -> Iterator[Cgroup]:
+    """A memory cgroup (version 1 or 2) of so many bytes."""
     root = Path("/sys/fs/cgroup")
     is_first = (root / "memory").is_dir()
     group = (root / "memory" if is_first else root) / f"shardmake-{os.getpid()}"
     group.mkdir()
-    (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(LIMIT))
+    (group / ("memory.limit_in_bytes" if is_first else "memory.max")).write_text(str(limit))
     try:
-        yield lambda: (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield Cgroup(group / "cgroup.procs")
     finally:
         group.rmdir()
+
+
+def may_limit() -> bool:
+    """Whether memory cgroups can be made here: not in every container."""
+    root = Path("/sys/fs/cgroup")
+    return os.access(root / "memory" if (root / "memory").is_dir() else root, os.W_OK)
 
 
 if __name__ == "__main__":

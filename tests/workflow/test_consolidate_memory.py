@@ -1,8 +1,8 @@
 """Memory does not grow with the model: planned at 405B, measured on real bytes."""
 
 import json
-import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.consolidate import watch
-from benchmarks.consolidate_limits import cgroup
+from benchmarks.consolidate import ACCELERATE, DEEPSPEED, watch
+from benchmarks.consolidate_limits import cgroup, may_limit
 from benchmarks.synthetic import llama, shapes, write_zero3
 from shardmake.consolidate.compare import compare
 
@@ -36,6 +36,13 @@ import sys
 from pathlib import Path
 from shardmake.consolidate.merge import consolidate
 consolidate(Path(sys.argv[1]), Path(sys.argv[2]), base=Path(sys.argv[3]), dtype=sys.argv[4], workers=2)
+"""
+SAVE_DCP = """
+import json, sys
+import torch
+import torch.distributed.checkpoint as dcp
+state = {name: torch.rand(shape) for name, shape in json.loads(sys.argv[2]).items()}
+dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(sys.argv[1]), no_dist=True)
 """
 
 
@@ -68,15 +75,24 @@ def test_merging_a_model_that_is_larger_than_the_memory_allowed(tmp_path: Path) 
     write_zero3(tmp_path / "checkpoint", tmp_path / "base", config, 2, adam=False)
     assert sum(4 * shape.numel() for shape in shapes(config).values()) > 2 * (LIMIT + 2 * PER_WORKER)
     for dtype in ("keep", "bf16"):
-        with cgroup() if may_limit() else nullcontext() as join:
+        with cgroup() if may_limit() else nullcontext() as group:
             places = (tmp_path / "checkpoint", tmp_path / dtype, tmp_path / "base")
-            peak, _ = peak_of(MERGE, *places, dtype, join=join)
+            peak, _ = peak_of(MERGE, *places, dtype, join=group and group.join)
         assert peak < LIMIT + 2 * PER_WORKER
         compare(tmp_path / dtype, tmp_path / "checkpoint")
         shutil.rmtree(tmp_path / dtype)
 
 
-def may_limit() -> bool:
-    """Whether memory cgroups can be made here: not in every container."""
-    root = Path("/sys/fs/cgroup")
-    return os.access(root / "memory" if (root / "memory").is_dir() else root, os.W_OK)
+def test_the_official_tools_are_killed_in_the_same_memory(tmp_path: Path) -> None:
+    """What the limit of the test above is worth."""
+    if not may_limit():
+        pytest.skip("no memory cgroup can be made here")
+    config = llama("0.2B")
+    write_zero3(tmp_path / "checkpoint", tmp_path / "base", config, 2, adam=False)
+    subprocess.run([sys.executable, "-c", SAVE_DCP, tmp_path / "dcp", json.dumps(shapes(config))], check=True)
+    for code, source in ((ACCELERATE, "{dcp}"), (DEEPSPEED, "{zero}")):
+        folder = tmp_path / ("dcp" if source == "{dcp}" else "checkpoint")
+        code = code.replace(source, str(folder)).replace("{out}", str(tmp_path / "out"))
+        with cgroup() as group:
+            done = subprocess.run([sys.executable, "-c", code], preexec_fn=group.join, capture_output=True)
+        assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
