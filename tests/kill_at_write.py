@@ -9,6 +9,7 @@ comes what is before the next write.
 import contextlib
 import io
 import os
+import re
 import signal
 import sys
 from pathlib import Path
@@ -21,12 +22,16 @@ _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.link"}
 
 
 class Killer:
-    """Watches writes below ``folder``; at number ``at`` (from 0) it dies before or after half of it, or fills the disk."""
+    """Watches writes below ``folder``; at one of them it dies before it or after half of it, or fills the disk.
 
-    def __init__(self, folder: Path, log: Path, at: int, mode: str) -> None:
+    ``at`` is that write's number, from 0, or a pattern that its line in ``log`` matches.
+    """
+
+    def __init__(self, folder: Path, log: Path, at: int | str, mode: str) -> None:
         self.folder, self.at, self.mode = str(folder), at, mode
         self.log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.seen = -1
+        self.came = False
 
     def install(self) -> None:
         """From now on every write counts."""
@@ -37,15 +42,17 @@ class Killer:
 
     def count(self, kind: str, path: str) -> bool:
         """Note one write; whether to die half way through it. Before it means: now. What dying takes is not noted."""
-        if 0 <= self.at <= self.seen:
+        if self.came:
             return False
         self.seen += 1
-        os.write(self.log, f"{kind} {path.removeprefix(self.folder)}\n".encode())
-        if self.seen == self.at and self.mode == "before":
+        line = f"{kind} {path.removeprefix(self.folder)}"
+        os.write(self.log, f"{line}\n".encode())
+        self.came = self.seen == self.at if isinstance(self.at, int) else bool(re.search(self.at, line))
+        if self.came and self.mode == "before":
             self.die()
-        if self.seen == self.at and self.mode == "fill":
+        if self.came and self.mode == "fill":
             fill(Path(self.folder).parent)
-        return self.seen == self.at and self.mode == "half"
+        return self.came and self.mode == "half"
 
     def die(self) -> None:
         """As the kernel does it when memory runs out: no handler, no buffer flushed."""

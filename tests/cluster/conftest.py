@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.harness import Cluster, available
+from tests.cluster.lab import FaultLab, make_lab
+from tests.cluster.peace import Peace
 
 
 def require_cluster(*, accounting: bool = False) -> None:
@@ -34,3 +36,18 @@ def cluster() -> Iterator[Cluster]:
 def shared_folder(cluster: Cluster) -> Path:
     """An empty folder under the same name on every node (pytest's ``tmp_path`` lies in /tmp, which nodes have own)."""
     return Path(tempfile.mkdtemp(dir=cluster.shared))
+
+
+@pytest.fixture(scope="session")
+def lab(cluster: Cluster, inputs: Path) -> Iterator[FaultLab]:
+    """A checkout on the folder that all nodes share; tokenized data are shared by all trainings."""
+    cluster.reset()
+    lab = make_lab(cluster, cluster.shared / "faults", inputs)
+    yield lab
+    lab.repair()
+
+
+@pytest.fixture(scope="session")
+def in_peace(lab: FaultLab) -> Peace:
+    """Undisturbed trainings, by strategy and length of the sequences."""
+    return Peace(lab)

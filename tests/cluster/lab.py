@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -42,26 +43,44 @@ class ClusterCheckout(Checkout):
 
 
 HOOKS = """
-import os, signal, sys, time
+import json, os, re, resource, signal, sys, time
 ROOT = os.path.dirname(os.path.abspath(__file__))
+held = []
 
 def ordered(what):
-    "Whether the test ordered this fault; an order is for one process and one time."
+    "What the test wrote into its order of this fault, which is for one process and one time; None without an order."
+    path = os.path.join(ROOT, "orders", what)
     try:
-        os.unlink(os.path.join(ROOT, "orders", what))
-        return True
+        with open(path) as file:
+            text = file.read()
+        os.unlink(path)
+        return text
     except FileNotFoundError:
-        return False
+        return None
+
+def limit_memory():
+    "Let this process have 8 MiB more than it has now; a step takes 12 on the first rung, and 41 before."
+    (size,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData")]
+    resource.setrlimit(resource.RLIMIT_DATA, (size + (8 << 20),) * 2)
 
 def in_rank(event, arguments):
-    if event == "open" and str(arguments[0]).endswith(".rank-1.tmp"):
-        if ordered("raise"):
-            raise ValueError("the test ordered this error")
-        if ordered("sleep"):
-            time.sleep(100000)
-        if ordered("out-of-memory"):
-            import torch
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (ordered by the test).")
+    beat = event == "open" and re.search(r"rank-(\\d+)\\.tmp$", str(arguments[0]))
+    if not beat:
+        return
+    killer = ordered("killer-" + beat[1])
+    if killer:
+        from tests.kill_at_write import Killer
+        Killer(**json.loads(killer)).install()
+    if beat[1] != "1":
+        return
+    if ordered("memory-limit"):
+        limit_memory()
+    if ordered("raise"):
+        raise ValueError("the test ordered this error")
+    if ordered("eat"):
+        held.append(bytearray(os.urandom(1 << 20) * 1024))
+    if ordered("sleep"):
+        time.sleep(100000)
 
 def in_driver(event, arguments):
     submits = event == "subprocess.Popen" and "sbatch" in str(arguments[1][0])
@@ -121,11 +140,12 @@ class FaultLab:
 
     # ---- the driver -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start a driver."""
+    def start(self, **variables: str) -> None:
+        """Start a driver, with ``variables`` in its environment."""
         log = (self.checkout.root / "driver.log").open("a")
         command = self.checkout.command("shardmake", "train", "demo")
-        self.driver = self.cluster.popen(command, cwd=self.checkout.root, env=self.environment, stdout=log)
+        environment = self.environment | variables
+        self.driver = self.cluster.popen(command, cwd=self.checkout.root, env=environment, stdout=log)
 
     def wait(self, timeout: float = 300) -> int:
         """The driver's exit status."""
@@ -136,9 +156,11 @@ class FaultLab:
         """Everything the drivers said."""
         return (self.checkout.root / "driver.log").read_text()
 
-    def order(self, what: str) -> None:
+    def order(self, what: str, details: str = "now") -> None:
         """Have one process do itself a fault (see `HOOKS`)."""
-        (self.checkout.root / "orders" / what).touch()
+        order = self.checkout.root / "orders" / what
+        order.with_name(f".{what}").write_text(details)
+        order.with_name(f".{what}").rename(order)
 
     def forget(self) -> None:
         """Put the training away, as if there had been none."""
@@ -163,10 +185,13 @@ class FaultLab:
 
     # ---- the training -----------------------------------------------------------------------------------------------
 
+    def attempts(self) -> list[AttemptDir]:
+        """All of them, in order."""
+        return [AttemptDir(path) for path in sorted((self.checkout.run / "train/attempts").glob("[0-9]*"))]
+
     def attempt(self) -> AttemptDir | None:
         """The newest attempt."""
-        found = sorted((self.checkout.run / "train/attempts").glob("[0-9]*"))
-        return AttemptDir(found[-1]) if found else None
+        return next(reversed(self.attempts()), None)
 
     def beat(self, rank: int) -> Beat | None:
         """The last heartbeat of a rank of the newest attempt, unless that attempt has ended."""
@@ -189,6 +214,15 @@ class FaultLab:
         beat = self.beat(1)
         assert beat
         return beat
+
+    def wait_until_long_before_a_save(self) -> None:
+        """Wait until rank 1 is in the first half of the steps between two checkpoints."""
+
+        def is_there() -> bool:
+            beat = self.beat(1)
+            return beat is not None and beat.phase == "train" and 0 < beat.step % self.every < self.every // 2
+
+        self.cluster.wait_until(is_there, "a step after a save", timeout=240)
 
     def parent(self, beat: Beat, generations: int) -> str:
         """Process id, on its node, of a rank's launcher (1) or worker (2)."""
@@ -222,3 +256,11 @@ class FaultLab:
         base = self.checkout.root / "resources/demo/base"
         consolidate(self.checkout.run / receipt["checkpoint"], out, base=base, workers=1)
         return load_file(out / "model.safetensors")
+
+
+def make_lab(cluster: Cluster, root: Path, inputs: Path) -> FaultLab:
+    """A lab in ``root``, which all nodes of the cluster see."""
+    checkout = ClusterCheckout.create(root, inputs)
+    assert isinstance(checkout, ClusterCheckout)
+    checkout.cluster = cluster
+    return FaultLab(checkout)

@@ -1,69 +1,22 @@
 """Trainings on the three-node Slurm that something is done to; each must end as the one that was left in peace."""
 
 import random
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from shardmake.train import ledger
+from benchmarks.consolidate_limits import cgroup, may_limit
+from shardmake.plan.plan import read_plan
 from tests.cluster.harness import STATE, Cluster
-from tests.cluster.lab import ClusterCheckout, FaultLab
+from tests.cluster.lab import FaultLab, make_lab
+from tests.cluster.peace import STRATEGIES, Ends, Fault, Peace, assert_as_in_peace, survive
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.timeout(1800)]
 CHANCE = random.Random(7)
-Weights = dict[str, Any]
-
-
-@pytest.fixture(scope="module")
-def lab(cluster: Cluster, inputs: Path) -> Iterator[FaultLab]:
-    """A checkout on the folder that all nodes share; tokenized data are shared by all trainings."""
-    cluster.reset()
-    lab = make_lab(cluster, inputs)
-    yield lab
-    lab.repair()
-
-
-def make_lab(cluster: Cluster, inputs: Path) -> FaultLab:
-    checkout = ClusterCheckout.create(cluster.shared / "faults", inputs)
-    assert isinstance(checkout, ClusterCheckout)
-    checkout.cluster = cluster
-    return FaultLab(checkout)
-
-
-@pytest.fixture(scope="module")
-def in_peace(lab: FaultLab) -> Callable[..., tuple[dict[int, float], Weights]]:
-    """Losses and final weights of an undisturbed training, by strategy and length of the sequences."""
-    known: dict[tuple[str, int], tuple[dict[int, float], Weights]] = {}
-
-    def train(strategy: str, sequence_length: int = 64) -> tuple[dict[int, float], Weights]:
-        lab.configure(strategy, sequence_length=sequence_length)
-        if (strategy, sequence_length) not in known:
-            lab.forget()
-            lab.start()
-            assert lab.wait() == 0, lab.log()
-            known[strategy, sequence_length] = lab.result(), lab.weights()
-        lab.forget()
-        return known[strategy, sequence_length]
-
-    return train
-
-
-def assert_as_in_peace(lab: FaultLab, calm: tuple[dict[int, float], Weights], tolerance: float = 1e-6) -> None:
-    losses, weights = calm
-    assert lab.result() == pytest.approx(losses, abs=tolerance)
-    found = lab.weights()
-    assert found.keys() == weights.keys()
-    for name, tensor in weights.items():
-        assert torch.allclose(found[name], tensor, atol=tolerance), name
 
 
 # ---- faults: each is done to a training under way, and names the ends it may lead to, attempt by attempt -------------
-
-
-Ends = list[set[str]]
 
 
 def kill_rank(lab: FaultLab, attempts: int) -> Ends:
@@ -164,28 +117,10 @@ def unfit_node(lab: FaultLab, attempts: int) -> Ends:
     return [*kill_rank(lab, attempts), {"preflight failure"}]
 
 
-Fault = Callable[[FaultLab, int], Ends]
 SURVIVED: list[Fault] = [
     kill_rank, kill_worker, stop_rank, rank_sleeps, kill_node, cut_link, signals_before_the_limit, end_of_time, preempt,
     restart_controller, kill_waiting_driver, unfit_node,
 ]  # fmt: skip
-STRATEGIES = ("zero2", "zero3", "fsdp")
-
-
-def survive(
-    lab: FaultLab, faults: list[Fault], calm: tuple[dict[int, float], Weights], spare: Collection[str] = ()
-) -> None:
-    """One training, one fault after the other, no person needed; ends in ``spare`` may come in between."""
-    expected: Ends = []
-    lab.start()
-    for fault in faults:
-        expected += fault(lab, len(expected) + 1)
-        lab.wait_for_ends(len(expected), fault.__name__)
-    assert lab.wait() == 0, lab.log()
-    ends = [end for end in lab.ends() if end not in spare]
-    assert len(ends) == len(expected) + 1 and ends[-1] == "finished", lab.log()
-    assert all(seen in allowed for seen, allowed in zip(ends, expected, strict=False)), lab.log()
-    assert_as_in_peace(lab, calm)
 
 
 def job_ids(lab: FaultLab) -> set[str]:
@@ -202,7 +137,7 @@ def come_back(lab: FaultLab, attempts: int) -> Ends:
 
 
 @pytest.mark.faults
-def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, in_peace: Any) -> None:
+def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, in_peace: Peace) -> None:
     """One training through all of them."""
     lab.repair()
     calm = in_peace("zero3")
@@ -220,7 +155,7 @@ def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, i
 
 
 @pytest.mark.faults
-def test_signals_a_dead_controller_and_a_dead_node_that_comes_back(lab: FaultLab, in_peace: Any) -> None:
+def test_signals_a_dead_controller_and_a_dead_node_that_comes_back(lab: FaultLab, in_peace: Peace) -> None:
     """A node that comes back sometimes takes the step that was just started with it."""
     lab.repair()
     calm = in_peace("zero3")
@@ -235,21 +170,9 @@ def test_signals_a_dead_controller_and_a_dead_node_that_comes_back(lab: FaultLab
 @pytest.mark.faults
 @pytest.mark.parametrize("fault", SURVIVED, ids=lambda fault: fault.__name__)
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_each_fault_is_survived(lab: FaultLab, in_peace: Any, strategy: str, fault: Fault) -> None:
+def test_each_fault_is_survived(lab: FaultLab, in_peace: Peace, strategy: str, fault: Fault) -> None:
     lab.repair()
     survive(lab, [fault], in_peace(strategy))
-
-
-@pytest.mark.faults
-@pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
-def test_a_node_dies_while_checkpoints_are_saved_asynchronously(lab: FaultLab, in_peace: Any, strategy: str) -> None:
-    """What only its scratch held is gone; training goes on from what had reached the shared folder."""
-    lab.repair()
-    calm = in_peace(strategy)
-    lab.configure(strategy, sequence_length=64, checkpoints={"every_steps": lab.every, "asynchronous": True})
-    survive(lab, [kill_node], calm)
-    records = [record for record, _ in ledger.sealed(lab.checkout.run / "train/checkpoints")]
-    assert any(record.blocked_seconds is not None for record in records), "the last save alone waits"
 
 
 # ---- what stops the driver, with the one error that matters; the same command goes on -------------------------------
@@ -278,7 +201,7 @@ def touch_stop_file(lab: FaultLab) -> str:
 @pytest.mark.parametrize("stop", [cancel, raise_in_rank, touch_stop_file])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_what_must_stop_stops_and_goes_on_when_told(
-    lab: FaultLab, in_peace: Any, strategy: str, stop: Callable[[FaultLab], str]
+    lab: FaultLab, in_peace: Peace, strategy: str, stop: Callable[[FaultLab], str]
 ) -> None:
     lab.repair()
     calm = in_peace(strategy)
@@ -298,7 +221,7 @@ def test_what_must_stop_stops_and_goes_on_when_told(
 @pytest.mark.faults
 @pytest.mark.parametrize("moment", ["die-before-submit", "die-before-record"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_driver_killed_at_its_submission(lab: FaultLab, in_peace: Any, strategy: str, moment: str) -> None:
+def test_a_driver_killed_at_its_submission(lab: FaultLab, in_peace: Peace, strategy: str, moment: str) -> None:
     lab.repair()
     calm = in_peace(strategy)
     before = job_ids(lab)
@@ -312,27 +235,69 @@ def test_a_driver_killed_at_its_submission(lab: FaultLab, in_peace: Any, strateg
     assert_as_in_peace(lab, calm)
 
 
+TENSORS_APART = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 18),
+    "MALLOC_TOP_PAD_": str(64 << 20),
+    "MALLOC_ARENA_MAX": "1",
+    "PYTHONMALLOC": "malloc",
+}
+"""Every large tensor is a mapping of its own, and whatever else wants memory finds it in a heap with room to spare."""
+
+
 @pytest.mark.faults
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_out_of_memory_goes_down_two_rungs(lab: FaultLab, in_peace: Any, strategy: str) -> None:
-    """To a smaller micro batch, then to recomputation, which is a rung only where sequences are long enough."""
+def test_out_of_memory_goes_down_two_rungs(lab: FaultLab, in_peace: Peace, strategy: str) -> None:
+    """To a smaller micro batch, then to recomputation, which is a rung only where sequences are long enough.
+
+    torch's allocator gets no more from the kernel.
+    """
     lab.repair()
     calm = in_peace(strategy, sequence_length=128)
     lab.configure(strategy, sequence_length=128, micro_batch_size="auto")
-    lab.order("out-of-memory")
-    lab.start()
-    lab.wait_for_ends(1, "the first attempt")
-    lab.order("out-of-memory")
+    lab.start(**TENSORS_APART)
+    for attempt in (1, 2):
+        lab.wait_for_steps(2, attempt)
+        lab.wait_until_long_before_a_save()
+        lab.order("memory-limit")
+        lab.wait_for_ends(attempt, "the attempt")
     assert lab.wait() == 0, lab.log()
-    assert lab.ends() == ["GPU out of memory", "GPU out of memory", "finished"]
+    assert lab.ends() == ["host out of memory", "host out of memory", "finished"], lab.log()
+    sentences = [chapter["sentence"] for chapter in lab.story()[:2]]
+    assert all("can't allocate memory: you tried to allocate" in sentence for sentence in sentences), sentences
+    choices = [read_plan(attempt.plan).choice for attempt in lab.attempts()]
+    assert [choice.gradient_checkpointing for choice in choices] == [False, False, True]
+    assert choices[0].micro_batch_size > choices[1].micro_batch_size
     assert_as_in_peace(lab, calm, tolerance=1e-3)
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_job_that_is_killed_for_its_memory_gets_more(lab: FaultLab, in_peace: Peace, strategy: str) -> None:
+    """By the kernel, in a cgroup as Slurm makes them where it is told to; the Slurm of the tests is not."""
+    if not may_limit():
+        pytest.skip("no memory cgroup can be made here")
+    lab.repair()
+    calm = in_peace(strategy)
+
+    def starve(lab: FaultLab, attempts: int) -> Ends:
+        beat = lab.wait_for_steps(2, attempts)
+        for pid in (lab.parent(beat, 2), lab.parent(beat, 1), beat.pid):
+            lab.cluster.run(["sh", "-c", f"echo {pid} > {group.processes}"], node=beat.host)
+        lab.order("eat")
+        return [{"host out of memory"}]
+
+    with cgroup() as group:
+        survive(lab, [starve], calm)
+    assert "-> ask for all of a node's memory" in lab.log()
+    starved, finished = (read_plan(attempt.plan).resources["train"].memory_gib for attempt in lab.attempts())
+    assert starved < finished
 
 
 @pytest.mark.faults
 def test_slurmdbd_down(inputs: Path) -> None:
     """The job is submitted, watched and seen to its end without accounting's answers."""
     with Cluster(STATE.with_name(f"{STATE.name}-second"), accounting=True) as cluster:
-        lab = make_lab(cluster, inputs)
+        lab = make_lab(cluster, cluster.shared / "faults", inputs)
         lab.configure("zero2")
         lab.start()
         beat = lab.wait_for_steps(2)
