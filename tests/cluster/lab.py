@@ -259,7 +259,8 @@ class FaultLab:
 
 
 def make_lab(cluster: Cluster, root: Path, inputs: Path) -> FaultLab:
-    """A lab in ``root``, which all nodes of the cluster see."""
+    """A lab in ``root``, which all nodes of the cluster see; what an earlier one left there goes."""
+    shutil.rmtree(root, ignore_errors=True)
     checkout = ClusterCheckout.create(root, inputs)
     assert isinstance(checkout, ClusterCheckout)
     checkout.cluster = cluster
