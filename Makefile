@@ -64,7 +64,7 @@ test-lab: install-test
 
 # Every fault for every strategy on the three-node Slurm, half an hour.
 test-faults: install-test
-	$(BIN)/pytest -m faults tests/cluster/test_faults.py
+	$(BIN)/pytest -m faults tests/cluster
 
 # A rank is killed at every write of a save: about an hour.
 test-sweep: install-test
