@@ -62,7 +62,7 @@ test-trackers: install-test
 test-lab: install-test
 	$(BIN)/pytest -m lab tests/cluster
 
-# Every fault for every strategy on the three-node Slurm, half an hour.
+# Every fault for every strategy on the three-node Slurm: two hours.
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/cluster
 
