@@ -215,15 +215,6 @@ class FaultLab:
         assert beat
         return beat
 
-    def wait_until_long_before_a_save(self) -> None:
-        """Wait until rank 1 is in the first half of the steps between two checkpoints."""
-
-        def is_there() -> bool:
-            beat = self.beat(1)
-            return beat is not None and beat.phase == "train" and 0 < beat.step % self.every < self.every // 2
-
-        self.cluster.wait_until(is_there, "a step after a save", timeout=240)
-
     def parent(self, beat: Beat, generations: int) -> str:
         """Process id, on its node, of a rank's launcher (1) or worker (2)."""
         pid = str(beat.pid)
