@@ -67,9 +67,10 @@ def test_a_name_that_nobody_knows_is_a_warning() -> None:
     assert "node-of-nobody.invalid" in check_names("node-of-nobody.invalid")[0]
 
 
-def node(tmp_path: Path, memory_gib: int = 1, **changes: object) -> tuple[AttemptDir, Attempt, Plan]:
+def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[AttemptDir, Attempt, Plan]:
+    """A node's folders, for a training that asks Slurm for more than any node has free."""
     plan = make_plan("zero3", nodes=1).model_copy(
-        update={"resources": {"train": Resources(memory_gib=memory_gib, cpus=2)}}
+        update={"host_memory": host_memory, "resources": {"train": Resources(memory_gib=1 << 20, cpus=2)}}
     )
     folder = AttemptDir(tmp_path / "train/attempts/001")
     write_json(folder.training, {"model": {"path": str(tmp_path / "base")}})
@@ -82,13 +83,14 @@ def node(tmp_path: Path, memory_gib: int = 1, **changes: object) -> tuple[Attemp
 
 
 def test_a_fit_node_says_so(tmp_path: Path) -> None:
+    """What training needs counts: a job that asks for all of a node's memory never finds all of it free."""
     told: list[str] = []
     check_node(*node(tmp_path), 0, told.append)
     assert "this node is fit" in told[-1]
 
 
 def test_every_finding_is_named_at_once(tmp_path: Path) -> None:
-    folder, attempt, plan = node(tmp_path, memory_gib=1 << 20, versions={"torch": "0.0"})
+    folder, attempt, plan = node(tmp_path, host_memory=GIB << 20, versions={"torch": "0.0"})
     (tmp_path / "base/config.json").unlink()
     (tmp_path / "data/receipt.json").unlink()
     with pytest.raises(PreflightError) as error:

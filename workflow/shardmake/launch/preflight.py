@@ -85,7 +85,7 @@ def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> Needs:
     resume = [Path(attempt.resume_from) / ledger.RECORD_NAME] if attempt.resume_from else []
     return Needs(
         attempt=attempt,
-        memory=plan.resources["train"].memory_gib * GIB,
+        memory=plan.host_memory,  # what it asks of Slurm may be all that a node has
         files=[attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume],
         folders=[folder.root, attempt.rundir.train],
     )
@@ -119,7 +119,7 @@ def check_memory(available: int, needed: int) -> list[str]:
     """Too little free host RAM, in bytes."""
     if available >= needed:
         return []
-    return [f"{available / GIB:.1f} GiB of memory are free, and the training was planned with {needed / GIB:.1f} GiB"]
+    return [f"{available / GIB:.1f} GiB of memory are free, and the training needs {needed / GIB:.1f} GiB"]
 
 
 def check_scratch(scratch: Path) -> list[str]:
