@@ -111,15 +111,16 @@ class FaultLab:
         self.driver: subprocess.Popen[str] | None = None
         self.configured: dict[str, Any] = {}
 
-    def configure(self, strategy: str, **changes: Any) -> None:
+    def configure(self, strategy: str, ranks_per_node: int = 1, **changes: Any) -> None:
         """Plan and render the run with ``strategy``, unless it is so already: two nodes of one rank."""
         run = {"strategy": strategy, "max_steps": self.steps, "checkpoints": {"every_steps": self.every}} | changes
-        if run == self.configured:
+        wanted = run | {"ranks_per_node": ranks_per_node}
+        if wanted == self.configured:
             return
-        self.configured = run
+        self.configured = wanted
         self.checkout.configure_cluster(**run)
         file = self.checkout.root / "config/cluster.yaml"
-        few = {"processes_per_node": 1, "hang_seconds": 10}
+        few = {"processes_per_node": ranks_per_node, "hang_seconds": 10}
         file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | few))
         for stage in ("plan", "render", "data"):
             self.checkout.on_login_node("shardmake", stage, "demo")

@@ -22,12 +22,12 @@ class Peace:
 
     def __init__(self, lab: FaultLab) -> None:
         self._lab = lab
-        self._known: dict[tuple[str, int], Calm] = {}
+        self._known: dict[str, Calm] = {}
 
-    def __call__(self, strategy: str, sequence_length: int = 64) -> Calm:
-        """What a training with ``strategy`` comes to; the lab is ready for the next one with it."""
-        lab, key = self._lab, (strategy, sequence_length)
-        lab.configure(strategy, sequence_length=sequence_length)
+    def __call__(self, strategy: str, **changes: Any) -> Calm:
+        """What a training with ``strategy`` and ``changes`` comes to; the lab is ready for the next one with it."""
+        lab, key = self._lab, f"{strategy} {sorted(changes.items())}"
+        lab.configure(strategy, **changes)
         if key not in self._known:
             lab.forget()
             lab.start()

@@ -97,7 +97,7 @@ def test_a_node_dies_while_checkpoints_are_saved_asynchronously(lab: FaultLab, i
     """What only its scratch held is gone; training goes on from what had reached the shared folder."""
     lab.repair()
     calm = in_peace(strategy)
-    lab.configure(strategy, sequence_length=64, checkpoints={"every_steps": lab.every, "asynchronous": True})
+    lab.configure(strategy, checkpoints={"every_steps": lab.every, "asynchronous": True})
     survive(lab, [kill_node], calm)
     records = [record for record, _ in ledger.sealed(checkpoints(lab))]
     assert any(record.blocked_seconds is not None for record in records), "the last save alone waits"
@@ -123,7 +123,7 @@ def test_the_disk_is_full_in_the_middle_of_a_save(
 ) -> None:
     """Training ends with what to do; what was sealed stays, and the same command goes on once there is room."""
     calm, lab = in_peace(strategy), lab_on_a_small_disk
-    lab.configure(strategy, sequence_length=64)
+    lab.configure(strategy)
     lab.forget()
     lab.start()
     lab.cluster.wait_until(lambda: any(ledger.sealed(checkpoints(lab))), "a checkpoint", timeout=240)
@@ -140,3 +140,25 @@ def test_the_disk_is_full_in_the_middle_of_a_save(
     assert lab.wait() == 0, lab.log()
     assert f"resuming from {newest[1].name}" in lab.log()
     assert_as_in_peace(lab, calm)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_training_goes_on_from_4_ranks_on_2_and_then_on_3(lab: FaultLab, in_peace: Peace, strategy: str) -> None:
+    """The same batches, in another order of summation."""
+    lab.repair()
+    settings = {"global_batch_size": 12, "micro_batch_size": 1, "max_steps": 30}
+    calm = in_peace(strategy, **settings)
+    ranks = []
+    for nodes, ranks_per_node in ((2, 2), (2, 1), (3, 1)):
+        lab.configure(strategy, ranks_per_node=ranks_per_node, nodes=nodes, **settings)
+        lab.start()
+        if nodes < 3:
+            lab.wait_for_steps(CHANCE.randint(2, 10), len(ranks) + 1)
+            (lab.checkout.run / "train/STOP").touch()
+        assert lab.wait() == (2 if nodes < 3 else 0), lab.log()
+        ranks.append(lab.attempts()[-1].read().world_size)
+    assert ranks == [4, 2, 3]
+    assert lab.ends() == ["stop requested", "stop requested", "finished"], lab.log()
+    steps = [chapter["checkpoint_step"] for chapter in lab.story()]
+    assert 0 < steps[0] < steps[1] < steps[2] == 30
+    assert_as_in_peace(lab, calm, tolerance=1e-3)
