@@ -138,7 +138,7 @@ class Training:
         self._tell(outcome)
         history = History(
             idle_attempts=idle_attempts(self.story),
-            rungs_left=0,
+            has_rung=False,
             host_hung_before=hung_before(self.story),
             unfit_nodes=unfit_nodes(self.story),
         )
