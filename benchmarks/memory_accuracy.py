@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+from shardmake.config import Method
 from shardmake.plan.buckets import Buckets
 from shardmake.plan.memory import states
 from shardmake.plan.memory.deepspeed_table import table
@@ -150,7 +151,7 @@ def base(row: Row, **more: object) -> Scenario:
     return Scenario(**{**values, **more})  # type: ignore[arg-type]
 
 
-def with_lora(scenario: Scenario, rank: int, targets: str | tuple[str, ...], method: str = "lora") -> Scenario:
+def with_lora(scenario: Scenario, rank: int, targets: str | tuple[str, ...], method: Method = "lora") -> Scenario:
     return replace(
         scenario,
         method=method,
@@ -161,7 +162,12 @@ def with_lora(scenario: Scenario, rank: int, targets: str | tuple[str, ...], met
 
 
 MLP = ("gate_proj", "up_proj", "down_proj")
-TARGETS = {"q,v": ("q_proj", "v_proj"), "MLP": MLP, "all linears": "all-linear", "all-linear": "all-linear"}
+TARGETS: dict[str, str | tuple[str, ...]] = {
+    "q,v": ("q_proj", "v_proj"),
+    "MLP": MLP,
+    "all linears": "all-linear",
+    "all-linear": "all-linear",
+}
 
 
 def peft_metamath(row: Row) -> Case:
@@ -187,7 +193,7 @@ def fsdp_qlora(row: Row) -> Case:
     stack = replace(OLD, keeps_output=True, autocast=False, fsdp1=True)
     scenario = base(row, strategy=strategy, weights="bf16", adapter_weights="bf16", stack=stack)
     targets = ("k_proj", "q_proj", "v_proj", *MLP[1:], MLP[0])
-    method = "qlora" if "QLoRA" in row["strategy"] else "lora"
+    method: Method = "qlora" if "QLoRA" in row["strategy"] else "lora"
     return reserved(with_lora(scenario, 64, targets, method), capacity=int(23.6 * GIB))
 
 

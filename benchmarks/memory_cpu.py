@@ -18,7 +18,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shardmake.config import Cluster
+from shardmake.config import Cluster, Strategy
 from shardmake.plan.buckets import read_buckets
 from shardmake.plan.deepspeed_file import zero_optimization
 from shardmake.plan.memory import host, states
@@ -43,9 +43,9 @@ CLUSTER = Cluster(executor="local", processes_per_node=RANKS, cpus_per_node=2, m
 MIB = 1 << 20
 
 
-def choice(strategy: str) -> Choice:
+def choice(strategy: Strategy) -> Choice:
     return Choice(
-        strategy=strategy,  # type: ignore[arg-type]
+        strategy=strategy,
         gradient_checkpointing=False,
         micro_batch_size=BATCH,
         gradient_accumulation_steps=1,
@@ -55,7 +55,7 @@ def choice(strategy: str) -> Choice:
     )
 
 
-def zero_section(strategy: str) -> dict[str, Any]:
+def zero_section(strategy: Strategy) -> dict[str, Any]:
     return zero_optimization(choice(strategy), from_config(CONFIG), CLUSTER, "")
 
 
@@ -63,7 +63,7 @@ def zero_section(strategy: str) -> dict[str, Any]:
 # One rank
 
 
-def rank_main(strategy: str, output: Path) -> None:
+def rank_main(strategy: Strategy, output: Path) -> None:
     import deepspeed
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -124,7 +124,7 @@ def peak_rss() -> int:
 # Both, and the comparison
 
 
-def measure(strategy: str) -> dict[str, int]:
+def measure(strategy: Strategy) -> dict[str, int]:
     """Rank 0's figures."""
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile("w+") as errors, socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -158,13 +158,13 @@ def environment(rank: int, port: str) -> dict[str, str]:
     }
 
 
-def predict(strategy: str) -> dict[str, int]:
+def predict(strategy: Strategy) -> dict[str, int]:
     """Tensor bytes after a step, and the peak over the whole run."""
     model = from_config(CONFIG)
     scenario = Scenario(
         model=model,
         split=split(model, "full"),
-        strategy=strategy,  # type: ignore[arg-type]
+        strategy=strategy,
         nodes=1,
         ranks_per_node=RANKS,
         micro_batch=BATCH,

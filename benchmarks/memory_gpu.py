@@ -19,6 +19,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from shardmake.config import Strategy
+
 GIB = 1 << 30
 STEPS = 3
 SHAPES: dict[str, dict[str, Any]] = {
@@ -50,7 +52,7 @@ class Cell:
     checkpointing: bool
     attention: str
     length: int
-    engine: str
+    engine: Strategy
     loss: str
 
 
@@ -187,7 +189,7 @@ def zero_section(cell: Cell) -> dict[str, Any]:
     from shardmake.plan.plan import Choice
 
     choice = Choice(
-        strategy=cell.engine,  # type: ignore[arg-type]
+        strategy=cell.engine,
         gradient_checkpointing=cell.checkpointing,
         micro_batch_size=1,
         gradient_accumulation_steps=1,
@@ -215,7 +217,7 @@ def estimate(cell: Cell, capacity: int) -> dict[str, int]:
     scenario = Scenario(
         model=model,
         split=split(model, cell.method, 16),
-        strategy=cell.engine,  # type: ignore[arg-type]
+        strategy=cell.engine,
         nodes=1,
         ranks_per_node=1,
         micro_batch=1,

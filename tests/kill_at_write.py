@@ -36,8 +36,8 @@ class Killer:
     def install(self) -> None:
         """From now on every write counts."""
         self._save, self._fsync = torch.save, os.fsync
-        torch.save = torch.serialization.save = self.save
-        os.fsync = self.fsync
+        torch.save = torch.serialization.save = self.save  # type: ignore[assignment]
+        os.fsync = self.fsync  # type: ignore[assignment]
         sys.addaudithook(self.hear)
 
     def count(self, kind: str, path: str) -> bool:
