@@ -43,7 +43,7 @@ class Forked:
     ) -> list[int]:  # fmt: skip
         """One attempt in ``rundir``; the exit statuses of its ranks, which find ``variables`` in their environment.
 
-        ``deepspeed`` goes into that file.
+        ``deepspeed`` goes into the sections of that file.
         """
         plan, run, cluster = planned
         number = len(list(rundir.attempts.glob("*"))) + 1
@@ -54,7 +54,8 @@ class Forked:
         files = render_files(plan, run, cluster, read_model(run.model), folder.root)
         write_json(folder.plan, as_json(plan))
         write_text(folder.accelerate, as_yaml(files.accelerate))
-        write_json(folder.deepspeed, files.deepspeed | (deepspeed or {}))
+        changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
+        write_json(folder.deepspeed, files.deepspeed | changes)
         write_json(folder.training, files.training)
         path = str(resume_from) if resume_from else None
         write_record(

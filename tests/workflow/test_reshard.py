@@ -35,7 +35,9 @@ def plan(forked: Forked, stop: Stop) -> Any:
     return forked.plan(*stop, max_steps=STEPS, weight_decay=0.1, checkpoints={"every_steps": 1})
 
 
-def go_on(forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = False) -> Path:
+def go_on(
+    forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = False, zero: dict[str, Any] | None = None
+) -> Path:
     """One more step under ``stop``, or all that are left, from where the run is; the newest checkpoint."""
     newest = ledger.recover(rundir.checkpoints, print)
     source = newest[1] if newest else None
@@ -46,10 +48,9 @@ def go_on(forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = F
     if not until_the_end:
         rundir.train.mkdir(parents=True, exist_ok=True)
         rundir.stop_file.touch()
-    codes = forked.train(
-        rundir, plan(forked, stop), resume_from=source,
-        deepspeed={"checkpoint": {"load_universal": True}} if universal else None,
-    )  # fmt: skip
+    sections = {"checkpoint": {"load_universal": True}} if universal else {}
+    sections |= {"zero_optimization": zero} if zero else {}
+    codes = forked.train(rundir, plan(forked, stop), resume_from=source, deepspeed=sections)
     rundir.stop_file.unlink(missing_ok=True)
     assert codes == [0] * stop[1], log(rundir)
     return newest_of(rundir)
@@ -78,6 +79,19 @@ def test_losses_go_on_as_if_nothing_had_changed(
     assert {float(step) for step in adam_steps(newest_of(rundir))} == {float(STEPS)}
     settings = AttemptDir(rundir.attempts / "003").read()
     assert settings.world_size == stops[2][1]
+
+
+def test_groups_of_parameters_that_zero3_cuts_into_many(
+    forked: Forked, undisturbed: dict[int, float], tmp_path: Path
+) -> None:
+    """As it does with every large model: ``sub_group_size`` elements of a rank at a time."""
+    rundir, few = RunDir(tmp_path / "run"), {"sub_group_size": 100_000}
+    checkpoint = go_on(forked, rundir, ("zero3", 2), zero=few)
+    shards = checkpoint / "global_step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"
+    assert len(torch.load(shards, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]) > 4
+    go_on(forked, rundir, ("zero3", 3), zero=few)
+    go_on(forked, rundir, ("zero2", 2), until_the_end=True)
+    assert losses(rundir) == pytest.approx(undisturbed, abs=2e-4)
 
 
 @pytest.mark.parametrize("stop", [("zero3", 3), ("zero2", 3)])

@@ -28,8 +28,8 @@ def states_of_zero(checkpoint: Path) -> States:
         steps=model["global_steps"],
         adam_step=adam["state"][0]["step"],
         groups=[
-            {**group, "params": list(shapes)}
-            for group, shapes in zip(adam["param_groups"], model["param_shapes"], strict=True)
+            {**group, "params": [name for index in group["params"] for name in model["param_shapes"][index]]}
+            for group in adam["param_groups"]  # of ZeRO-3's, each has one or more sub-groups
         ],
         tensor=lambda name, kind: read_tensor(tensors[kind][name]),
         scaling={key: inner[key] for key in _SCALING if key in inner},
