@@ -17,7 +17,8 @@ from shardmake.plan.model import read_model
 from shardmake.plan.plan import Plan, as_json
 from shardmake.plan.render import as_yaml, launch_command, render_files
 from shardmake.plan.strategy import make_plan
-from shardmake.receipt import write_json, write_text
+from shardmake.receipt import read_json, write_json, write_text
+from shardmake.reshard.stage import tell_deepspeed
 from tests.workflow.checkout import REPOSITORY, Checkout
 
 STEPS = 4
@@ -32,7 +33,7 @@ def configure(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any)
 
 
 def train_by_hand(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> dict[int, float]:
-    """Losses by step of a fresh training; every rank has found the planned engine."""
+    """Losses by step of a fresh training; every rank has found the planned engine. ``changes``: see `launch_by_hand`."""
     shutil.rmtree(lab.run / "train", ignore_errors=True)
     plan, folder = launch_by_hand(lab, strategy, nodes, **changes)
     for path in sorted(folder.ranks.iterdir()):
@@ -47,9 +48,10 @@ def launch_by_hand(
     nodes: int = 1,
     resume_from: Path | None = None,
     help_out: bool = True,
+    zero: dict[str, Any] | None = None,
     **changes: Any,
 ) -> tuple[Plan, AttemptDir]:
-    """Run one attempt to its end, which must be a good one."""
+    """Run one attempt to its end, which must be a good one; ``zero`` goes into that section of DeepSpeed's file."""
     configure(lab, strategy, nodes, **changes)
     config = load_config(lab.root / "config/config.yaml")
     run, cluster = get_run(config, "demo"), load_cluster(lab.root / config.cluster)
@@ -59,6 +61,11 @@ def launch_by_hand(
     folder = AttemptDir(lab.run / f"train/attempts/{number:03d}")
     write_json(folder.plan, as_json(plan))
     write_files(plan, run, cluster, folder)
+    if zero:
+        values = read_json(folder.deepspeed, "this test")
+        write_json(folder.deepspeed, values | {"zero_optimization": values["zero_optimization"] | zero})
+    if resume_from:
+        tell_deepspeed(folder.deepspeed, resume_from)
     resume = str(resume_from) if resume_from else None
     settings = attempt_settings(number, lab.run, cluster, plan, resume_from=resume, recipe="by hand")
     write_record(folder.settings, settings)

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardmake.config import Strategy
-from shardmake.train import ledger
-from tests.workflow.by_hand import configure, launch_by_hand, train_by_hand
+from tests.workflow.by_hand import configure, train_by_hand
 from tests.workflow.checkout import Checkout
 
 pytestmark = pytest.mark.training
@@ -43,35 +42,6 @@ def test_tensor_parallel_groups_of_two_ranks(
     assert merged.keys() == expected.keys()
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3)
-
-
-@pytest.mark.nvme
-@pytest.mark.timeout(1800)
-def test_nvme_offload_swaps_to_real_files(lab: Checkout, reference: dict[int, float]) -> None:
-    assert train_by_hand(lab, "zero3-nvme") == pytest.approx(reference, abs=2e-4)
-    swapped = list((lab.run / "train/checkpoints").rglob("offloaded_tensors/rank*/*.swp"))
-    assert sum(path.stat().st_size for path in swapped) > 1 << 20
-
-
-@pytest.mark.nvme
-@pytest.mark.timeout(1800)
-def test_nvme_offload_is_saved_in_the_background(lab: Checkout, reference: dict[int, float]) -> None:
-    """What was swapped out goes along, and training goes on from there as if it had not been away."""
-    saves = {"every_steps": 1, "keep": 9, "asynchronous": True}
-    assert train_by_hand(lab, "zero3-nvme", checkpoints=saves) == pytest.approx(reference, abs=2e-4)
-    records = {record.step: (record, path) for record, path in ledger.sealed(lab.run / "train/checkpoints")}
-    assert {step: record.blocked_seconds is not None for step, (record, _) in records.items()} == {
-        1: True, 2: True, 3: True, 4: False,
-    }  # fmt: skip
-    files = {
-        step: [(name, entry.size) for name, entry in record.files.items()] for step, (record, _) in records.items()
-    }
-    assert sum(size for name, size in files[3] if name.endswith(".swp")) > 1 << 20
-    ledger.remove(records[4][1])
-    assert ledger.newest_whole(lab.run / "train/checkpoints", print) == records[3]
-    (lab.run / "train/receipt.json").unlink()
-    launch_by_hand(lab, "zero3-nvme", resume_from=records[3][1], checkpoints=saves)
-    assert lab.losses() == pytest.approx(reference, abs=2e-4)
 
 
 def test_the_printed_command_is_the_run(lab: Checkout, reference: dict[int, float]) -> None:

@@ -5,8 +5,9 @@ the other, are the group's parameters back to back in the order of ``param_shape
 ``param_alignment_paddings``. The model file holds the whole model in the type it computes in.
 
 ZeRO-3: every parameter is cut into world size pieces of ceil(numel / world size) elements, the last ones padded; rank
-r's flat vector holds its piece of each parameter in the order of ``param_shapes``. Frozen parameters lie in the
-ranks' model files, cut in the same way.
+r's flat vector holds its piece of each parameter in the order of ``param_shapes``. With the optimizer on NVMe
+most of it lies in swap files (`shardmake.consolidate.swapped`). Frozen parameters lie in the ranks' model files, cut in
+the same way.
 """
 
 import math
@@ -22,6 +23,7 @@ from typing import Any
 from shardmake.consolidate import unpickle
 from shardmake.consolidate.contents import Contents, Flat, Piece, Tensor, whole
 from shardmake.consolidate.dtypes import Target, converted
+from shardmake.consolidate.swapped import with_swapped
 from shardmake.consolidate.unpickle import Inert, TensorRef, numel
 from shardmake.errors import UserError
 
@@ -72,6 +74,7 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     _check_same_step(shards)
     stage = _stage(shards)
     if stage == 3:
+        shards = _swapped_in(shards)
         tensors = [*_zero3_trained(shards), *_zero3_frozen(shards), *_zero3_buffers(shards)]
     else:
         tensors = list(_module_first(shards, target))
@@ -102,6 +105,7 @@ def read_states(folder: Path) -> dict[str, dict[str, Tensor]]:
     shards = _load(folder)
     _check_same_step(shards)
     is_stage3 = _stage(shards) == 3
+    shards = _swapped_in(shards) if is_stage3 else shards
     trained = _zero3_trained if is_stage3 else _zero2_trained
     key = "fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups"
     kinds = {"fp32": shards} | {moment: _with_moment(shards, key, moment) for moment in MOMENTS}
@@ -197,6 +201,15 @@ def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> li
             f"{found[max(found)].name}): the checkpoint is not complete. Take an older one."
         )
     return [path for _, path in sorted(found.items())]
+
+
+def _swapped_in(shards: _Shards) -> _Shards:
+    """``shards`` of ZeRO-3 with what lies in swap files."""
+    shapes, ranks = _param_shapes(shards), len(shards.optimizer)
+    states = enumerate(shards.optimizer)
+    return replace(
+        shards, optimizer=[with_swapped(shards.folder, rank, state, shapes, ranks) for rank, state in states]
+    )
 
 
 def _load_model(path: Path) -> Mapping[str, Any]:

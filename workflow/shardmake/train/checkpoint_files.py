@@ -21,6 +21,7 @@ from safetensors.torch import load_file
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
+from shardmake.train import swapped
 from shardmake.train.receipt import STATE
 from shardmake.train.saving import separate_steps
 from shardmake.train.setup import descriptions
@@ -36,6 +37,7 @@ def save(loop: "Loop", folder: Path) -> None:
     is_adapter = hasattr(model, "peft_config")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         loop.model.save_checkpoint(str(folder), exclude_frozen_parameters=is_adapter)
+        swapped.note_sub_groups(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         save_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
@@ -62,6 +64,7 @@ def load(loop: "Loop", folder: Path) -> None:
         if loaded is None:  # DeepSpeed only warns, and would train on from the base model
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}.")
         separate_steps(loop.model.optimizer.optimizer)
+        swapped.restore(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         load_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)

@@ -23,7 +23,7 @@ from transformers import Trainer
 
 from shardmake import space
 from shardmake.errors import UserError
-from shardmake.train import ledger
+from shardmake.train import ledger, swapped
 from shardmake.train.ledger import Retention
 from shardmake.train.scratch import MARGIN, Scratch, failure
 from shardmake.versions import library_versions
@@ -293,11 +293,13 @@ class SealedTrainer(Trainer):
         with self.saver.saving(state.global_step, must=must, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
                 super()._save_checkpoint(model, trial)
+                swapped.note_sub_groups(self.model_wrapped, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
             separate_steps(self.model_wrapped.optimizer.optimizer)
+            swapped.restore(self.model_wrapped, Path(checkpoint))
 
 
 def separate_steps(optimizer: Any) -> None:

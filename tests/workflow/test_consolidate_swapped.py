@@ -1,0 +1,93 @@
+"""Checkpoints of ZeRO-3 whose optimizer is on NVMe: what DeepSpeed wrote in real training, swapped out as it does it.
+
+``make test-nvme`` merges one that DeepSpeed swapped out itself, which takes a compiler and minutes.
+"""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardmake.consolidate.deepspeed import MOMENTS, read_states
+from shardmake.consolidate.swapped import FOLDER, write_index
+from shardmake.errors import UserError
+from shardmake.reshard.zero import read_tensor
+from tests.workflow.consolidate_checkpoints import assert_equal, merged, trained, truth
+
+pytestmark = pytest.mark.training
+ALIGNED = 4096
+
+
+@pytest.fixture(params=[(4, "zero3-bf16-subgroups"), (2, "zero3-subgroups-resnet"), (3, "zero3-tied")], ids=str)
+def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    world, name = request.param
+    return trained(tmp_path_factory.getbasetemp(), "zero", world) / name
+
+
+@pytest.fixture
+def swapped(variant: Path, tmp_path: Path) -> Path:
+    """DeepSpeed's inner folder of a copy of the checkpoint, with every sub-group swapped out but for the second."""
+    folder = inner(Path(shutil.copytree(variant / "checkpoint-2", tmp_path / "checkpoint-2")))
+    for path in folder.glob("*_optim_states.pt"):
+        rank = int(path.name.split("rank_")[1].split("_")[0])
+        saved = torch.load(path, weights_only=False)
+        count = swap_out(saved["optimizer_state_dict"], folder / FOLDER / f"rank{rank:02d}")
+        torch.save(saved, path)
+    write_index(folder, [f"{number}_{number + 3}" for number in range(count)])
+    return folder
+
+
+def inner(checkpoint: Path) -> Path:
+    return checkpoint / (checkpoint / "latest").read_text().strip()
+
+
+def swap_out(state: dict[str, Any], files: Path) -> int:
+    """Put a rank's large tensors into swap files; the number of sub-groups."""
+    files.mkdir(parents=True)
+    weights, moments = state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]
+    for number, group in enumerate(weights):
+        if number == 1:
+            continue
+        for prefix, tensor in (("", group), *((f"{name}-", moments[number][name]) for name in MOMENTS)):
+            content = tensor.detach().numpy().tobytes()
+            padding = bytes(-len(content) % ALIGNED)
+            (files / f"{prefix}{number}_{number + 3}.tensor.swp").write_bytes(content + padding)
+        weights[number] = torch.Tensor()
+        moments[number] |= dict.fromkeys(MOMENTS, torch.Tensor())
+    return len(weights)
+
+
+def test_the_merged_model_is_the_same(variant: Path, swapped: Path, tmp_path: Path) -> None:
+    assert_equal(merged(swapped.parent, tmp_path / "out"), truth(variant))
+
+
+def test_so_are_the_states_for_resharding(variant: Path, swapped: Path) -> None:
+    def values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+        for kind, tensors in read_states(folder).items():
+            yield from ((f"{kind} {name}", read_tensor(tensor)) for name, tensor in tensors.items())
+
+    assert_equal(dict(values(swapped)), dict(values(inner(variant / "checkpoint-2"))))
+
+
+def test_what_is_not_there_is_named(swapped: Path, tmp_path: Path) -> None:
+    file = swapped / FOLDER / "rank01/0_3.tensor.swp"
+    content = file.read_bytes()
+    file.write_bytes(content[:100])
+    with pytest.raises(
+        UserError, match=r"rank01/0_3\.tensor\.swp has 100 of \d+ bytes: the checkpoint is not complete"
+    ):
+        merged(swapped.parent, tmp_path / "out")
+    file.unlink()
+    with pytest.raises(UserError, match=r"rank01/0_3\.tensor\.swp has 0 of \d+ bytes"):
+        merged(swapped.parent, tmp_path / "out")
+    file.write_bytes(content)
+    for ids in ([], ["../../0"] * 99):
+        write_index(swapped, ids)
+        with pytest.raises(UserError, match=r"sub_groups\.json is damaged"):
+            merged(swapped.parent, tmp_path / "out")
+    (swapped / FOLDER / "sub_groups.json").unlink()
+    with pytest.raises(UserError, match=r"kept on NVMe, and no sub_groups\.json .* resume from there with Shardmake"):
+        merged(swapped.parent, tmp_path / "out")
