@@ -98,6 +98,15 @@ def test_a_named_strategy_that_does_not_fit_is_refused_with_figures(folders: dic
         plan(folders["eight"], gpus(), strategy="ddp", nodes=1)
 
 
+def test_a_script_never_swaps_to_nvme(folders: dict[str, str]) -> None:
+    """DeepSpeed alone saves what cannot be merged, and resumes without the moments."""
+    cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
+    made = plan(folders["eight"], cluster, script="train.py", micro_batch_size=1)
+    assert "zero3-nvme" not in {made.choice.strategy, *(rung.choice.strategy for rung in made.ladder)}
+    with pytest.raises(UserError, match=r"zero3-nvme is not for a script: .* Take zero3-offload"):
+        plan(folders["eight"], cluster, script="train.py", strategy="zero3-nvme")
+
+
 def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
     values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())

@@ -188,6 +188,11 @@ def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None
         )
     if run.strategy == "zero3-nvme" and hardware.nvme is None:
         raise UserError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
+    if run.strategy == "zero3-nvme" and run.script:
+        raise UserError(
+            "Strategy zero3-nvme is not for a script: what DeepSpeed alone saved with it cannot be merged, and resumes "
+            "without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
+        )
 
 
 def _check_packages(run: Run) -> None:
@@ -286,7 +291,7 @@ def _strategies(settings: Settings, nodes: int) -> Iterable[Strategy]:
         sharded = [s for s in sharded if s in ("ddp", "zero1", "zero2", "fsdp")]
     if run.optimizer == "adamw8bit":
         sharded = [s for s in sharded if "offload" not in s and s != "zero3-nvme"]
-    return [s for s in sharded if s != "zero3-nvme" or settings.hardware.nvme is not None]
+    return [s for s in sharded if s != "zero3-nvme" or (settings.hardware.nvme is not None and not run.script)]
 
 
 def _checkpointing(run: Run) -> list[bool]:
