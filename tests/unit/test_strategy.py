@@ -107,6 +107,14 @@ def test_a_script_never_swaps_to_nvme(folders: dict[str, str]) -> None:
         plan(folders["eight"], cluster, script="train.py", strategy="zero3-nvme")
 
 
+def test_adafactor_is_not_for_fsdp2(folders: dict[str, str]) -> None:
+    made = plan(folders["eight"], gpus(), optimizer="adafactor")
+    assert not [name for name in (made.choice.strategy, *made.rejected) if name.startswith("fsdp")]
+    with pytest.raises(UserError, match="adafactor fails at the first step under FSDP2"):
+        plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp")
+    assert plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp", fsdp_version=1)
+
+
 def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
     values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())

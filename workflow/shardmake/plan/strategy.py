@@ -188,11 +188,23 @@ def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None
         )
     if run.strategy == "zero3-nvme" and hardware.nvme is None:
         raise UserError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
-    if run.strategy == "zero3-nvme" and run.script:
-        raise UserError(
+    if run.strategy != "auto" and (reason := _unfit(run, run.strategy)):
+        raise UserError(reason)
+
+
+def _unfit(run: Run, strategy: Strategy) -> str:
+    """Why ``strategy`` is nothing for ``run``, whatever memory there is, and what to do; empty if it is not so."""
+    if run.script and strategy == "zero3-nvme":
+        return (
             "Strategy zero3-nvme is not for a script: what DeepSpeed alone saved with it cannot be merged, and resumes "
             "without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
         )
+    if not run.script and run.optimizer == "adafactor" and strategy.startswith("fsdp") and run.fsdp_version == 2:
+        return (
+            "optimizer: adafactor fails at the first step under FSDP2, whose tensors transformers' Adafactor cannot "
+            "add to its own. Take a ZeRO strategy, or another optimizer."
+        )
+    return ""
 
 
 def _check_packages(run: Run) -> None:
@@ -291,7 +303,9 @@ def _strategies(settings: Settings, nodes: int) -> Iterable[Strategy]:
         sharded = [s for s in sharded if s in ("ddp", "zero1", "zero2", "fsdp")]
     if run.optimizer == "adamw8bit":
         sharded = [s for s in sharded if "offload" not in s and s != "zero3-nvme"]
-    return [s for s in sharded if s != "zero3-nvme" or (settings.hardware.nvme is not None and not run.script)]
+    if settings.hardware.nvme is None:
+        sharded = [s for s in sharded if s != "zero3-nvme"]
+    return [s for s in sharded if not _unfit(run, s)]
 
 
 def _checkpointing(run: Run) -> list[bool]:
