@@ -209,7 +209,10 @@ class Run(Section):
     )
     weight_decay: Annotated[float, Field(ge=0), AsNumber] = Field(0.0, description="Decoupled weight decay.")
     max_grad_norm: PositiveNumber = Field(1.0, description="Gradients are clipped to this norm.")
-    optimizer: Optimizer = Field("adamw", description="Optimizer; `adamw8bit` needs bitsandbytes and a GPU.")
+    optimizer: Optimizer = Field(
+        "adamw",
+        description="Optimizer; `adamw8bit` needs bitsandbytes and a GPU; `adafactor` is not for FSDP2.",
+    )
     precision: Precision | Literal["auto"] = Field(
         "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
     )
