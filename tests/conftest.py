@@ -1,5 +1,6 @@
 """The demo's inputs, made once, and a fresh copy of the repository for each test."""
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.workflow.checkout import Checkout
 # How long an example takes says nothing where tests share two cores with trainings.
 settings.register_profile("shardmake", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shardmake")
+# A shell's background jobs ignore Ctrl-C, and so would everything that a test starts and interrupts.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
