@@ -48,7 +48,7 @@ check: install-test
 unit: install-test
 	$(BIN)/pytest tests/unit
 
-# DeepSpeed compiles its asynchronous I/O for several minutes first.
+# DeepSpeed compiles its asynchronous I/O and its Adam for several minutes first.
 test-nvme: install-test
 	$(BIN)/pytest -m nvme tests/workflow
 

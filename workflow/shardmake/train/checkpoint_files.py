@@ -22,8 +22,8 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 
 from shardmake.train import swapped
+from shardmake.train.adam import fit_states
 from shardmake.train.receipt import STATE
-from shardmake.train.saving import separate_steps
 from shardmake.train.setup import descriptions
 
 if TYPE_CHECKING:
@@ -63,8 +63,8 @@ def load(loop: "Loop", folder: Path) -> None:
         loaded, _ = loop.model.load_checkpoint(str(folder), load_module_strict=not is_adapter)
         if loaded is None:  # DeepSpeed only warns, and would train on from the base model
             raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}.")
-        separate_steps(loop.model.optimizer.optimizer)
         swapped.restore(loop.model, folder)
+        fit_states(loop.model.optimizer.optimizer)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         load_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)

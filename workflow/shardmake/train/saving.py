@@ -24,6 +24,7 @@ from transformers import Trainer
 from shardmake import space
 from shardmake.errors import UserError
 from shardmake.train import ledger, swapped
+from shardmake.train.adam import fit_states
 from shardmake.train.ledger import Retention
 from shardmake.train.scratch import MARGIN, Scratch, failure
 from shardmake.versions import library_versions
@@ -298,19 +299,8 @@ class SealedTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
-            separate_steps(self.model_wrapped.optimizer.optimizer)
             swapped.restore(self.model_wrapped, Path(checkpoint))
-
-
-def separate_steps(optimizer: Any) -> None:
-    """Give every parameter a step counter of its own.
-
-    DeepSpeed 0.19 gives all sub-groups of ZeRO-3 the same one when it reads a universal checkpoint, and each of them
-    counts it up in every step.
-    """
-    for state in optimizer.state.values():
-        if hasattr(state.get("step"), "clone"):
-            state["step"] = state["step"].clone()
+            fit_states(self.model_wrapped.optimizer.optimizer)
 
 
 def _is_evaluation(line: dict[str, Any], step: int) -> bool:
