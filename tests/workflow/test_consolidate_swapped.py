@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardmake.consolidate.deepspeed import MOMENTS, read_states
+from shardmake.consolidate.deepspeed import MOMENTS, inner_folder, read_states
 from shardmake.consolidate.swapped import FOLDER, write_index
 from shardmake.errors import UserError
 from shardmake.reshard.zero import read_tensor
@@ -30,7 +30,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 @pytest.fixture
 def swapped(variant: Path, tmp_path: Path) -> Path:
     """DeepSpeed's inner folder of a copy of the checkpoint, with every sub-group swapped out but for the second."""
-    folder = inner(Path(shutil.copytree(variant / "checkpoint-2", tmp_path / "checkpoint-2")))
+    folder = inner_folder(Path(shutil.copytree(variant / "checkpoint-2", tmp_path / "checkpoint-2")))
     for path in folder.glob("*_optim_states.pt"):
         rank = int(path.name.split("rank_")[1].split("_")[0])
         saved = torch.load(path, weights_only=False)
@@ -38,10 +38,6 @@ def swapped(variant: Path, tmp_path: Path) -> Path:
         torch.save(saved, path)
     write_index(folder, [f"{number}_{number + 3}" for number in range(count)])
     return folder
-
-
-def inner(checkpoint: Path) -> Path:
-    return checkpoint / (checkpoint / "latest").read_text().strip()
 
 
 def swap_out(state: dict[str, Any], files: Path) -> int:
@@ -69,7 +65,7 @@ def test_so_are_the_states_for_resharding(variant: Path, swapped: Path) -> None:
         for kind, tensors in read_states(folder).items():
             yield from ((f"{kind} {name}", read_tensor(tensor)) for name, tensor in tensors.items())
 
-    assert_equal(dict(values(swapped)), dict(values(inner(variant / "checkpoint-2"))))
+    assert_equal(dict(values(swapped)), dict(values(inner_folder(variant / "checkpoint-2"))))
 
 
 def test_what_is_not_there_is_named(swapped: Path, tmp_path: Path) -> None:

@@ -36,6 +36,11 @@ _REFUSED = {
 }
 
 
+def inner_folder(checkpoint: Path) -> Path:
+    """The folder with the shards, which ``latest`` in a checkpoint names."""
+    return checkpoint / (checkpoint / "latest").read_text().strip()
+
+
 def recognises_universal(folder: Path) -> bool:
     """Whether ``folder`` is a universal checkpoint."""
     return any(folder.glob("zero/*/fp32.pt"))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.consolidate.contents import Tensor
-from shardmake.consolidate.deepspeed import read_states
+from shardmake.consolidate.deepspeed import inner_folder, read_states
 from shardmake.errors import UserError
 from shardmake.reshard.universal import States
 
@@ -19,7 +19,7 @@ def states_of_zero(checkpoint: Path) -> States:
     Raises:
         UserError: files are missing or of different saves, or the optimizer is not Adam.
     """
-    folder = checkpoint / (checkpoint / "latest").read_text().strip()
+    folder = inner_folder(checkpoint)
     tensors = read_states(folder)
     model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
     inner = _load(min(folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")))["optimizer_state_dict"]
@@ -39,7 +39,7 @@ def states_of_zero(checkpoint: Path) -> States:
 
 def frozen_or_buffers(checkpoint: Path) -> str:
     """What of the model lies in a checkpoint of ZeRO beside the trained parameters; empty if nothing does."""
-    folder = checkpoint / (checkpoint / "latest").read_text().strip()
+    folder = inner_folder(checkpoint)
     model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
     kinds = {"frozen parameters": "frozen_param_shapes", "buffers": "buffer_names"}
     return " and ".join(what for what, key in kinds.items() if model.get(key))

@@ -26,7 +26,7 @@ def _counter(optimizer: Any, parameter: torch.Tensor, step: Any) -> Any:
 
     if isinstance(optimizer, DeepSpeedCPUAdam):
         return int(step)
-    if isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) and not torch.is_tensor(step):
+    if isinstance(optimizer, torch.optim.Adam) and not torch.is_tensor(step):
         on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
         return torch.tensor(float(step), dtype=torch.float32, device=parameter.device if on_device else "cpu")
     return step.clone() if torch.is_tensor(step) else step

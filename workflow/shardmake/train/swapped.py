@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardmake.consolidate.deepspeed import inner_folder
 from shardmake.consolidate.swapped import write_index
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
@@ -24,7 +25,7 @@ def note_sub_groups(engine: Any, checkpoint: Path) -> None:
     """Write beside the swap files that ``engine`` copied into ``checkpoint`` whose they are; on the first rank."""
     if is_swapping(engine) and engine.global_rank == 0:
         zero = engine.optimizer
-        write_index(_inner(checkpoint), [str(weights.ds_id) for weights in zero.fp32_partitioned_groups_flat])
+        write_index(inner_folder(checkpoint), [str(weights.ds_id) for weights in zero.fp32_partitioned_groups_flat])
 
 
 def restore(engine: Any, checkpoint: Path) -> None:
@@ -35,7 +36,7 @@ def restore(engine: Any, checkpoint: Path) -> None:
     if not is_swapping(engine):
         return
     zero = engine.optimizer
-    file = engine._get_zero_ckpt_name(str(checkpoint), _inner(checkpoint).name)
+    file = engine._get_zero_ckpt_name(str(checkpoint), inner_folder(checkpoint).name)
     saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
     for name in _SCALING:
         setattr(zero, name, saved[name])
@@ -59,8 +60,3 @@ def _leave_on_disk(zero: Any, number: int) -> None:
         if torch.is_tensor(moment) and moment.numel() == 0:
             moment.data = torch.empty(elements)  # of its size, so that it is taken for what is swapped
     zero.optimizer_swapper._get_param_swap_info(weights).release_memory()
-
-
-def _inner(checkpoint: Path) -> Path:
-    """DeepSpeed's folder in a checkpoint."""
-    return checkpoint / (checkpoint / "latest").read_text().strip()
