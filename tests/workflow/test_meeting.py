@@ -4,6 +4,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 
@@ -19,8 +20,8 @@ except MeetingError as error:
 """
 
 
-def meet(here: int, world_size: int, deadline: float) -> list[tuple[int, str, str]]:
-    """Status, output and errors of the first ``here`` ranks of ``world_size``."""
+def meet(world_size: int, deadlines: Sequence[float]) -> list[tuple[int, str, str]]:
+    """Status, output and errors of the first ranks of ``world_size``, one for each of ``deadlines``."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -34,21 +35,22 @@ def meet(here: int, world_size: int, deadline: float) -> list[tuple[int, str, st
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank in range(here)
+        for rank, deadline in enumerate(deadlines)
     ]
     outputs = [rank.communicate() for rank in ranks]
     return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
 def test_three_nodes_meet_and_try_their_links() -> None:
-    found = meet(3, 3, deadline=60)
+    found = meet(3, [60, 60, 60])
     assert [code for code, _, _ in found] == [0, 0, 0], found
     assert found[0][1].startswith("preflight: all-reduce of 1 MiB over 3 ranks at ")
     assert [said for _, said, _ in found[1:]] == ["", ""], "rank 0 alone tells"
 
 
-def test_a_rank_that_does_not_come_is_named() -> None:
-    for code, _, errors in meet(2, 3, deadline=8):
+def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
+    """Rank 0, whose process holds the store, gives up first."""
+    for code, _, errors in meet(3, [8, 11]):
         assert code == 1 and "Rank(s) [2] did not come" in errors and "missing: [2]" in errors
 
 

@@ -20,6 +20,8 @@ from shardmake.train import links
 DEADLINE_SECONDS = 120.0
 SLOW = 0.25
 """Part of the planned bandwidth below which a warning is due."""
+LINGER_SECONDS = 30.0
+"""How long the store is kept open, after a failure, for ranks that started later and so give up later."""
 _REPEATS = 3
 _CPU_BYTES, _GPU_BYTES = 1 << 20, 64 << 20
 
@@ -56,7 +58,9 @@ def meet_ranks(
         _join(store, rank, world_size, on_cpu, deadline)
         lines = _measure(store, on_cpu, None if on_cpu else planned, deadline)
     except Exception as error:
-        raise _explain(error, store, world_size) from error
+        explained = _explain(error, store, world_size)
+        _outlast_others(store, rank, world_size)
+        raise explained from error
     dist.destroy_process_group()
     for line in lines:
         tell(line)
@@ -149,3 +153,17 @@ def _explain(error: Exception, store: Any, world_size: int) -> MeetingError:
     if missing:
         return MeetingError(f"Rank(s) {missing} did not come: {error}", missing)
     return MeetingError(f"All ranks came, and the network failed them: {error}")
+
+
+def _outlast_others(store: Any, rank: int, world_size: int) -> None:
+    """The store ends with node 0's ranks, so these stay until all that came have looked who is missing."""
+    try:
+        store.set(f"explained-{rank}", "")
+        came = [other for other in range(world_size) if store.check([f"here-{other}"])]
+        give_up = time.monotonic() + LINGER_SECONDS
+        while os.environ.get("GROUP_RANK", "0") == "0" and time.monotonic() < give_up:
+            if store.check([f"explained-{other}" for other in came]):
+                return
+            time.sleep(0.1)
+    except dist.DistError:
+        return  # the store is gone: nobody can ask it any more
