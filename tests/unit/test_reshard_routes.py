@@ -27,7 +27,10 @@ NATIVE, UNIVERSAL, DISTRIBUTED = Route
         ("fsdp-hybrid", 4, "fsdp", 3, NATIVE),
         ("ddp", 2, "ddp", 4, NATIVE),
         ("zero3-nvme", 4, "zero3-nvme", 4, NATIVE),
+        ("zero3-nvme", 4, "zero3-nvme", 2, UNIVERSAL),
         ("zero3-nvme", 4, "zero3-offload", 4, UNIVERSAL),
+        ("zero3", 4, "zero3-nvme", 4, UNIVERSAL),
+        ("fsdp", 4, "zero3-nvme", 2, UNIVERSAL),
         ("zero3-nvme", 4, "fsdp", 2, DISTRIBUTED),
     ],
 )
@@ -41,8 +44,6 @@ def test_ways(wrote: str, ranks: int, reads: Strategy, others: int, how: Route) 
         ("ddp", 4, "zero1", 4, "checkpoints of ddp are not converted"),
         ("fsdp", 4, "ddp", 4, "what fsdp wrote is not converted for ddp"),
         ("zero3", 4, "ddp", 4, "not converted for ddp"),
-        ("zero3", 4, "zero3-nvme", 4, "swap files"),
-        ("zero3-nvme", 4, "zero3-nvme", 2, "swap files"),
     ],
 )
 def test_refused_by_name(wrote: str, ranks: int, reads: Strategy, others: int, reason: str) -> None:

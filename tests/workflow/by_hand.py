@@ -19,6 +19,7 @@ from shardmake.plan.render import as_yaml, launch_command, render_files
 from shardmake.plan.strategy import make_plan
 from shardmake.receipt import read_json, write_json, write_text
 from shardmake.reshard.stage import tell_deepspeed
+from shardmake.train import ledger
 from tests.workflow.checkout import REPOSITORY, Checkout
 
 STEPS = 4
@@ -40,6 +41,20 @@ def train_by_hand(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: 
         report = json.loads(path.read_text())
         assert expected_engine(plan.choice, 2).items() <= report.items()
     return lab.losses()
+
+
+def saved(lab: Checkout) -> dict[int, Path]:
+    """The sealed checkpoints of the lab's run, by step."""
+    return {record.step: path for record, path in ledger.sealed(lab.run / "train/checkpoints")}
+
+
+def forget_after(lab: Checkout, step: int) -> Path:
+    """Put the training back to where it was then; the checkpoint of that step."""
+    for later, path in saved(lab).items():
+        if later > step:
+            ledger.remove(path)
+    (lab.run / "train/receipt.json").unlink()
+    return saved(lab)[step]
 
 
 def launch_by_hand(

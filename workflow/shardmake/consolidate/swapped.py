@@ -30,6 +30,11 @@ def write_index(folder: Path, ids: Sequence[str]) -> None:
     write_json(folder / FOLDER / "sub_groups.json", list(ids))
 
 
+def rank_folder(folder: Path, rank: int) -> Path:
+    """Where the swap files of ``rank`` lie in DeepSpeed's inner ``folder``."""
+    return folder / FOLDER / f"rank{rank:02d}"
+
+
 def with_swapped(
     folder: Path, rank: int, state: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], ranks: int
 ) -> Mapping[str, Any]:
@@ -49,7 +54,7 @@ def with_swapped(
     if not (folder / FOLDER).is_dir() or all(group.numel for group in groups):
         return state
     ids = _read_index(folder, len(groups))
-    files = folder / FOLDER / f"rank{rank:02d}"
+    files = rank_folder(folder, rank)
     elements = [sum(math.ceil(numel(shape) / ranks) for shape in group.values()) for group in shapes]
 
     def found(number: int, prefix: str, value: Any) -> Any:

@@ -21,14 +21,12 @@ def engine(strategy: str) -> str:
 def route(wrote: str, wrote_ranks: int, reads: str, ranks: int) -> Route | str:
     """How ``reads`` on ``ranks`` ranks goes on from a checkpoint of ``wrote`` on ``wrote_ranks``; or why it cannot.
 
-    DeepSpeed reads its own ZeRO stage at its own world size only, and with NVMe only what was written so; torch's
-    distributed checkpoints fit any world size, and under DDP every rank reads everything.
+    DeepSpeed reads its own ZeRO stage at its own world size only, and with NVMe only what was written so, unless it is
+    universal; torch's distributed checkpoints fit any world size, and under DDP every rank reads everything.
     """
     same_engine = engine(wrote) == engine(reads) and (wrote == SWAPPED) == (reads == SWAPPED)
     if same_engine and (wrote_ranks == ranks or engine(reads) in ("fsdp", "ddp")):
         return Route.NATIVE
-    if reads == SWAPPED:
-        return f"{SWAPPED} reads its optimizer states from the swap files of as many ranks and from nothing else"
     if engine(wrote) == "ddp":
         return f"checkpoints of {wrote} are not converted, only those of ZeRO and FSDP"
     if reads.startswith("zero"):

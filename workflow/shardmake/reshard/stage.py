@@ -7,8 +7,8 @@ from pathlib import Path
 from shardmake.errors import UserError
 from shardmake.receipt import read_json, write_json
 from shardmake.reshard.distributed import states_of_fsdp, write_distributed
-from shardmake.reshard.routes import Route, engine, route
-from shardmake.reshard.universal import States, is_universal, write_universal
+from shardmake.reshard.routes import SWAPPED, Route, engine, route
+from shardmake.reshard.universal import States, is_universal, make_swap_folders, write_universal
 from shardmake.reshard.zero import frozen_or_buffers, states_of_zero
 from shardmake.space import check_save
 from shardmake.train import ledger
@@ -49,15 +49,27 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
         raise UserError(f"{checkpoint} needs no resharding: {strategy} on {ranks} ranks resumes it as it is.")
     if (done := ledger.read_record(out)) and _is_same(done, record, strategy) and not ledger.problems(out):
         tell(f"{out} is there already.")
-        return done
-    check_save(out.parent, record.size * (2 if way is Route.DISTRIBUTED else 1))
-    tell(f"Resharding {checkpoint.name} ({record.strategy} on {record.world_size} ranks) for {strategy} on {ranks}.")
+    else:
+        check_save(out.parent, record.size * (2 if way is Route.DISTRIBUTED else 1))
+        tell(f"Resharding {checkpoint.name} ({record.strategy}, {record.world_size} ranks) for {strategy} on {ranks}.")
+        done = _write(checkpoint, record, out, strategy, ranks)
+    if strategy == SWAPPED:
+        make_swap_folders(out, ranks)
+    return done
+
+
+def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str, ranks: int) -> CheckpointRecord:
+    """Convert beside ``out``, and let it appear when it is complete, with its record."""
     partial = out.with_name(f".{out.name}.partial")
     for leftover in (partial, out):
         shutil.rmtree(leftover, ignore_errors=True)
-    _convert(checkpoint, record, partial, way)
+    _convert(checkpoint, record, partial, strategy)
     _copy_the_rest(checkpoint, partial, record.world_size, ranks)
-    return _seal(partial, out, record, strategy, ranks)
+    files = {name: ledger.fingerprint(partial / name, sync=True) for name in ledger.list_files(partial)}
+    resharded = record.model_copy(update={"strategy": strategy, "world_size": ranks, "files": files})
+    ledger.seal(partial, resharded)
+    partial.rename(out)
+    return resharded
 
 
 def tell_deepspeed(config: Path, checkpoint: Path) -> None:
@@ -74,8 +86,8 @@ def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str) ->
     return same_source and (both_zero or engine(done.strategy) == engine(strategy))
 
 
-def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, way: Route) -> None:
-    if way is Route.UNIVERSAL:
+def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
+    if engine(strategy) != "fsdp":
         write_universal(_states(checkpoint, record), target)
         return
     if rest := frozen_or_buffers(checkpoint):
@@ -102,12 +114,3 @@ def _copy_the_rest(checkpoint: Path, target: Path, wrote: int, ranks: int) -> No
         first.rename(only)
     if wrote == 1 and only.exists():
         only.rename(first)
-
-
-def _seal(partial: Path, out: Path, record: CheckpointRecord, strategy: str, ranks: int) -> CheckpointRecord:
-    files = {name: ledger.fingerprint(partial / name, sync=True) for name in ledger.list_files(partial)}
-    changes = {"strategy": strategy, "world_size": ranks, "files": files}
-    resharded = record.model_copy(update=changes)
-    ledger.seal(partial, resharded)
-    partial.rename(out)
-    return resharded

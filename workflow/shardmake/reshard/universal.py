@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.consolidate.deepspeed import MOMENTS
+from shardmake.consolidate.swapped import rank_folder
 from shardmake.receipt import write_text
 
 LATEST = "latest_universal"
@@ -45,6 +46,11 @@ def is_universal(checkpoint: Path) -> bool:
     return (checkpoint / LATEST).is_file()
 
 
+def inner_folder(checkpoint: Path) -> Path:
+    """The folder with the universal checkpoint, which `LATEST` names."""
+    return checkpoint / (checkpoint / LATEST).read_text()
+
+
 def write_universal(states: States, target: Path) -> None:
     """Write ``states`` into the checkpoint ``target``; needs memory for the largest tensor, in fp32."""
     import torch
@@ -62,12 +68,17 @@ def write_universal(states: States, target: Path) -> None:
         torch.save(_model_state(states, target), inner / name)
 
 
+def make_swap_folders(target: Path, ranks: int) -> None:
+    """Make the folders that DeepSpeed copies swap files from where it keeps states on NVMe; here there are none."""
+    for rank in range(ranks):
+        rank_folder(inner_folder(target), rank).mkdir(parents=True, exist_ok=True)
+
+
 def read_back(target: Path, name: str, kind: str) -> Any:
     """A tensor that `write_universal` wrote, mapped from disk."""
     import torch
 
-    inner = target / (target / LATEST).read_text()
-    return torch.load(inner / "zero" / name / f"{kind}.pt", mmap=True, weights_only=True)["param"]
+    return torch.load(inner_folder(target) / "zero" / name / f"{kind}.pt", mmap=True, weights_only=True)["param"]
 
 
 def _model_state(states: States, target: Path) -> dict[str, Any]:
