@@ -1,16 +1,20 @@
 """Tell a training's progress on the terminal from its metrics file."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shardmake.metrics import parse_metrics
+
 SECONDS_BETWEEN_LINES = 3.0
 
 
 class Follower:
-    """Reads what was appended to ``metrics.jsonl`` since the last look, and tells it at a readable pace."""
+    """Reads what was appended to ``metrics.jsonl`` since the last look, and tells it at a readable pace.
+
+    A resumed attempt writes the file anew; where it has grown again since the last look, reading starts in a line.
+    """
 
     def __init__(self, metrics: Path, tell: Callable[[str], None]) -> None:
         self.metrics = metrics
@@ -40,10 +44,11 @@ class Follower:
             file.seek(self.offset)
             complete, newline, _ = file.read().rpartition(b"\n")
         self.offset += len(complete) + len(newline)
-        return [json.loads(line) for line in complete.splitlines() if line]
+        return parse_metrics(complete.decode(errors="replace"))
 
 
 def describe(line: dict[str, Any]) -> str:
     """One line of metrics for people."""
     rate = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-    return f"step {line['step']:>6}  loss {line['loss']:.4f}  learning rate {line['learning_rate']:.2e}{rate}"
+    pace = f"  learning rate {line['learning_rate']:.2e}" if "learning_rate" in line else ""
+    return f"step {line['step']:>6}  loss {line['loss']:.4f}{pace}{rate}"

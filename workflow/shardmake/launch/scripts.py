@@ -4,7 +4,6 @@ Shardmake cannot look into its checkpoints. It finished where every node's ranks
 that they only stopped; resuming is its own affair (docs/scripts.md).
 """
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from pydantic import Field
 
 from shardmake.attempt import AttemptDir, Record, write_record
 from shardmake.launch.outcome import End, Outcome
+from shardmake.metrics import parse_metrics
 from shardmake.plan.plan import read_plan
 from shardmake.receipt import write_json
 from shardmake.rundir import RunDir
@@ -93,8 +93,8 @@ def _write_receipt(rundir: RunDir, state: ScriptState) -> None:
     """As `shardmake.train.receipt.write_receipt`; what only the script knows comes from its metrics, if any."""
     folder = AttemptDir(rundir.attempts / f"{state.finished_by:03d}")
     plan = read_plan(folder.plan)
-    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()] if rundir.metrics.exists() else []
-    last = {key: value for line in lines for key, value in line.items()}
+    text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
+    last = {key: value for line in parse_metrics(text) for key, value in line.items()}
     write_json(
         rundir.train_receipt,
         {

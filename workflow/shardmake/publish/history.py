@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from shardmake.attempt import AttemptDir
+from shardmake.metrics import parse_metrics
 from shardmake.rundir import RunDir
 
 Line = dict[str, Any]
@@ -75,7 +76,8 @@ class History:
 
 def read_history(rundir: RunDir) -> History:
     """The history of a run; attempts that neither logged a step nor left an exit record are not in it."""
-    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()] if rundir.metrics.exists() else []
+    text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
+    lines = [line for line in parse_metrics(text) if {"attempt", "time"} <= line.keys()]
     index = rundir.attempts / "index.json"
     ends = {entry["attempt"]: entry["end"] for entry in json.loads(index.read_text())} if index.exists() else {}
     folders = sorted(rundir.attempts.glob("[0-9]*"))
