@@ -10,8 +10,11 @@ import pytest
 
 from shardmake.attempt import AttemptDir
 from shardmake.config import Slurm
-from shardmake.launch.jobs import SlurmJobs, lead_seconds
-from shardmake.launch.queue import Snapshot, look
+from shardmake.errors import UserError
+from shardmake.launch import jobs
+from shardmake.launch.jobs import SlurmJobs, job_name, lead_seconds, submit_patiently
+from shardmake.launch.queue import Snapshot, ask, look
+from shardmake.launch.states import JobState, parse_rows
 from shardmake.train.ledger import CheckpointRecord, seal
 from tests.unit.plans import make_cluster, make_plan
 
@@ -52,6 +55,63 @@ def test_the_batch_script_restates_cpus_and_sends_a_wckey_only_where_the_site_wa
     assert "#SBATCH --signal=USR2@120" in text and "#SBATCH --no-requeue" in text
     assert "c[7-9],c3" in text
     assert "wckey" not in text and "#SBATCH --wckey=lab" in script(wckey="lab")
+
+
+def test_a_job_that_slurm_was_too_busy_to_take_is_submitted_again() -> None:
+    passing = UserError(
+        "Slurm refused the job: sbatch: error: Batch job submission failed: Socket timed out on send/recv"
+    )
+    answers: list[str | UserError] = [passing, passing, "7"]
+
+    def submit() -> str:
+        answer = answers.pop(0)
+        if isinstance(answer, UserError):
+            raise answer
+        return answer
+
+    def silent() -> str | None:
+        raise UserError("Slurm does not answer")
+
+    assert submit_patiently(submit, silent, pauses=(0, 0)) == "7"
+    answers[:] = [passing]
+    assert submit_patiently(submit, lambda: "6", pauses=(0,)) == "6", "it had taken it all the same"
+    answers[:] = [passing, passing]
+    with pytest.raises(UserError, match="Socket timed out"):
+        submit_patiently(submit, lambda: None, pauses=(0,))
+    answers[:] = [UserError("Slurm refused the job: Invalid account"), "8"]
+    with pytest.raises(UserError, match="Invalid account"):
+        submit_patiently(submit, lambda: None, pauses=(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("control", "accounted", "state"),
+    [
+        ("slurm_load_jobs error: Invalid job id specified", "7|RUNNING|c1|NAME", JobState.GONE),
+        ("slurm_load_jobs error: Invalid job id specified", "7|FAILED|c1|NAME", JobState.ENDED),
+        ("slurm_load_jobs error: Invalid job id specified", "", JobState.GONE),
+        ("slurm_load_jobs error: Unable to contact slurm controller", "7|RUNNING|c1|NAME", JobState.RUNNING),
+        ("slurm_load_jobs error: Unable to contact slurm controller", "", JobState.UNKNOWN),
+    ],
+)
+def test_accounting_that_missed_a_jobs_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, control: str, accounted: str, state: JobState
+) -> None:
+    def answer(*command: str) -> "subprocess.CompletedProcess[str]":
+        if command[0] == "sacct":
+            return subprocess.CompletedProcess(command, 0, accounted.replace("NAME", job_name(tmp_path)), "")
+        return subprocess.CompletedProcess(command, 1, "", control)
+
+    monkeypatch.setattr(jobs, "ask", answer)
+    monkeypatch.setattr(jobs, "look", lambda _: Snapshot(taken=0, seconds=0, returncode=0, stdout="", stderr=""))
+    assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).status("7").state is state
+
+
+def test_a_question_that_cannot_be_asked_is_an_answer_too(tmp_path: Path) -> None:
+    program = tmp_path / "squeue"
+    program.write_bytes(b"#!/bin/sh\nprintf '7|RUNNING|c1|caf\xe9\\n'\n")
+    assert ask(str(program)).returncode == 127, "not executable"
+    program.chmod(0o700)
+    assert parse_rows(ask(str(program)).stdout)["7"].state is JobState.RUNNING
 
 
 def test_how_long_an_answer_counts() -> None:

@@ -108,7 +108,7 @@ def _look(file: int, seconds: float) -> str | None:
     found = os.fstat(file)
     if not (found.st_size and 0 <= time.time() - found.st_mtime < seconds):
         _ask(file)
-    content = os.pread(file, 1 << 26, 0).decode()
+    content = os.pread(file, 1 << 26, 0).decode(errors="replace")
     return content.removesuffix(_ANSWERED) + "\n" if content.endswith(_ANSWERED) else None
 
 
@@ -116,7 +116,7 @@ def _ask(file: int) -> None:
     """Replace the content of ``file`` by squeue's answer, the last line saying that it is one."""
     os.ftruncate(file, 0)
     os.lseek(file, 0, os.SEEK_SET)
-    squeue = 'squeue --noheader --me --format="%i|%T|%j" 2>/dev/null && printf "\\nanswered\\n" || echo silent'
+    squeue = 'squeue --noheader --me --all --format="%i|%T|%j" 2>/dev/null && printf "\\nanswered\\n" || echo silent'
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", squeue], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, file, 1)])
     os.waitpid(pid, 0)
 

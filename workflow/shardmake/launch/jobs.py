@@ -4,8 +4,11 @@ import contextlib
 import math
 import os
 import pwd
+import re
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -24,7 +27,13 @@ from shardmake.rundir import RunDir
 from shardmake.train import ledger
 from shardmake.versions import library_versions
 
-_SQUEUE = ("squeue", "--noheader", "--me", "--format=%i|%T|%N|%j")
+_SQUEUE = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%R|%j")
+_PASSING = re.compile(
+    r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller",
+    re.IGNORECASE,
+)
+"""What sbatch says where Slurm does not answer for the moment, rather than that it refuses the job."""
+_PAUSES = (5.0, 20.0, 60.0, 180.0)
 
 
 class Jobs(Protocol):
@@ -65,10 +74,13 @@ class SlurmJobs:
 
         from shardmake.launch.worker import run_slurm_task
 
-        try:
-            return str(self._executor(folder, plan, excluded).submit(run_slurm_task, str(folder.root)).job_id)
-        except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-            raise UserError(f"Slurm refused the job: {error}") from None
+        def submit() -> str:
+            try:
+                return str(self._executor(folder, plan, excluded).submit(run_slurm_task, str(folder.root)).job_id)
+            except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+                raise UserError(f"Slurm refused the job: {error}{_without(excluded)}") from None
+
+        return submit_patiently(submit, self.find)
 
     def script(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """The batch script that `submit` would hand to sbatch."""
@@ -120,9 +132,9 @@ class SlurmJobs:
         if control.returncode == 0:
             return parse_scontrol(control.stdout)
         accounted = self._in_accounting(job)
-        if accounted.state is not JobState.UNKNOWN:
-            return accounted
-        return JobStatus(JobState.GONE if is_no_such_job(control.stderr) else JobState.UNKNOWN)
+        if is_no_such_job(control.stderr):  # where accounting has it run, it missed the job's end
+            return accounted if accounted.state is JobState.ENDED else JobStatus(JobState.GONE)
+        return accounted
 
     def _in_accounting(self, job: str) -> JobStatus:
         """What sacct knows, where there is accounting and it answers."""
@@ -136,10 +148,42 @@ class SlurmJobs:
 
 def job_owners(run_folder: Path) -> dict[str, str]:
     """Users by id of every queued or running job of the run, whoever submitted it."""
-    answer = ask("squeue", "--noheader", f"--name={job_name(run_folder)}", "--format=%i|%u")
+    answer = ask("squeue", "--noheader", "--all", f"--name={job_name(run_folder)}", "--format=%i|%u")
     if answer.returncode != 0:
         raise UserError(f"Slurm does not answer, so another member's job cannot be ruled out: {answer.stderr.strip()}")
     return dict(line.split("|") for line in answer.stdout.split())
+
+
+def submit_patiently(
+    submit: Callable[[], str], find: Callable[[], str | None], pauses: Sequence[float] = _PAUSES
+) -> str:
+    """The id of the job that ``submit`` submits, again after each of ``pauses`` (seconds) where Slurm is in trouble.
+
+    Slurm may have taken the job all the same, so it is looked for (``find``) before each new try.
+
+    Raises:
+        UserError: Slurm refuses the job, or is still in trouble at the end.
+    """
+    for pause in pauses:
+        try:
+            return submit()
+        except UserError as error:
+            if not _PASSING.search(str(error)):
+                raise
+        time.sleep(pause)
+        with contextlib.suppress(UserError):
+            if taken := find():
+                return taken
+    return submit()
+
+
+def _without(excluded: Sequence[str]) -> str:
+    if not excluded:
+        return ""
+    return (
+        f" Left out were {', '.join(excluded)}, which had failed before; why is in the attempts' index.json. Mend "
+        "them and run the same command again: it takes them back."
+    )
 
 
 def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:

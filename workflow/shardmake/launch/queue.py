@@ -44,10 +44,12 @@ class Snapshot(BaseModel):
 
 
 def ask(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's query commands; a missing or silent one is an answer too."""
+    """Run one of Slurm's query commands; one that is missing, silent or cannot be started is an answer too."""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=_QUERY_SECONDS, check=False)
-    except (FileNotFoundError, subprocess.TimeoutExpired) as error:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_QUERY_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
@@ -75,12 +77,13 @@ def _take(command: Sequence[str], file: Path) -> Snapshot:
         stdout=answer.stdout,
         stderr=answer.stderr,
     )
-    write_text(file, snapshot.model_dump_json())
+    with contextlib.suppress(OSError):  # a full disk: then the next driver asks as well
+        write_text(file, snapshot.model_dump_json())
     return snapshot
 
 
 def _read(file: Path) -> Snapshot | None:
-    with contextlib.suppress(FileNotFoundError, ValidationError):
+    with contextlib.suppress(OSError, ValidationError):
         return Snapshot.model_validate_json(file.read_text())
     return None
 

@@ -18,7 +18,10 @@ class JobState(Enum):
 
 @dataclass(frozen=True)
 class JobStatus:
-    """State of one job: the meaning, Slurm's own word, the nodes, the job's name, and who cancelled it."""
+    """State of one job: the meaning, Slurm's own word, the nodes, the job's name, and who cancelled it.
+
+    While it is pending, squeue tells the reason in brackets in place of the nodes.
+    """
 
     state: JobState
     word: str = ""
