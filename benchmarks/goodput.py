@@ -143,10 +143,12 @@ class Training:
             unfit_nodes=unfit_nodes(self.story),
         )
         action = decide(outcome, history, cap=IDLE_ATTEMPTS)
-        if action is Action.STOP:
+        if action in (Action.STOP, Action.GIVE_UP):
             self.persons += 1
             self.wall += HOUR  # until somebody looks
             self.story.clear()
+        else:
+            self.story[-1] = self.story[-1].model_copy(update={"next_rung": 0})
         self.wall += self.costs.start
         if action is Action.RESUME and self.chance.random() < self.costs.still_broken:
             self.wall += self.costs.preflight - self.costs.start + self.costs.notice

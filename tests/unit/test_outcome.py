@@ -16,7 +16,9 @@ def node(rank: int = 0, **values: object) -> NodeExit:
 
 
 def error(kind: str, message: str, rank: int = 0, time: float = 1.0) -> RankError:
-    return RankError(rank=rank, host="c1", time=time, kind=kind, message=message, traceback="Traceback ...")
+    return RankError(
+        rank=rank, host="c1", blamed="c1", time=time, kind=kind, message=message, traceback="Traceback ..."
+    )
 
 
 def evidence(**values: object) -> Evidence:
@@ -63,6 +65,14 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(errors=[error("MeetingError", "All ranks came, and the network failed them: timeout")]), End.COMMUNICATION),
         (evidence(errors=[error("NonFiniteError", "Step 7: the loss of rank 1 is nan.")]), End.NON_FINITE),
         (evidence(job_word="CANCELLED", cancelled_by="user root"), End.CANCELLED),
+        (evidence(job_word="CANCELLED", hang=Hang(rank=1, host="c2", sentence="no progress")), End.CANCELLED),
+        (evidence(job_word="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), End.CANCELLED),
+        (evidence(job_word="CANCELLED", errors=[error("ValueError", "bad label")]), End.USER_ERROR),
+        (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), End.HOST_OUT_OF_MEMORY),
+        (evidence(exits=[node(oom_kills=2)], errors=[error("OutOfMemoryError", "CUDA out of memory")]), End.GPU_OUT_OF_MEMORY),
+        (evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]), End.NODE_FAILURE),
+        (evidence(errors=[error("OSError", "[Errno 116] Stale file handle: 'train.bin'")]), End.NODE_FAILURE),
+        (evidence(errors=[error("DistBackendError", "")]), End.COMMUNICATION),
         (evidence(job_word="DEADLINE"), End.TIME_LIMIT),
         (evidence(job_word="BOOT_FAIL"), End.NODE_FAILURE),
         (evidence(job_word="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), End.KILLED),
@@ -112,7 +122,7 @@ def history(**values: object) -> History:
         (End.FINISHED, history(idle_attempts=0), Action.FINISH),
         (End.TIME_LIMIT, history(has_rung=True), Action.RESUME),
         (End.PREEMPTED, history(idle_attempts=2), Action.RESUME),
-        (End.PREEMPTED, history(idle_attempts=3), Action.STOP),
+        (End.PREEMPTED, history(idle_attempts=3), Action.GIVE_UP),
         (End.RENDEZVOUS, history(), Action.EXCLUDE_AND_RESUME),
         (End.GPU_OUT_OF_MEMORY, history(idle_attempts=5, has_rung=True), Action.NEXT_RUNG),
         (End.GPU_OUT_OF_MEMORY, history(), Action.STOP),
@@ -125,16 +135,29 @@ def history(**values: object) -> History:
         (End.STOP_REQUESTED, history(has_rung=True), Action.STOP),
         (End.HANG, history(), Action.RESUME),
         (End.HANG, history(host_hung_before=True), Action.EXCLUDE_AND_RESUME),
-        (End.HANG, history(idle_attempts=3), Action.STOP),
+        (End.HANG, history(idle_attempts=3), Action.GIVE_UP),
         (End.PREFLIGHT, history(idle_attempts=9, unfit_nodes=5), Action.EXCLUDE_AND_RESUME),
         (End.PREFLIGHT, history(unfit_nodes=6), Action.STOP),
+        (End.PREFLIGHT, history(unfit_nodes=1, has_others=False), Action.STOP),
+        (End.NODE_FAILURE, history(), Action.RESUME),
         (End.NON_FINITE, history(), Action.STOP),
         (End.NON_FINITE, history(may_rewind=True), Action.RESUME),
-        (End.NON_FINITE, history(may_rewind=True, idle_attempts=3), Action.STOP),
+        (End.NON_FINITE, history(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
     ],
 )  # fmt: skip
 def test_what_follows(end: End, before: History, action: Action) -> None:
     assert decide(Outcome(end, "why", host="c2"), before, cap=3) is action
+
+
+def test_a_broken_node_that_a_rank_met_is_left_out() -> None:
+    outcome = classify(evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]))
+    assert outcome.host == "c1" and decide(outcome, history(), cap=3) is Action.EXCLUDE_AND_RESUME
+
+
+def test_who_did_not_come_is_not_mixed_up_with_who_says_so() -> None:
+    unknown = error("MeetingError", "Rank(s) [3] did not come: timeout").model_copy(update={"blamed": None})
+    outcome = classify(evidence(errors=[unknown]))
+    assert (outcome.end, outcome.host) == (End.PREFLIGHT, None)
 
 
 def test_a_preflight_that_speaks_against_the_run_stops_it() -> None:
@@ -150,5 +173,5 @@ def test_nothing_goes_on_for_ever(end: End, has: tuple[bool, ...]) -> None:
     )
     action = decide(Outcome(end, "why", host="c2"), before, cap=3)
     assert action in (
-        Action.STOP, Action.FINISH, *[Action.NEXT_RUNG] * rung, *[Action.MORE_MEMORY] * memory
+        Action.STOP, Action.GIVE_UP, Action.FINISH, *[Action.NEXT_RUNG] * rung, *[Action.MORE_MEMORY] * memory
     )  # fmt: skip

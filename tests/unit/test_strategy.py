@@ -135,10 +135,10 @@ def test_a_rung_with_offload_asks_for_more_host_memory(folders: dict[str, str]) 
     assert there.host_memory > here.host_memory + 16 * 2**30
     asked = [its.resources["train"].memory_gib for its in (here, there)]
     assert there.host_memory < asked[1] * 2**30 and asked[0] < asked[1]
-    assert made.rung_below(offloads - 1, host=False) == offloads
-    below = made.rung_below(offloads - 1, host=True)
+    assert next(made.rungs_below(offloads - 1, host=False)) == offloads
+    below = next(made.rungs_below(offloads - 1, host=True), None)
     assert below is None or made.at(below).host_memory < here.host_memory
-    assert made.rung_below(len(made.ladder), host=False) is None
+    assert not list(made.rungs_below(len(made.ladder), host=False))
     assert made.at(0) == made
 
 

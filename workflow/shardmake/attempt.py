@@ -44,6 +44,7 @@ class Attempt(Record):
     planned_bandwidth: float | None = Field(
         None, description="Bytes per second that one node should reach to others; None where there are no others."
     )
+    plan_digest: str = Field("", description="Digest of the plan whose ladder the attempt's rung belongs to.")
     hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
     checkpoint_bytes: int = Field(0, description="Estimated size of a checkpoint; 0 if there is no estimate.")
     rendezvous_seconds: float = Field(300, description="How long nodes wait for each other.")
@@ -88,7 +89,8 @@ class RankError(Record):
     """The exception that ended a rank."""
 
     rank: int = Field(description="Global rank.")
-    host: str = Field(description="Host name; of the node to blame, where the error knows it.")
+    host: str = Field(description="Host name.")
+    blamed: str | None = Field(description="Name of the node to blame; None where the error knows that nobody is.")
     time: float = Field(description="Unix time of the failure; the earliest error is usually the cause.")
     kind: str = Field(description="Name of the exception's class.")
     message: str = Field(description="Its text.")
@@ -248,6 +250,11 @@ class AttemptDir:
         return sorted(errors, key=lambda error: error.time)
 
 
+def host_name() -> str:
+    """This node's name as Slurm knows it, which is what it can be excluded by; else the host's own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
 def write_record(path: Path, record: Record) -> None:
     """Write ``record`` atomically."""
     write_json(path, record.model_dump(mode="json"))
@@ -255,10 +262,11 @@ def write_record(path: Path, record: Record) -> None:
 
 def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
     """Keep the exception that ends ``rank`` for the driver."""
-    text = "".join(traceback.format_exception(error))
+    text, host = "".join(traceback.format_exception(error)), host_name()
     record = RankError(
         rank=rank,
-        host=getattr(error, "host", None) or socket.gethostname(),
+        host=host,
+        blamed=getattr(error, "host", host),
         time=time.time(),
         kind=type(error).__name__,
         message=str(error),
@@ -270,9 +278,7 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
 
 def write_beat(folder: AttemptDir, rank: int, phase: str, step: int, usual: float = 0.0) -> None:
     """Replace the heartbeat of ``rank``; atomic, and not synced: it is written every few seconds, and read here."""
-    beat = Beat(
-        rank=rank, host=socket.gethostname(), pid=os.getpid(), phase=phase, step=step, time=time.time(), usual=usual
-    )
+    beat = Beat(rank=rank, host=host_name(), pid=os.getpid(), phase=phase, step=step, time=time.time(), usual=usual)
     path = folder.heartbeat(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".rank-{rank}.tmp")

@@ -7,6 +7,7 @@ and the next driver adopts it.
 
 import contextlib
 import fcntl
+import itertools
 import os
 import shutil
 import signal
@@ -42,7 +43,7 @@ from shardmake.launch.turn import require_room, snapshot_file, turn, why
 from shardmake.plan.plan import Choice, Plan, as_json, read_plan
 from shardmake.plan.render import render
 from shardmake.receipt import digest, read_json, write_json
-from shardmake.reshard.routes import Route
+from shardmake.reshard.routes import Route, route
 from shardmake.reshard.stage import find_route, reshard, tell_deepspeed
 from shardmake.rundir import RunDir
 from shardmake.sharing import refuse_job_of_others
@@ -54,6 +55,7 @@ from shardmake.train.recipe import recipe_digest
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
 DOZE_SECONDS = 5.0
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has seen the job's end."""
 Tell = Callable[[str], None]
@@ -90,6 +92,11 @@ def _sole_driver(rundir: RunDir) -> Iterator[int]:
                 f"Another driver is already watching {rundir.name} ({lock.read().strip()}). Wait for it, or end it; "
                 "the job itself goes on without a driver."
             ) from None
+        except OSError as error:
+            raise UserError(
+                f"{rundir.train} is on a file system without locks ({error.strerror}), so two drivers could train the "
+                "same run. Have it mounted with them (Lustre: -o flock), or keep runs/ elsewhere."
+            ) from None
         lock.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
         yield lock.fileno()
@@ -106,7 +113,8 @@ def _leaving_the_job_alone() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:
         raise DriverStoppedError(signal.Signals(number).name)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    heeded = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores SIGHUP
+    before = {number: signal.signal(number, stop) for number in heeded}
     try:
         yield
     finally:
@@ -132,6 +140,8 @@ class Driver:
     def drive(self) -> None:
         """Adopt or submit, watch, decide, until the training is over."""
         job = self._adopt()
+        if job is None and not self.waited:
+            self._forget_stop_file()
         while not (job is None and self._is_finished()):
             job = job or self._submit()
             self._watch(job)
@@ -157,9 +167,36 @@ class Driver:
     # ---- jobs -------------------------------------------------------------------------------------------------
 
     def _adopt(self) -> Job | None:
-        """The job of an earlier driver: the recorded one, or one that was submitted and not yet recorded."""
+        """The job of an earlier driver, if it is for the settings of today; one that runs for others is a `UserError`.
+
+        It must not be judged by today's: it would end as something else than it was, or its model count as this one's.
+        """
+        job = self._find_job()
+        if job is None or self._is_for_these_settings(job):
+            return job
+        if self.jobs.status(job.id).state not in (JobState.ENDED, JobState.GONE):
+            raise UserError(
+                f"Job {job.id} (attempt {job.attempt}) still trains {self.rundir.name} with other settings than it has "
+                "now. Put them back to go on with it, or wait for its end, or end it "
+                f"({self.jobs.how_to_cancel(job.id)}), and run the same command again."
+            )
+        self.tell(f"Job {job.id} (attempt {job.attempt}), which was for other settings, has ended.")
+        self.rundir.job.unlink(missing_ok=True)
+        return None
+
+    def _is_for_these_settings(self, job: Job) -> bool:
+        folder = self._folder(job)
+        return folder.settings.exists() and folder.read().recipe == self.recipe
+
+    def _find_job(self) -> Job | None:
+        """The recorded job, or one that was submitted and not yet recorded."""
         recorded = Job.model_validate_json(self.rundir.job.read_text()) if self.rundir.job.exists() else None
-        alive = self.jobs.find()
+        try:
+            alive = self.jobs.find()
+        except UserError:
+            if recorded is None:
+                raise
+            alive = None
         if recorded and (alive is None or alive == recorded.id):
             self.tell(f"Adopting job {recorded.id} (attempt {recorded.attempt}).")
             return recorded
@@ -214,6 +251,7 @@ class Driver:
             plan,
             resume_from=str(resume_from) if resume_from else None,
             recipe=self.recipe,
+            plan_digest=self.plan_digest,
             checkpoint_bytes=checkpoint_size(self.rundir, self.run.checkpoints.most(self.run.max_steps)),
         )
         write_record(folder.settings, settings)
@@ -250,13 +288,19 @@ class Driver:
         folder = self.rundir.checkpoints.resolve()
         found = ledger.recover(folder, self.tell)
         if found and found[0].recipe != self.recipe:
-            aside = folder.with_name(f"checkpoints-of-{found[0].recipe}")
-            self.tell(f"The checkpoints belong to other settings; they now lie in {_short(aside)}. Starting afresh.")
-            shutil.rmtree(aside, ignore_errors=True)
-            folder.rename(aside)
-            self.rundir.metrics.unlink(missing_ok=True)
-            return None
+            self._set_aside(folder, found[0].recipe)
+            found = ledger.recover(folder, self.tell)
         return self._as_read_by(choice, *found) if found else None
+
+    def _set_aside(self, folder: Path, recipe: str) -> None:
+        """Put the checkpoints of other settings away, and take back those of these, where they had been put away."""
+        aside = next(place for place in _places(folder, recipe) if not place.exists())
+        self.tell(f"The checkpoints belong to other settings; they now lie in {_short(aside)}.")
+        folder.rename(aside)
+        self.rundir.metrics.unlink(missing_ok=True)
+        if (own := next(_places(folder, self.recipe))).exists():
+            self.tell(f"Taking back those of these settings from {_short(own)}.")
+            own.rename(folder)
 
     def _as_read_by(self, choice: Choice, record: ledger.CheckpointRecord, checkpoint: Path) -> Path:
         """``checkpoint``, resharded if the engine of ``choice`` cannot read it as it is; refused if that cannot be."""
@@ -268,17 +312,19 @@ class Driver:
         reshard(checkpoint, out, choice.strategy, choice.world_size, self.tell)
         return out
 
+    def _forget_stop_file(self) -> None:
+        """Who starts a driver while no job is there wants it to go on; an earlier request has been answered."""
+        if self.rundir.stop_file.exists():
+            self.tell(f"Removing the stop file {_short(self.rundir.stop_file)} of an earlier request.")
+            self.rundir.stop_file.unlink(missing_ok=True)
+
     def _heed_stop_file(self) -> None:
-        """Stop where it was asked for while this driver waited; a request from before that has been answered."""
-        if not self.rundir.stop_file.exists():
-            return
-        if self.waited:
+        """Stop where it was asked for since this driver began."""
+        if self.rundir.stop_file.exists():
             raise UserError(
-                f"{self.rundir.name} was asked to stop ({_short(self.rundir.stop_file)}) while it waited for its turn. "
-                "Nothing was submitted. Run the same command again to go on."
+                f"{self.rundir.name} was asked to stop ({_short(self.rundir.stop_file)}). Nothing was submitted. Run "
+                "the same command again to go on."
             )
-        self.tell(f"Removing the stop file {_short(self.rundir.stop_file)} of an earlier request.")
-        self.rundir.stop_file.unlink()
 
     # ---- watching ---------------------------------------------------------------------------------------------
 
@@ -305,24 +351,26 @@ class Driver:
     def _next_pause(self, pause: float, status: JobStatus, last: JobState) -> float:
         """Poll soon after a change of state, and ever more gently while nothing changes."""
         if status.state is not last:
-            self.tell(f"The job is {status.state.value}{f' on {status.nodes}' if status.nodes else ''}.")
+            where = f" {'on ' * (status.state is JobState.RUNNING)}{status.nodes}" if status.nodes else ""
+            self.tell(f"The job is {status.state.value}{where}.")
             return POLL_SECONDS
         return min(pause * 1.5, self.jobs.slowest_poll)
 
     def _doze_while_pending(self, job: Job, status: JobStatus, pause: float) -> None:
         """A job that waits for a while may wait for days: give the memory back (see `doze`)."""
         if status.word == "PENDING" and pause >= DOZE_SECONDS:
-            self.tell("The job waits in the queue; the driver dozes until it starts.")
+            self.tell(f"The job waits in the queue {status.nodes}; the driver dozes until it starts.")
             doze_until_started(job.id, self.lock, str(snapshot_file()))
 
     def _follow_for(self, seconds: float, follower: Follower, folder: AttemptDir) -> None:
         """Tell news from the run's folder, which cost Slurm nothing, until it is time to ask again."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
-            follower.tell_news()
-            if self.rundir.train_receipt.exists() or folder.exits():
-                time.sleep(POLL_SECONDS)
-                return
+            with contextlib.suppress(OSError):  # a shared file system has its moments
+                follower.tell_news()
+                if self.rundir.train_receipt.exists() or folder.exits():
+                    time.sleep(POLL_SECONDS)
+                    return
             time.sleep(POLL_SECONDS / 2)
 
     # ---- deciding ---------------------------------------------------------------------------------------------
@@ -330,6 +378,8 @@ class Driver:
     def _close(self, job: Job) -> Outcome:
         """Read why the job ended, and add it to the story."""
         folder = self._folder(job)
+        attempt = folder.read()
+        plan = attempt.plan_digest or self.plan_digest
         self._await_records(folder)
         judged = scripts.judge(self.rundir, folder, self.recipe) if self.run.script else None
         outcome = judged or classify(
@@ -340,7 +390,7 @@ class Driver:
                 job_word=self.last_status.word,
                 exits=folder.exits(),
                 errors=folder.rank_errors(),
-                nodes=folder.read().nodes,
+                nodes=attempt.nodes,
                 hang=folder.read_hang(),
                 cancelled_by=self.last_status.by,
                 last_words=_last_line(folder.slurm),
@@ -351,9 +401,9 @@ class Driver:
         chapter = Chapter(
             attempt=job.attempt,
             job=job.id,
-            plan=self.plan_digest,
+            plan=plan,
             strategy=read_plan(folder.plan).choice.strategy,
-            rung=next_rung(self.story, self.plan_digest),
+            rung=next_rung(self.story, plan),
             submitted=job.submitted,
             ended=time.time(),
             end=outcome.end.value,
@@ -362,7 +412,8 @@ class Driver:
             checkpoint_step=self._progress(),
             failed_step=outcome.error.step if outcome.error else None,
         )
-        self._write([*self.story, chapter])
+        # A driver that died right here has written it already.
+        self._write([*(told for told in self.story if told.attempt != job.attempt), chapter])
         self.rundir.job.unlink(missing_ok=True)
         return outcome
 
@@ -385,13 +436,15 @@ class Driver:
     def _answer(self, outcome: Outcome) -> None:
         """Prepare the next attempt, or raise."""
         rung = next_rung(self.story, self.plan_digest)
-        below = self.plan.rung_below(rung, host=outcome.end is End.HOST_OUT_OF_MEMORY)
+        out_of_memory = outcome.end in (End.GPU_OUT_OF_MEMORY, End.HOST_OUT_OF_MEMORY)
+        below = self._rung_below(rung, host=outcome.end is End.HOST_OUT_OF_MEMORY) if out_of_memory else None
         asked = self._present_plan().resources["train"].memory_gib
         action = decide(
             outcome,
             History(
                 idle_attempts=idle_attempts(self.story),
                 has_rung=below is not None,
+                has_others=self.cluster.executor == "slurm",
                 has_memory=self.cluster.executor == "slurm" and not outcome.error and asked < self._node_memory_gib,
                 host_hung_before=hung_before(self.story),
                 unfit_nodes=unfit_nodes(self.story),
@@ -400,8 +453,8 @@ class Driver:
             cap=IDLE_ATTEMPTS,
         )
         self.tell(f"{outcome.sentence} -> {action.value}")
-        if action is Action.STOP:
-            raise UserError(self._last_words(outcome))
+        if action in (Action.STOP, Action.GIVE_UP):
+            raise UserError(self._last_words(outcome, action))
         decision = {
             "next_rung": below if action is Action.NEXT_RUNG else rung,
             "all_memory": action is Action.MORE_MEMORY,
@@ -409,14 +462,30 @@ class Driver:
         }
         self._write([*self.story[:-1], self.story[-1].model_copy(update=decision)])
 
+    def _rung_below(self, rung: int, *, host: bool) -> int | None:
+        """The next rung that needs less and can go on from the newest checkpoint."""
+        newest = None if self.run.script else next(ledger.sealed(self.rundir.checkpoints), None)
+        for below in self.plan.rungs_below(rung, host=host):
+            choice = self.plan.at(below).choice
+            if newest is None:
+                return below
+            record, checkpoint = newest
+            way = route(record.strategy, record.world_size, choice.strategy, choice.world_size)
+            if isinstance(way, Route):
+                return below
+            self.tell(f"The ladder's rung {below} ({choice.strategy}) cannot go on from {checkpoint.name}: {way}.")
+        return None
+
     def _write(self, story: list[Chapter]) -> None:
         self.story = story
         write_story(self.index, story)
 
-    def _last_words(self, outcome: Outcome) -> str:
+    def _last_words(self, outcome: Outcome, action: Action) -> str:
         """The one error that matters, and where to read on."""
         folder = self.rundir.attempts / f"{self._last_attempt():03d}"
         parts = [f"Training of {self.rundir.name} stopped: {outcome.sentence}"]
+        if action is Action.GIVE_UP:
+            parts.append(f"{idle_attempts(self.story)} attempts, one after the other, brought no new checkpoint.")
         if outcome.error:
             parts.append(outcome.error.traceback.rstrip())
         elif log_end := _tail(AttemptDir(folder).log(0)):
@@ -441,6 +510,12 @@ _ADVICE = {
     End.HANG: "The stacks of all ranks are in the folder's stacks. hang_seconds in the cluster file says how long a "
     "step may take.",
 }
+
+
+def _places(checkpoints: Path, recipe: str) -> Iterator[Path]:
+    """Where the checkpoints of a recipe may be put away, in order."""
+    for number in itertools.count(1):
+        yield checkpoints.with_name(f"checkpoints-of-{recipe}{f'-{number}' if number > 1 else ''}")
 
 
 def _tail(log: Path, lines: int = 30) -> str:

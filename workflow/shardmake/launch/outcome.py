@@ -74,6 +74,7 @@ class Action(Enum):
     NEXT_RUNG = "take the next rung of the ladder"
     MORE_MEMORY = "ask for all of a node's memory"
     STOP = "stop"
+    GIVE_UP = "stop, for want of progress"
 
 
 UNFIT_NODES = 5
@@ -82,6 +83,11 @@ _ERROR_PATTERNS: tuple[tuple[End, str], ...] = (
     (End.HOST_OUT_OF_MEMORY, r"^MemoryError|can't allocate memory|Cannot allocate memory|unable to mmap"),
     (End.NON_FINITE, r"NonFinite"),
     (End.PREFLIGHT, r"^MeetingError: Rank"),
+    (
+        End.NODE_FAILURE,
+        r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|CUDA-capable device\(s\) is/are busy"
+        r"|Stale file handle|Input/output error|Remote I/O error|Transport endpoint is not connected",
+    ),
     (
         End.COMMUNICATION,
         r"^MeetingError|DistNetworkError|DistBackendError|DistStoreError|NCCL|[Gg]loo|Connection (closed|reset)"
@@ -110,15 +116,17 @@ def error_end(error: RankError) -> End:
 def classify(evidence: Evidence) -> Outcome:
     """Why the attempt ended.
 
-    A rank's own error comes before a hang, that before Slurm's word, and Slurm's word before the connection errors
-    that a dying peer leaves on every other rank.
+    A person's word comes first, but for an error in the training, which says more. A rank's own error comes before a
+    hang, that before Slurm's word, and Slurm's word before the connection errors that a dying peer leaves on every
+    other rank.
     """
     if evidence.finished:
         return Outcome(End.FINISHED, "Training finished.")
     if evidence.stop_file and evidence.stopped:
         return Outcome(End.STOP_REQUESTED, "Training saved and stopped because somebody created the stop file.")
     return (
-        _by_own_error(evidence.errors)
+        _by_person(evidence)
+        or _by_own_error(evidence)
         or _by_preflight(evidence.exits)
         or _by_hang(evidence.hang)
         or _by_oom_kill(evidence.exits)
@@ -133,12 +141,22 @@ def classify(evidence: Evidence) -> Outcome:
     )
 
 
-def _by_own_error(errors: Sequence[RankError]) -> Outcome | None:
-    own = next((error for error in errors if error_end(error) is not End.COMMUNICATION), None)
+def _by_person(evidence: Evidence) -> Outcome | None:
+    """Who cancels a job because its ranks hang, or because it runs out of memory, does not want it back."""
+    if evidence.job_word != "CANCELLED":
+        return None
+    own = _by_own_error(evidence)
+    return own if own and own.end is End.USER_ERROR else _by_slurm(evidence.job_word, evidence.cancelled_by)
+
+
+def _by_own_error(evidence: Evidence) -> Outcome | None:
+    """An error that names no cause of its own may be what the kernel's kill of another process left behind."""
+    own = next((error for error in evidence.errors if error_end(error) is not End.COMMUNICATION), None)
     if own is None:
         return None
-    sentence = f"Rank {own.rank} on {own.host} failed: {own.kind}: {own.message}"
-    return Outcome(error_end(own), sentence, own, own.host)
+    end, sentence = error_end(own), f"Rank {own.rank} on {own.host} failed: {own.kind}: {own.message}"
+    killed = _by_oom_kill(evidence.exits) if end is End.USER_ERROR else None
+    return killed or Outcome(end, sentence, own, own.blamed)
 
 
 def _by_hang(hang: Hang | None) -> Outcome | None:
@@ -207,9 +225,8 @@ def _by_connection(errors: Sequence[RankError]) -> Outcome | None:
     if not errors:
         return None
     first = errors[0]
-    return Outcome(
-        End.COMMUNICATION, f"Rank {first.rank} on {first.host} lost its peers: {first.message.splitlines()[0]}", first
-    )
+    said = first.message.partition("\n")[0]
+    return Outcome(End.COMMUNICATION, f"Rank {first.rank} on {first.host} lost its peers: {said}", first)
 
 
 def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -262,6 +279,8 @@ class History:
     """The node that held up the others did so in an earlier attempt too."""
     unfit_nodes: int = 0
     """Nodes that failed the preflight, one after the other, up to and with the last attempt."""
+    has_others: bool = True
+    """There are other nodes to go to."""
     may_rewind: bool = False
     """The run wants to rewind, and this step's loss was never before not finite."""
 
@@ -281,8 +300,10 @@ def decide(outcome: Outcome, history: History, *, cap: int, unfit_cap: int = UNF
         case End.GPU_OUT_OF_MEMORY | End.HOST_OUT_OF_MEMORY:
             return Action.NEXT_RUNG if history.has_rung else Action.STOP
         case End.PREFLIGHT:
-            others = outcome.host is not None and history.unfit_nodes <= unfit_cap
+            others = outcome.host is not None and history.has_others and history.unfit_nodes <= unfit_cap
             return Action.EXCLUDE_AND_RESUME if others else Action.STOP
+        case End.NODE_FAILURE if outcome.error:
+            action = Action.EXCLUDE_AND_RESUME  # Slurm takes nodes out of use by itself, and knows nothing of this one
         case End.NON_FINITE if history.may_rewind:
             action = Action.RESUME
         case End.HANG if history.host_hung_before:
@@ -290,4 +311,4 @@ def decide(outcome: Outcome, history: History, *, cap: int, unfit_cap: int = UNF
         case _:
             action = _ACTIONS[outcome.end]
     resumes = action in (Action.RESUME, Action.EXCLUDE_AND_RESUME)
-    return Action.STOP if resumes and history.idle_attempts >= cap else action
+    return Action.GIVE_UP if resumes and history.idle_attempts >= cap else action

@@ -58,9 +58,16 @@ def wants_all_memory(story: Sequence[Chapter], plan: str) -> bool:
     return any(chapter.all_memory for chapter in story if chapter.plan == plan)
 
 
+def _begin(story: Sequence[Chapter]) -> int:
+    """Where the present drive begins: after the last chapter that nothing was to follow, which a person has read."""
+    return max((number for number, chapter in enumerate(story, 1) if chapter.next_rung is None), default=0)
+
+
 def idle_attempts(story: Sequence[Chapter]) -> int:
-    """Attempts at the end of the story that trained and did not advance the newest checkpoint."""
-    steps = [0, *(chapter.checkpoint_step for chapter in story if chapter.end != End.PREFLIGHT.value)]
+    """Attempts of this drive, the last one included, that trained and did not advance the newest checkpoint."""
+    begin = _begin(story[:-1])
+    before = story[begin - 1].checkpoint_step if begin else 0
+    steps = [before, *(chapter.checkpoint_step for chapter in story[begin:] if chapter.end != End.PREFLIGHT.value)]
     idle = 0
     while idle < len(steps) - 1 and steps[-1 - idle] <= steps[-2 - idle]:
         idle += 1
@@ -68,9 +75,10 @@ def idle_attempts(story: Sequence[Chapter]) -> int:
 
 
 def unfit_nodes(story: Sequence[Chapter]) -> int:
-    """Attempts at the end of the story that failed the preflight."""
-    trained = (chapter.end != End.PREFLIGHT.value for chapter in reversed(story))
-    return next((unfit for unfit, has_trained in enumerate(trained) if has_trained), len(story))
+    """Attempts of this drive, up to the last one, that failed the preflight."""
+    drive = story[_begin(story[:-1]) :]
+    trained = (chapter.end != End.PREFLIGHT.value for chapter in reversed(drive))
+    return next((unfit for unfit, has_trained in enumerate(trained) if has_trained), len(drive))
 
 
 def hung_before(story: Sequence[Chapter]) -> bool:
@@ -88,5 +96,5 @@ def may_rewind(story: Sequence[Chapter]) -> bool:
 
 
 def excluded_nodes(story: Sequence[Chapter]) -> list[str]:
-    """Nodes that failed on their own, once each."""
-    return list(dict.fromkeys(chapter.excluded for chapter in story if chapter.excluded))
+    """Nodes that failed on their own in this drive, once each; a person who starts another may have mended them."""
+    return list(dict.fromkeys(chapter.excluded for chapter in story[_begin(story) :] if chapter.excluded))

@@ -1,5 +1,6 @@
 """The plan as it is written to ``plan/plan.json`` and read by every later stage."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -116,14 +117,14 @@ class Plan(Frozen):
         train = self.resources["train"].model_copy(update={"memory_gib": memory_gib})
         return self.model_copy(update={"resources": {**self.resources, "train": train}})
 
-    def rung_below(self, rung: int, *, host: bool) -> int | None:
-        """The rung that follows ``rung`` after an out-of-memory of the GPU or, with ``host``, of the node; None: none.
+    def rungs_below(self, rung: int, *, host: bool) -> Iterator[int]:
+        """The rungs that may follow ``rung`` after an out-of-memory of the GPU or, with ``host``, of the node.
 
         A rung that needs less GPU memory because it offloads needs more of the node's.
         """
         needs = self.at(rung).host_memory
-        below = (number for number, its in enumerate(self.ladder, 1) if number > rung)
-        return next((number for number in below if not host or self.ladder[number - 1].host_memory < needs), None)
+        below = range(rung + 1, len(self.ladder) + 1)
+        return (number for number in below if not host or self.ladder[number - 1].host_memory < needs)
 
 
 def read_plan(path: Path) -> Plan:
