@@ -142,6 +142,10 @@ def test_what_other_settings_left_is_set_aside(tmp_path: Path) -> None:
     scripts.make_room(rundir, "new", told.append)
     assert len(told) == 2 and not any(rundir.checkpoints.iterdir())
     assert (rundir.train / "checkpoints-of-old/step-1").exists()
+    scripts.make_room(rundir, "old", print)
+    assert (rundir.checkpoints / "step-1").exists(), "taken back"
+    scripts.make_room(rundir, "new", print)
+    assert (rundir.train / "checkpoints-of-old/step-1").exists()
 
 
 def test_progress_is_what_the_script_leaves(tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ and the next driver adopts it.
 
 import contextlib
 import fcntl
-import itertools
 import os
 import shutil
 import signal
@@ -21,7 +20,7 @@ from typing import NoReturn
 from shardmake.attempt import AttemptDir, Record, write_record
 from shardmake.config import Cluster, Run
 from shardmake.errors import UserError
-from shardmake.launch import scripts
+from shardmake.launch import aside, scripts
 from shardmake.launch.doze import LOCK_VARIABLE, WAITED_VARIABLE, doze_until_room, doze_until_started
 from shardmake.launch.follow import Follower
 from shardmake.launch.jobs import Jobs, attempt_settings, job_name, job_owners, make_jobs
@@ -288,19 +287,10 @@ class Driver:
         folder = self.rundir.checkpoints.resolve()
         found = ledger.recover(folder, self.tell)
         if found and found[0].recipe != self.recipe:
-            self._set_aside(folder, found[0].recipe)
+            aside.swap(folder, found[0].recipe, self.recipe, self.tell)
+            self.rundir.metrics.unlink(missing_ok=True)
             found = ledger.recover(folder, self.tell)
         return self._as_read_by(choice, *found) if found else None
-
-    def _set_aside(self, folder: Path, recipe: str) -> None:
-        """Put the checkpoints of other settings away, and take back those of these, where they had been put away."""
-        aside = next(place for place in _places(folder, recipe) if not place.exists())
-        self.tell(f"The checkpoints belong to other settings; they now lie in {_short(aside)}.")
-        folder.rename(aside)
-        self.rundir.metrics.unlink(missing_ok=True)
-        if (own := next(_places(folder, self.recipe))).exists():
-            self.tell(f"Taking back those of these settings from {_short(own)}.")
-            own.rename(folder)
 
     def _as_read_by(self, choice: Choice, record: ledger.CheckpointRecord, checkpoint: Path) -> Path:
         """``checkpoint``, resharded if the engine of ``choice`` cannot read it as it is; refused if that cannot be."""
@@ -510,12 +500,6 @@ _ADVICE = {
     End.HANG: "The stacks of all ranks are in the folder's stacks. hang_seconds in the cluster file says how long a "
     "step may take.",
 }
-
-
-def _places(checkpoints: Path, recipe: str) -> Iterator[Path]:
-    """Where the checkpoints of a recipe may be put away, in order."""
-    for number in itertools.count(1):
-        yield checkpoints.with_name(f"checkpoints-of-{recipe}{f'-{number}' if number > 1 else ''}")
 
 
 def _tail(log: Path, lines: int = 30) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 from pydantic import Field
 
 from shardmake.attempt import AttemptDir, Record, write_record
+from shardmake.launch import aside
 from shardmake.launch.outcome import End, Outcome
 from shardmake.metrics import parse_metrics
 from shardmake.plan.plan import read_plan
@@ -31,7 +32,7 @@ def make_room(rundir: RunDir, recipe: str, tell: Tell) -> None:
     """Create the folders that the script is told of; what another script or other settings left is set aside."""
     before = _read(rundir)
     if before and before.recipe != recipe:
-        _set_aside(rundir, before.recipe, tell)
+        _set_aside(rundir, before.recipe, recipe, tell)
     for folder in (rundir.checkpoints, rundir.script_output):
         folder.mkdir(parents=True, exist_ok=True)
     write_record(_state(rundir), ScriptState(recipe=recipe, finished_by=None))
@@ -80,12 +81,10 @@ def _read(rundir: RunDir) -> ScriptState | None:
     return ScriptState.model_validate_json(path.read_text()) if path.exists() else None
 
 
-def _set_aside(rundir: RunDir, recipe: str, tell: Tell) -> None:
+def _set_aside(rundir: RunDir, theirs: str, ours: str, tell: Tell) -> None:
     for folder in (rundir.checkpoints, rundir.script_output):
         if folder.exists():
-            aside = folder.with_name(f"{folder.name}-of-{recipe}")
-            tell(f"{folder} belongs to other settings or another script; it is now {aside.name}.")
-            folder.rename(aside)
+            aside.swap(folder, theirs, ours, tell)
     rundir.metrics.unlink(missing_ok=True)
 
 
