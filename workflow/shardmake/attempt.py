@@ -90,7 +90,7 @@ class RankError(Record):
 
     rank: int = Field(description="Global rank.")
     host: str = Field(description="Host name.")
-    blamed: str | None = Field(description="Name of the node to blame; None where the error knows that nobody is.")
+    blamed: str | None = Field(None, description="Name of the node to blame; None where the error knows of none.")
     time: float = Field(description="Unix time of the failure; the earliest error is usually the cause.")
     kind: str = Field(description="Name of the exception's class.")
     message: str = Field(description="Its text.")
