@@ -106,3 +106,9 @@ def test_without_a_finished_checkpoint_nothing_goes(rundir: RunDir) -> None:
     for record in rundir.checkpoints.glob("*/shardmake.json"):
         record.unlink()
     assert listed(rundir.root.parent)[0] == set()
+
+
+def test_a_checkpoint_whose_record_cannot_be_read_stays(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    (rundir.checkpoints / "checkpoint-10/shardmake.json").write_text("{")
+    assert listed(rundir.root.parent)[0] == {"checkpoint-20", "checkpoint-30"}

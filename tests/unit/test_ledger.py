@@ -1,5 +1,6 @@
 """A checkpoint counts once its record is in place, and no longer than its bytes are as recorded."""
 
+import json
 import os
 from pathlib import Path
 
@@ -152,6 +153,33 @@ def test_recovery_takes_the_newest_whole_one_and_clears_the_way(tmp_path: Path) 
     write(tmp_path, 10, FILES)
     ledger.prune(tmp_path, Retention(keep=1))
     assert newest(tmp_path)[0] == 10
+
+
+@pytest.mark.parametrize("content", [b"", b'{"step": 10', b"\xff\xfe{", b'{"step": 10}', None])
+def test_a_checkpoint_whose_record_cannot_be_read_is_set_aside_and_not_removed(
+    tmp_path: Path, content: bytes | None
+) -> None:
+    write(tmp_path, 5, FILES)
+    for step in (4, 10):
+        record = write(tmp_path, step, FILES) / ledger.RECORD_NAME
+        record.unlink()
+        record.write_bytes(content) if content is not None else record.symlink_to(record.name)
+    assert [record.step for record, _ in ledger.sealed(tmp_path)] == [5]
+    heard: list[str] = []
+    found = ledger.recover(tmp_path, heard.append)
+    assert found is not None and found[0].step == 5
+    assert "shardmake.json is damaged or cannot be read" in heard[0]
+    aside = ledger.damaged(tmp_path)
+    assert [path.name.split("-")[2] for path in aside] == ["10", "4"]
+    assert all((path / "global_step1/rank0.pt").read_bytes() == b"0" * 5000 for path in aside)
+
+
+def test_the_record_of_a_newer_shardmake_counts(tmp_path: Path) -> None:
+    record = write(tmp_path, 5, FILES) / ledger.RECORD_NAME
+    values = json.loads(record.read_text())
+    values["files"]["latest"]["blake3"] = "0"
+    record.write_text(json.dumps(values | {"compressed": True}))
+    assert newest(tmp_path) == (5, [])
 
 
 def test_recovery_of_nothing(tmp_path: Path) -> None:

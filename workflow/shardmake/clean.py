@@ -57,12 +57,11 @@ def is_pushed(rundir: RunDir) -> bool:
 def _removable(rundir: RunDir) -> Iterator[Removable]:
     found = list(ledger.sealed(rundir.checkpoints))
     kept = _kept(rundir, [record for record, _ in found])
-    sealed = [path for _, path in found]
     for record, path in found:
         if record.step not in kept:
             yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
     for _, path in ledger.checkpoints(rundir.checkpoints):
-        if sealed and path not in sealed:
+        if found and ledger.is_unfinished(path):
             yield Removable(path, tree_size(path), "its save was never finished")
     for path in ledger.damaged(rundir.checkpoints):
         yield Removable(path, tree_size(path), "it is damaged, and a newer checkpoint is whole")

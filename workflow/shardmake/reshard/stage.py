@@ -39,10 +39,9 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
     Raises:
         UserError: the checkpoint is not whole, or cannot be converted.
     """
-    record = ledger.read_record(checkpoint)
-    if record is None or (found := ledger.problems(checkpoint)):
-        reason = "; ".join(found) if record else f"it has no {ledger.RECORD_NAME}"
-        raise UserError(f"{checkpoint} is no whole checkpoint of Shardmake: {reason}.")
+    record, found = ledger.read_record(checkpoint), ledger.problems(checkpoint)
+    if record is None or found:
+        raise UserError(f"{checkpoint} is no whole checkpoint of Shardmake: {'; '.join(found)}.")
     strategy = strategy or record.strategy
     way = find_route(record, checkpoint, strategy, ranks)
     if way is Route.NATIVE:

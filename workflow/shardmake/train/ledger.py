@@ -32,16 +32,19 @@ BLOCK = 16 << 20
 class FileEntry(BaseModel):
     """Size and checksum of one file."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     size: int = Field(description="Bytes.")
     crc32: str = Field(description="CRC-32 of the content, eight hex digits.")
 
 
 class CheckpointRecord(BaseModel):
-    """What a checkpoint is; its presence says that the checkpoint is whole."""
+    """What a checkpoint is; its presence says that the checkpoint is whole.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    Fields that are not known here are passed over: a newer Shardmake of somebody else in the lab may have written it.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
 
     step: int = Field(description="Optimizer steps done.")
     tokens: int = Field(description="Tokens seen, padding included.")
@@ -185,11 +188,22 @@ def seal(checkpoint: Path, record: CheckpointRecord) -> None:
 
 
 def read_record(checkpoint: Path) -> CheckpointRecord | None:
-    """The record of a checkpoint; None if the checkpoint was never finished."""
+    """The record of a checkpoint; None if there is none (`is_unfinished`), or none that can be read."""
     try:
-        return CheckpointRecord.model_validate_json((checkpoint / RECORD_NAME).read_text())
-    except (FileNotFoundError, ValidationError):
+        return CheckpointRecord.model_validate_json((checkpoint / RECORD_NAME).read_bytes())
+    except (OSError, ValidationError):
         return None
+
+
+def is_unfinished(checkpoint: Path) -> bool:
+    """Whether the save of a checkpoint never came to its record; one that cannot be read is damaged instead."""
+    try:
+        (checkpoint / RECORD_NAME).lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:
@@ -199,7 +213,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def sealed(folder: Path) -> Iterator[tuple[CheckpointRecord, Path]]:
-    """The checkpoints that have a record, newest first; their files are not looked at."""
+    """The checkpoints that have a record to read, newest first; their files are not looked at."""
     for _, path in checkpoints(folder):
         if record := read_record(path):
             yield record, path
@@ -207,9 +221,11 @@ def sealed(folder: Path) -> Iterator[tuple[CheckpointRecord, Path]]:
 
 def problems(checkpoint: Path, *, workers: int = 4) -> list[str]:
     """What is wrong with a checkpoint, one sentence a file; empty if every byte is as recorded."""
+    if is_unfinished(checkpoint):
+        return [f"{checkpoint.name} was not finished (it has no {RECORD_NAME})"]
     record = read_record(checkpoint)
     if record is None:
-        return [f"{checkpoint.name} was not finished (it has no {RECORD_NAME})"]
+        return [f"{checkpoint / RECORD_NAME} is damaged or cannot be read"]
     with ThreadPoolExecutor(workers) as pool:
         findings = pool.map(lambda item: _file_problem(checkpoint / item[0], item[1]), record.files.items())
     return [finding for finding in findings if finding]
@@ -233,23 +249,24 @@ def _file_problem(path: Path, expected: FileEntry) -> str:
 def newest_whole(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord, Path] | None:
     """The newest checkpoint whose every byte is as recorded; ``tell`` hears why newer ones do not count."""
     for _, path in checkpoints(folder):
-        record = read_record(path)
-        if record and not (found := problems(path)):
+        record, found = read_record(path), problems(path)
+        if record and not found:
             return record, path
-        tell(f"{path.name} does not count: {'; '.join(found) if record else 'it was not finished'}")
+        tell(f"{path.name} does not count: {'; '.join(found)}")
     return None
 
 
 def recover(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord, Path] | None:
     """`newest_whole`, with everything newer out of the way, so that it is neither kept nor counted by mistake.
 
-    What was never finished is removed. What was finished and is damaged is set aside, for whoever wants to save what
-    can be saved; it goes when the room is needed. To be called while no training is writing.
+    What was never finished is removed. What was finished and is damaged, or whose record cannot be read, is set aside,
+    for whoever wants to save what can be saved; it goes when the room is needed. To be called while no training is
+    writing.
     """
     discard_unfinished(folder, tell)
     found = newest_whole(folder, tell)
     for step, path in checkpoints(folder):
-        if found is None or step > found[0].step:
+        if found is None or step > found[0].step or read_record(path) is None:
             tell(f"{path.name} now lies in {set_aside(path).name}")
     return found
 
@@ -257,7 +274,7 @@ def recover(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord
 def discard_unfinished(folder: Path, tell: Callable[[str], None]) -> None:
     """Remove what a killed save left behind."""
     staged = [path for _, path in checkpoints(folder / STAGING)]
-    for path in staged + [path for _, path in checkpoints(folder) if read_record(path) is None]:
+    for path in staged + [path for _, path in checkpoints(folder) if is_unfinished(path)]:
         tell(f"Removing {path.name}: its save was never finished")
         shutil.rmtree(path)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
