@@ -1,5 +1,6 @@
 """A checkpoint counts once its record is in place, and no longer than its bytes are as recorded."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmake.train import ledger
-from shardmake.train.ledger import CheckpointRecord, Retention
+from shardmake.train.ledger import CheckpointRecord, FileEntry, Retention
 from shardmake.train.receipt import STATE, is_last
 
 
@@ -92,6 +93,21 @@ def test_damage_is_found_and_falls_back(tmp_path: Path, damage: str) -> None:
     step, heard = newest(tmp_path)
     assert step == 5
     assert "rank1.pt" in heard[0]
+
+
+def test_a_file_that_cannot_be_read_is_fallen_back_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 5, FILES)
+    state = write(tmp_path, 10, FILES | {STATE: b'{"max_steps": 10}'}) / STATE
+    read = ledger.fingerprint
+
+    def fail(path: Path) -> FileEntry:
+        if path == state:
+            raise OSError(errno.EIO, "Input/output error", str(path))
+        return read(path)
+
+    monkeypatch.setattr(ledger, "fingerprint", fail)
+    assert not is_last(recorded(state.parent), state.parent)
+    assert newest(tmp_path) == (5, [f"checkpoint-10 does not count: {state} cannot be read (Input/output error)"])
 
 
 @settings(max_examples=40, deadline=None)

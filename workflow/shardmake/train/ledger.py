@@ -237,12 +237,15 @@ def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
 
 
 def _file_problem(path: Path, expected: FileEntry) -> str:
-    if not path.is_file():
-        return f"{path} is missing"
-    if (size := path.stat().st_size) != expected.size:
-        return f"{path} has {size} bytes instead of {expected.size}"
-    if fingerprint(path).crc32 != expected.crc32:
-        return f"{path} is damaged (its checksum differs)"
+    try:
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != expected.size:
+            return f"{path} has {size} bytes instead of {expected.size}"
+        if fingerprint(path).crc32 != expected.crc32:
+            return f"{path} is damaged (its checksum differs)"
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
     return ""
 
 
