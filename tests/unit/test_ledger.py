@@ -222,6 +222,14 @@ def test_what_is_kept(tmp_path: Path, rule: Retention, kept: set[int]) -> None:
     assert {step for step, _ in ledger.checkpoints(tmp_path)} == kept
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("-inf")])
+def test_a_loss_that_is_no_number_is_not_the_best(tmp_path: Path, loss: float) -> None:
+    for step, eval_loss in {15: 2.0, 30: 2.5, 45: loss}.items():
+        write(tmp_path, step, FILES, eval_loss=eval_loss)
+    ledger.prune(tmp_path, Retention(keep=1, best=True))
+    assert {step for step, _ in ledger.checkpoints(tmp_path)} == {15, 45}
+
+
 @given(
     steps=st.lists(st.integers(1, 400), min_size=1, unique=True).map(sorted),
     keep=st.integers(0, 4), best=st.booleans(), every=st.none() | st.integers(1, 100),

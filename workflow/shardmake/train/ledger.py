@@ -7,6 +7,7 @@ A save is written into a folder beside the checkpoints and moved to its name whe
 at the folders alone (``get_last_checkpoint`` of transformers, a person) therefore sees whole checkpoints only.
 """
 
+import math
 import os
 import re
 import shutil
@@ -82,7 +83,8 @@ class Retention:
     def kept(self, records: Sequence[CheckpointRecord]) -> set[int]:
         """Steps of ``records`` that are kept; never none of them."""
         steps = sorted((record.step for record in records), reverse=True)
-        measured = [(record.eval_loss, record.step) for record in records if record.eval_loss is not None]
+        losses = {record.step: record.eval_loss for record in records if record.eval_loss is not None}
+        measured = [(loss, step) for step, loss in losses.items() if math.isfinite(loss)]
         kept = set(steps[: max(1, self.keep)])
         if self.best and measured:
             kept.add(min(measured)[1])
