@@ -75,6 +75,10 @@ def test_a_quota_below_the_free_space_is_the_limit(tmp_path: Path, monkeypatch: 
         ("/dev/sdb1 3500* 2000 3000 6days 5 0 0", [0]),
         ("/dev/sdb1 1000 0 0 5 0 0", []),
         ("/dev/sdc1 1000 2000 3000 5 0 0", []),
+        ("/dev/sdb1\n   1000 2000 3000 - 5 0 0 -", [2000 * 1024]),
+        ("/dev/sdb1 [1000]* 2000 [3000] - 5 0 0 -", [2000 * 1024]),
+        ("/dev/sdb1 - - - - 5 0 0 -", []),
+        ("/dev/sdb1 1000", []),
         ("", []),
     ],
 )

@@ -113,14 +113,19 @@ def mount_of(folder: Path, mounts: str) -> tuple[str, str, str]:
 def quota_left(text: str, filesystem: str) -> list[int]:
     """Bytes left of the block quota in a row that starts with ``filesystem``; none where no limit is set.
 
-    ``quota`` and ``lfs quota`` print the same columns: used, soft and hard limit, in KiB; ``*`` marks one over.
+    ``quota`` and ``lfs quota`` print the same columns: used, soft and hard limit, in KiB; ``*`` marks one over, and
+    brackets what Lustre knows in part only. After a long name, the numbers stand on the next line. A row that is
+    something else says nothing.
     """
-    rows = [line.split() for line in text.splitlines()]
+    words = text.split()
     found = []
-    for _, used, soft, hard in (row[:4] for row in rows if len(row) > 3 and row[0] == filesystem):
-        limit = int(hard) or int(soft)
-        if limit:
-            found.append(max(0, limit - int(used.rstrip("*"))) * 1024)
+    for place in (index for index, word in enumerate(words) if word == filesystem):
+        try:
+            used, soft, hard = (int(number.strip("[]*")) for number in words[place + 1 : place + 4])
+        except ValueError:
+            continue
+        if limit := hard or soft:
+            found.append(max(0, limit - used) * 1024)
     return found
 
 
