@@ -86,6 +86,8 @@ def _device_memory() -> dict[str, int]:
 class Pace(TrainerCallback):
     """Sets how many steps lie between two saves, and lets each saved step be evaluated where the best one is kept.
 
+    It comes after `Stop`, because a stop that was asked for saves at once and evaluates nothing.
+
     Trainer saves at the multiples of ``state.save_steps``, which it takes from the checkpoint it resumes from; here it
     is what the configuration says now. With ``mtbf_seconds`` it is Young's interval for the measured time that a save
     holds training up, and for that of a step, from the first save on, which comes after `FIRST_SAVE` steps: it
@@ -116,11 +118,13 @@ class Pace(TrainerCallback):
         self.began = time.monotonic()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Count the step, but for this process's first one, which may compile kernels."""
+        """Count the step, but for this process's first one, which may compile kernels; then see what to evaluate."""
         if self.steps:
             self.stepping += time.monotonic() - self.began
         self.steps += 1
-        if control.should_save and self.saver.retention.best:
+        if control.should_training_stop and state.global_step < state.max_steps:
+            control.should_evaluate = False  # it comes before the save, which a time limit may not wait for
+        elif control.should_save and self.saver.retention.best:
             control.should_evaluate = True
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
