@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,47 @@ def test_recovery_takes_the_newest_whole_one_and_clears_the_way(tmp_path: Path) 
     write(tmp_path, 10, FILES)
     ledger.prune(tmp_path, Retention(keep=1))
     assert newest(tmp_path)[0] == 10
+
+
+def stubborn(monkeypatch: pytest.MonkeyPatch, name: str, times: float) -> None:
+    """Removing the folder ``name`` fails so often, as where a process that is dying still writes into it."""
+    rmtree, left = shutil.rmtree, [times]
+
+    def fail(path: Path, ignore_errors: bool = False) -> None:
+        if path.name == name and left[0] > 0:
+            left[0] -= 1
+            raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+        rmtree(path, ignore_errors)
+
+    monkeypatch.setattr(ledger.shutil, "rmtree", fail)
+
+
+def test_removing_waits_for_a_writer_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = write(tmp_path, 10, FILES, sealed=False)
+    stubborn(monkeypatch, half.name, 2)
+    ledger.discard_unfinished(tmp_path, print)
+    assert not half.exists()
+
+
+def test_what_cannot_be_removed_is_told_and_does_not_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ledger, "REMOVE_SECONDS", 0.0)
+    stubborn(monkeypatch, "checkpoint-10", float("inf"))
+    write(tmp_path, 5, FILES)
+    half = write(tmp_path, 10, FILES, sealed=False)
+    heard: list[str] = []
+    found = ledger.recover(tmp_path, heard.append)
+    assert found is not None and found[0].step == 5
+    assert heard[1] == f"{half} could not be removed (Directory not empty); it stays."
+
+    write(tmp_path, 10, FILES)
+    staged = write(tmp_path / ledger.STAGING, 15, FILES)
+    (staged.parent / ".nfs0001").touch()
+    described = make_record(staged, 15).model_dump(exclude={"saved_at", "save_seconds", "rng_states", "files"})
+    ledger.finish(staged, make_record(staged, 15).files, described, 0.0, Retention(keep=1))
+    assert [record.step for record, _ in ledger.sealed(tmp_path)] == [15]
+    assert "checkpoint-10 could not be removed (Directory not empty)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [b"", b'{"step": 10', b"\xff\xfe{", b'{"step": 10}', None])

@@ -10,7 +10,7 @@ from shardmake.space import Room
 from shardmake.train import ledger, saving
 from shardmake.train.ledger import Retention
 from shardmake.train.saving import Saver
-from tests.unit.test_ledger import FILES, write
+from tests.unit.test_ledger import FILES, stubborn, write
 
 SIZE = sum(map(len, FILES.values()))
 DISK = 5 * SIZE + SIZE // 2
@@ -64,6 +64,20 @@ def test_where_there_is_no_room_what_is_damaged_goes_first_and_then_what_is_old(
     assert "Removing damaged-checkpoint-2" in capsys.readouterr().out
     assert save(saver, 7)
     assert steps(small) == [7, 6]
+
+
+def test_where_what_is_damaged_cannot_be_removed_what_is_old_goes(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error here, on the first rank alone, would leave the others waiting."""
+    saver = Saver(small, describe, Retention(keep=5))
+    assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
+    ledger.set_aside(small / "checkpoint-2")
+    monkeypatch.setattr(ledger, "REMOVE_SECONDS", 0.0)
+    stubborn(monkeypatch, ledger.damaged(small)[0].name, float("inf"))
+    assert save(saver, 6)
+    assert steps(small) == [6, 5] and ledger.damaged(small)
+    assert "could not be removed (Directory not empty); it stays." in capsys.readouterr().out
 
 
 def test_the_only_good_one_never_goes(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,5 @@
 """What can go, and what it frees: never the only copy of anything, and nothing that a rerun would make again."""
 
-import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,13 +24,13 @@ class Removable:
 def clean(runs: Path, *, remove: bool, tell: Tell) -> list[Removable]:
     """List what can go below ``runs``, with sizes, and with ``remove`` take it away; return what was listed.
 
-    A folder that is not the user's to remove is named and left.
+    What cannot be removed, because it is not the user's or for another reason, is named and left.
     """
     found = sorted(find_removable(runs), key=lambda item: -item.size)
     for item in found:
         tell(f"{item.size / GIB:8.2f} GiB  {item.path}  ({item.why})")
         if remove:
-            _remove(item, tell)
+            ledger.remove(item.path, tell)
     total = sum(item.size for item in found) / GIB
     tell(f"{total:8.2f} GiB in all. " + ("Removed." if remove else "Nothing was removed; add --remove to do it."))
     return found
@@ -77,12 +76,3 @@ def _kept(rundir: RunDir, records: list[ledger.CheckpointRecord]) -> set[int]:
     """Steps of the newest checkpoint, of the best, and of those that the configuration keeps for good."""
     settings = read_json(rundir.training, f"shardmake render {rundir.name}")["checkpoints"]
     return replace(ledger.Retention(**settings["retention"]), keep=1).kept(records)
-
-
-def _remove(item: Removable, tell: Tell) -> None:
-    """The record goes first, so that a kill in the middle leaves no checkpoint that counts."""
-    try:
-        (item.path / ledger.RECORD_NAME).unlink(missing_ok=True)
-        shutil.rmtree(item.path)
-    except PermissionError as error:
-        tell(f"  {error.filename} is not yours to remove; it stays.")

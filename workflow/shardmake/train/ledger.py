@@ -7,6 +7,7 @@ A save is written into a folder beside the checkpoints and moved to its name whe
 at the folders alone (``get_last_checkpoint`` of transformers, a person) therefore sees whole checkpoints only.
 """
 
+import contextlib
 import math
 import os
 import re
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,8 @@ STAGING = ".saving"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 BLOCK = 16 << 20
 """Bytes that are read at once."""
+REMOVE_SECONDS = 5.0
+_print = partial(print, flush=True)
 
 
 class FileEntry(BaseModel):
@@ -150,7 +154,8 @@ def commit(staged: Path, record: CheckpointRecord) -> Path:
         set_aside(final)
     seal(staged, record)
     staged.rename(final)
-    staged.parent.rmdir()
+    with contextlib.suppress(OSError):  # the checkpoint counts; the next save clears what is left there
+        staged.parent.rmdir()
     fsync_directory(final.parent)
     return final
 
@@ -281,7 +286,7 @@ def discard_unfinished(folder: Path, tell: Callable[[str], None]) -> None:
     staged = [path for _, path in checkpoints(folder / STAGING)]
     for path in staged + [path for _, path in checkpoints(folder) if is_unfinished(path)]:
         tell(f"Removing {path.name}: its save was never finished")
-        shutil.rmtree(path)
+        remove(path, tell)
     shutil.rmtree(folder / STAGING, ignore_errors=True)
 
 
@@ -290,17 +295,29 @@ def damaged(folder: Path) -> list[Path]:
     return sorted(folder.glob("damaged-checkpoint-*"))
 
 
-def remove(checkpoint: Path) -> None:
-    """Remove a checkpoint, its record first: a kill in the middle leaves one that does not count, not one that lies."""
-    (checkpoint / RECORD_NAME).unlink(missing_ok=True)
-    shutil.rmtree(checkpoint)
+def remove(checkpoint: Path, tell: Callable[[str], None] = _print) -> bool:
+    """Remove a checkpoint, its record first: a kill in the middle leaves one that does not count, not one that lies.
+
+    A process that is dying may still write into it, and NFS keeps files that are open: it is tried again for
+    `REMOVE_SECONDS`. Returns whether it is gone; ``tell`` hears what stays, and why.
+    """
+    give_up = time.monotonic() + REMOVE_SECONDS
+    while True:
+        try:
+            (checkpoint / RECORD_NAME).unlink(missing_ok=True)
+            shutil.rmtree(checkpoint)
+            return True
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not checkpoint.exists():
+                return True
+            if isinstance(error, PermissionError) or time.monotonic() > give_up:
+                tell(f"{error.filename} could not be removed ({error.strerror}); it stays.")
+                return False
+        time.sleep(0.2)
 
 
 def prune(folder: Path, rule: Retention) -> list[Path]:
     """Remove the sealed checkpoints that ``rule`` does not keep; return what went. Unfinished ones are left alone."""
     found = list(sealed(folder))
     kept = rule.kept([record for record, _ in found])
-    gone = [path for record, path in found if record.step not in kept]
-    for path in gone:
-        remove(path)
-    return gone
+    return [path for record, path in found if record.step not in kept and remove(path)]

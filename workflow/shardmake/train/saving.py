@@ -168,7 +168,7 @@ class Saver:
     def _remove_damaged(self) -> None:
         for path in ledger.damaged(self.folder):
             print(f"Removing {path.name} to make room for the next checkpoint.", flush=True)
-            shutil.rmtree(path)
+            ledger.remove(path)
 
     def _remove_older(self) -> None:
         """Keep the newest checkpoint alone (and the best), but only after a look at every byte of it."""

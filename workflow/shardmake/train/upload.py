@@ -48,7 +48,7 @@ class Order(Record):
 def carry_out(order: Order) -> None:
     """Copy this node's files; on node 0, wait for those of the others and seal the checkpoint."""
     files = _copy_all(order)
-    shutil.rmtree(order.local)
+    shutil.rmtree(order.local, ignore_errors=True)
     if order.node:
         write_json(order.listing(order.node), _LISTING.dump_python(files))
         return
