@@ -14,12 +14,14 @@ import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake import space
+from shardmake.config import Strategy
 from shardmake.space import Room
 from shardmake.train import ledger
 from shardmake.train.callbacks import Pace
 from shardmake.train.ledger import Retention
 from shardmake.train.saving import Saver
-from shardmake.train.scratch import Scratch
+from shardmake.train.scratch import Scratch, share_of_node
+from tests.unit.plans import make_plan
 
 
 def describe(step: int) -> dict[str, Any]:
@@ -30,7 +32,7 @@ def make_saver(root: Path, node: int = 0, nodes: int = 1) -> Saver:
     """That of the first rank of a node with a scratch folder of its own."""
     attempt = root / "attempts/001"
     attempt.mkdir(parents=True, exist_ok=True)
-    scratch = Scratch(root / f"scratch-of-{node}", attempt, node, nodes, nodes)
+    scratch = Scratch(root / f"scratch-of-{node}", attempt, node, nodes, 1 / nodes)
     return Saver(root / "checkpoints", describe, Retention(keep=2), scratch=scratch)
 
 
@@ -81,6 +83,30 @@ def test_where_the_scratch_is_full_saves_are_synchronous_and_it_is_told_once(
     told = capsys.readouterr().out
     assert told.count("is not saved asynchronously. The next checkpoint needs 64 MiB, and") == 1
     assert "scratch-of-0 has 10 MiB left" in told
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "second"),
+    [
+        ("ddp", 1, 0),
+        ("zero1", 1 / 3 + 1 / 6, 1 / 6),
+        ("zero2-offload", 1 / 3 + 1 / 6, 1 / 6),
+        ("zero3", 1 / 4, 1 / 4),
+        ("zero3-nvme", 1 / 4, 1 / 4),
+        ("fsdp", 1 / 4, 1 / 4),
+    ],
+)
+def test_the_first_of_four_nodes_needs_room_for_what_is_not_sharded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, first: float, second: float
+) -> None:
+    choice = make_plan(strategy, nodes=4).choice
+    assert [share_of_node(choice, node) for node in range(4)] == pytest.approx([first, second, second, second])
+
+    size = 12 << 30
+    monkeypatch.setattr(space, "room_in", lambda folder: Room(int(first * size) + (63 << 20), "free"))
+    scratches = [Scratch(tmp_path / str(node), tmp_path, node, 4, share_of_node(choice, node)) for node in (0, 1)]
+    refused = [bool(scratch.make_room(size)) for scratch in scratches]
+    assert refused == [True, first == second]
 
 
 def test_a_failed_upload_ends_training_but_not_without_the_last_save(

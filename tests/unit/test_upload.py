@@ -35,7 +35,7 @@ class Site:
         self.attempt = root / "attempts/001"
         self.shared = root / "checkpoints"
         self.staged = ledger.staging(self.shared, 4)
-        self.scratch = [Scratch(root / f"scratch/node-{node}", self.attempt, node, 2, 2) for node in (0, 1)]
+        self.scratch = [Scratch(root / f"scratch/node-{node}", self.attempt, node, 2, 0.5) for node in (0, 1)]
 
     def save(self, files: dict[int, dict[str, bytes]] = FILES) -> "Site":
         self.attempt.mkdir(parents=True)

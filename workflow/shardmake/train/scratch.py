@@ -11,11 +11,25 @@ from typing import Any
 
 from shardmake import space
 from shardmake.errors import UserError
+from shardmake.plan.memory.scenario import BYTES
+from shardmake.plan.plan import Choice
 from shardmake.train.ledger import Retention
 from shardmake.train.upload import Order
 
 MARGIN = 64 << 20
 """Bytes that stay free beside a checkpoint: its parts are not quite of one size."""
+
+
+def share_of_node(choice: Choice, node: int) -> float:
+    """The most that the ranks of ``node`` write of a checkpoint, as a part of one: their shards.
+
+    The first rank writes besides what is not sharded. That is all under ddp, and under ZeRO-1 and ZeRO-2 the weights
+    in the compute type, whose part is the largest where an optimizer holds nothing but master weights.
+    """
+    compute = BYTES[choice.precision]
+    whole = {0: float(choice.strategy == "ddp"), 1: compute / (4 + compute), 2: compute / (4 + compute), 3: 0.0}
+    first = whole[choice.zero_stage]
+    return (1 - first) / choice.nodes + (first if node == 0 else 0)
 
 
 @dataclass(frozen=True)
@@ -28,15 +42,15 @@ class Scratch:
     """Folder of the attempt."""
     node: int
     nodes: int
-    parts: int
-    """Nodes that share a checkpoint's bytes; without sharding the first node writes all."""
+    share: float
+    """As `share_of_node` says."""
 
     def make_room(self, size: int) -> str:
         """Empty the folder; what is wrong where this node's part of a checkpoint of ``size`` bytes does not fit."""
         shutil.rmtree(self.folder, ignore_errors=True)
         try:
             self.folder.mkdir(parents=True)
-            space.check_save(self.folder, size // self.parts + MARGIN)
+            space.check_save(self.folder, int(size * self.share) + MARGIN)
         except (OSError, UserError) as error:
             return str(error)
         return ""

@@ -21,7 +21,7 @@ from shardmake.train.finite import FiniteGuard
 from shardmake.train.load import load_base
 from shardmake.train.receipt import write_receipt
 from shardmake.train.saving import Saver
-from shardmake.train.scratch import Scratch
+from shardmake.train.scratch import Scratch, share_of_node
 from shardmake.train.trackers import PROJECT, prepare_trackers
 
 
@@ -121,10 +121,10 @@ def make_watch(
 
 
 def _scratch(folder: AttemptDir, attempt: Attempt, plan: Plan, rank: int) -> Scratch:
-    """Under ddp the first node's first rank writes all; else each rank its shard. Nodes may lie on one machine."""
+    """That of this rank's node; nodes may lie on one machine."""
     node = rank // attempt.processes_per_node
-    parts = 1 if plan.choice.strategy == "ddp" else attempt.nodes
-    return Scratch(attempt.saves / f"node-{node}", folder.root, node, attempt.nodes, parts)
+    share = share_of_node(plan.choice, node)
+    return Scratch(attempt.saves / f"node-{node}", folder.root, node, attempt.nodes, share)
 
 
 def check_ready(
