@@ -86,8 +86,15 @@ def checkpoint_bytes(scenario: Scenario) -> int:
 
 
 def _part_of_checkpoint(scenario: Scenario) -> int:
-    """What the ranks of one node write of a checkpoint; under ddp the first node writes all."""
-    return ceil(checkpoint_bytes(scenario) / (1 if scenario.strategy == "ddp" else scenario.nodes))
+    """What the ranks of the first node write of a checkpoint, which is most: their shards, and what is not sharded.
+
+    That is all under ddp, and the weights in the compute type under ZeRO-1 and ZeRO-2.
+    """
+    whole = checkpoint_bytes(scenario)
+    if scenario.strategy == "ddp":
+        return whole
+    first = scenario.compute * scenario.split.trainable if scenario.zero_stage in (1, 2) else 0
+    return first + ceil((whole - first) / scenario.nodes)
 
 
 def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
