@@ -4,11 +4,14 @@ import errno
 import json
 import os
 import shutil
+import stat
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from shardmake.train import ledger
 from shardmake.train.ledger import CheckpointRecord, FileEntry, Retention
@@ -153,6 +156,21 @@ def test_what_is_being_written_is_no_checkpoint_until_it_is_moved(tmp_path: Path
     assert [step for step, _ in ledger.checkpoints(tmp_path)] == [5]
     final = ledger.commit(staged, make_record(staged, 10))
     assert newest(tmp_path) == (10, []) and final == tmp_path / "checkpoint-10" and not staged.exists()
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o664), (0o022, 0o644), (0o077, 0o600)])
+def test_files_of_a_checkpoint_are_as_open_as_the_umask_allows(tmp_path: Path, umask: int, mode: int) -> None:
+    """Safetensors writes them for their owner only."""
+    before = os.umask(umask)
+    try:
+        staged = write(tmp_path / ledger.STAGING, 10, FILES, sealed=False)
+        save_file({"weight": torch.zeros(3)}, staged / "model.safetensors")
+        (staged / "latest").chmod(0o600)
+        final = ledger.commit(staged, make_record(staged, 10))
+    finally:
+        os.umask(before)
+    names = [*ledger.list_files(final), ledger.RECORD_NAME]
+    assert {stat.S_IMODE((final / name).stat().st_mode) for name in names} == {mode}
 
 
 def test_recovery_takes_the_newest_whole_one_and_clears_the_way(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -187,11 +188,25 @@ def set_aside(checkpoint: Path) -> Path:
 
 
 def seal(checkpoint: Path, record: CheckpointRecord) -> None:
-    """Make ``checkpoint`` count: sync its folders, then write its record."""
+    """Make ``checkpoint`` count: open its files as far as its folder is open, sync its folders, then write its record.
+
+    Some libraries write files for their owner only, whatever the umask; the folder's mode is what the umask allows.
+    """
+    allowed = checkpoint.stat().st_mode & 0o666
+    for name in record.files:
+        _allow(checkpoint / name, allowed)
     for folder in {(checkpoint / name).parent for name in record.files}:
         fsync_directory(folder)
     write_json(checkpoint / RECORD_NAME, record.model_dump(mode="json"))
     fsync_directory(checkpoint.parent)
+
+
+def _allow(path: Path, mode: int) -> None:
+    """Add ``mode`` to that of a file, where the file system lets us."""
+    found = stat.S_IMODE(path.stat().st_mode)
+    if found & mode != mode:
+        with contextlib.suppress(PermissionError):
+            path.chmod(found | mode)
 
 
 def read_record(checkpoint: Path) -> CheckpointRecord | None:
