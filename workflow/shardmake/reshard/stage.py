@@ -46,8 +46,11 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
     way = find_route(record, checkpoint, strategy, ranks)
     if way is Route.NATIVE:
         raise UserError(f"{checkpoint} needs no resharding: {strategy} on {ranks} ranks resumes it as it is.")
-    if (done := ledger.read_record(out)) and _is_same(done, record, strategy) and not ledger.problems(out):
+    done = ledger.read_record(out)
+    if done and _is_same(done, record, strategy, ranks) and not ledger.problems(out):
         tell(f"{out} is there already.")
+        done = done.model_copy(update={"strategy": strategy, "world_size": ranks})
+        ledger.seal(out, done)
     else:
         check_save(out.parent, record.size * (2 if way is Route.DISTRIBUTED else 1))
         tell(f"Resharding {checkpoint.name} ({record.strategy}, {record.world_size} ranks) for {strategy} on {ranks}.")
@@ -78,11 +81,15 @@ def tell_deepspeed(config: Path, checkpoint: Path) -> None:
         write_json(config, values | {"checkpoint": {**values.get("checkpoint", {}), "load_universal": True}})
 
 
-def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str) -> bool:
-    """A universal checkpoint serves any number of ranks and every stage, torch's distributed one any of FSDP's."""
+def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str, ranks: int) -> bool:
+    """A universal checkpoint serves any number of ranks and every stage, torch's distributed one any of FSDP's.
+
+    Only the file of random states is named otherwise for one rank alone.
+    """
     both_zero = done.strategy.startswith("zero") and strategy.startswith("zero")
     same_source = (done.step, done.saved_at, done.recipe) == (record.step, record.saved_at, record.recipe)
-    return same_source and (both_zero or engine(done.strategy) == engine(strategy))
+    same_names = (done.world_size == 1) == (ranks == 1)
+    return same_source and same_names and (both_zero or engine(done.strategy) == engine(strategy))
 
 
 def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
@@ -108,8 +115,7 @@ def _copy_the_rest(checkpoint: Path, target: Path, wrote: int, ranks: int) -> No
     for path in checkpoint.iterdir():
         if path.is_file() and path.name not in _LEFT_BEHIND:
             shutil.copy(path, target / path.name)
-    first, only = target / "rng_state_0.pth", target / "rng_state.pth"  # one process alone uses a name of its own
-    if ranks == 1 and first.exists():
-        first.rename(only)
-    if wrote == 1 and only.exists():
-        only.rename(first)
+    several, one = target / "rng_state_0.pth", target / "rng_state.pth"  # one process alone uses a name of its own
+    written, read = (one if count == 1 else several for count in (wrote, ranks))
+    if written.exists():
+        written.rename(read)
