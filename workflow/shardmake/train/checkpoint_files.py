@@ -20,6 +20,7 @@ from accelerate.utils import (
 from safetensors.torch import load_file
 from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
+from transformers.training_args import ParallelMode
 
 from shardmake.train import swapped
 from shardmake.train.adam import fit_states
@@ -45,7 +46,7 @@ def save(loop: "Loop", folder: Path) -> None:
     elif accelerator.is_main_process:
         model.save_pretrained(folder)
         torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
-    torch.save(_random_states(), folder / _random_file(loop))
+    torch.save(_random_states(loop), folder / _random_file(loop))
     if accelerator.is_main_process:
         for part in (*descriptions(model), loop.tokenizer):
             part.save_pretrained(folder)
@@ -96,9 +97,12 @@ def _random_file(loop: "Loop") -> str:
     return f"rng_state_{loop.accelerator.process_index}.pth" if ranks > 1 else "rng_state.pth"
 
 
-def _random_states() -> dict[str, Any]:
+def _random_states(loop: "Loop") -> dict[str, Any]:
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_available() else {})
+    if not torch.cuda.is_available():
+        return states
+    several = loop.arguments.parallel_mode == ParallelMode.DISTRIBUTED  # Trainer asks this, here and when it reads
+    return states | {"cuda": torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()}
 
 
 def _set_random_states(path: Path) -> None:
@@ -107,5 +111,14 @@ def _set_random_states(path: Path) -> None:
     random.setstate(states["python"])
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])
-    if torch.cuda.is_available() and "cuda" in states:
-        torch.cuda.set_rng_state_all(states["cuda"])
+    if torch.cuda.is_available():
+        mine = _state_of_gpu(states.get("cuda", []), torch.cuda.current_device())
+        if mine is not None:
+            torch.cuda.set_rng_state(mine)
+
+
+def _state_of_gpu(states: torch.Tensor | list[torch.Tensor], gpu: int) -> torch.Tensor | None:
+    """The state of ``gpu`` among those of a node's GPUs, or of the only one; None where that node had fewer."""
+    if isinstance(states, torch.Tensor):
+        return states
+    return states[gpu] if gpu < len(states) else None

@@ -1,0 +1,70 @@
+"""The states of random number generators in a checkpoint, in Trainer's format; GPUs are made up here."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers.training_args import ParallelMode
+
+from shardmake.train import checkpoint_files
+
+
+class Gpus:
+    """The part of `torch.cuda` that keeps states: one tensor a GPU of the node, of which ``mine`` is this rank's."""
+
+    def __init__(self, states: list[int], mine: int) -> None:
+        self.states = [torch.tensor(state) for state in states]
+        self.mine = mine
+
+    def is_available(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return self.mine
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.states[self.mine]
+
+    def get_rng_state_all(self) -> list[torch.Tensor]:
+        return list(self.states)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.states[self.mine] = state
+
+
+def loop(mode: ParallelMode) -> Any:
+    return SimpleNamespace(arguments=SimpleNamespace(parallel_mode=mode))
+
+
+@pytest.mark.parametrize(
+    ("mode", "wrote", "reads", "expected"),
+    [
+        (ParallelMode.DISTRIBUTED, Gpus([1, 2], 1), Gpus([7, 8], 1), [7, 2]),
+        (ParallelMode.DISTRIBUTED, Gpus([1, 2, 3, 4], 1), Gpus([7, 8], 1), [7, 2]),
+        (ParallelMode.DISTRIBUTED, Gpus([1, 2], 1), Gpus([6, 7, 8, 9], 3), [6, 7, 8, 9]),
+        (ParallelMode.NOT_PARALLEL, Gpus([1], 0), Gpus([7], 0), [1]),
+        (ParallelMode.NOT_PARALLEL, Gpus([1], 0), Gpus([7, 8], 1), [7, 1]),
+    ],
+)
+def test_a_rank_takes_the_state_of_its_own_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: ParallelMode, wrote: Gpus, reads: Gpus, expected: list[int]
+) -> None:
+    monkeypatch.setattr(torch, "cuda", wrote)
+    states = checkpoint_files._random_states(loop(mode))
+    assert isinstance(states["cuda"], torch.Tensor) == (mode is ParallelMode.NOT_PARALLEL)
+    path = tmp_path / "rng_state_0.pth"
+    torch.save(states, path)
+    monkeypatch.setattr(torch, "cuda", reads)
+    checkpoint_files._set_random_states(path)
+    assert [int(state) for state in reads.states] == expected
+
+
+def test_a_checkpoint_of_a_machine_without_gpus_is_read_on_one_with_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(checkpoint_files._random_states(loop(ParallelMode.DISTRIBUTED)), path := tmp_path / "rng_state.pth")
+    monkeypatch.setattr(torch, "cuda", gpus := Gpus([7], 0))
+    checkpoint_files._set_random_states(path)
+    assert [int(state) for state in gpus.states] == [7]
