@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from shardmake.errors import UserError
 from shardmake.train import ledger
 from shardmake.train.ledger import CheckpointRecord, FileEntry, Retention
 from shardmake.train.receipt import STATE, is_last
@@ -112,6 +113,25 @@ def test_a_file_that_cannot_be_read_is_fallen_back_from(tmp_path: Path, monkeypa
     monkeypatch.setattr(ledger, "fingerprint", fail)
     assert not is_last(recorded(state.parent), state.parent)
     assert newest(tmp_path) == (5, [f"checkpoint-10 does not count: {state} cannot be read (Input/output error)"])
+
+
+@pytest.mark.parametrize("closed", ["trainer_state.json", ledger.RECORD_NAME])
+def test_what_belongs_to_another_member_is_neither_damaged_nor_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    write(tmp_path, 5, FILES)
+    newest_one = write(tmp_path, 10, FILES | {STATE: b'{"max_steps": 10}'})
+    read, read_bytes = ledger.fingerprint, Path.read_bytes
+
+    def refuse(path: Path) -> None:
+        if path == newest_one / closed:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(ledger, "fingerprint", lambda path: refuse(path) or read(path))
+    monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path) or read_bytes(path))
+    with pytest.raises(UserError, match=rf"{closed} is not yours to read.*Nothing was removed"):
+        ledger.recover(tmp_path, print)
+    assert newest_one.exists()
 
 
 @settings(max_examples=40, deadline=None)

@@ -24,6 +24,7 @@ from typing import Any
 from isal.isal_zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from shardmake.errors import UserError
 from shardmake.receipt import fsync_directory, write_json
 
 RECORD_NAME = "shardmake.json"
@@ -210,9 +211,15 @@ def _allow(path: Path, mode: int) -> None:
 
 
 def read_record(checkpoint: Path) -> CheckpointRecord | None:
-    """The record of a checkpoint; None if there is none (`is_unfinished`), or none that can be read."""
+    """The record of a checkpoint; None if there is none (`is_unfinished`), or none that can be read.
+
+    Raises:
+        UserError: it is there, and not ours to read; that does not make it a bad one.
+    """
     try:
         return CheckpointRecord.model_validate_json((checkpoint / RECORD_NAME).read_bytes())
+    except PermissionError as error:
+        raise _closed(error) from None
     except (OSError, ValidationError):
         return None
 
@@ -242,7 +249,11 @@ def sealed(folder: Path) -> Iterator[tuple[CheckpointRecord, Path]]:
 
 
 def problems(checkpoint: Path, *, workers: int = 4) -> list[str]:
-    """What is wrong with a checkpoint, one sentence a file; empty if every byte is as recorded."""
+    """What is wrong with a checkpoint, one sentence a file; empty if every byte is as recorded.
+
+    Raises:
+        UserError: a file is not ours to read.
+    """
     if is_unfinished(checkpoint):
         return [f"{checkpoint.name} was not finished (it has no {RECORD_NAME})"]
     record = read_record(checkpoint)
@@ -266,9 +277,18 @@ def _file_problem(path: Path, expected: FileEntry) -> str:
             return f"{path} has {size} bytes instead of {expected.size}"
         if fingerprint(path).crc32 != expected.crc32:
             return f"{path} is damaged (its checksum differs)"
+    except PermissionError as error:
+        raise _closed(error) from None
     except OSError as error:
         return f"{path} cannot be read ({error.strerror})"
     return ""
+
+
+def _closed(error: PermissionError) -> UserError:
+    return UserError(
+        f"{error.filename} is not yours to read. Ask whoever made it to open it to the group (chmod -R g+rX on the "
+        "run's folder). Nothing was removed."
+    )
 
 
 def newest_whole(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord, Path] | None:
