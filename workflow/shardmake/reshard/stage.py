@@ -53,7 +53,8 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
         ledger.seal(out, done)
     else:
         check_save(out.parent, record.size * (2 if way is Route.DISTRIBUTED else 1))
-        tell(f"Resharding {checkpoint.name} ({record.strategy}, {record.world_size} ranks) for {strategy} on {ranks}.")
+        wrote = f"{record.strategy} on {record.world_size} ranks"
+        tell(f"Resharding {checkpoint.name} ({wrote}) for {strategy} on {ranks}.")
         done = _write(checkpoint, record, out, strategy, ranks)
     if strategy == SWAPPED:
         make_swap_folders(out, ranks)
