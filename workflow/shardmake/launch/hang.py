@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 
 from shardmake.attempt import SILENT, AttemptDir, Beat, Hang, write_record
+from shardmake.launch.tool import hear
 from shardmake.receipt import write_json
 
 USUAL_STEPS = 5
@@ -192,9 +193,9 @@ def _spy(pid: int, target: Path) -> None:
     program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if program is None:
         return
-    with target.open("w") as file, contextlib.suppress(subprocess.TimeoutExpired):
+    with target.open("w") as file:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, timeout=10, check=False)
+        hear(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True), _ANSWER_SECONDS)
 
 
 def flight_recorder(folder: AttemptDir, pipes: Path) -> dict[str, str]:

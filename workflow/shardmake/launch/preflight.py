@@ -19,6 +19,7 @@ import psutil
 
 from shardmake.attempt import Attempt, AttemptDir
 from shardmake.errors import UserError
+from shardmake.launch.tool import hear
 from shardmake.plan.plan import Plan
 from shardmake.receipt import read_json
 from shardmake.space import GIB, check_save
@@ -161,10 +162,11 @@ def _list_gpus() -> list[Gpu] | None:
     query = "--query-gpu=index,uuid,memory.used,ecc.errors.uncorrected.volatile.total"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=_TOOL_SECONDS, check=True)
-    except (OSError, subprocess.SubprocessError):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
         return None
-    return parse_gpus(answer.stdout)
+    answer = hear(process, _TOOL_SECONDS)
+    return None if answer is None else parse_gpus(answer)
 
 
 def check_names(host: str) -> list[str]:
