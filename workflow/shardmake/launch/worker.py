@@ -32,6 +32,8 @@ from shardmake.plan.render import launch_command
 from shardmake.receipt import read_json
 
 WATCH_SECONDS = 5.0
+OTHERS_SECONDS = 120.0
+"""How long a node that failed waits for the records of others, which may collect stacks first."""
 _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 
 
@@ -64,8 +66,25 @@ class StopRequest:
 
 
 def run_slurm_task(attempt_folder: str) -> int:
-    """What submitit pickles: the worker of this Slurm task."""
-    return main(Path(attempt_folder), Node.from_slurm())
+    """What submitit pickles: the worker of this Slurm task.
+
+    Raises:
+        SystemExit: this node failed and another left no record, so that srun ends the step; submitit drops a status.
+    """
+    status = main(Path(attempt_folder), Node.from_slurm())
+    if status and not _others_told(AttemptDir(Path(attempt_folder))):
+        sys.exit("Another node left no record: it may hang. The step ends.")
+    return status
+
+
+def _others_told(folder: AttemptDir) -> bool:
+    """Whether every node leaves its record in time; one that is stuck would hold the job until its time limit."""
+    nodes, give_up = folder.read().nodes, time.monotonic() + OTHERS_SECONDS
+    while len(folder.exits()) < nodes:
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(1)
+    return True
 
 
 def main(attempt_folder: Path, node: Node) -> int:

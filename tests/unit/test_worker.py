@@ -1,0 +1,48 @@
+"""How a worker ends, and what it forgets."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.attempt import AttemptDir, NodeExit, write_record
+from shardmake.launch import worker
+from shardmake.launch.jobs import attempt_settings
+from tests.unit.plans import make_cluster, make_plan
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> AttemptDir:
+    """The attempt of a job of two nodes."""
+    folder = AttemptDir(tmp_path / "train/attempts/001")
+    cluster = make_cluster(scratch=str(tmp_path))
+    attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, recipe="r")
+    write_record(folder.settings, attempt)
+    return folder
+
+
+def tell(folder: AttemptDir, rank: int, returncode: int | None) -> None:
+    exited = NodeExit(
+        node_rank=rank, host=f"c{rank}", started=0, ended=1, phase="training", returncode=returncode, stop_signal=None
+    )
+    write_record(folder.exit_record(rank), exited)
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "ends_step"),
+    [(1, [0], True), (1, [0, 1], False), (0, [0], False)],
+    ids=["another-node-is-stuck", "all-failed", "done-first"],
+)
+def test_a_failed_node_ends_the_step_where_another_is_stuck(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, told: list[int], ends_step: bool
+) -> None:
+    for rank in told:
+        tell(folder, rank, status)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setattr(worker, "main", lambda folder, node: status)
+    monkeypatch.setattr(worker, "OTHERS_SECONDS", 0.1)
+    if not ends_step:
+        assert worker.run_slurm_task(str(folder.root)) == status
+        return
+    with pytest.raises(SystemExit) as end:
+        worker.run_slurm_task(str(folder.root))
+    assert end.value.code not in (0, None)
