@@ -1,14 +1,20 @@
 """Real ranks that meet over gloo, each as a node of its own."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import pytest
+import torch
 
-from shardmake.train.meeting import describe
+from shardmake.attempt import RankError
+from shardmake.launch.outcome import End, error_end
+from shardmake.train import meeting
+from shardmake.train.meeting import MeetingError, apart, describe
 
 RANK = """
 import sys
@@ -59,3 +65,52 @@ def test_bandwidth_far_below_the_cluster_file_is_a_warning(planned: float | None
     line = describe(0.064, 64 << 20, 2, planned)
     assert "64 MiB over 2 ranks at 1.05 GB/s" in line
     assert ("look at the network" in line) == warns
+
+
+def die() -> list[str]:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return []
+
+
+def fail() -> list[str]:
+    raise MeetingError("Rank(s) [3] did not come", [3], host="c4")
+
+
+def block() -> list[str]:
+    time.sleep(60)
+    return []
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [(die, "status -9"), (fail, "did not come"), (lambda: [str(1 // 0)], "ZeroDivisionError"), (block, "within 1 s")],
+    ids=["dies", "fails", "errs", "blocks"],
+)
+def test_work_apart_cannot_take_its_rank_with_it(work: Callable[[], list[str]], words: str) -> None:
+    started = time.monotonic()
+    with pytest.raises(MeetingError, match=words) as error:
+        apart(work, seconds=1)
+    assert (list(error.value.missing), error.value.host) == (([3], "c4") if work is fail else ([], None))
+    assert time.monotonic() - started < 10
+
+
+def test_work_is_done_in_another_process() -> None:
+    assert apart(lambda: ["a line", str(os.getppid())], seconds=10) == ["a line", str(os.getpid())]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("uncorrectable ECC")])
+def test_a_broken_gpu_is_its_own_nodes_fault(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    """No other rank is waited for, and neither the network nor the size of the training is blamed."""
+
+    def broken(*sizes: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr(meeting.torch, "ones", broken)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MeetingError) as found:
+        meeting.meet_ranks(False, None, print)
+    assert found.value.host == socket.gethostname()
+    told = RankError(rank=1, host="c1", time=0, kind="MeetingError", message=str(found.value), traceback="")
+    assert error_end(told) is End.PREFLIGHT

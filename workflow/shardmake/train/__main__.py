@@ -63,7 +63,7 @@ def _meet(folder: "AttemptDir") -> None:
         meet_ranks(settings.accelerator == "cpu", settings.planned_bandwidth, print)
     except MeetingError as error:
         beats = [folder.beat(rank) for rank in error.missing]
-        error.host = next((beat.host for beat in beats if beat), None)
+        error.host = error.host or next((beat.host for beat in beats if beat), None)
         raise
 
 

@@ -2,19 +2,24 @@
 
 From three nodes on the links between them are compared as well, to name a slow one.
 
-It runs in a process group of its own, over the launcher's store, and leaves nothing behind for the training's group.
+It runs in a process of its own, over the launcher's store. That can be killed where the network's library blocks, and
+leaves nothing behind: torch's flight recorder and its splitting of groups count on the training's process group being
+the first one of its process.
 """
 
+import multiprocessing
 import os
 import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardmake.lifeline import die_with_parent
 from shardmake.train import links
 
 DEADLINE_SECONDS = 120.0
@@ -23,16 +28,17 @@ SLOW = 0.25
 LINGER_SECONDS = 30.0
 """How long the store is kept open, after a failure, for ranks that started later and so give up later."""
 _REPEATS = 3
+_LEAVE_SECONDS = 10.0
 _CPU_BYTES, _GPU_BYTES = 1 << 20, 64 << 20
 
 
 class MeetingError(RuntimeError):
-    """The ranks could not add up a tensor together; ``missing`` did not even come."""
+    """The ranks could not add up a tensor together; ``missing`` did not even come. ``host`` is to blame, if known."""
 
-    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+    def __init__(self, message: str, missing: Sequence[int] = (), host: str | None = None) -> None:
         super().__init__(message)
         self.missing = missing
-        self.host: str | None = None
+        self.host = host
 
 
 def meet_ranks(
@@ -44,17 +50,64 @@ def meet_ranks(
         on_cpu: gloo, else NCCL on this rank's GPU.
         planned: bytes per second between nodes as in the cluster file; a GPU's warning is told far below.
         tell: hears one line on rank 0.
-        deadline: seconds.
+        deadline: seconds, for each of connecting to the store, waiting for all ranks, and the network.
 
     Raises:
-        MeetingError: naming the ranks that did not come, or saying that the network does not carry the data.
+        MeetingError: naming the ranks that did not come or cannot use their GPU, or saying that the network does not
+            carry the data.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if world_size == 1:
+    if os.environ["WORLD_SIZE"] == "1":
         return
+    for line in apart(lambda: _meet(on_cpu, planned, deadline), 3 * deadline + LINGER_SECONDS):
+        tell(line)
+
+
+def apart(work: Callable[[], list[str]], seconds: float) -> list[str]:
+    """What ``work`` returns in a fork of this process, which must not have used a GPU yet.
+
+    Raises:
+        MeetingError: ``work`` raised, ended its process, or took longer than ``seconds``.
+    """
+    context = multiprocessing.get_context("fork")
+    answer, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_work_and_tell, args=(work, sender), daemon=True)
+    child.start()
+    sender.close()
+    try:
+        if not answer.poll(seconds):
+            raise MeetingError(f"The ranks' work did not end within {seconds:.0f} s")
+        told = answer.recv()
+        child.join(_LEAVE_SECONDS)  # what it holds of the GPU is free then
+    except EOFError:
+        child.join(_LEAVE_SECONDS)
+        raise MeetingError(f"A library ended the process of the ranks' work: status {child.exitcode}") from None
+    finally:
+        child.kill()
+    if isinstance(told, MeetingError):
+        raise told
+    return told
+
+
+def _work_and_tell(work: Callable[[], list[str]], sender: Connection) -> None:
+    die_with_parent()
+    try:
+        sender.send(work())
+    except MeetingError as error:
+        sender.send(error)
+    except Exception as error:  # not every exception of torch's can be sent
+        sender.send(MeetingError(f"{type(error).__name__}: {error}"))
+
+
+def _meet(on_cpu: bool, planned: float | None, deadline: float) -> list[str]:
+    """What this rank has to tell."""
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if not on_cpu:
+        _try_gpu(rank)
     store = _store(deadline)
     store.set(f"here-{rank}", "")
     try:
+        # NCCL may block beyond any deadline where a rank is absent.
+        store.wait([f"here-{other}" for other in range(world_size)], timedelta(seconds=deadline))
         _join(store, rank, world_size, on_cpu, deadline)
         lines = _measure(store, on_cpu, None if on_cpu else planned, deadline)
     except Exception as error:
@@ -62,8 +115,18 @@ def meet_ranks(
         _outlast_others(store, rank, world_size)
         raise explained from error
     dist.destroy_process_group()
-    for line in lines:
-        tell(line)
+    return lines
+
+
+def _try_gpu(rank: int) -> None:
+    """Use this rank's GPU before the others count on it, so that its own error is not taken for the network's."""
+    try:
+        torch.ones(_GPU_BYTES // 4, device=_device(on_cpu=False)).sum().item()
+    except torch.OutOfMemoryError:
+        # In other words than torch's: a smaller training would not help.
+        raise MeetingError(f"Rank {rank} found no free memory on its GPU", host=socket.gethostname()) from None
+    except RuntimeError as error:
+        raise MeetingError(f"Rank {rank} cannot use its GPU: {error}", host=socket.gethostname()) from None
 
 
 def describe(seconds: float, size: int, world_size: int, planned: float | None) -> str:
