@@ -107,6 +107,28 @@ def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path)
     assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load")
 
 
+@pytest.mark.parametrize("clocks", [("time", "monotonic"), ("time",)], ids=["pause", "clock-set"])
+def test_a_pause_of_ranks_and_worker_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clocks: tuple[str, ...]
+) -> None:
+    folder = AttemptDir(tmp_path)
+    write_beat(folder, 0, "train", 3)
+    watch = Watch(folder, range(1), 1, hang_seconds=600)
+
+    def jump(seconds: float) -> None:
+        for name in clocks:
+            now = getattr(time, name)
+            monkeypatch.setattr(hang.time, name, lambda now=now: now() + seconds)
+
+    jump(5000)
+    assert not watch.has_hung(), "the ranks have slept too"
+    for _ in range(39):
+        jump(15)
+        assert not watch.has_hung()
+    jump(15)
+    assert watch.has_hung(), "they had their time since"
+
+
 def test_ranks_whose_peers_failed_on_another_node_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = AttemptDir(tmp_path)
     watch = Watch(folder, range(1, 2), 2, hang_seconds=600)

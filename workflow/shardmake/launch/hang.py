@@ -29,6 +29,9 @@ PATIENCE = 6
 """Loading, the first step, saves and evaluations may be silent for so many times longer than a step."""
 STACK_SIGNAL = signal.SIGUSR1
 ABANDONED_SECONDS = 15.0
+PAUSE_SECONDS = 20.0
+"""The worker looks every few seconds. A gap this long is a pause that its ranks most likely shared: a suspended job, a
+file system that did not answer, or a clock that was set."""
 _ANSWER_SECONDS = 10.0
 _OTHER_NODES_SECONDS = 20.0
 _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runtime/zero/|_engine_run_backward")
@@ -54,9 +57,12 @@ def allowance(beat: Beat, hang_seconds: float) -> float:
     return max(USUAL_STEPS * beat.usual, hang_seconds)
 
 
-def overdue(beats: Sequence[Beat], now: float, hang_seconds: float) -> Beat | None:
-    """The heartbeat that has been overdue for longest at Unix time ``now``, if one is."""
-    late = [beat for beat in beats if now - beat.time > allowance(beat, hang_seconds)]
+def overdue(beats: Sequence[Beat], now: float, hang_seconds: float, awake_since: float = 0.0) -> Beat | None:
+    """The heartbeat that has been overdue for longest at Unix time ``now``, if one is.
+
+    No rank's silence counts from before ``awake_since``, the end of the last pause.
+    """
+    late = [beat for beat in beats if now - max(beat.time, awake_since) > allowance(beat, hang_seconds)]
     return min(late, key=lambda beat: beat.time, default=None)
 
 
@@ -95,7 +101,8 @@ class Watch:
         self.local_ranks = local_ranks
         self.world_size = world_size
         self.hang_seconds = hang_seconds
-        self.started = time.time()
+        self.started = self.awake_since = time.time()
+        self.looked = _clocks()
         self.missed: Beat | None = None
         self.abandoned_since: float | None = None
 
@@ -109,13 +116,20 @@ class Watch:
         """Whether this node's ranks hang, or another node found that its own do."""
         if self.folder.hung.exists():
             return True
-        missed = overdue([self._beat(rank) for rank in self.local_ranks], time.time(), self.hang_seconds)
+        self._notice_pause()
+        beats = [self._beat(rank) for rank in self.local_ranks]
+        missed = overdue(beats, time.time(), self.hang_seconds, self.awake_since)
         if missed is None:
             return False
         with contextlib.suppress(FileExistsError):
             self.folder.hung.touch(exist_ok=False)
             self.missed = missed
         return True
+
+    def _notice_pause(self) -> None:
+        before, self.looked = self.looked, _clocks()
+        if any(now - then > PAUSE_SECONDS for then, now in zip(before, self.looked, strict=True)):
+            self.awake_since = time.time()
 
     def is_abandoned(self) -> bool:
         """Whether the ranks of another node failed a while ago; these here may wait for them for half an hour."""
@@ -163,6 +177,11 @@ class Watch:
     def _state(self, rank: int) -> RankState:
         stack = self.folder.stack(rank).read_text() if self._has_stack(rank) else ""
         return RankState(self._beat(rank), stack, self._states().get(rank, ""))
+
+
+def _clocks() -> tuple[float, float]:
+    """Seconds by the clock that may be set, and by the one that may not."""
+    return time.time(), time.monotonic()
 
 
 def _await(condition: Callable[[], bool], seconds: float) -> None:
