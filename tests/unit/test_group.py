@@ -1,5 +1,11 @@
 import subprocess
 import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from shardmake.train.group import extend_timeouts
 
 RANK = """
 import atexit, sys, threading, time
@@ -19,3 +25,15 @@ end_process()
 def test_a_rank_ends_after_its_threads_and_what_was_registered_for_its_exit() -> None:
     done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "bufferedthe thread ended\natexit ran\n", "")
+
+
+def test_every_group_waits_as_long_as_it_is_told() -> None:
+    """Torch gives a group that an engine makes its own default."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        groups = [dist.group.WORLD, dist.new_group([0])]
+        extend_timeouts(timedelta(seconds=7200))
+        backends = [group._get_backend(torch.device("cpu")) for group in groups]
+        assert [backend.options._timeout for backend in backends] == [timedelta(seconds=7200)] * 2
+    finally:
+        dist.destroy_process_group()

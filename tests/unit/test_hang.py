@@ -12,7 +12,16 @@ import pytest
 
 from shardmake.attempt import AttemptDir, Beat, NodeExit, write_beat, write_record
 from shardmake.launch import hang
-from shardmake.launch.hang import RankState, Watch, allowance, describe, flight_recorder, overdue, suspect
+from shardmake.launch.hang import (
+    RankState,
+    Watch,
+    allowance,
+    collective_timeout,
+    describe,
+    flight_recorder,
+    overdue,
+    suspect,
+)
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
 BUSY = 'File "data.py", line 7 in __getitem__'
@@ -35,6 +44,11 @@ def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.
 )
 def test_allowances(phase: str, usual: float, seconds: float) -> None:
     assert allowance(beat(phase=phase, usual=usual), 600) == seconds
+
+
+@pytest.mark.parametrize(("hang_seconds", "timeout"), [(600, 7200), (1.5, 1800)])
+def test_torch_waits_longer_than_any_rank_may_be_silent(hang_seconds: float, timeout: int) -> None:
+    assert allowance(beat(phase="save"), hang_seconds) < collective_timeout(hang_seconds) == timeout
 
 
 def test_the_longest_silence_is_found() -> None:

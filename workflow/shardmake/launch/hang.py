@@ -7,6 +7,7 @@ then the workers of all nodes collect the stacks of their ranks and end them, so
 
 import contextlib
 import json
+import math
 import os
 import re
 import shutil
@@ -55,6 +56,11 @@ def allowance(beat: Beat, hang_seconds: float) -> float:
     if beat.phase != "train":
         return PATIENCE * hang_seconds
     return max(USUAL_STEPS * beat.usual, hang_seconds)
+
+
+def collective_timeout(hang_seconds: float) -> int:
+    """Seconds after which torch may give up a collective: past the allowances, else it ends ranks without stacks."""
+    return max(1800, math.ceil(2 * PATIENCE * hang_seconds))
 
 
 def overdue(beats: Sequence[Beat], now: float, hang_seconds: float, awake_since: float = 0.0) -> Beat | None:

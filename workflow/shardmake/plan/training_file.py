@@ -6,6 +6,7 @@ from typing import Any, Final
 
 from shardmake.config import Cluster, Run
 from shardmake.interval import job_mtbf_seconds
+from shardmake.launch.hang import collective_timeout
 from shardmake.plan.accelerate_file import fsdp_settings
 from shardmake.plan.engine import engine_of, expected_engine
 from shardmake.plan.model import Model
@@ -104,7 +105,11 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
 
 
 def _device_arguments(choice: Choice, cluster: Cluster) -> dict[str, Any]:
-    values: dict[str, Any] = {"use_cpu": cluster.is_cpu, "ddp_backend": "gloo" if cluster.is_cpu else "nccl"}
+    values: dict[str, Any] = {
+        "use_cpu": cluster.is_cpu,
+        "ddp_backend": "gloo" if cluster.is_cpu else "nccl",
+        "ddp_timeout": collective_timeout(cluster.hang_seconds),
+    }
     if engine_of(choice).name == "ddp":
         values["ddp_find_unused_parameters"] = False
     return values

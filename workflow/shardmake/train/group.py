@@ -4,7 +4,20 @@ import atexit
 import os
 import sys
 import threading
+from datetime import timedelta
 from typing import NoReturn
+
+
+def extend_timeouts(timeout: timedelta) -> None:
+    """Have the collectives of every process group there is wait for ``timeout``.
+
+    Transformers passes it to the first group alone, and to none without a GPU; DeepSpeed's own groups keep torch's ten
+    minutes for NCCL.
+    """
+    from torch.distributed import distributed_c10d
+
+    for group in distributed_c10d._world.pg_map:
+        distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def leave_together() -> None:

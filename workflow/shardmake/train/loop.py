@@ -35,7 +35,7 @@ from shardmake.receipt import read_json
 from shardmake.train import checkpoint_files
 from shardmake.train.callbacks import Heartbeat
 from shardmake.train.engine import environment_report
-from shardmake.train.group import leave_together
+from shardmake.train.group import extend_timeouts, leave_together
 from shardmake.train.order import WholeBatches
 from shardmake.train.setup import (
     Watch,
@@ -72,6 +72,7 @@ def train(attempt_folder: Path) -> None:
     eval_data = DataLoader(load(attempt.rundir.data, "eval"), arguments.eval_batch_size, collate_fn=collate)
     eval_batches = accelerator.prepare(eval_data)
     model, optimizer = accelerator.prepare(model, optimizer)
+    extend_timeouts(arguments.ddp_timeout_delta)
     watch = make_watch(folder, attempt, plan, settings, heartbeat)
 
     loop = Loop(accelerator, model, optimizer, batches, eval_batches, arguments, tokenizer, watch)

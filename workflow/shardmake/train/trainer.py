@@ -15,7 +15,7 @@ from shardmake.receipt import read_json
 from shardmake.train.callbacks import Heartbeat, Stop
 from shardmake.train.engine import environment_report
 from shardmake.train.finite import FiniteGuard
-from shardmake.train.group import leave_together
+from shardmake.train.group import extend_timeouts, leave_together
 from shardmake.train.order import WholeBatches
 from shardmake.train.saving import SealedTrainer
 from shardmake.train.setup import (
@@ -128,6 +128,7 @@ class _Gate(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Compare and, if anything differs, raise on every rank."""
+        extend_timeouts(args.ddp_timeout_delta)
         wrapped, precision = self.trainer.model_wrapped, self.trainer.accelerator.mixed_precision
         collate: Any = self.trainer.data_collator
         check_ready(self.folder, self.rank, self.expected, wrapped, precision, collate, args.device)
