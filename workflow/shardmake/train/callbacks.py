@@ -173,7 +173,8 @@ class Heartbeat(TrainerCallback):
         self.folder = folder
         self.rank = rank
         self.last = ("", 0.0)
-        self.step_ended: float | None = None
+        self.step_began = 0.0
+        self.first_step = 0.0
         self.step_seconds: deque[float] = deque(maxlen=USUAL_OVER_STEPS)
 
     def beat(self, phase: str, step: int) -> None:
@@ -181,28 +182,31 @@ class Heartbeat(TrainerCallback):
         before, when = self.last
         if phase != before or time.time() - when >= HEARTBEAT_SECONDS:
             self.last = (phase, time.time())
-            usual = median(self.step_seconds) if self.step_seconds else 0.0
+            usual = median(self.step_seconds) if self.step_seconds else self.first_step
             write_beat(self.folder, self.rank, phase, step, usual)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """The first step may compile kernels and take long."""
+        self.step_began = time.monotonic()
         self.beat("first step", state.global_step)
 
     def on_substep_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """One of the accumulated passes is done."""
-        if self.step_ended is not None:
+        if self.first_step:
             self.beat("train", state.global_step)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """A step is done."""
-        now = time.monotonic()
-        if self.step_ended is not None:
-            self.step_seconds.append(now - self.step_ended)
-        self.step_ended = now
+        seconds = time.monotonic() - self.step_began
+        if self.first_step:
+            self.step_seconds.append(seconds)
+        else:
+            self.first_step = seconds
+        self.step_began += seconds
         self.beat("evaluate" if control.should_evaluate else _after_evaluation(control), state.global_step)
 
     def on_prediction_step(
@@ -221,7 +225,7 @@ class Heartbeat(TrainerCallback):
 
     def _go_on(self, phase: str, step: int) -> None:
         """What was done meanwhile is no part of the next step's time."""
-        self.step_ended = time.monotonic()
+        self.step_began = time.monotonic()
         self.beat(phase, step)
 
     def on_train_end(

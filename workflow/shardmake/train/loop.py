@@ -202,6 +202,8 @@ class Loop:
                 accelerator.backward(loss, **({"scale_wrt_gas": False} if self.is_deepspeed else {}))
             loss_of_step += loss.detach()
             self.guard.see_loss(loss)
+            if not is_last:
+                self.control = self.watching.on_substep_end(self.arguments, self.state, self.control)
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
         self.optimizer.step()
         self.guard.see_norm(norm)
@@ -261,4 +263,5 @@ class Loop:
         for batch in self.eval_batches:
             loss = self.loss(batch, self.count([batch])).repeat(self.arguments.eval_batch_size)
             losses.append(self.accelerator.gather_for_metrics(loss))
+            self.control = self.watching.on_prediction_step(self.arguments, self.state, self.control)
         return torch.cat(losses).mean().item()
