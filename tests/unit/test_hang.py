@@ -1,5 +1,6 @@
 """Which silence is a hang, and which rank is named."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -141,6 +142,21 @@ def test_a_pause_of_ranks_and_worker_is_no_hang(
         assert not watch.has_hung()
     jump(15)
     assert watch.has_hung(), "they had their time since"
+
+
+def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(AttemptDir(tmp_path), range(1), 1, hang_seconds=0.05)
+    time.sleep(0.4)
+
+    def fill_up(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", fill_up)
+        assert not watch.has_hung()
+    assert not watch.has_hung(), "their time begins anew"
+    time.sleep(0.4)
+    assert watch.has_hung()
 
 
 def test_ranks_whose_peers_failed_on_another_node_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """When a rank gives a sign of progress, and what its sign says."""
 
+import errno
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +13,7 @@ from transformers import TrainerControl, TrainerState
 
 from shardmake.attempt import AttemptDir, Beat
 from shardmake.train import callbacks
-from shardmake.train.callbacks import Heartbeat
+from shardmake.train.callbacks import Heartbeat, Metrics
 from shardmake.train.loop import Loop
 
 ARGUMENTS: Any = None
@@ -24,6 +26,10 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Any:
     for name in ("time", "monotonic"):
         monkeypatch.setattr(callbacks.time, name, lambda: clock.now)
     return clock
+
+
+def fill_up(*args: object, **kwargs: object) -> None:
+    raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def last(heartbeat: Heartbeat) -> Beat:
@@ -40,6 +46,30 @@ def test_the_first_step_is_the_usual_one_until_there_are_others(tmp_path: Path, 
         clock.now += seconds
         heartbeat.on_step_end(ARGUMENTS, state, control)
         assert (last(heartbeat).phase, last(heartbeat).usual) == ("train", usual)
+
+
+def test_a_full_disk_does_not_end_training(
+    tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    heartbeat, metrics = Heartbeat(AttemptDir(tmp_path), 0), Metrics(tmp_path / "metrics.jsonl", 64, 1)
+    state, control = TrainerState(is_world_process_zero=True), TrainerControl()
+
+    def step() -> None:
+        clock.now += 5
+        state.global_step += 1
+        heartbeat.on_step_end(ARGUMENTS, state, control)
+        metrics.on_log(ARGUMENTS, state, control, logs={"loss": 1.0})
+
+    step()
+    with monkeypatch.context() as full:
+        full.setattr(Path, "open", fill_up)
+        full.setattr(callbacks, "write_beat", fill_up)
+        step()
+        step()
+    step()
+    steps = [json.loads(line)["step"] for line in metrics.path.read_text().splitlines()]
+    assert (steps, last(heartbeat).step) == ([1, 4], 4)
+    assert capsys.readouterr().out.count("No space left on device") == 2, "each told once"
 
 
 class Signs:

@@ -1,12 +1,15 @@
 """How a worker ends, and what it forgets."""
 
+import errno
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from shardmake.attempt import AttemptDir, NodeExit, write_record
 from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.rendezvous import RendezvousError
 from tests.unit.plans import make_cluster, make_plan
 
 
@@ -46,3 +49,20 @@ def test_a_failed_node_ends_the_step_where_another_is_stuck(
     with pytest.raises(SystemExit) as end:
         worker.run_slurm_task(str(folder.root))
     assert end.value.code not in (0, None)
+
+
+def test_a_record_that_finds_no_room_is_printed(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_up(path: Path, record: NodeExit) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*args: object) -> None:
+        raise RendezvousError("nobody came")
+
+    monkeypatch.setattr(worker, "write_record", fill_up)
+    monkeypatch.setattr(worker, "meet", fail)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    assert worker.main(folder.root, worker.Node(rank=1, start=0)) == 1
+    said = capsys.readouterr().out
+    assert "No space left on device" in said and '"phase":"rendezvous"' in said and "nobody came" in said

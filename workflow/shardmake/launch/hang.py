@@ -127,6 +127,9 @@ class Watch:
         missed = overdue(beats, time.time(), self.hang_seconds, self.awake_since)
         if missed is None:
             return False
+        if not self._can_beat():
+            self.awake_since = time.time()
+            return False
         with contextlib.suppress(FileExistsError):
             self.folder.hung.touch(exist_ok=False)
             self.missed = missed
@@ -136,6 +139,18 @@ class Watch:
         before, self.looked = self.looked, _clocks()
         if any(now - then > PAUSE_SECONDS for then, now in zip(before, self.looked, strict=True)):
             self.awake_since = time.time()
+
+    def _can_beat(self) -> bool:
+        """Whether the file system takes heartbeats; one that others have filled does not, and training goes on."""
+        probe = self.folder.heartbeat(self.local_ranks.start).with_name(f".probe-{self.local_ranks.start}.tmp")
+        try:
+            probe.parent.mkdir(exist_ok=True)
+            probe.write_bytes(bytes(4096))
+        except OSError:
+            return False
+        finally:
+            probe.unlink(missing_ok=True)
+        return True
 
     def is_abandoned(self) -> bool:
         """Whether the ranks of another node failed a while ago; these here may wait for them for half an hour."""

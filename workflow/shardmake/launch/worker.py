@@ -125,7 +125,10 @@ def main(attempt_folder: Path, node: Node) -> int:
         message=message,
         oom_kills=oom_kills() - killed_before,
     )
-    write_record(folder.exit_record(node.rank), record)
+    try:
+        write_record(folder.exit_record(node.rank), record)
+    except OSError as error:  # a full disk; the step's output is the driver's last resort
+        print(f"The exit record cannot be written ({error}): {record.model_dump_json()}", flush=True)
     return 1 if returncode is None else returncode
 
 

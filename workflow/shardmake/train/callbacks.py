@@ -1,9 +1,12 @@
 """What watches a training: metrics, when to save, the agreed stop, the heartbeat."""
 
+import contextlib
 import json
 import math
+import os
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -20,6 +23,24 @@ HEARTBEAT_SECONDS = 2.0
 USUAL_OVER_STEPS = 20
 
 
+class _Spare:
+    """Writes that training can do without: a file system that others have filled does not end it."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self.has_told = False
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[None]:
+        """Let an `OSError` pass, and tell of the first."""
+        try:
+            yield
+        except OSError as error:
+            if not self.has_told:
+                print(f"{self.what} cannot be written for now, and training goes on: {error}", flush=True)
+            self.has_told = True
+
+
 class Metrics(TrainerCallback):
     """One JSON object a line in ``metrics.jsonl``, written by rank 0, stitched across attempts by step.
 
@@ -32,6 +53,7 @@ class Metrics(TrainerCallback):
         self.tokens_per_step = tokens_per_step
         self.attempt = attempt
         self.last = (time.time(), 0)
+        self.spare = _Spare("Metrics")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -64,8 +86,20 @@ class Metrics(TrainerCallback):
             self.last = (now, step)
         if memory := _device_memory():
             line["memory"] = memory
-        with self.path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        with self.spare.write():
+            _append(self.path, json.dumps(line) + "\n")
+
+
+def _append(path: Path, text: str) -> None:
+    """Append all of ``text`` or nothing."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
 
 
 def _step_of(line: str) -> float:
@@ -173,6 +207,7 @@ class Heartbeat(TrainerCallback):
         self.folder = folder
         self.rank = rank
         self.last = ("", 0.0)
+        self.spare = _Spare("Heartbeats")
         self.step_began = 0.0
         self.first_step = 0.0
         self.step_seconds: deque[float] = deque(maxlen=USUAL_OVER_STEPS)
@@ -183,7 +218,8 @@ class Heartbeat(TrainerCallback):
         if phase != before or time.time() - when >= HEARTBEAT_SECONDS:
             self.last = (phase, time.time())
             usual = median(self.step_seconds) if self.step_seconds else self.first_step
-            write_beat(self.folder, self.rank, phase, step, usual)
+            with self.spare.write():
+                write_beat(self.folder, self.rank, phase, step, usual)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
