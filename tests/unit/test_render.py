@@ -151,8 +151,8 @@ def test_swap_buffers_hold_the_largest_part_and_fit_the_ram(choice: Choice, clus
 def test_swap_files_are_removed_and_nothing_else(tmp_path: Path) -> None:
     cluster = make_cluster(nvme_path=str(tmp_path), accelerator="a100-80gb")
     values = render_files(make_plan("zero3-nvme"), make_run(), cluster, make_model(), FOLDER).deepspeed
-    swapped = Path(swap_folder(cluster, "docs-chat"), "zero_stage_3/optimizer/rank0/exp_avg.swp")
-    others = Path(swap_folder(cluster, "another-run"), "kept.swp")
+    swapped = Path(swap_folder(cluster, "docs-chat", FOLDER), "zero_stage_3/optimizer/rank0/exp_avg.swp")
+    others = Path(swap_folder(cluster, "another-run", FOLDER), "kept.swp")
     for path in (swapped, others, tmp_path / "mine/kept.swp"):
         path.parent.mkdir(parents=True)
         path.touch()
@@ -161,6 +161,15 @@ def test_swap_files_are_removed_and_nothing_else(tmp_path: Path) -> None:
     remove_swapped(values)
     remove_swapped({})
     assert sorted(path for path in tmp_path.rglob("*.swp")) == sorted([others, tmp_path / "mine/kept.swp"])
+
+
+def test_swap_files_of_two_runs_of_one_name_lie_apart() -> None:
+    """Each attempt of a run finds what an earlier one left."""
+    mine, yours = Path("/home/a/runs/docs-chat"), Path("/home/b/runs/docs-chat")
+    folders = [mine / "train/attempts/001", mine / "train/attempts/002", mine / "plan", yours / "train/attempts/001"]
+    first, second, planned, other = (swap_folder(make_cluster(), "docs-chat", folder) for folder in folders)
+    assert first == second == planned != other
+    assert swap_folder(make_cluster(nvme_path=None), "docs-chat", folders[0]) == ""
 
 
 def test_auto_replaces_exactly_what_trainer_fills_in() -> None:

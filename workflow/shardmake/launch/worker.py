@@ -138,7 +138,7 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, mee
     _write_heading(log, command, variables, meeting, attempt, node)
     watch = _watch(folder, attempt, node)
     watch.forget_earlier_start()
-    shutil.rmtree(attempt.saves, ignore_errors=True)
+    _remove_local_files(folder, attempt)
     with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else flight_recorder(folder, Path(pipes))
         process = subprocess.Popen(
@@ -151,8 +151,13 @@ def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, mee
         try:
             return _wait(process, watch, Path(pipes))
         finally:
-            remove_swapped(read_json(folder.deepspeed, "shardmake train NAME"))
-            shutil.rmtree(attempt.saves, ignore_errors=True)
+            _remove_local_files(folder, attempt)
+
+
+def _remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
+    """What this run's ranks leave on the node; a worker that is killed leaves it to the next one."""
+    remove_swapped(read_json(folder.deepspeed, "shardmake train NAME"))
+    shutil.rmtree(attempt.saves, ignore_errors=True)
 
 
 def _watch(folder: AttemptDir, attempt: Attempt, node: Node) -> Watch:

@@ -14,6 +14,7 @@ from shardmake.config import Cluster, Run
 from shardmake.plan.engine import Device, engine_of
 from shardmake.plan.model import Model
 from shardmake.plan.plan import Choice, Plan
+from shardmake.receipt import digest
 
 GIB: Final = 1 << 30
 ADAM_STATES: Final = 4
@@ -42,8 +43,8 @@ FILLED_BY_SCRIPT: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulat
 """Keys that Accelerate takes from what a script prepares."""
 
 
-def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
-    """DeepSpeed's file, or an empty dictionary for other engines.
+def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> dict[str, Any]:
+    """DeepSpeed's file, which will lie in ``folder``, or an empty dictionary for other engines.
 
     It has no optimizer and no scheduler: Trainer's own run on all engines, so that parameter groups (no weight decay
     on norms and biases) and learning rates are the same whatever the strategy. ``train_batch_size`` is left to
@@ -58,7 +59,7 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> di
         "gradient_clipping": run.max_grad_norm,
         "bf16": {"enabled": choice.precision == "bf16"},
         "fp16": {"enabled": choice.precision == "fp16", **(FP16 if choice.precision == "fp16" else {})},
-        "zero_optimization": zero_optimization(choice, model, cluster, swap_folder(cluster, plan.run)),
+        "zero_optimization": zero_optimization(choice, model, cluster, swap_folder(cluster, plan.run, folder)),
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,
@@ -73,9 +74,16 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> di
     return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") if run.script else values
 
 
-def swap_folder(cluster: Cluster, run_name: str) -> str:
-    """Folder of a run on the node-local NVMe, apart from other users' and other runs'; empty without NVMe."""
-    return str(Path(cluster.nvme_path, f"shardmake-{os.getuid()}", run_name)) if cluster.nvme_path else ""
+def swap_folder(cluster: Cluster, run_name: str, folder: Path) -> str:
+    """Folder of a run on the node-local NVMe, apart from other users' and other runs'; empty without NVMe.
+
+    ``folder`` is one inside the run's, whose place tells runs of one name apart.
+    """
+    if not cluster.nvme_path:
+        return ""
+    run_folder = next((above for above in folder.absolute().parents if above.name == run_name), folder.absolute())
+    name = f"{run_name}-{digest(str(run_folder))[:8]}"
+    return str(Path(cluster.nvme_path, f"shardmake-{os.getuid()}", name))
 
 
 def remove_swapped(deepspeed: Mapping[str, Any]) -> None:

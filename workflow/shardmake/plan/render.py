@@ -46,7 +46,7 @@ def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: P
     """The three files as data; ``folder`` is where they will lie, for the reference of one to another."""
     return Files(
         accelerate=accelerate_config(plan, run, model, folder / DEEPSPEED),
-        deepspeed=deepspeed_config(plan, run, cluster, model),
+        deepspeed=deepspeed_config(plan, run, cluster, model, folder),
         training=training_config(plan, run, cluster, model),
     )
 
