@@ -32,7 +32,7 @@ def test_slurm_preview_holds_script_command_environment_and_files(tmp_path: Path
     for words in (
         "#SBATCH --nodes=2",
         "#SBATCH --ntasks-per-node=1",
-        "NCCL_SOCKET_IFNAME=ib0",
+        "NCCL_SOCKET_IFNAME==ib0",
         "HF_DATASETS_OFFLINE=1 HF_HUB_OFFLINE=1",
         "TRITON_CACHE_DIR=/tmp/shardmake-",
         "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",

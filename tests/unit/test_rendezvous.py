@@ -47,12 +47,12 @@ def test_a_named_interface_is_taken() -> None:
     assert address in {a.address for a in psutil.net_if_addrs()[name]}
 
 
-def _meet_in_threads(folder: Path, nodes: int, seconds: float) -> list[object]:
+def _meet_in_threads(folder: Path, nodes: int, seconds: float, interface: str | None = None) -> list[object]:
     results: list[object] = [None] * nodes
 
     def one(rank: int) -> None:
         try:
-            results[rank] = meet(folder, 0, rank, nodes, None, seconds)
+            results[rank] = meet(folder, 0, rank, nodes, interface, seconds)
         except RendezvousError as error:
             results[rank] = error
 
@@ -81,6 +81,16 @@ def test_all_nodes_agree_and_the_port_is_free_afterwards(tmp_path: Path) -> None
         store.listen()
 
 
+@pytest.mark.parametrize(("named", "used"), [(None, "lo"), ("ib0", "ib0")])
+def test_each_node_takes_its_own_interface(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, used: str
+) -> None:
+    """Node 0's may have a name that no other node knows."""
+    monkeypatch.setattr(rendezvous, "choose_address", lambda interface, nodes: ("enp9s0", "127.0.0.1"))
+    results = _meet_in_threads(tmp_path, nodes=2, seconds=20, interface=named)
+    assert [getattr(result, "interface", result) for result in results] == ["enp9s0", used]
+
+
 @pytest.mark.usefixtures("on_loopback")
 def test_strangers_on_the_port_do_not_count(tmp_path: Path) -> None:
     outcome: list[object] = []
@@ -93,7 +103,7 @@ def test_strangers_on_the_port_do_not_count(tmp_path: Path) -> None:
     meeting = rendezvous._await_file(tmp_path / "start-0.json", deadline=float("inf"))
     with socket.create_connection((meeting.address, meeting.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert rendezvous.join_rendezvous(tmp_path / "start-0.json", 1, seconds=20) == meeting
+    assert rendezvous.join_rendezvous(tmp_path / "start-0.json", 1, None, seconds=20) == meeting
     thread.join()
     assert outcome == [meeting]
 

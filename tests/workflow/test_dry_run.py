@@ -20,7 +20,7 @@ def test_a_dry_run_shows_script_command_and_environment(checkout: Checkout) -> N
         "#SBATCH --gres=gpu:4",
         "#SBATCH --account=lab",
         "shardmake demo: zero3",
-        "NCCL_SOCKET_IFNAME=INTERFACE",
+        "NCCL_SOCKET_IFNAME==INTERFACE",
         "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
         "shardmake render demo --show",
     ):

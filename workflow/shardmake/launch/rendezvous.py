@@ -33,7 +33,7 @@ class Rendezvous(BaseModel):
 
     address: str = Field(description="MASTER_ADDR: an address of node 0.")
     port: int = Field(description="MASTER_PORT.")
-    interface: str = Field(description="Interface of node 0 that has the address.")
+    interface: str = Field(description="Interface for the way to it: in the file node 0's, on another node its own.")
     host: str = Field(description="Host name of node 0.")
 
 
@@ -154,8 +154,11 @@ def _hear_node(listener: socket.socket, deadline: float, missing: set[int]) -> i
     return -1
 
 
-def join_rendezvous(file: Path, node_rank: int, seconds: float) -> Rendezvous:
-    """Node k: wait for ``file``, connect to where it says, and return it."""
+def join_rendezvous(file: Path, node_rank: int, interface: str | None, seconds: float) -> Rendezvous:
+    """Node k: wait for ``file``, connect to where it says, and return it.
+
+    Interfaces may have other names here than on node 0: it is ``interface``, else the one that the connection has.
+    """
     deadline = time.monotonic() + seconds
     meeting = _await_file(file, deadline)
     error: OSError | None = None
@@ -164,7 +167,8 @@ def join_rendezvous(file: Path, node_rank: int, seconds: float) -> Rendezvous:
             with socket.create_connection((meeting.address, meeting.port), timeout=5) as connection:
                 connection.sendall(b"shardmake %d\n" % node_rank)
                 if connection.recv(8):
-                    return meeting
+                    mine = interface or interface_of(connection.getsockname()[0]) or meeting.interface
+                    return meeting.model_copy(update={"interface": mine})
         except OSError as failure:
             error = failure
         time.sleep(_POLL_SECONDS)
@@ -172,6 +176,14 @@ def join_rendezvous(file: Path, node_rank: int, seconds: float) -> Rendezvous:
         f"{socket.gethostname()} cannot connect to {meeting.host} at {meeting.address} port {meeting.port}: {error}. "
         "Check network_interface in the cluster file and the nodes' firewall."
     )
+
+
+def interface_of(address: str) -> str | None:
+    """Interface of this node that has ``address``."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if address in (found.address.partition("%")[0] for found in addresses):
+            return name
+    return None
 
 
 def _await_file(file: Path, deadline: float) -> Rendezvous:
@@ -188,4 +200,4 @@ def meet(folder: Path, start: int, node_rank: int, nodes: int, interface: str | 
     file = folder / f"start-{start}.json"
     if node_rank == 0:
         return host_rendezvous(file, interface, nodes, seconds)
-    return join_rendezvous(file, node_rank, seconds)
+    return join_rendezvous(file, node_rank, interface, seconds)

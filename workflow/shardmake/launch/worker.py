@@ -189,7 +189,7 @@ def rank_environment(attempt: Attempt, meeting: Rendezvous) -> dict[str, str]:
         **kernel_caches(attempt.scratch),
         # The launcher must not answer the signals that mean "save now": it would end the ranks after 30 s.
         "PET_SIGNALS_TO_HANDLE": "SIGINT",
-        "NCCL_SOCKET_IFNAME": meeting.interface,
+        "NCCL_SOCKET_IFNAME": f"={meeting.interface}",  # else NCCL takes any whose name begins so
         "GLOO_SOCKET_IFNAME": meeting.interface,
     }
     if attempt.accelerator == "cpu":
