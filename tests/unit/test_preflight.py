@@ -47,6 +47,27 @@ def test_gpus_must_be_there_idle_and_sound(visible: str | None, planned: int, wo
     assert check_gpus(parse_gpus(ROWS), visible, planned) == words
 
 
+UUID = "GPU-8f6d2a10-0000-4000-8000-000000000001"
+SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-8000-000000000001/1/0"
+
+
+@pytest.mark.parametrize(
+    ("row", "visible", "planned", "words"),
+    [
+        (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
+        (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
+        (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and 1 were planned"]),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, []),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and 3 were planned"]),
+        (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and 1 were planned"]),
+    ],
+)
+def test_what_nvidia_smi_or_slurm_do_not_spell_out(
+    row: str, visible: str | None, planned: int, words: list[str]
+) -> None:
+    assert check_gpus(parse_gpus(row), visible, planned) == words
+
+
 def test_a_silent_nvidia_smi_is_a_finding() -> None:
     assert check_gpus(None, None, 2) == ["nvidia-smi does not answer"]
 

@@ -46,8 +46,8 @@ class Gpu(NamedTuple):
 
     number: str
     uuid: str
-    used: int
-    """Bytes."""
+    used: int | None
+    """Bytes; None where nvidia-smi does not tell."""
     uncorrected_errors: int
 
 
@@ -136,26 +136,43 @@ def check_gpus(gpus: Sequence[Gpu] | None, visible: str | None, planned: int) ->
 
     Args:
         gpus: every GPU of the node; None where nvidia-smi does not answer.
-        visible: ``CUDA_VISIBLE_DEVICES``, indices or UUIDs; None for all.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices, UUIDs or their beginnings, slices (MIG-...); None for all.
         planned: ranks, one a GPU.
     """
     if gpus is None:
         return ["nvidia-smi does not answer"]
-    named = None if visible is None else visible.split(",")
-    mine = [gpu for gpu in gpus if named is None or gpu.number in named or gpu.uuid in named]
-    findings = [f"{len(mine)} GPUs are visible, and {planned} were planned"] if len(mine) < planned else []
+    named = [gpu.number for gpu in gpus] if visible is None else [name.strip() for name in visible.split(",")]
+    mine = [gpu for gpu in gpus if any(_names(name, gpu) for name in named)]
+    count = len(mine) + sum(name.startswith("MIG-") for name in named)  # not in nvidia-smi's list of GPUs
+    findings = [f"{count} GPUs are visible, and {planned} were planned"] if count < planned else []
     for gpu in mine:
-        if gpu.used > GPU_IDLE_BYTES:
+        if gpu.used is not None and gpu.used > GPU_IDLE_BYTES:
             findings.append(f"GPU {gpu.number} is in use: {gpu.used / GIB:.1f} GiB")
         if gpu.uncorrected_errors:
             findings.append(f"GPU {gpu.number} has {gpu.uncorrected_errors} uncorrected memory errors")
     return findings
 
 
+def _names(name: str, gpu: Gpu) -> bool:
+    """Whether ``name``, of ``CUDA_VISIBLE_DEVICES``, means ``gpu``."""
+    return name == gpu.number or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+
+
 def parse_gpus(text: str) -> list[Gpu]:
-    """The rows of `nvidia-smi --query-gpu=index,uuid,memory.used,ecc... --format=csv,noheader,nounits`, in MiB."""
+    """The rows of `nvidia-smi --query-gpu=index,uuid,memory.used,ecc... --format=csv,noheader,nounits`, in MiB.
+
+    What it does not know or tell is in words: ``[N/A]``, ``[Insufficient Permissions]``.
+    """
     rows = [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.strip()]
-    return [Gpu(row[0], row[1], int(row[2]) << 20, int(row[3]) if row[3].isdigit() else 0) for row in rows]
+    return [
+        Gpu(
+            number=row[0],
+            uuid=row[1],
+            used=int(row[2]) << 20 if row[2].isdigit() else None,
+            uncorrected_errors=int(row[3]) if row[3].isdigit() else 0,
+        )
+        for row in rows
+    ]
 
 
 def _list_gpus() -> list[Gpu] | None:
