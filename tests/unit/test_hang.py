@@ -115,6 +115,25 @@ def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
     assert "stuck_here" in folder.stack(0).read_text()
 
 
+def test_stacks_are_out_before_their_node_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file that stays open shows other nodes nothing until it is synced."""
+    folder, synced = AttemptDir(tmp_path), []
+
+    def sync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    for rank in (0, 1):
+        write_record(folder.heartbeat(rank), beat(rank))
+    folder.stacks.mkdir()
+    folder.stack(0).write_text("stuck_here")  # rank 1 does not answer
+    folder.hang.touch()
+    monkeypatch.setattr(hang, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(hang.os, "fsync", sync)
+    monkeypatch.setattr(hang, "write_json", lambda path, states: synced.append(path))
+    Watch(folder, range(2), 2, 600).collect(tmp_path)
+    assert synced == [folder.stack(0), folder.stacks / "states-from-0.json"]
+
+
 def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path) -> None:
     watch = Watch(AttemptDir(tmp_path), range(2), 2, hang_seconds=0.01)
     write_beat(AttemptDir(tmp_path), 0, "load", 0)

@@ -173,6 +173,8 @@ class Watch:
         for beat in beats:
             _ask_for_stack(self.folder, beat, pipes)
         _await(lambda: all(self._has_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
+        for rank in self.local_ranks:
+            _flush(self.folder.stack(rank))
         write_json(self.folder.stacks / f"states-from-{self.local_ranks.start}.json", states)
         if self.missed is None:
             _await(self.folder.hang.exists, _OTHER_NODES_SECONDS)
@@ -227,6 +229,16 @@ def _ask_for_stack(folder: AttemptDir, beat: Beat, pipes: Path) -> None:
         os.kill(beat.pid, STACK_SIGNAL)
     _spy(beat.pid, folder.stacks / f"rank-{beat.rank}.py-spy.txt")
     _dump_flight_recorder(pipes / f"rank-{beat.rank}.pipe")
+
+
+def _flush(path: Path) -> None:
+    """Let other nodes see what ``path`` holds: its rank keeps it open, so that NFS may have it on this node alone."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path, os.O_RDWR)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 def _spy(pid: int, target: Path) -> None:
