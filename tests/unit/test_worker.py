@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from shardmake.attempt import AttemptDir, NodeExit, write_record
+from shardmake.attempt import AttemptDir, Hang, NodeExit, record_error, write_beat, write_record
 from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import RendezvousError
@@ -66,3 +66,26 @@ def test_a_record_that_finds_no_room_is_printed(
     assert worker.main(folder.root, worker.Node(rank=1, start=0)) == 1
     said = capsys.readouterr().out
     assert "No space left on device" in said and '"phase":"rendezvous"' in said and "nobody came" in said
+
+
+def test_a_requeued_job_reads_nothing_of_its_earlier_start(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 puts it aside before the other nodes begin."""
+    tell(folder, 0, 0)
+    tell(folder, 1, 0)
+    for path in (folder.stop_file, folder.stopped, folder.hung, folder.log(0)):
+        path.touch()
+    write_record(folder.hang, Hang(rank=None, host=None, sentence="old"))
+    record_error(folder, 3, ValueError("old"))
+    write_beat(folder, 3, "train", 7)
+    seen: list[Path] = []
+
+    def meet(*args: object) -> None:
+        seen.extend(folder.root.iterdir())
+        raise RendezvousError("nobody came")
+
+    monkeypatch.setattr(worker, "meet", meet)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    worker.main(folder.root, worker.Node(rank=0, start=2))
+    assert set(seen) == {folder.settings, folder.log(0), folder.root / "start-1"}
+    assert [node.message for node in folder.exits()] == ["nobody came"]
+    assert (folder.root / "start-1/errors/rank-3.json").exists()

@@ -112,12 +112,6 @@ class Watch:
         self.missed: Beat | None = None
         self.abandoned_since: float | None = None
 
-    def forget_earlier_start(self) -> None:
-        """Slurm may have started this attempt before: those heartbeats are of the past."""
-        self.folder.hung.unlink(missing_ok=True)
-        for rank in self.local_ranks:
-            self.folder.heartbeat(rank).unlink(missing_ok=True)
-
     def has_hung(self) -> bool:
         """Whether this node's ranks hang, or another node found that its own do."""
         if self.folder.hung.exists():

@@ -95,6 +95,8 @@ def main(attempt_folder: Path, node: Node) -> int:
     started, killed_before = time.time(), oom_kills()
     phase, returncode, message = "rendezvous", None, ""
     try:
+        if node.start and node.rank == 0:
+            set_aside(folder, node.start - 1)  # the other nodes wait for what `meet` publishes
         meeting = meet(
             folder.rendezvous,
             node.start,
@@ -132,12 +134,21 @@ def main(attempt_folder: Path, node: Node) -> int:
     return 1 if returncode is None else returncode
 
 
+def set_aside(folder: AttemptDir, start: int) -> None:
+    """Move what an earlier ``start`` of the job told into ``start-START``: Slurm requeued it, and all begins anew."""
+    aside = folder.root / f"start-{start}"
+    aside.mkdir(exist_ok=True)
+    told = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped, folder.stop_file]
+    for path in [*told, folder.heartbeat(0).parent, *folder.root.glob("node-*.json")]:
+        if path.exists():
+            path.replace(aside / path.name)
+
+
 def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, meeting: Rendezvous, log: IO[str]) -> int:
     command = launch_command(plan, folder.root, node.rank, meeting.address, meeting.port)
     variables = rank_environment(attempt, meeting)
     _write_heading(log, command, variables, meeting, attempt, node)
     watch = _watch(folder, attempt, node)
-    watch.forget_earlier_start()
     _remove_local_files(folder, attempt)
     with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else flight_recorder(folder, Path(pipes))
