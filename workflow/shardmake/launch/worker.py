@@ -8,7 +8,6 @@ import os
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
-from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
+from shardmake.attempt import Attempt, AttemptDir, NodeExit, host_name, write_record
 from shardmake.caches import kernel_caches
 from shardmake.launch.hang import Watch, flight_recorder
 from shardmake.launch.oom import oom_kills
@@ -78,9 +77,12 @@ def run_slurm_task(attempt_folder: str) -> int:
 
 
 def _others_told(folder: AttemptDir) -> bool:
-    """Whether every node leaves its record in time; one that is stuck would hold the job until its time limit."""
+    """Whether every node leaves its record in time, or the job is told to end meanwhile.
+
+    A node that is stuck would hold the job until its time limit.
+    """
     nodes, give_up = folder.read().nodes, time.monotonic() + OTHERS_SECONDS
-    while len(folder.exits()) < nodes:
+    while len(folder.exits()) < nodes and not folder.stop_file.exists():
         if time.monotonic() > give_up:
             return False
         time.sleep(1)
@@ -118,7 +120,7 @@ def main(attempt_folder: Path, node: Node) -> int:
         message = traceback.format_exc()
     record = NodeExit(
         node_rank=node.rank,
-        host=socket.gethostname(),
+        host=host_name(),
         started=started,
         ended=time.time(),
         phase=phase,
@@ -229,7 +231,7 @@ def _write_heading(
     """What was started where, at the top of the node's log; the lines can be pasted into a shell."""
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
     print(
-        f"# node {node.rank} of {attempt.nodes}: {socket.gethostname()}, MASTER_ADDR={meeting.address} "
+        f"# node {node.rank} of {attempt.nodes}: {host_name()}, MASTER_ADDR={meeting.address} "
         f"MASTER_PORT={meeting.port} WORLD_SIZE={attempt.world_size}\n"
         f"env {exports} \\\n  {shlex.join(command)}",
         file=log,

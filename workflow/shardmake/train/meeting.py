@@ -9,7 +9,6 @@ the first one of its process.
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardmake.attempt import host_name
 from shardmake.lifeline import die_with_parent
 from shardmake.train import links
 
@@ -124,9 +124,9 @@ def _try_gpu(rank: int) -> None:
         torch.ones(_GPU_BYTES // 4, device=_device(on_cpu=False)).sum().item()
     except torch.OutOfMemoryError:
         # In other words than torch's: a smaller training would not help.
-        raise MeetingError(f"Rank {rank} found no free memory on its GPU", host=socket.gethostname()) from None
+        raise MeetingError(f"Rank {rank} found no free memory on its GPU", host=host_name()) from None
     except RuntimeError as error:
-        raise MeetingError(f"Rank {rank} cannot use its GPU: {error}", host=socket.gethostname()) from None
+        raise MeetingError(f"Rank {rank} cannot use its GPU: {error}", host=host_name()) from None
 
 
 def describe(seconds: float, size: int, world_size: int, planned: float | None) -> str:
@@ -183,7 +183,7 @@ def _compare_links(store: Any, tensor: torch.Tensor, deadline: float) -> list[st
     seconds = links.measure(
         tensor, node, [number * step for number in range(nodes)], lambda work, on: _finish(work, on, deadline)
     )
-    store.set(f"link-{node}", f"{seconds} {socket.gethostname()}")
+    store.set(f"link-{node}", f"{seconds} {host_name()}")
     if node:
         return []
     found = [store.get(f"link-{number}").decode().split() for number in range(nodes)]
