@@ -149,6 +149,13 @@ def test_what_follows(end: End, before: History, action: Action) -> None:
     assert decide(Outcome(end, "why", host="c2"), before, cap=3) is action
 
 
+def test_who_waited_in_vain_is_not_to_blame() -> None:
+    waited = node(phase="rendezvous", returncode=None, message="No word from node(s) [1]", blamed="c2")
+    outcome = classify(evidence(nodes=2, exits=[waited]))
+    assert (outcome.end, outcome.host) == (End.RENDEZVOUS, "c2")
+    assert classify(evidence(nodes=2, exits=[waited.model_copy(update={"blamed": None})])).host is None
+
+
 def test_a_broken_node_that_a_rank_met_is_left_out() -> None:
     outcome = classify(evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]))
     assert outcome.host == "c1" and decide(outcome, history(), cap=3) is Action.EXCLUDE_AND_RESUME

@@ -68,6 +68,26 @@ def test_a_record_that_finds_no_room_is_printed(
     assert "No space left on device" in said and '"phase":"rendezvous"' in said and "nobody came" in said
 
 
+def test_a_node_that_waited_in_vain_blames_the_one_that_did_not_come(
+    folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*args: object) -> None:
+        raise RendezvousError("No word from node(s) [1] before the deadline.", absent=1)
+
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
+    monkeypatch.setattr(worker, "meet", wait)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    worker.main(folder.root, worker.Node(rank=0, start=0))
+    assert [node.blamed for node in folder.exits()] == ["c2"]
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert worker.name_of(1) is None
+
+
 def test_a_requeued_job_reads_nothing_of_its_earlier_start(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node 0 puts it aside before the other nodes begin."""
     tell(folder, 0, 0)

@@ -82,6 +82,7 @@ class NodeExit(Record):
     )
     stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
     message: str = Field("", description="What went wrong before the launcher started.")
+    blamed: str | None = Field(None, description="Name of the node that is to blame for it; None if unknown.")
     oom_kills: int = Field(0, description="Processes of this job that the kernel killed here for want of memory.")
 
 

@@ -211,7 +211,7 @@ def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
 def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:
     failed = [node for node in exits if node.phase == "rendezvous" and node.message]
     # Where one node could not be reached the others only waited; the most telling message is the last node's.
-    return Outcome(End.RENDEZVOUS, failed[-1].message, host=failed[-1].host) if failed else None
+    return Outcome(End.RENDEZVOUS, failed[-1].message, host=failed[-1].blamed) if failed else None
 
 
 def _by_silence(exits: Sequence[NodeExit], errors: Sequence[RankError]) -> Outcome | None:

@@ -23,7 +23,11 @@ _POLL_SECONDS = 0.1
 
 
 class RendezvousError(RuntimeError):
-    """The nodes of the job did not meet."""
+    """The nodes of the job did not meet; ``absent`` is the rank of a node that did not come, None if all did."""
+
+    def __init__(self, message: str, absent: int | None = None) -> None:
+        super().__init__(message)
+        self.absent = absent
 
 
 class Rendezvous(BaseModel):
@@ -148,7 +152,8 @@ def _hear_node(listener: socket.socket, deadline: float, missing: set[int]) -> i
                 return int(words[1])
     except TimeoutError:
         if time.monotonic() >= deadline:
-            raise RendezvousError(f"No word from node(s) {sorted(missing)} before the deadline.") from None
+            said = f"No word from node(s) {sorted(missing)} before the deadline."
+            raise RendezvousError(said, min(missing)) from None
     except OSError:
         pass
     return -1
@@ -192,7 +197,8 @@ def _await_file(file: Path, deadline: float) -> Rendezvous:
             list(file.parent.iterdir())  # makes NFS look again
             return Rendezvous.model_validate_json(file.read_text())
         time.sleep(_POLL_SECONDS)
-    raise RendezvousError(f"{socket.gethostname()} waited for {file} in vain: node 0 did not publish its address.")
+    said = f"{socket.gethostname()} waited for {file} in vain: node 0 did not publish its address."
+    raise RendezvousError(said, absent=0)
 
 
 def meet(folder: Path, start: int, node_rank: int, nodes: int, interface: str | None, seconds: float) -> Rendezvous:

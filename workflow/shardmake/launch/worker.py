@@ -24,6 +24,7 @@ from shardmake.launch.hang import Watch, flight_recorder
 from shardmake.launch.oom import oom_kills
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
+from shardmake.launch.tool import hear
 from shardmake.lifeline import die_with_parent
 from shardmake.plan.deepspeed_file import remove_swapped
 from shardmake.plan.plan import Plan, read_plan
@@ -47,6 +48,17 @@ class Node:
     def from_slurm(cls) -> "Node":
         """One task per node, so the task's rank is the node's; the restart count tells requeues apart."""
         return cls(int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+
+
+def name_of(rank: int) -> str | None:
+    """Slurm's name of the node of that rank, which is its place in the step's list; None where Slurm does not tell."""
+    command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
+    try:
+        answer = hear(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), 10)
+    except OSError:
+        return None
+    names = (answer or "").split()
+    return names[rank] if rank < len(names) else None
 
 
 class StopRequest:
@@ -96,6 +108,7 @@ def main(attempt_folder: Path, node: Node) -> int:
     stop = StopRequest(folder.stop_file)
     started, killed_before = time.time(), oom_kills()
     phase, returncode, message = "rendezvous", None, ""
+    blamed: str | None = host_name()
     try:
         if node.start and node.rank == 0:
             set_aside(folder, node.start - 1)  # the other nodes wait for what `meet` publishes
@@ -113,7 +126,7 @@ def main(attempt_folder: Path, node: Node) -> int:
             phase = "training"
             returncode = _run_ranks(folder, attempt, plan, node, meeting, log)
     except RendezvousError as error:
-        message = str(error)
+        message, blamed = str(error), host_name() if error.absent is None else name_of(error.absent)
     except PreflightError as error:
         phase, message = "run preflight" if error.blames_run else "preflight", str(error)
     except Exception:  # whatever it is, the driver must hear of it
@@ -127,6 +140,7 @@ def main(attempt_folder: Path, node: Node) -> int:
         returncode=returncode,
         stop_signal=stop.signal_name,
         message=message,
+        blamed=blamed,
         oom_kills=oom_kills() - killed_before,
     )
     try:
