@@ -8,14 +8,12 @@ import pytest
 
 from shardmake.config import STRATEGIES, Strategy
 from shardmake.rundir import RunDir
-from tests.workflow.by_hand import STEPS, forget_after, launch_by_hand, train_by_hand
-from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
 HERE = [strategy for strategy in STRATEGIES if strategy not in ("zero3-nvme", "fsdp-hybrid")]
-"""NVMe: test_nvme.py."""
+"""NVMe: test_nvme.py. Hybrid sharding, which takes two nodes: test_strategies.py."""
 KINDS: list[tuple[Strategy, dict[str, Any]]] = [
     ("zero2", {"precision": "bf16"}),
     ("fsdp", {"precision": "bf16"}),
@@ -34,13 +32,6 @@ def test_every_strategy(forked: Forked, tmp_path: Path, strategy: Strategy) -> N
 @pytest.mark.parametrize(("strategy", "kind"), KINDS, ids=str)
 def test_every_kind_of_training(forked: Forked, tmp_path: Path, strategy: Strategy, kind: dict[str, Any]) -> None:
     goes_on(forked, RunDir(tmp_path / "run"), strategy, **kind)
-
-
-def test_hybrid_sharding_over_two_nodes(lab: Checkout) -> None:
-    saves = {"every_steps": 1, "keep": STEPS}
-    undisturbed = train_by_hand(lab, "fsdp-hybrid", nodes=2, checkpoints=saves)
-    launch_by_hand(lab, "fsdp-hybrid", nodes=2, resume_from=forget_after(lab, 2), checkpoints=saves)
-    assert lab.losses() == undisturbed and len(undisturbed) == STEPS
 
 
 def goes_on(forked: Forked, rundir: RunDir, strategy: Strategy, **changes: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardmake.config import Strategy
-from tests.workflow.by_hand import configure, train_by_hand
+from tests.workflow.by_hand import STEPS, configure, forget_after, launch_by_hand, train_by_hand
 from tests.workflow.checkout import Checkout
 
 pytestmark = pytest.mark.training
@@ -28,7 +28,12 @@ def test_every_strategy_computes_what_ddp_computes(
 
 
 def test_hybrid_sharding_over_two_nodes_of_two_ranks(lab: Checkout, reference: dict[int, float]) -> None:
-    assert train_by_hand(lab, "fsdp-hybrid", nodes=2) == pytest.approx(reference, abs=2e-4)
+    """It goes on from its own checkpoint as if it had never been away, too; test_resume.py has the others."""
+    saves = {"every_steps": 1, "keep": STEPS}
+    losses = train_by_hand(lab, "fsdp-hybrid", nodes=2, checkpoints=saves)
+    assert losses == pytest.approx(reference, abs=2e-4)
+    launch_by_hand(lab, "fsdp-hybrid", nodes=2, resume_from=forget_after(lab, 2), checkpoints=saves)
+    assert lab.losses() == losses
 
 
 @pytest.mark.parametrize(("strategy", "nodes"), [("zero2", 1), ("zero1", 2)])
