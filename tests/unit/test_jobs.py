@@ -72,7 +72,11 @@ def test_a_job_that_slurm_was_too_busy_to_take_is_submitted_again() -> None:
     def silent() -> str | None:
         raise UserError("Slurm does not answer")
 
-    assert submit_patiently(submit, silent, pauses=(0, 0)) == "7"
+    assert submit_patiently(submit, lambda: None, pauses=(0, 0)) == "7"
+    answers[:] = [passing, "7"]
+    with pytest.raises(UserError, match="does not answer"):
+        submit_patiently(submit, silent, pauses=(0, 0))
+    assert answers == ["7"], "not submitted again while nobody knows whether it was taken"
     answers[:] = [passing]
     assert submit_patiently(submit, lambda: "6", pauses=(0,)) == "6", "it had taken it all the same"
     answers[:] = [passing, passing]

@@ -29,7 +29,8 @@ from shardmake.versions import library_versions
 
 _SQUEUE = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%R|%j")
 _PASSING = re.compile(
-    r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller",
+    r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller"
+    r"|does not answer",
     re.IGNORECASE,
 )
 """What sbatch says where Slurm does not answer for the moment, rather than that it refuses the job."""
@@ -159,22 +160,23 @@ def submit_patiently(
 ) -> str:
     """The id of the job that ``submit`` submits, again after each of ``pauses`` (seconds) where Slurm is in trouble.
 
-    Slurm may have taken the job all the same, so it is looked for (``find``) before each new try.
+    Slurm may have taken the job all the same, so it is looked for (``find``) before each new try, and there is none
+    while that has no answer: two jobs would write to one run.
 
     Raises:
         UserError: Slurm refuses the job, or is still in trouble at the end.
     """
-    for pause in pauses:
+    trouble: UserError | None = None
+    for pause in (0.0, *pauses):
+        time.sleep(pause)
         try:
-            return submit()
+            return (trouble and find()) or submit()
         except UserError as error:
+            trouble = error
             if not _PASSING.search(str(error)):
                 raise
-        time.sleep(pause)
-        with contextlib.suppress(UserError):
-            if taken := find():
-                return taken
-    return submit()
+    assert trouble
+    raise trouble
 
 
 def _without(excluded: Sequence[str]) -> str:
