@@ -71,7 +71,7 @@ test-sweep: install-test
 	$(BIN)/pytest -m sweep tests/workflow
 
 docs: install
-	$(BIN)/python -m shardmake.docs
+	$(BIN)/python -m tools.config_reference
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis workflow/*.egg-info
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info

@@ -51,7 +51,7 @@ OURS = """
 import time; start = time.time()
 import json
 from pathlib import Path
-from shardmake.consolidate.locate import read_model
+from shardmake.checkpoint.formats.registry import read_model
 from shardmake.consolidate.layout import parse_size, plan_shards
 from shardmake.consolidate.writer import ShardWriter
 contents = read_model(Path("{source}"), "{dtype}")

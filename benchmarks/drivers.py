@@ -15,7 +15,7 @@ import psutil
 
 DRIVER = """
 import fcntl, sys
-from shardmake.launch.doze import doze_until_started
+from shardmake.launch.low_memory_wait import doze_until_started
 lock = open(sys.argv[1], "a+")
 fcntl.flock(lock, fcntl.LOCK_EX)
 doze_until_started("7", lock.fileno(), sys.argv[2])

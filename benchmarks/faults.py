@@ -25,9 +25,9 @@ from typing import Any
 import psutil
 import yaml
 
-from shardmake.attempt import AttemptDir, Beat
-from shardmake.rundir import RunDir
-from shardmake.train import ledger
+from shardmake.checkpoint import store
+from shardmake.run.attempt import AttemptDir, Beat
+from shardmake.run.paths import RunDir
 
 RESULTS = Path(__file__).parent / "results/faults.json"
 EVERY = 5
@@ -92,7 +92,7 @@ class Lab:
 
     def newest(self) -> int:
         """Step of the newest checkpoint that counts and that the campaign left alone."""
-        records = [record for record, _ in ledger.sealed(self.rundir.checkpoints)]
+        records = [record for record, _ in store.sealed(self.rundir.checkpoints)]
         return max((record.step for record in records if record.saved_at not in self.damaged), default=0)
 
     def losses(self) -> dict[int, float]:
@@ -132,7 +132,7 @@ def kill_rank_in_a_save(lab: Lab, chance: random.Random) -> bool:
     """SIGKILL one rank while a checkpoint is being written."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
-        if any(lab.rundir.checkpoints.glob(f"{ledger.STAGING}*")):
+        if any(lab.rundir.checkpoints.glob(f"{store.STAGING}*")):
             time.sleep(chance.uniform(0, 0.05))
             break
         time.sleep(0.001)
@@ -179,7 +179,7 @@ def kill_driver(lab: Lab, chance: random.Random) -> bool:
 
 def damage(lab: Lab, chance: random.Random, how: Callable[[Path, random.Random], None]) -> bool:
     """Damage a file of the newest checkpoint, then kill a rank so that it is wanted."""
-    newest = next(ledger.sealed(lab.rundir.checkpoints), None)
+    newest = next(store.sealed(lab.rundir.checkpoints), None)
     if newest:
         files = [newest[1] / name for name, entry in newest[0].files.items() if entry.size > 0]
         how(chance.choice(files), chance)
@@ -302,8 +302,8 @@ class Storm:
 
 def corrupted(lab: Lab) -> list[str]:
     """Checkpoints whose record says that they count, that nobody damaged, and that are not whole."""
-    sealed = list(ledger.sealed(lab.rundir.checkpoints))
-    return [path.name for record, path in sealed if record.saved_at not in lab.damaged and ledger.problems(path)]
+    sealed = list(store.sealed(lab.rundir.checkpoints))
+    return [path.name for record, path in sealed if record.saved_at not in lab.damaged and store.problems(path)]
 
 
 def same_end(calm: Lab, stormy: Lab) -> bool:
@@ -315,7 +315,7 @@ def same_end(calm: Lab, stormy: Lab) -> bool:
 
     models = []
     for lab in (calm, stormy):
-        checkpoint = next(ledger.sealed(lab.rundir.checkpoints))[1]
+        checkpoint = next(store.sealed(lab.rundir.checkpoints))[1]
         out = lab.root / f"model-{lab.name}"
         consolidate(checkpoint, out, base=lab.root / "inputs/base", dtype="keep", max_shard_size="5GB", workers=1)
         models.append(load_file(out / "model.safetensors"))

@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmake.interval import interval_seconds
+from shardmake.checkpoint.interval import interval_seconds
 from shardmake.launch.driver import IDLE_ATTEMPTS
-from shardmake.launch.outcome import Action, End, History, Outcome, decide
-from shardmake.launch.story import Chapter, hung_before, idle_attempts, unfit_nodes
+from shardmake.launch.outcome import Action, History, Outcome, decide
+from shardmake.run.attempt_history import Chapter, End, hung_before, idle_attempts, unfit_nodes
 
 RESULTS = Path(__file__).parent / "results/goodput.json"
 HOUR, DAY = 3600.0, 86400.0

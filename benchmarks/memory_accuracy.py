@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
-from shardmake.config import Method
-from shardmake.plan.buckets import Buckets
-from shardmake.plan.memory import states
-from shardmake.plan.memory.deepspeed_table import table
-from shardmake.plan.memory.estimate import gpu
-from shardmake.plan.memory.scenario import Scenario, Stack
-from shardmake.plan.model import Model, from_config, split
+from benchmarks.deepspeed_table import table
+from shardmake.config.models import Method
+from shardmake.memory import states
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.estimate import gpu
+from shardmake.memory.model import Model, from_config, split
+from shardmake.memory.scenario import Scenario, Stack
 
 GIB = 1 << 30
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"
@@ -262,7 +262,7 @@ def swift(row: Row) -> Case:
 
 def one_layer(row: Row) -> Case:
     """One layer's forward pass by itself: what it saved and its output (transformers of 2024)."""
-    from shardmake.plan.memory.decoder import layer_forward_bytes
+    from shardmake.memory.decoder import layer_forward_bytes
 
     model = models()[row["model"]]()
     stack = Stack(expands_keys=True, copies_attention=True)
@@ -276,7 +276,7 @@ def overhead(row: Row) -> Case:
 
 
 def host_load(row: Row) -> Case:
-    from shardmake.plan.memory.host import loading_rank, waiting_rank
+    from shardmake.memory.host import loading_rank, waiting_rank
 
     model = models()[row["model"]]()
     size = loading_rank(model, 4, shard=5 * 10**9) if "rank 0" in row["strategy"] else waiting_rank()

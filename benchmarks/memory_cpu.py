@@ -18,14 +18,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from shardmake.config import Cluster, Strategy
-from shardmake.plan.buckets import read_buckets
-from shardmake.plan.deepspeed_file import zero_optimization
-from shardmake.plan.memory import host, states
-from shardmake.plan.memory.estimate import act, script_of
-from shardmake.plan.memory.scenario import Scenario
-from shardmake.plan.model import from_config, split
-from shardmake.plan.plan import Choice
+from shardmake.config.models import Cluster, Strategy
+from shardmake.memory import host, states
+from shardmake.memory.buckets import read_buckets, zero_optimization
+from shardmake.memory.estimate import act, script_of
+from shardmake.memory.model import from_config, split
+from shardmake.memory.scenario import Scenario
+from shardmake.run.plan import Choice
 
 RANKS, BATCH, LENGTH, STEPS = 2, 1, 128, 3
 CONFIG = {

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from shardmake.config import Strategy
+from shardmake.config.models import Strategy
 
 GIB = 1 << 30
 STEPS = 3
@@ -183,10 +183,10 @@ def deepspeed_step(cell: Cell) -> Any:
 
 
 def zero_section(cell: Cell) -> dict[str, Any]:
-    from shardmake.config import Cluster
-    from shardmake.plan.deepspeed_file import zero_optimization
-    from shardmake.plan.model import from_config
-    from shardmake.plan.plan import Choice
+    from shardmake.config.models import Cluster
+    from shardmake.memory.buckets import zero_optimization
+    from shardmake.memory.model import from_config
+    from shardmake.run.plan import Choice
 
     choice = Choice(
         strategy=cell.engine,
@@ -208,10 +208,10 @@ def zero_section(cell: Cell) -> dict[str, Any]:
 
 
 def estimate(cell: Cell, capacity: int) -> dict[str, int]:
-    from shardmake.plan.buckets import Buckets, read_buckets
-    from shardmake.plan.memory.estimate import gpu
-    from shardmake.plan.memory.scenario import Scenario
-    from shardmake.plan.model import from_config, split
+    from shardmake.memory.buckets import Buckets, read_buckets
+    from shardmake.memory.estimate import gpu
+    from shardmake.memory.model import from_config, split
+    from shardmake.memory.scenario import Scenario
 
     model = from_config(config_of(cell))
     scenario = Scenario(

@@ -19,15 +19,15 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from shardmake.attempt import AttemptDir, write_record
-from shardmake.config import Strategy, get_run, load_cluster, load_config
+from shardmake.checkpoint import store
+from shardmake.config.models import Strategy, get_run, load_cluster, load_config
+from shardmake.core.atomic import write_json
 from shardmake.launch.jobs import attempt_settings
-from shardmake.plan.plan import as_json
-from shardmake.plan.strategy import make_plan
-from shardmake.receipt import write_json
-from shardmake.train import ledger
-from shardmake.train.saving import Saver
-from shardmake.train.scratch import Scratch
+from shardmake.plan.planner import make_plan
+from shardmake.run.attempt import AttemptDir, write_record
+from shardmake.run.plan import as_json
+from shardmake.train.async_saver import Scratch
+from shardmake.train.checkpoint_saver import Saver
 
 RESULTS = Path(__file__).parent / "results/saving.json"
 STRATEGIES: tuple[Strategy, ...] = ("zero3", "fsdp")
@@ -50,7 +50,7 @@ class Alternate(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The save follows this."""
         self.saver.settle()
-        newest = next(ledger.sealed(self.saver.folder), None)
+        newest = next(store.sealed(self.saver.folder), None)
         if newest and state.is_world_process_zero:
             record = newest[0]
             line = {

@@ -5,13 +5,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from shardmake.attempt import Attempt, AttemptDir, NodeExit, write_record
-from shardmake.config import Run, parse_config
-from shardmake.manifest import as_json as manifest_as_json
-from shardmake.manifest import read_folder
-from shardmake.plan.plan import Choice, Plan, Resources, Rung, Workload, as_json
-from shardmake.receipt import write_json
-from shardmake.rundir import RunDir
+from shardmake.config.models import Run, parse_config
+from shardmake.core.atomic import write_json
+from shardmake.core.manifest import as_json as manifest_as_json
+from shardmake.core.manifest import read_folder
+from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, write_record
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Choice, Plan, Resources, Rung, Workload, as_json
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {

@@ -140,7 +140,7 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
 
 
 def _be_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
-    from shardmake.attempt import AttemptDir, record_error
+    from shardmake.run.attempt import AttemptDir, record_error
     from shardmake.train.__main__ import program
     from tests.kill_at_write import Killer
 

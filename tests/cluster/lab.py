@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from shardmake.attempt import AttemptDir, Beat
 from shardmake.launch.jobs import job_name
+from shardmake.run.attempt import AttemptDir, Beat
 from tests.cluster.harness import Cluster, Job
 from tests.cluster.slurm_conf import NODES
 from tests.workflow.checkout import REPOSITORY, RUN, Checkout

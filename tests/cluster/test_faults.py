@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.consolidate_limits import cgroup, may_limit
-from shardmake.plan.plan import read_plan
+from shardmake.run.plan import read_plan
 from tests.cluster.harness import STATE, Cluster
 from tests.cluster.lab import FaultLab, make_lab
 from tests.cluster.peace import STRATEGIES, Ends, Fault, Peace, assert_as_in_peace, survive

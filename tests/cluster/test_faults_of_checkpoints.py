@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults import cut_short, flip_a_bit
-from shardmake.rundir import RunDir
-from shardmake.train import ledger
+from shardmake.checkpoint import store
+from shardmake.run.paths import RunDir
 from tests.cluster.harness import STATE, Cluster
 from tests.cluster.lab import FaultLab, make_lab
 from tests.cluster.peace import STRATEGIES, Ends, Peace, assert_as_in_peace, survive
@@ -75,11 +75,11 @@ def test_a_damaged_shard_sends_the_resume_one_checkpoint_back(
 
     def damage(lab: FaultLab, attempts: int) -> Ends:
         """In the newest checkpoint, of a training that is held so that it stays the newest."""
-        lab.cluster.wait_until(lambda: len(list(ledger.sealed(checkpoints(lab)))) > 1, "two checkpoints", timeout=240)
+        lab.cluster.wait_until(lambda: len(list(store.sealed(checkpoints(lab)))) > 1, "two checkpoints", timeout=240)
         beat = lab.wait_for_steps(2, attempts)
         lab.send("STOP", beat.pid, beat.host)
         lab.cluster.run(["sleep", "1"])  # what the other rank still has to do for a save, it does
-        (newest, path), (before, _) = list(ledger.sealed(checkpoints(lab)))[:2]
+        (newest, path), (before, _) = list(store.sealed(checkpoints(lab)))[:2]
         steps.extend([newest.step, before.step])
         harm(path / CHANCE.choice([name for name in newest.files if name.endswith(SHARDS)]), CHANCE)
         lab.send("KILL", beat.pid, beat.host)
@@ -89,7 +89,7 @@ def test_a_damaged_shard_sends_the_resume_one_checkpoint_back(
     newest_step, step_before = steps
     assert f"checkpoint-{newest_step} does not count" in lab.log()
     assert f"resuming from checkpoint-{step_before}" in lab.log()
-    assert len(ledger.damaged(checkpoints(lab))) == 1
+    assert len(store.damaged(checkpoints(lab))) == 1
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -99,7 +99,7 @@ def test_a_node_dies_while_checkpoints_are_saved_asynchronously(lab: FaultLab, i
     calm = in_peace(strategy)
     lab.configure(strategy, checkpoints={"every_steps": lab.every, "asynchronous": True})
     survive(lab, [kill_node], calm)
-    records = [record for record, _ in ledger.sealed(checkpoints(lab))]
+    records = [record for record, _ in store.sealed(checkpoints(lab))]
     assert any(record.blocked_seconds is not None for record in records), "the last save alone waits"
 
 
@@ -126,13 +126,13 @@ def test_the_disk_is_full_in_the_middle_of_a_save(
     lab.configure(strategy)
     lab.forget()
     lab.start()
-    lab.cluster.wait_until(lambda: any(ledger.sealed(checkpoints(lab))), "a checkpoint", timeout=240)
+    lab.cluster.wait_until(lambda: any(store.sealed(checkpoints(lab))), "a checkpoint", timeout=240)
     order_killer(lab, 1, r"^(open|torch\.save) /\.saving", "fill")
     assert lab.wait() == 2, lab.log()
     filler = checkpoints(lab).parent / "filler"
     assert filler.exists() and lab.ends() == ["error in the training"], lab.log()
     assert "The disk filled up while checkpoint-" in lab.log()
-    newest = ledger.newest_whole(checkpoints(lab), print)
+    newest = store.newest_whole(checkpoints(lab), print)
     assert newest is not None
 
     filler.unlink()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch.queue import FRESH_SECONDS
+from shardmake.launch.squeue_cache import FRESH_SECONDS
 from tests.cluster.harness import Cluster
 
 pytestmark = pytest.mark.cluster
@@ -15,7 +15,7 @@ DRIVERS, SECONDS = 8, 5
 WATCH = """
 import sys, time
 from pathlib import Path
-from shardmake.config import Cluster
+from shardmake.config.models import Cluster
 from shardmake.launch.jobs import SlurmJobs
 jobs = SlurmJobs(Path("run"), Cluster(executor="slurm", processes_per_node=1, cpus_per_node=1, memory_gib_per_node=1.0))
 end, seen = time.monotonic() + float(sys.argv[1]), set()

@@ -157,7 +157,7 @@ def dozing(pid: int) -> list[psutil.Process]:
 
 def is_dozing(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):  # one that ends meanwhile
-        return "doze.py" in " ".join(process.cmdline())
+        return "low_memory_wait.py" in " ".join(process.cmdline())
     return False
 
 

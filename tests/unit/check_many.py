@@ -9,8 +9,8 @@ path, world_size = Path(sys.argv[1]), int(sys.argv[2])
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost"}
 os.environ["DS_ACCELERATOR"] = "cpu"
 
-from shardmake.plan import parsers  # noqa: E402
-from shardmake.plan.check import find_problems  # noqa: E402
+from shardmake.render import parsers  # noqa: E402
+from shardmake.render.check import find_problems  # noqa: E402
 
 parsers.pretend_world(world_size)
 answers = []

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from shardmake.config import Cluster, Data, Run, Strategy
-from shardmake.plan.model import Model, from_config
-from shardmake.plan.plan import Choice, Plan, Resources, Workload
+from shardmake.config.models import Cluster, Data, Run, Strategy
+from shardmake.memory.model import Model, from_config
+from shardmake.run.plan import Choice, Plan, Resources, Workload
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

@@ -9,17 +9,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmake.attempt import AttemptDir, write_record
-from shardmake.config import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.checkpoint import store
+from shardmake.checkpoint.reshard.convert import tell_deepspeed
+from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.core.atomic import read_json, write_json, write_text
 from shardmake.launch.jobs import attempt_settings
-from shardmake.plan.engine import expected_engine
-from shardmake.plan.model import read_model
-from shardmake.plan.plan import Plan, as_json
-from shardmake.plan.render import as_yaml, launch_command, render_files
-from shardmake.plan.strategy import make_plan
-from shardmake.receipt import read_json, write_json, write_text
-from shardmake.reshard.stage import tell_deepspeed
-from shardmake.train import ledger
+from shardmake.memory.model import read_model
+from shardmake.plan.planner import make_plan
+from shardmake.render.expected_engine import expected_engine
+from shardmake.render.stage import as_yaml, launch_command, render_files
+from shardmake.run.attempt import AttemptDir, write_record
+from shardmake.run.plan import Plan, as_json
 from tests.workflow.checkout import REPOSITORY, Checkout
 
 STEPS = 4
@@ -45,14 +45,14 @@ def train_by_hand(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: 
 
 def saved(lab: Checkout) -> dict[int, Path]:
     """The sealed checkpoints of the lab's run, by step."""
-    return {record.step: path for record, path in ledger.sealed(lab.run / "train/checkpoints")}
+    return {record.step: path for record, path in store.sealed(lab.run / "train/checkpoints")}
 
 
 def forget_after(lab: Checkout, step: int) -> Path:
     """Put the training back to where it was then; the checkpoint of that step."""
     for later, path in saved(lab).items():
         if later > step:
-            ledger.remove(path)
+            store.remove(path)
     (lab.run / "train/receipt.json").unlink()
     return saved(lab)[step]
 

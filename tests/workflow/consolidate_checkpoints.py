@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.consolidate import merge, verify
-from shardmake.consolidate.dtypes import Target
 from shardmake.consolidate.layout import parse_size, plan_shards
 from shardmake.consolidate.loading import Loading, load, load_adapter
-from shardmake.consolidate.locate import read_checkpoint
 from shardmake.consolidate.writer import ShardWriter
 
 HERE = Path(__file__).parent

@@ -16,7 +16,7 @@ from deepspeed.utils import safe_get_full_fp32_param
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, ResNetConfig, ResNetForImageClassification
 
-from shardmake.train.group import end_process, leave_together
+from shardmake.train.process_group import end_process, leave_together
 
 STEPS = 2
 

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardmake.train.group import end_process, leave_together
+from shardmake.train.process_group import end_process, leave_together
 
 STEPS = 2
 

@@ -5,17 +5,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardmake.attempt import AttemptDir, write_record
-from shardmake.config import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.checkpoint import store
+from shardmake.checkpoint.store import CheckpointRecord
+from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.core.atomic import write_json, write_text
 from shardmake.launch.jobs import attempt_settings
-from shardmake.plan.model import read_model
-from shardmake.plan.plan import Choice, Plan, as_json
-from shardmake.plan.render import as_yaml, launch_command, render_files
-from shardmake.plan.strategy import make_plan
-from shardmake.receipt import write_json, write_text
-from shardmake.rundir import RunDir
-from shardmake.train import ledger
-from shardmake.train.ledger import CheckpointRecord
+from shardmake.memory.model import read_model
+from shardmake.plan.planner import make_plan
+from shardmake.render.stage import as_yaml, launch_command, render_files
+from shardmake.run.attempt import AttemptDir, write_record
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Choice, Plan, as_json
 from tests.nursery import Nursery, free_port, launched_environment
 from tests.workflow.checkout import Checkout
 
@@ -78,7 +78,7 @@ class Forked:
         self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None
     ) -> tuple[list[int], CheckpointRecord | None]:
         """`train` from what the ledger recovers, as the driver does it."""
-        found = ledger.recover(rundir.checkpoints, lambda text: None)
+        found = store.recover(rundir.checkpoints, lambda text: None)
         codes = self.train(rundir, planned, kill, resume_from=found[1] if found else None)
         return codes, found[0] if found else None
 

@@ -10,8 +10,8 @@ from typing import Any
 from transformers import TrainingArguments
 
 import tests.fsdp_on_cpu  # noqa: F401
-from shardmake.train.group import end_process, leave_together
-from shardmake.train.load import load_base
+from shardmake.train.load_model import load_base
+from shardmake.train.process_group import end_process, leave_together
 
 folder = Path(sys.argv[1])
 settings: dict[str, Any] = json.loads((folder / "training.json").read_text())

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shardmake.config import Strategy
-from shardmake.rundir import RunDir
-from shardmake.train import ledger
+from shardmake.checkpoint import store
+from shardmake.config.models import Strategy
+from shardmake.run.paths import RunDir
 from tests.kill_at_write import points
 from tests.workflow.forked import Forked, branch, log
 
@@ -49,7 +49,7 @@ class Sweep:
         assert self.forked.train(started, self.forked.plan(
             self.strategy, RANKS, checkpoints={"every_steps": 2, "keep": 2}
         )) == [0] * RANKS, log(started)  # fmt: skip
-        ledger.remove(started.checkpoints / "checkpoint-4")
+        store.remove(started.checkpoints / "checkpoint-4")
         started.train_receipt.unlink()
         whole = branch(started, whole.root)
         recording = self._kill(whole, -1, "before")
@@ -72,7 +72,7 @@ class Sweep:
         codes, _ = self.forked.resume(rundir, self.planned, self._kill(rundir, at, mode))
         left = sorted(path.name for path in rundir.checkpoints.glob("*checkpoint-*"))
         heard: list[str] = []
-        newest = ledger.recover(rundir.checkpoints, heard.append)
+        newest = store.recover(rundir.checkpoints, heard.append)
         found: dict[str, Any] = {
             "killed": codes[self.victim] == -9 and self._writes(rundir) == at + 1, "left": left, "resumed_from": newest[0].step if newest else 0,
             "told": heard,
@@ -87,7 +87,7 @@ class Sweep:
 
 def _result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
     """Losses by step, and the checksums of the last checkpoint's states: equal bit for bit, or it does not count."""
-    last = ledger.newest_whole(rundir.checkpoints, print)
+    last = store.newest_whole(rundir.checkpoints, print)
     if last is None or last[0].step != 4:
         return {}, {}
     states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}

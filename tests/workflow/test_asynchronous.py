@@ -13,13 +13,13 @@ from typing import Any
 import psutil
 import pytest
 
-from shardmake.config import Strategy, get_run, load_cluster, load_config
-from shardmake.errors import UserError
-from shardmake.plan.render import render
+from shardmake.checkpoint import store
+from shardmake.config.models import Strategy, get_run, load_cluster, load_config
+from shardmake.core.errors import UserError
 from shardmake.plan.stage import plan_run
-from shardmake.rundir import RunDir
-from shardmake.train import ledger
-from tests.unit.test_saving_asynchronous import make_saver, save, steps
+from shardmake.render.stage import render
+from shardmake.run.paths import RunDir
+from tests.unit.train.test_async_saver import make_saver, save, steps
 from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import REPOSITORY, Checkout
 from tests.workflow.forked import Forked, log
@@ -30,7 +30,7 @@ SAVES = {"every_steps": 2, "keep": 9}
 
 def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
     """Losses by step, and the checksums of the last checkpoint's states."""
-    last = ledger.newest_whole(rundir.checkpoints, print)
+    last = store.newest_whole(rundir.checkpoints, print)
     assert last is not None
     states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}
     lines = [line for line in map(json.loads, rundir.metrics.read_text().splitlines()) if "loss" in line]
@@ -64,7 +64,7 @@ def hold_uploads(folder: Path) -> str:
 
 def kill_rank_that_uploads(rundir: RunDir) -> None:
     """SIGKILL it when its upload of step 4 is half way."""
-    staged = ledger.staging(rundir.checkpoints, 4)
+    staged = store.staging(rundir.checkpoints, 4)
     wait_for(lambda: list(staged.rglob("*model_states.pt")))
     (upload,) = uploads(rundir)
     os.kill(upload.ppid(), signal.SIGKILL)
@@ -72,7 +72,7 @@ def kill_rank_that_uploads(rundir: RunDir) -> None:
 
 def assert_as_if_nothing_had_been(rundir: RunDir, undisturbed: RunDir) -> None:
     assert result(rundir) == result(undisturbed)
-    waited = {record.step: record.blocked_seconds is not None for record, _ in ledger.sealed(rundir.checkpoints)}
+    waited = {record.step: record.blocked_seconds is not None for record, _ in store.sealed(rundir.checkpoints)}
     assert waited == {2: True, 4: True, 6: False}
     assert not uploads(rundir)
 
@@ -91,7 +91,7 @@ def test_a_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
         codes = forked.train(rundir, planned, variables={"PYTHONPATH": hold_uploads(tmp_path / "held")})
         killing.result()
     assert codes[0] == -signal.SIGKILL and not uploads(rundir), log(rundir)
-    assert ledger.staging(rundir.checkpoints, 4).exists()
+    assert store.staging(rundir.checkpoints, 4).exists()
 
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
@@ -140,7 +140,7 @@ def test_every_engine_saves_the_same_in_the_background(
         planned = (plan, run, cluster.model_copy(update={"scratch": str(tmp_path)}))
         assert forked.train(rundir, planned) == [0, 0], log(rundir)
         rundir.train_receipt.unlink()
-        ledger.remove(rundir.checkpoints / "checkpoint-4")
+        store.remove(rundir.checkpoints / "checkpoint-4")
         codes, resumed = forked.resume(rundir, planned)
         assert codes == [0, 0] and resumed is not None and resumed.step == 3, log(rundir)
         assert (resumed.blocked_seconds is not None) == asynchronous
@@ -158,7 +158,7 @@ def test_two_nodes_with_a_scratch_each_bring_every_file(lab: Checkout, tmp_path:
         shutil.rmtree(lab.run / "train", ignore_errors=True)
         saves = {"every_steps": 1, "asynchronous": asynchronous}
         _, folder = launch_by_hand(lab, strategy, nodes=2, max_steps=2, checkpoints=saves)
-        record = ledger.read_record(lab.run / "train/checkpoints/checkpoint-1")
+        record = store.read_record(lab.run / "train/checkpoints/checkpoint-1")
         assert record is not None and (record.blocked_seconds is not None) == asynchronous
         assert record.world_size == record.rng_states == 4
         last = {name: entry for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}
@@ -193,4 +193,4 @@ def test_a_shared_disk_that_fills_up_during_an_upload(tmp_path: Path, small_disk
         UserError, match=r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
     ):
         save(saver, 3)
-    assert steps(tmp_path) == [1] and not ledger.staging(saver.folder, 2).exists()
+    assert steps(tmp_path) == [1] and not store.staging(saver.folder, 2).exists()

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from shardmake.consolidate import unpickle
-from shardmake.consolidate.locate import read_checkpoint
+from shardmake.checkpoint.formats import unpickle
+from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.consolidate.merge import consolidate
-from shardmake.errors import UserError
+from shardmake.core.errors import UserError
 from tests.workflow.consolidate_checkpoints import ask_in_process, trained
 
 pytestmark = pytest.mark.training

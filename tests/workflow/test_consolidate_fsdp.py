@@ -9,7 +9,7 @@ from accelerate.utils import merge_fsdp_weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardmake.consolidate.merge import consolidate
-from shardmake.errors import UserError
+from shardmake.core.errors import UserError
 from tests.workflow.consolidate_checkpoints import (
     FSDP,
     ask_in_process,

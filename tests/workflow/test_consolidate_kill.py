@@ -123,8 +123,8 @@ def test_killed_at_every_point(variant: Path, tmp_path: Path, replaces: bool) ->
 
 def test_a_shard_that_was_finished_is_not_written_again(variant: Path, tmp_path: Path) -> None:
     """Two tasks share the shards; the merge that follows finds them whole and writes none."""
+    from shardmake.checkpoint.formats.registry import read_checkpoint
     from shardmake.consolidate.layout import plan_shards
-    from shardmake.consolidate.locate import read_checkpoint
 
     contents = read_checkpoint(variant, "bf16")
     stored = [tensor for name, tensor in contents.tensors.items() if name not in contents.aliases]

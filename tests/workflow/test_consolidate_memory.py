@@ -24,7 +24,7 @@ import json, sys
 from pathlib import Path
 from shardmake.consolidate.jobs import plan_jobs
 from shardmake.consolidate.layout import plan_shards
-from shardmake.consolidate.locate import read_checkpoint
+from shardmake.checkpoint.formats.registry import read_checkpoint
 contents = read_checkpoint(Path(sys.argv[1]), "bf16")
 shards = plan_shards(contents.tensors.values(), "bf16", 5 * 10**9)
 jobs = plan_jobs(shards)

@@ -18,11 +18,11 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from shardmake.checkpoint.formats.naming import MODEL_BIN
 from shardmake.consolidate import merge
 from shardmake.consolidate.merge import consolidate
-from shardmake.consolidate.naming import MODEL_BIN
 from shardmake.consolidate.verify import verify
-from shardmake.errors import UserError
+from shardmake.core.errors import UserError
 from tests.workflow.consolidate_checkpoints import ask_in_process, assert_equal, load_weights
 
 SHAPE = LlamaConfig(

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from shardmake.consolidate.deepspeed import MOMENTS, inner_folder, read_states
-from shardmake.consolidate.swapped import FOLDER, write_index
-from shardmake.errors import UserError
-from shardmake.reshard.zero import read_tensor
+from shardmake.checkpoint.formats.nvme_swap import FOLDER, write_index
+from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, read_states
+from shardmake.checkpoint.reshard.zero import read_tensor
+from shardmake.core.errors import UserError
 from tests.workflow.consolidate_checkpoints import assert_equal, merged, trained, truth
 
 pytestmark = pytest.mark.training

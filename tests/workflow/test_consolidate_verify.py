@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
-from shardmake.errors import UserError
+from shardmake.core.errors import UserError
 from tests.workflow.consolidate_checkpoints import ask_in_process
 
 SHAPE = LlamaConfig(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from shardmake.errors import UserError
+from shardmake.core.errors import UserError
 from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, merged, trained, truth
 
 pytestmark = pytest.mark.training

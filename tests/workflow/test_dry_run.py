@@ -2,10 +2,10 @@
 
 import os
 
-from shardmake.config import get_run, load_cluster, load_config
-from shardmake.plan.plan import as_json
-from shardmake.plan.strategy import make_plan
-from shardmake.receipt import write_json
+from shardmake.config.models import get_run, load_cluster, load_config
+from shardmake.core.atomic import write_json
+from shardmake.plan.planner import make_plan
+from shardmake.run.plan import as_json
 from tests.workflow.checkout import Checkout
 
 NODES = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}

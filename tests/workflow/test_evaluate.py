@@ -11,15 +11,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shardmake.config import Cluster, Run
+from shardmake.config.models import Cluster, Run
+from shardmake.core.atomic import read_json
+from shardmake.core.errors import UserError
 from shardmake.data import prepare
-from shardmake.errors import UserError
-from shardmake.publish import backends
-from shardmake.publish.backends import Machine, choose_backend, count_ranks, load_model, weights_size
-from shardmake.publish.evaluate import evaluate
-from shardmake.publish.scores import IGNORED, Example, Scores, score
-from shardmake.receipt import read_json
-from shardmake.rundir import RunDir
+from shardmake.evaluate import backends
+from shardmake.evaluate.backends import Machine, choose_backend, count_ranks, load_model, weights_size
+from shardmake.evaluate.scores import IGNORED, Example, Scores, score
+from shardmake.evaluate.stage import evaluate
+from shardmake.run.paths import RunDir
 from tests.finished_run import make_run
 
 if TYPE_CHECKING:

@@ -10,18 +10,18 @@ from pathlib import Path
 import datasets
 import pytest
 
-from shardmake.rundir import RunDir
-from shardmake.sources import Sources, localize
+from shardmake.run.paths import RunDir
+from shardmake.run.sources import Sources, localize
 from tests.finished_run import make_run
 from tests.hub import READER, FakeHub
 
 SCRIPT = """
 import json, sys
 from pathlib import Path
-from shardmake.config import Run
-from shardmake.errors import UserError
+from shardmake.config.models import Run
+from shardmake.core.errors import UserError
 from shardmake.fetch.stage import fetch
-from shardmake.rundir import RunDir
+from shardmake.run.paths import RunDir
 try:
     fetch(Run.model_validate(json.loads(sys.argv[1])), RunDir(Path("runs/chat")), print)
 except UserError as error:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardmake.config import Strategy
-from shardmake.plan.render import launch_command, render
+from shardmake.config.models import Strategy
+from shardmake.render.stage import launch_command, render
 from tests.unit.plans import make_cluster, make_plan, make_run
 from tests.workflow.by_hand import free_port, rank_environment
 

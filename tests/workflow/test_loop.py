@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardmake.config import Cluster, Run, Strategy
+from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.consolidate.merge import consolidate
-from shardmake.plan.plan import Plan
-from shardmake.rundir import RunDir
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Plan
 from tests.workflow.forked import Forked, log
 
 pytestmark = pytest.mark.training

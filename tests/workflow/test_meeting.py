@@ -11,14 +11,15 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from shardmake.attempt import RankError
-from shardmake.launch.outcome import End, error_end
-from shardmake.train import meeting
-from shardmake.train.meeting import MeetingError, apart, describe
+from shardmake.launch.outcome import error_end
+from shardmake.run.attempt import RankError
+from shardmake.run.attempt_history import End
+from shardmake.train import network_check
+from shardmake.train.network_check import MeetingError, apart, describe
 
 RANK = """
 import sys
-from shardmake.train.meeting import MeetingError, meet_ranks
+from shardmake.train.network_check import MeetingError, meet_ranks
 try:
     meet_ranks(True, None, print, deadline=float(sys.argv[1]))
 except MeetingError as error:
@@ -105,12 +106,12 @@ def test_a_broken_gpu_is_its_own_nodes_fault(monkeypatch: pytest.MonkeyPatch, er
     def broken(*sizes: object, **options: object) -> None:
         raise error
 
-    monkeypatch.setattr(meeting.torch, "ones", broken)
+    monkeypatch.setattr(network_check.torch, "ones", broken)
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(MeetingError) as found:
-        meeting.meet_ranks(False, None, print)
+        network_check.meet_ranks(False, None, print)
     assert found.value.host == socket.gethostname()
     told = RankError(rank=1, host="c1", time=0, kind="MeetingError", message=str(found.value), traceback="")
     assert error_end(told) is End.PREFLIGHT

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardmake.config import Cluster, Run, Strategy
-from shardmake.plan import training_file
-from shardmake.plan.plan import Choice
-from shardmake.receipt import read_json
-from shardmake.reshard.routes import Route
-from shardmake.reshard.stage import find_route, reshard
-from shardmake.train import ledger
+from shardmake.checkpoint import store
+from shardmake.checkpoint.reshard.convert import find_route, reshard
+from shardmake.checkpoint.reshard.routes import Route
+from shardmake.config.models import Cluster, Run, Strategy
+from shardmake.core.atomic import read_json
+from shardmake.render import training_file
+from shardmake.run.plan import Choice
 from tests.workflow.by_hand import launch_by_hand, train_by_hand
 from tests.workflow.checkout import Checkout
 
@@ -47,16 +47,16 @@ def test_either_adam_goes_on_from_the_other(
     lab: Checkout, reference: dict[int, float], wrote: Strategy, reads: Strategy
 ) -> None:
     assert train_by_hand(lab, wrote, checkpoints=SAVES) == pytest.approx(reference, abs=2e-4)
-    (last, path), found = list(ledger.sealed(lab.run / "train/checkpoints"))
+    (last, path), found = list(store.sealed(lab.run / "train/checkpoints"))
     assert last.step == 4
-    ledger.remove(path)
+    store.remove(path)
     (lab.run / "train/receipt.json").unlink()
     _, folder = launch_by_hand(lab, reads, resume_from=_as_read_by(lab, *found, reads), checkpoints=SAVES)
     assert (read_json(folder.training, "this test")["optimizer"] is not None) == ("offload" in reads)
     assert lab.losses() == pytest.approx(reference, abs=2e-4)
 
 
-def _as_read_by(lab: Checkout, record: ledger.CheckpointRecord, checkpoint: Path, strategy: Strategy) -> Path:
+def _as_read_by(lab: Checkout, record: store.CheckpointRecord, checkpoint: Path, strategy: Strategy) -> Path:
     if find_route(record, checkpoint, strategy, 2) is Route.NATIVE:
         return checkpoint
     out = lab.run / "train/resharded"

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from shardmake.attempt import AttemptDir
-from shardmake.config import Strategy
-from shardmake.errors import UserError
-from shardmake.reshard.routes import Route
-from shardmake.reshard.stage import find_route, reshard
-from shardmake.reshard.universal import is_universal
-from shardmake.rundir import RunDir
-from shardmake.train import ledger
+from shardmake.checkpoint import store
+from shardmake.checkpoint.reshard.convert import find_route, reshard
+from shardmake.checkpoint.reshard.routes import Route
+from shardmake.checkpoint.reshard.universal import is_universal
+from shardmake.config.models import Strategy
+from shardmake.core.errors import UserError
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.paths import RunDir
 from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 
@@ -39,7 +39,7 @@ def go_on(
     forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = False, zero: dict[str, Any] | None = None
 ) -> Path:
     """One more step under ``stop``, or all that are left, from where the run is; the newest checkpoint."""
-    newest = ledger.recover(rundir.checkpoints, print)
+    newest = store.recover(rundir.checkpoints, print)
     source = newest[1] if newest else None
     if newest and find_route(*newest, *stop) is not Route.NATIVE:
         source = rundir.train / f"resharded-{newest[0].step}"
@@ -103,7 +103,7 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
     out = tmp_path / "ours"
     said: list[str] = []
     record = reshard(checkpoint, out, "zero1", 2, said.append)
-    assert (record.strategy, record.world_size) == ("zero1", 2) and ledger.problems(out) == []
+    assert (record.strategy, record.world_size) == ("zero1", 2) and store.problems(out) == []
     theirs = tmp_path / "theirs"
     options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
     source = checkpoint / "global_step1"
@@ -131,7 +131,7 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
 
 def newest_of(rundir: RunDir) -> Path:
     """The newest checkpoint."""
-    return next(path for _, path in ledger.sealed(rundir.checkpoints))
+    return next(path for _, path in store.sealed(rundir.checkpoints))
 
 
 def adam_steps(checkpoint: Path) -> list[float]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.config import STRATEGIES, Strategy
-from shardmake.rundir import RunDir
+from shardmake.config.models import STRATEGIES, Strategy
+from shardmake.run.paths import RunDir
 from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 

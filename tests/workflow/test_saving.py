@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.config import Strategy
-from shardmake.rundir import RunDir
-from shardmake.train import ledger
+from shardmake.checkpoint import store
+from shardmake.config.models import Strategy
+from shardmake.run.paths import RunDir
 from tests.workflow.forked import Forked, log
 from tests.workflow.sweep import CASES, Sweep
 
@@ -70,13 +70,13 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
     planned = forked.plan("zero3", 2, max_steps=3, checkpoints={"every_steps": 1, "keep": 2})
     undisturbed = RunDir(tmp_path / "undisturbed")
     assert forked.train(undisturbed, planned) == [0, 0], log(undisturbed)
-    assert {record.step for record, _ in ledger.sealed(undisturbed.checkpoints)} == {2, 3}
+    assert {record.step for record, _ in store.sealed(undisturbed.checkpoints)} == {2, 3}
 
     codes, _ = forked.resume(small_disk, planned)
     assert any(codes)
     assert "WARNING: checkpoint-2 is left out. The next checkpoint needs 18 MiB" in log(small_disk)
     assert "UserError: The next checkpoint needs" in log(small_disk)
-    assert [path.name for _, path in ledger.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
+    assert [path.name for _, path in store.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
 
     resize(small_disk, "60m")
     writes = {"rank": 1, "folder": str(small_disk.checkpoints), "log": str(tmp_path / "log"), "at": 1, "mode": "fill"}
@@ -85,7 +85,7 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
     assert "The disk filled up while checkpoint-2 was written" in log(small_disk)
     assert "it resumes from checkpoint-1" in log(small_disk)
     assert (small_disk.checkpoints.parent / "filler").exists()
-    newest = ledger.recover(small_disk.checkpoints, print)
+    newest = store.recover(small_disk.checkpoints, print)
     assert newest is not None and newest[0].step == 1
     assert [path.name for path in small_disk.checkpoints.iterdir()] == ["checkpoint-1"]
 
@@ -101,7 +101,7 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
     rule = {"every_steps": 1, "keep": 2, "keep_best": True, "keep_every_steps": 3}
     planned = forked.plan("zero2", 2, max_steps=5, checkpoints=rule)
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
-    records = {record.step: (record, path) for record, path in ledger.sealed(rundir.checkpoints)}
+    records = {record.step: (record, path) for record, path in store.sealed(rundir.checkpoints)}
     assert set(records) == {3, 4, 5}
     record, path = records[5]
     described = (record.step, record.samples, record.tokens, record.world_size, record.strategy, record.rng_states)
@@ -109,7 +109,7 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
     assert record.data_seed == 42 and record.recipe == "r" and record.save_seconds > 0
     assert set(record.versions) == {"torch", "transformers", "accelerate", "deepspeed", "shardmake"}
     assert record.eval_loss is not None and record.eval_loss < records[3][0].eval_loss
-    assert set(record.files) == set(ledger.list_files(path))
+    assert set(record.files) == set(store.list_files(path))
 
     reference = losses(rundir)
     shard = next(path.rglob("*optim_states.pt"))
@@ -124,8 +124,8 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 3
     assert losses(rundir) == reference
-    assert {record.step for record, _ in ledger.sealed(rundir.checkpoints)} == {3, 4, 5}
-    assert len(ledger.damaged(rundir.checkpoints)) == 2
+    assert {record.step for record, _ in store.sealed(rundir.checkpoints)} == {3, 4, 5}
+    assert len(store.damaged(rundir.checkpoints)) == 2
 
 
 def test_the_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> None:
@@ -136,6 +136,6 @@ def test_the_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) 
     assert forked.train(rundir, (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-6}))) == [0, 0], log(
         rundir
     )
-    steps = sorted(record.step for record, _ in ledger.sealed(rundir.checkpoints))
+    steps = sorted(record.step for record, _ in store.sealed(rundir.checkpoints))
     assert steps[0] == 10 and steps[-1] == 14
     assert "A save takes" in log(rundir) and "by Young's formula" in log(rundir)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from shardmake.config import Strategy
+from shardmake.config.models import Strategy
 from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import Checkout
 

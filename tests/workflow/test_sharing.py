@@ -20,11 +20,11 @@ PRELUDE = """
 import json, os, sys, tempfile
 from pathlib import Path
 from huggingface_hub import constants
-from shardmake.config import Run
+from shardmake.config.models import Run
 from shardmake.fetch.stage import fetch
-from shardmake.receipt import write_json
-from shardmake.rundir import RunDir
-from shardmake.sharing import share
+from shardmake.core.atomic import write_json
+from shardmake.run.paths import RunDir
+from shardmake.core.permissions import share
 run = Run.model_validate(json.loads(os.environ["RUN"]))
 rundir = RunDir(Path("runs", os.environ["NAME"]))
 cache = constants.HF_HUB_CACHE

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.config import Strategy
-from shardmake.rundir import RunDir
+from shardmake.config.models import Strategy
+from shardmake.run.paths import RunDir
 from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked, log

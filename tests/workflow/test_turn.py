@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from shardmake.launch.doze import WAITED_VARIABLE
+from shardmake.launch.low_memory_wait import WAITED_VARIABLE
 from tests.workflow.checkout import RUN, Checkout
 
 TOOLS = {

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from shardmake.config import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
-from shardmake.errors import UserError
-from shardmake.launch.preview import dry_run
-from shardmake.rundir import RunDir
-from shardmake.sharing import share_tree
+from shardmake.config.models import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
+from shardmake.core.errors import UserError
+from shardmake.commands.preview import dry_run
+from shardmake.run.paths import RunDir
+from shardmake.core.permissions import share_tree
 
 # The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of one's own replaces Snakemake's,
 # which makes a failure in a pipe one of the rule's.

@@ -1,0 +1,1 @@
+"""Sharded checkpoints: commit, recovery and retention, formats on disk, resharding."""

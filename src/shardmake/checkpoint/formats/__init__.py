@@ -1,0 +1,1 @@
+"""Read the checkpoint formats of DeepSpeed, FSDP, PEFT and Hugging Face as byte ranges."""

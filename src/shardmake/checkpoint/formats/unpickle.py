@@ -1,0 +1,288 @@
+"""Read what a checkpoint says about itself without running anything from it.
+
+A checkpoint is a pickle, and a pickle is a program. This unpickler gives it nothing to run: every global that
+DeepSpeed, torch, Accelerate and Transformers write into checkpoints is mapped to an inert stand-in of this module,
+and any other name is refused. Tensors come out as `TensorRef`: where their bytes lie, not the bytes.
+"""
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.checkpoint.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_SIZE
+from shardmake.checkpoint.formats.torch_zip_reader import Archive, Record
+from shardmake.core.errors import UserError
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A storage in an archive: its record and, where the pickle says it, the element type."""
+
+    record: Record
+    dtype: str | None
+
+
+@dataclass(frozen=True)
+class TensorRef:
+    """A tensor whose bytes are still on disk: ``offset`` is in bytes from the start of ``record``."""
+
+    record: Record
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return numel(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the elements in bytes."""
+        return self.numel * ITEM_SIZE[self.dtype]
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the elements lie in row-major order without gaps."""
+        return self.numel <= 1 or all(
+            size == 1 or stride == expected
+            for size, stride, expected in zip(self.shape, self.stride, row_major(self.shape), strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class ShardRef:
+    """A rank's part of a distributed tensor (DTensor).
+
+    Attributes:
+        shape: Of the whole tensor.
+        local: This rank's part.
+        spec: torch's DTensorSpec: ``placements`` and ``mesh``.
+    """
+
+    shape: tuple[int, ...]
+    local: TensorRef
+    spec: Any
+
+
+def numel(shape: tuple[int, ...]) -> int:
+    """Number of elements of a tensor of ``shape``."""
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous tensor of ``shape``."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+class Inert:
+    """Stand-in for an object of an allowed class: it keeps what the pickle gave it and does nothing."""
+
+    def __init__(self, *args: Any) -> None:
+        self.args = args
+        self.state: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the object as it was pickled; None where it had none."""
+        state = self.__dict__.get("state")
+        return state.get(name) if isinstance(state, dict) and not name.startswith("__") else None
+
+
+class Dtype(str):
+    """A torch dtype by its safetensors name."""
+
+    __slots__ = ()
+
+
+def load(path: Path) -> Any:
+    """What ``torch.save`` put into the archive ``path``, tensors as `TensorRef`.
+
+    Raises:
+        UserError: the file is damaged, or its pickle names something that is not in the allowlist.
+    """
+    with Archive(path) as archive:
+        return load_archive(archive)
+
+
+def load_archive(archive: Archive) -> Any:
+    """`load` for an archive that is already open."""
+    if "byteorder" in archive and archive.read("byteorder") != b"little":
+        raise UserError(f"{archive.path} was written on a big-endian machine; such checkpoints are not read.")
+    return _unpickle(_Unpickler(archive.read("data.pkl"), archive.path, archive))
+
+
+def load_plain(path: Path) -> Any:
+    """The object in a plain pickle file without tensors, such as DCP's ``.metadata``."""
+    return _unpickle(_Unpickler(path.read_bytes(), path, None))
+
+
+def unbox(record: Record, dtype: str) -> Record:
+    """Where the bytes of a boxed ``record`` are, after a look into its archive; any other record as it is.
+
+    Raises:
+        UserError: the archive does not hold one contiguous tensor of ``dtype`` and the expected size.
+    """
+    if record.box is None:
+        return record
+    with Archive(record.path, record.offset, record.box) as archive:
+        ref = load_archive(archive)
+    if not isinstance(ref, TensorRef) or (ref.dtype, ref.nbytes) != (dtype, record.size) or not ref.is_contiguous:
+        raise UserError(f"{record.path} holds another tensor at byte {record.offset} than its .metadata says.")
+    if ref.record.size != record.size:
+        return Record(record.path, ref.record.offset + ref.offset, record.size, None)
+    return ref.record
+
+
+def _unpickle(unpickler: "_Unpickler") -> Any:
+    try:
+        return unpickler.load()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a damaged or hostile pickle makes of the inert classes
+        raise UserError(f"{unpickler.path} cannot be read: {type(error).__name__}: {error}") from None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, content: bytes, path: Path, archive: Archive | None) -> None:
+        super().__init__(io.BytesIO(content))
+        self.path, self._archive = path, archive
+        self._storages: dict[str, Storage] = {}
+
+    def find_class(self, module: str, name: str) -> Any:
+        """The inert stand-in for an allowed global."""
+        if (module, name) in _FUNCTIONS:
+            return _FUNCTIONS[module, name]
+        if module == "torch" and name in FROM_TORCH:
+            return Dtype(FROM_TORCH[name])
+        if module in ("torch", "torch.storage") and name in {*FROM_STORAGE, "UntypedStorage"}:
+            return Dtype(FROM_STORAGE.get(name, ""))
+        if name in _INERT.get(module, ()):
+            return type(name, (Inert,), {})
+        raise UserError(
+            f"{self.path} is refused: its pickle asks for {module}.{name}, which no checkpoint of DeepSpeed or torch "
+            "needs. Loading it could run code of whoever wrote the file. Nothing was run."
+        )
+
+    def persistent_load(self, pid: Any) -> Storage:
+        """A storage, by ``("storage", type, key, location, number of elements)``."""
+        if self._archive is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
+            raise UserError(f"{self.path} is refused: its pickle refers to something that is no storage of torch.")
+        dtype, key = str(pid[1]) or None, str(pid[2])
+        if key not in self._storages:
+            self._storages[key] = Storage(self._archive.record(f"data/{key}"), dtype)
+        return self._storages[key]
+
+
+def _tensor(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> TensorRef:
+    if storage.dtype is None:
+        raise UserError(f"{storage.record.path} holds a tensor without a data type.")
+    return _tensor_of(storage, offset, shape, stride, storage.dtype)
+
+
+def _tensor_v3(
+    storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], _grad: Any, _hooks: Any, dtype: str,
+    *_: Any,
+) -> TensorRef:  # fmt: skip
+    return _tensor_of(storage, offset, shape, stride, dtype)
+
+
+def _tensor_of(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> TensorRef:
+    shape, stride = tuple(shape), tuple(stride)
+    itemsize = ITEM_SIZE[dtype]
+    last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if numel(shape) else 0
+    if offset < 0 or min((*shape, *stride), default=0) < 0 or last * itemsize > storage.record.size:
+        raise UserError(f"{storage.record.path} is damaged: a tensor of shape {list(shape)} lies outside its storage.")
+    return TensorRef(storage.record, offset * itemsize, str(dtype), shape, stride)
+
+
+def _parameter(data: Any, *_: Any) -> Any:
+    return data
+
+
+def _wrapped(_type: Any, _dtype: Any, shape: tuple[int, ...], *_: Any) -> tuple[int, ...]:
+    """A tensor that has no bytes of its own; what it wraps comes with `_subclass`."""
+    return tuple(shape)
+
+
+def _subclass(function: Callable[..., Any], _type: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor subclass: Parameter is the plain tensor that ``args`` describe, DTensor a part of one."""
+    if function is not _wrapped:
+        return function(*args)
+    values = state[1] if isinstance(state, tuple) else state
+    return ShardRef(_wrapped(*args), values["_local_tensor"], values["_spec"])
+
+
+def _first(value: Any = None, *_: Any) -> Any:
+    return value
+
+
+def _shape(sizes: Any = ()) -> tuple[int, ...]:
+    return tuple(sizes)
+
+
+def _scalar(dtype: Any, content: bytes = b"") -> Inert:
+    return Inert(dtype, content)
+
+
+_FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "defaultdict"): lambda *_: OrderedDict(),
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "complex"): complex,
+    ("__builtin__", "set"): set,
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_wrapper_subclass"): _wrapped,
+    ("torch._utils", "_rebuild_parameter"): _parameter,
+    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
+    ("torch", "Size"): _shape,
+    ("torch", "device"): _first,
+    ("torch.serialization", "_get_layout"): _first,
+    ("copy_reg", "_reconstructor"): lambda kind, *_: kind(),
+    ("copyreg", "_reconstructor"): lambda kind, *_: kind(),
+    ("numpy.core.multiarray", "scalar"): _scalar,
+    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
+}
+
+_INERT: dict[str, set[str]] = {
+    "builtins": {"object"},
+    "__builtin__": {"object"},
+    "numpy": {"dtype"},
+    "pathlib": {"PosixPath", "PurePosixPath"},
+    "torch": {"Tensor"},
+    "torch.nn.parameter": {"Parameter", "Buffer"},
+    "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
+    "deepspeed.runtime.fp16.loss_scaler": {"LossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile"},
+    "deepspeed.utils.tensor_fragment": {"fragment_address"},
+    "deepspeed.runtime.config": {"DeepSpeedConfig"},
+    "torch.distributed._mesh_layout": {"_MeshLayout", "_FlatLayout"},
+    "torch.distributed.device_mesh": {"DeviceMesh"},
+    "torch.distributed.tensor": {"DTensor"},
+    "torch.distributed.tensor._dtensor_spec": {"DTensorSpec", "ShardOrderEntry", "TensorMeta"},
+    "torch.distributed.tensor.placement_types": {"Shard", "Replicate", "Partial", "_StridedShard"},
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
+        "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
+    "torch.distributed.checkpoint._fsspec_filesystem": {"_StorageInfo"},
+}  # fmt: skip

@@ -1,0 +1,76 @@
+"""The states in ZeRO's shards, read by byte ranges."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardmake.checkpoint.formats.contents import Tensor
+from shardmake.checkpoint.formats.zero import inner_folder, read_states
+from shardmake.checkpoint.reshard.universal import States
+from shardmake.core.errors import UserError
+
+_SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
+
+
+def states_of_zero(checkpoint: Path) -> States:
+    """The states of a checkpoint of ZeRO-1, 2 or 3.
+
+    Raises:
+        UserError: files are missing or of different saves, or the optimizer is not Adam.
+    """
+    folder = inner_folder(checkpoint)
+    tensors = read_states(folder)
+    model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
+    inner = _load(min(folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt")))["optimizer_state_dict"]
+    adam: Mapping[str, Any] = inner.get("base_optimizer_state", inner.get("optimizer_state_dict"))
+    return States(
+        steps=model["global_steps"],
+        adam_step=adam["state"][0]["step"],
+        groups=[
+            {**group, "params": [name for index in group["params"] for name in model["param_shapes"][index]]}
+            for group in adam["param_groups"]  # of ZeRO-3's, each has one or more sub-groups
+        ],
+        tensor=lambda name, kind: read_tensor(tensors[kind][name]),
+        scaling={key: inner[key] for key in _SCALING if key in inner},
+        shared=model.get("shared_params") or {},
+    )
+
+
+def frozen_or_buffers(checkpoint: Path) -> str:
+    """What of the model lies in a checkpoint of ZeRO beside the trained parameters; empty if nothing does."""
+    folder = inner_folder(checkpoint)
+    model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
+    kinds = {"frozen parameters": "frozen_param_shapes", "buffers": "buffer_names"}
+    return " and ".join(what for what, key in kinds.items() if model.get(key))
+
+
+def read_tensor(tensor: Tensor) -> Any:
+    """The torch tensor whose bytes lie where ``tensor`` says, in its shape."""
+    import torch
+
+    assert tensor.dtype == "F32", tensor.dtype
+    values = torch.empty(tensor.numel, dtype=torch.float32)
+    view: memoryview[int] = memoryview(values.numpy().view("uint8"))  # type: ignore[arg-type]
+    for piece in tensor.pieces:
+        assert piece.runs == 1
+        with piece.record.path.open("rb", buffering=0) as file:
+            file.seek(piece.record.offset + piece.start)
+            _fill(file.fileno(), view[4 * piece.at : 4 * (piece.at + piece.count)], piece.record.path)
+    return values.view(tensor.shape)
+
+
+def _fill(descriptor: int, part: "memoryview[int]", path: Path) -> None:
+    """Read until ``part`` is full; one call reads 2 GiB at most."""
+    while part:
+        count = os.readv(descriptor, [part])
+        if not count:
+            raise UserError(f"{path} is cut off. Take an older checkpoint.")
+        part = part[count:]
+
+
+def _load(path: Path) -> Any:
+    """What DeepSpeed put into ``path``; the ranks unpickle the same files when they resume."""
+    import torch
+
+    return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

@@ -1,0 +1,367 @@
+"""The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.checkpoint.formats.naming import Format
+from shardmake.config.models import (
+    Attention,
+    Cluster,
+    Method,
+    Optimizer,
+    Precision,
+    Run,
+    Strategy,
+    get_run,
+    load_cluster,
+    load_config,
+)
+from shardmake.core.environment import hub_environment, kernel_caches
+from shardmake.core.errors import UserError
+from shardmake.core.permissions import share, share_tree
+from shardmake.run.paths import RunDir
+from shardmake.run.sources import localize, require_weights
+
+app = typer.Typer(
+    help="Distributed fine-tuning that fits, runs, survives and ends as a model people can load.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+console = Console(highlight=False, soft_wrap=True)
+
+Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
+ConfigFiles = Annotated[list[Path], typer.Option("--config", help="Configuration file; later ones win.")]
+Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
+Weights = Literal["bf16", "fp32"]
+FetchPart = Literal["all", "description", "weights"]
+LossKind = Literal["plain", "fused", "chunked"]
+CONFIG = [Path("config/config.yaml")]
+RUNS = Path("runs")
+
+
+def tell(message: str) -> None:
+    """Print a line of progress."""
+    console.print(message, markup=False)
+
+
+def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
+    """The run as it is configured, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
+    config = load_config(*files)
+    run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
+    if on_node:
+        os.environ.update(kernel_caches(cluster.scratch))
+    if cluster.shared:
+        share(runs, rundir.root, Path("logs"), *([Path(cluster.cache)] if cluster.cache else []))
+    return run, cluster, rundir
+
+
+def _open_fetched(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
+    """As `_open`, with hub ids replaced by what `fetch` brought here."""
+    run, cluster, rundir = _open(name, files, runs, on_node=on_node)
+    return localize(run, rundir), cluster, rundir
+
+
+@app.command()
+def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = Path("resources/demo")) -> None:
+    """Make the demo's inputs: a chat data set, a tokenizer and a small base model."""
+    from shardmake.demo import make_inputs
+
+    make_inputs(folder)
+
+
+@app.command()
+def fetch(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    part: Annotated[FetchPart, typer.Option(help="All, all but the weights (a plan needs no more), or those.")] = "all",
+) -> None:
+    """Bring model and data here, pinned to their commits; run it where there is internet."""
+    from shardmake.fetch.stage import fetch as bring
+
+    run, cluster, rundir = _open(name, config, runs)
+    bring(run, rundir, tell, part)
+    if cluster.shared and cluster.cache:
+        share_tree(Path(cluster.cache))
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(help="Hub id, model folder, or config.json.")] = "",
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
+    gpu_memory: Annotated[float, typer.Option(help="Memory of a GPU, GiB.")] = 80.0,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
+    strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. All without it.")] = None,
+    gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without; both if not given.")] = None,
+    attention: Annotated[Attention, typer.Option(help="Attention kernel.")] = "flash",
+    precision: Annotated[Precision, typer.Option(help="Compute data type.")] = "bf16",
+    optimizer: Annotated[Optimizer, typer.Option(help="Optimizer.")] = "adamw",
+    method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
+    lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
+    lora_targets: Annotated[str, typer.Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear",
+    weights: Annotated[Weights | None, typer.Option(help="Data type that trainable weights are held in.")] = None,
+    loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
+    host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB; no limit without it.")] = None,
+    accelerator: Annotated[str, typer.Option(help="GPU model, for the step time.")] = "a100-80gb",
+    revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option(help="Run model code that comes with the model.")] = False,
+    probe: Annotated[
+        bool, typer.Option("--probe", help="Measure context, NCCL and stream pools on this machine's GPU first.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per candidate, in bytes.")] = False,
+    explain: Annotated[bool, typer.Option(help="Every term with its formula or source.")] = False,
+    list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the GPU models there are figures for.")] = False,
+) -> None:
+    """Estimate the memory of every strategy, from a config.json alone."""
+    from shardmake.commands import estimate
+
+    if list_gpus:
+        for gpu in estimate.list_gpus():
+            tell(gpu.name)
+        return
+    answer = estimate.estimate(
+        estimate.Question(
+            model=model,
+            nodes=nodes,
+            gpus_per_node=gpus_per_node,
+            gpu_memory=gpu_memory,
+            sequence_length=sequence_length,
+            micro_batch=micro_batch,
+            strategies=strategy or (),
+            gradient_checkpointing=gradient_checkpointing,
+            attention=attention,
+            precision=precision,
+            optimizer=optimizer,
+            method=method,
+            lora_rank=lora_rank,
+            lora_targets=lora_targets,
+            weights=weights,
+            loss=loss,
+            host_memory=host_memory,
+            accelerator=accelerator,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            probe=probe,
+        )
+    )
+    if as_json:
+        typer.echo(json.dumps(answer.as_json(), indent=2))
+    else:
+        estimate.print_table(answer, explain=explain)
+
+
+@app.command()
+def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Estimate memory for every strategy and choose the fastest that fits."""
+    from shardmake.data import check_sources
+    from shardmake.evaluate.harness import prepare_tasks
+    from shardmake.plan.stage import describe, describe_checkpoints, plan_run
+    from shardmake.train.trackers import check_trackers
+
+    run, cluster, rundir = _open_fetched(name, config, runs)
+    check_sources(run)
+    check_trackers(run.report_to)
+    prepare_tasks(run.evaluation)
+    made = plan_run(run, cluster, rundir)
+    tell(describe(made, rundir))
+    tell(describe_checkpoints(made, run, cluster, rundir))
+
+
+@app.command()
+def render(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    show: Annotated[bool, typer.Option("--show", help="Print what would be submitted, and write nothing.")] = False,
+) -> None:
+    """Render the Accelerate and DeepSpeed files from the plan, and check them."""
+    from shardmake.commands.preview import preview
+    from shardmake.render.stage import render as write_files
+    from shardmake.run.plan import read_plan
+
+    run, cluster, rundir = _open_fetched(name, config, runs)
+    if show:
+        tell(preview(read_plan(rundir.plan), run, cluster, rundir))
+        return
+    for line in write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder):
+        tell(line)
+    tell(f"Rendered {rundir.accelerate}, {rundir.deepspeed} and {rundir.training}.")
+
+
+@app.command()
+def check(
+    files: Annotated[list[Path], typer.Argument(help="An Accelerate file, a DeepSpeed file, arguments.")],
+) -> None:
+    """Tell what is wrong within and between configuration files that you have already."""
+    from shardmake.render.lint import check_files
+
+    found = check_files(files)
+    for finding in found:
+        tell(f"{finding.level}: {finding.text}")
+    if any(finding.level == "error" for finding in found):
+        raise typer.Exit(1)
+    tell("No errors.")
+
+
+@app.command()
+def data(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    cpus: Annotated[int, typer.Option(help="Processes to tokenize with.")] = 1,
+) -> None:
+    """Tokenize and pack the data."""
+    from shardmake.data import prepare
+
+    run, _, rundir = _open_fetched(name, config, runs, on_node=True)
+    prepare(run, rundir, cpus=cpus, tell=tell)
+
+
+@app.command()
+def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Train: adopt the run's job or submit one, and bring it to its end."""
+    from shardmake.launch.driver import train as drive
+
+    run, cluster, rundir = _open_fetched(name, config, runs)
+    require_weights(rundir)
+    drive(run, cluster, rundir, tell)
+
+
+@app.command()
+def reshard(
+    checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: runs/NAME/train/checkpoints/checkpoint-N.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    ranks: Annotated[int, typer.Option(help="Number of ranks that will resume it.", min=1)],
+    strategy: Annotated[Strategy | None, typer.Option(help="Strategy that will resume it; as before without.")] = None,
+) -> None:
+    """Convert a checkpoint for another strategy or number of ranks; `train` does it by itself where it must."""
+    from shardmake.checkpoint.reshard.convert import reshard as convert
+
+    convert(checkpoint, out, strategy, ranks, tell)
+    tell(f"Wrote {out}.")
+
+
+@app.command()
+def consolidate(
+    source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
+    out: Annotated[Path | None, typer.Argument(help="Model folder to write; for a checkpoint's folder.")] = None,
+    base: Annotated[Path | None, typer.Option(help="Folder that config and tokenizer come from.")] = None,
+    dtype: Annotated[Target, typer.Option(help="Data type of the weights; keep: the training's own.")] = "keep",
+    format: Annotated[Format, typer.Option(help="bin: files that torch.load reads.")] = "safetensors",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA adapter alone, unmerged.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
+    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 4,
+    tasks: Annotated[int, typer.Option(help="Processes, on any nodes, that merge together.")] = 1,
+    task_index: Annotated[
+        int, typer.Option(envvar="SLURM_PROCID", help="Which of them this is, from 0 on; in Slurm, its own.")
+    ] = 0,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the model's code run.")] = False,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+) -> None:
+    """Merge a sharded checkpoint into a model folder."""
+    from shardmake.consolidate.merge import consolidate as merge
+    from shardmake.consolidate.stage import consolidate_run
+
+    if out is None:
+        if tasks > 1 or adapter or format != "safetensors":
+            raise UserError("--tasks, --adapter and --format go with a checkpoint's folder and a model's folder.")
+        run, _, rundir = _open_fetched(source, config, runs, on_node=True)
+        consolidate_run(run, rundir, workers=workers, tell=tell)
+        return
+    merge(
+        Path(source),
+        out,
+        base=base,
+        dtype=dtype,
+        format=format,
+        adapter=adapter,
+        max_shard_size=max_shard_size,
+        workers=workers,
+        task=(task_index if tasks > 1 else 0, tasks),
+        trust_remote_code=trust_remote_code,
+        report=tell,
+    )
+
+
+@app.command()
+def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Measure the base and the tuned model, and let both answer."""
+    from shardmake.evaluate.stage import evaluate as measure
+
+    run, cluster, rundir = _open(name, config, runs, on_node=True)
+    measure(run, rundir, cluster, tell=tell)
+
+
+@app.command()
+def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Push the model and read back what arrived."""
+    from shardmake.push.stage import push as send
+
+    run, _, rundir = _open(name, config, runs)
+    send(run, rundir, tell=tell)
+
+
+@app.command()
+def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Put the run on one page: losses, speed, memory, samples."""
+    from shardmake.report.stage import write_report
+
+    run, _, rundir = _open(name, config, runs)
+    tell(f"Wrote {write_report(run, rundir)}.")
+
+
+@app.command()
+def verify(
+    model: Annotated[Path, typer.Argument(help="A model folder.")],
+    against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit for bit.")] = None,
+    base: Annotated[Path | None, typer.Option(help="The base model's folder, where either is an adapter.")] = None,
+    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 4,
+) -> None:
+    """Check a model folder tensor by tensor, and against the checkpoint it was merged from."""
+    from shardmake.consolidate.verify import verify as check_model
+
+    found = check_model(model, against, base=base, workers=workers)
+    tell(f"{model} is whole: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
+    if against is not None:
+        tell(f"Every bit is what {against} holds.")
+
+
+@app.command()
+def clean(
+    runs: Runs = RUNS,
+    remove: Annotated[bool, typer.Option("--remove", help="Take it away; without it, only list.")] = False,
+) -> None:
+    """List what finished and pushed runs no longer need, with sizes; never the only copy of anything."""
+    from shardmake.commands.clean import clean as tidy
+
+    tidy(runs, remove=remove, tell=tell)
+
+
+@app.command()
+def status(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Show how far a run is, and what came of it."""
+    from shardmake.commands.status import describe
+
+    run, _, rundir = _open(name, config, runs)
+    tell(describe(run, rundir))
+
+
+def main() -> None:
+    """Entry point: a user's mistake is one message and exit status 2, anything else a traceback."""
+    try:
+        app()
+    except UserError as error:
+        Console(stderr=True, soft_wrap=True).print(f"Error: {error}", style="red", markup=False, highlight=False)
+        sys.exit(2)

@@ -1,0 +1,1 @@
+"""Commands that are not stages of the workflow."""

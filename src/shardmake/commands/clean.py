@@ -1,0 +1,78 @@
+"""What can go, and what it frees: never the only copy of anything, and nothing that a rerun would make again."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardmake.checkpoint import store
+from shardmake.core.atomic import read_json
+from shardmake.core.disk import GIB, tree_size
+from shardmake.run.paths import RunDir
+
+Tell = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Removable:
+    """A folder that may be removed, its bytes, and why it may."""
+
+    path: Path
+    size: int
+    why: str
+
+
+def clean(runs: Path, *, remove: bool, tell: Tell) -> list[Removable]:
+    """List what can go below ``runs``, with sizes, and with ``remove`` take it away; return what was listed.
+
+    What cannot be removed, because it is not the user's or for another reason, is named and left.
+    """
+    found = sorted(find_removable(runs), key=lambda item: -item.size)
+    for item in found:
+        tell(f"{item.size / GIB:8.2f} GiB  {item.path}  ({item.why})")
+        if remove:
+            store.remove(item.path, tell)
+    total = sum(item.size for item in found) / GIB
+    tell(f"{total:8.2f} GiB in all. " + ("Removed." if remove else "Nothing was removed; add --remove to do it."))
+    return found
+
+
+def find_removable(runs: Path) -> Iterator[Removable]:
+    """In runs whose model was pushed: old checkpoints, the fetch's cache, and what killed saves and merges left."""
+    for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
+        rundir = RunDir(folder)
+        if is_pushed(rundir):
+            yield from _removable(rundir)
+
+
+def is_pushed(rundir: RunDir) -> bool:
+    """Whether training finished and the model that is here now is the one that was pushed and read back."""
+    if not (rundir.train_receipt.exists() and rundir.model_receipt.exists() and rundir.push_receipt.exists()):
+        return False
+    model = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")["verification"]["files"]
+    pushed = read_json(rundir.push_receipt, f"shardmake push {rundir.name}")["files"]
+    return all(pushed.get(name) == entry for name, entry in model.items())
+
+
+def _removable(rundir: RunDir) -> Iterator[Removable]:
+    found = list(store.sealed(rundir.checkpoints))
+    kept = _kept(rundir, [record for record, _ in found])
+    for record, path in found:
+        if record.step not in kept:
+            yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
+    for _, path in store.checkpoints(rundir.checkpoints):
+        if found and store.is_unfinished(path):
+            yield Removable(path, tree_size(path), "its save was never finished")
+    for path in store.damaged(rundir.checkpoints):
+        yield Removable(path, tree_size(path), "it is damaged, and a newer checkpoint is whole")
+    if rundir.resharded.exists():
+        yield Removable(rundir.resharded, tree_size(rundir.resharded), "training went on from it and finished")
+    if (cache := rundir.fetched / "cache").exists():
+        yield Removable(cache, tree_size(cache), "the examples were fetched through it and lie in files of the run")
+    for path in rundir.root.glob(".*.partial"):
+        yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
+
+
+def _kept(rundir: RunDir, records: list[store.CheckpointRecord]) -> set[int]:
+    """Steps of the newest checkpoint, of the best, and of those that the configuration keeps for good."""
+    settings = read_json(rundir.training, f"shardmake render {rundir.name}")["checkpoints"]
+    return replace(store.Retention(**settings["retention"]), keep=1).kept(records)

@@ -1,0 +1,84 @@
+"""What would be submitted: the batch script, the command and environment of each node, the rendered files."""
+
+import json
+import shlex
+from collections.abc import Iterable
+from pathlib import Path
+
+from shardmake.config.models import Cluster, Run
+from shardmake.core.errors import UserError
+from shardmake.launch.jobs import SlurmJobs, attempt_settings
+from shardmake.launch.rendezvous import Rendezvous
+from shardmake.launch.worker import rank_environment
+from shardmake.memory.model import read_model
+from shardmake.plan.planner import make_plan
+from shardmake.render.stage import as_yaml, launch_command, render_files
+from shardmake.render.user_files import merge_own_files
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Plan, read_plan
+from shardmake.run.sources import localize
+
+ATTEMPT = "NNN"
+"""Stands for the attempt's number, which the driver gives."""
+
+
+def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
+    """Text for people; nothing is written or submitted. ``K``, ``ADDRESS`` and ``PORT`` are known once the job runs."""
+    folder = _folder(rundir)
+    model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
+    return _page(
+        _submitted(plan, cluster, rundir)
+        | {
+            str(folder.accelerate): as_yaml(files.accelerate),
+            str(folder.deepspeed): json.dumps(files.deepspeed, indent=2),
+            str(folder.training): json.dumps(files.training, indent=2),
+        }
+    )
+
+
+def dry_run(run: Run, cluster: Cluster, rundir: RunDir, configuration: Iterable[Path]) -> str:
+    """What a workflow's dry run tells of a training: the submission alone, or why it is not known yet.
+
+    A plan that is not there, or older than a file of the ``configuration``, is made for the occasion.
+    """
+    try:
+        local = localize(run, rundir)
+        is_new = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(map(_changed, configuration))
+        plan = read_plan(rundir.plan) if is_new else make_plan(rundir.name, local, cluster)[0]
+        return _page(_submitted(plan, cluster, rundir)) + f"# --- the files: shardmake render {rundir.name} --show\n"
+    except (UserError, OSError) as error:
+        return f"# What would be submitted is not known yet: {error}\n"
+
+
+def _changed(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+def _folder(rundir: RunDir) -> AttemptDir:
+    return AttemptDir(rundir.attempts.absolute() / ATTEMPT)
+
+
+def _page(parts: dict[str, str]) -> str:
+    return "\n".join(f"# --- {title}\n{body.strip()}\n" for title, body in parts.items())
+
+
+def _submitted(plan: Plan, cluster: Cluster, rundir: RunDir) -> dict[str, str]:
+    folder, where = _folder(rundir), "batch script" if cluster.executor == "slurm" else "started here, without Slurm"
+    when = f"on each node K of {plan.choice.nodes}, once node 0 has published its address"
+    return {where: _submission(plan, cluster, rundir, folder), when: _node(plan, cluster, rundir.root, folder)}
+
+
+def _submission(plan: Plan, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:
+    if cluster.executor == "slurm":
+        return SlurmJobs(rundir.root, cluster).script(folder, plan, excluded=[])
+    return f"python -m shardmake.launch.worker {folder.root} 0"
+
+
+def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:
+    meeting = Rendezvous(address="ADDRESS", port=0, interface=cluster.network_interface or "INTERFACE", host="HOST")
+    settings = attempt_settings(0, run_folder, cluster, plan, resume_from=None, recipe="")
+    variables = sorted(rank_environment(settings, meeting).items())
+    exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
+    return f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"

@@ -1,0 +1,1 @@
+"""What a user may write: configuration, cluster files and the table of strategies."""

@@ -1,0 +1,50 @@
+"""What each strategy means, in one table: the source from which every file is rendered and every rank is checked."""
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from shardmake.config.models import Strategy
+
+Device = Literal["cpu", "nvme"]
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One strategy: the library that shards, what it shards and what it moves off the GPU."""
+
+    name: Literal["ddp", "deepspeed", "fsdp"]
+    zero_stage: int = 0
+    offload_optimizer: Device | None = None
+    offload_param: Device | None = None
+    reshard_after_forward: bool = True
+    """FSDP: free a block's weights again after its forward pass."""
+    hybrid: bool = False
+    """FSDP: shard within a node, replicate between nodes."""
+
+    @property
+    def distributed_type(self) -> str:
+        """Accelerate's name for it. MULTI_GPU starts the ranks through torchrun, on CPU as well."""
+        return {"ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}[self.name]
+
+    @property
+    def fsdp1_strategy(self) -> str:
+        """The name FSDP1 has for it."""
+        if self.hybrid:
+            return "HYBRID_SHARD"
+        return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
+
+
+ENGINES: Final[dict[Strategy, Engine]] = {
+    "ddp": Engine("ddp"),
+    "zero1": Engine("deepspeed", 1),
+    "zero2": Engine("deepspeed", 2),
+    "zero2-offload": Engine("deepspeed", 2, offload_optimizer="cpu"),
+    "zero3": Engine("deepspeed", 3),
+    "zero3-offload-optimizer": Engine("deepspeed", 3, offload_optimizer="cpu"),
+    "zero3-offload": Engine("deepspeed", 3, offload_optimizer="cpu", offload_param="cpu"),
+    "zero3-nvme": Engine("deepspeed", 3, offload_optimizer="nvme", offload_param="nvme"),
+    "fsdp": Engine("fsdp"),
+    "fsdp-grad-op": Engine("fsdp", reshard_after_forward=False),
+    "fsdp-hybrid": Engine("fsdp", hybrid=True),
+    "fsdp-offload": Engine("fsdp", offload_optimizer="cpu", offload_param="cpu"),
+}

@@ -1,0 +1,1 @@
+"""What every other package builds on: errors, atomic files, processes, disk space, permissions."""

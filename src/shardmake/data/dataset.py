@@ -1,0 +1,108 @@
+"""What the ranks read: packed sequences mapped from disk, and the batches made of them.
+
+How attention is kept inside an example depends on the kernel. SDPA and eager get position ids that restart at every
+example and no attention mask; transformers then builds a block-diagonal mask, but only without a key-value cache, so
+batches say ``use_cache=False``. Flash attention looks at position ids only in a batch of one row, so its batches are
+one long row with the examples' boundaries in ``cu_seq_lens``.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import Dataset
+
+from shardmake.config.models import Attention
+from shardmake.core.atomic import read_json
+
+IGNORED = -100
+Item = dict[str, torch.Tensor]
+
+
+class Sequences(Dataset[Item]):
+    """The sequences in ``folder``, mapped from disk; each holds one example, or several where packing is on."""
+
+    def __init__(self, folder: Path) -> None:
+        import datasets
+
+        self._rows = datasets.load_from_disk(str(folder)).with_format("numpy")
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Item:
+        """``input_ids``, ``labels`` and ``position_ids`` of one sequence, int64, each of shape [tokens].
+
+        Labels are -100 where a token carries no loss; position ids restart at 0 where an example begins.
+        """
+        row = self._rows[index]
+        ids = torch.from_numpy(row["input_ids"].astype("int64"))
+        learned = torch.from_numpy(row["loss_mask"])
+        positions = torch.cat([torch.arange(int(length)) for length in row["seq_lengths"]])
+        return {"input_ids": ids, "labels": ids.where(learned, IGNORED), "position_ids": positions}
+
+
+def load(folder: Path, split: Literal["train", "eval"]) -> Sequences:
+    """One split of the data that `shardmake.data.prepare` wrote to ``folder``."""
+    read_json(folder / "receipt.json", "shardmake data NAME")
+    return Sequences(folder / split)
+
+
+@dataclass(frozen=True)
+class Collator:
+    """Makes a batch of sequences, each padded on the right to ``sequence_length`` tokens.
+
+    Unpacked: ``input_ids``, ``labels``, ``attention_mask`` of shape [batch, sequence_length].
+    Packed: ``input_ids``, ``labels``, ``position_ids`` of that shape; padding stands as an example of its own.
+    Packed and ``flat``: the same in one row [1, batch x sequence_length], with ``cu_seq_lens_q``, ``cu_seq_lens_k``
+    ([examples + 1], int32, tokens) and ``max_length_q``, ``max_length_k`` (tokens) as flash attention wants them.
+    """
+
+    sequence_length: int
+    pad_token_id: int
+    packing: bool
+    flat: bool
+
+    def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The batch of ``items``."""
+        batch = {"input_ids": self._pad(items, "input_ids", self.pad_token_id), "labels": self._labels(items)}
+        if not self.packing:
+            real = [{"real": torch.ones_like(item["input_ids"])} for item in items]
+            return {**batch, "attention_mask": self._pad(real, "real", 0)}
+        batch["position_ids"] = self._positions(items)
+        return {**(_flatten(batch) if self.flat else batch), "use_cache": False}
+
+    def _labels(self, items: Sequence[Item]) -> torch.Tensor:
+        return self._pad(items, "labels", IGNORED)
+
+    def _positions(self, items: Sequence[Item]) -> torch.Tensor:
+        gaps = [torch.arange(self.sequence_length - len(item["input_ids"])) for item in items]
+        return torch.stack([torch.cat([item["position_ids"], gap]) for item, gap in zip(items, gaps, strict=True)])
+
+    def _pad(self, items: Sequence[Item], key: str, value: int) -> torch.Tensor:
+        missing = [self.sequence_length - len(item[key]) for item in items]
+        return torch.stack(
+            [
+                torch.nn.functional.pad(item[key], (0, gap), value=value)
+                for item, gap in zip(items, missing, strict=True)
+            ]
+        )
+
+
+def _flatten(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+    row: dict[str, Any] = {key: value.reshape(1, -1) for key, value in batch.items()}
+    starts = (row["position_ids"][0] == 0).nonzero().flatten()
+    bounds = torch.cat([starts, torch.tensor([row["position_ids"].shape[1]])]).to(torch.int32)
+    longest = int(bounds.diff().max())
+    return {**row, "cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def collator(folder: Path, attention: Attention) -> Collator:
+    """The collator for the data in ``folder`` and the attention kernel that the model runs with."""
+    receipt = read_json(folder / "receipt.json", "shardmake data NAME")
+    packing = receipt["settings"]["packing"]
+    return Collator(
+        receipt["settings"]["sequence_length"], receipt["pad_token_id"], packing, flat=packing and attention == "flash"
+    )

@@ -1,0 +1,198 @@
+"""One example to token ids and a loss mask.
+
+The mask says which tokens the model learns to produce. Its first entry is always False: nothing predicts the first
+token, and in a packed sequence it would be predicted from the end of another example.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from shardmake.config.models import Data
+from shardmake.core.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Format = Literal["chat", "prompt-completion", "text"]
+Message = Mapping[str, Any]
+Tokens = tuple[list[int], list[bool]]
+COLUMNS: Mapping[Format, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "prompt-completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def detect_format(data: Data, example: Mapping[str, Any], place: str) -> Format:
+    """The format that ``data`` asks for, or for `auto` the one whose columns the first example has."""
+    if data.format != "auto":
+        return data.format
+    for format, columns in COLUMNS.items():
+        if all(column in example for column in columns):
+            return format
+    raise UserError(
+        f"{place}: no columns that say a format. There are: {', '.join(example)}. Wanted: messages (chat), "
+        "prompt and completion (prompt-completion), or text (text)."
+    )
+
+
+def loss_on_assistant(data: Data, format: Format) -> bool:
+    """Whether only the assistant's (or completion's) tokens carry loss."""
+    if data.loss_on == "assistant" and format == "text":
+        raise UserError("data.loss_on: 'assistant' needs examples in chat or prompt-completion format; these are text.")
+    return data.loss_on == "assistant" or (data.loss_on == "auto" and format != "text")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Tokenizes examples of one format."""
+
+    tokenizer: "PreTrainedTokenizerBase"
+    format: Format
+    assistant_only: bool
+
+    def __call__(self, example: Mapping[str, Any], place: str) -> Tokens:
+        """Token ids and loss mask of ``example``, equally long; ``place`` names it in errors.
+
+        Raises `UserError` where a column is missing or the tokenizer's chat template refuses the example.
+        """
+        missing = [column for column in COLUMNS[self.format] if column not in example]
+        if missing:
+            raise UserError(
+                f"{place}: no {' and no '.join(missing)} in this example ({self.format}). "
+                f"There are: {', '.join(example) or 'no keys'}."
+            )
+        ids, mask = self._encode(example, place)
+        if not self.assistant_only:
+            mask = [True] * len(ids)
+        return ids, [False, *mask[1:]] if mask else []
+
+    def _encode(self, example: Mapping[str, Any], place: str) -> Tokens:
+        if self.format == "text":
+            return encode_text(self.tokenizer, _text(example, "text", place))
+        if self.format == "chat":
+            return self._chat(_messages(example, "messages", place), 0, example, place)
+        if isinstance(example["prompt"], str):
+            return encode_completion(
+                self.tokenizer, _text(example, "prompt", place), _text(example, "completion", place)
+            )
+        prompt = _messages(example, "prompt", place)
+        return self._chat([*prompt, *_messages(example, "completion", place)], len(prompt), example, place)
+
+    def _chat(self, messages: list[Message], learn_from: int, example: Mapping[str, Any], place: str) -> Tokens:
+        from jinja2 import TemplateError
+
+        tools = example.get("tools")
+        try:
+            if self.assistant_only:
+                return encode_chat(self.tokenizer, messages, learn_from, tools)
+            ids = apply_template(self.tokenizer, messages, tools)
+            return ids, [True] * len(ids)
+        except TemplateError as error:
+            raise UserError(f"{place}: the tokenizer's chat template refuses this conversation: {error}") from None
+        except UserError as error:
+            raise UserError(f"{place}: {error}") from None
+
+
+def _text(example: Mapping[str, Any], column: str, place: str) -> str:
+    if not isinstance(example[column], str):
+        raise UserError(f"{place}: {column} is {type(example[column]).__name__}, not text.")
+    return example[column]
+
+
+def _messages(example: Mapping[str, Any], column: str, place: str) -> list[Message]:
+    messages = example[column]
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
+        raise UserError(f"{place}: {column} is not a list of messages, each with a role and a content.")
+    return messages
+
+
+def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:
+    """``text`` with the tokenizer's special tokens, ended by its end-of-sequence token; all of it is learned."""
+    ids = list(tokenizer(text, verbose=False)["input_ids"])
+    if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
+        ids.append(tokenizer.eos_token_id)
+    return ids, [True] * len(ids)
+
+
+def encode_completion(tokenizer: "PreTrainedTokenizerBase", prompt: str, completion: str) -> Tokens:
+    """Plain prompt and completion as one text; learned from the first token that the prompt alone does not have.
+
+    A token may span the seam (a prompt that ends in a space): it holds some of the completion, so it is learned.
+    """
+    from trl.data_utils import common_prefix_length
+
+    ids, _ = encode_text(tokenizer, prompt + completion)
+    start = common_prefix_length(tokenizer(prompt, verbose=False)["input_ids"], ids)
+    return ids, [False] * start + [True] * (len(ids) - start)
+
+
+def encode_chat(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], learn_from: int = 0, tools: Any = None
+) -> Tokens:
+    """A conversation through the tokenizer's own chat template; the assistant's words are learned.
+
+    ``learn_from`` is the index of the first message whose words may be learned. Where the template marks the
+    assistant's words (`{% generation %}`), the marks decide; else the tokens that each assistant message adds to the
+    conversation before it and the assistant's header. Raises `UserError` where there is no template, and where it
+    writes earlier messages differently once later ones follow: then no difference tells the assistant's words.
+    """
+    if tokenizer.is_fast and _GENERATION.search(_template(tokenizer, tools)):
+        return _encode_marked(tokenizer, messages, learn_from, tools)
+    ids = apply_template(tokenizer, messages, tools)
+    mask = [False] * len(ids)
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant" and index >= learn_from:
+            start = _prefix_length(tokenizer, messages[:index], tools, ids, header=True)
+            end = _prefix_length(tokenizer, messages[: index + 1], tools, ids, header=False)
+            mask[start:end] = [True] * (end - start)
+    return ids, mask
+
+
+def _encode_marked(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], learn_from: int, tools: Any
+) -> Tokens:
+    encoded = tokenizer.apply_chat_template(
+        list(messages), tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    ids, marks = list(encoded["input_ids"]), encoded["assistant_masks"]
+    prompt = messages[:learn_from]
+    prompt_speaks = any(message["role"] == "assistant" for message in prompt)
+    start = _prefix_length(tokenizer, prompt, tools, ids, header=True) if prompt_speaks else 0
+    return ids, [bool(mark) and position >= start for position, mark in enumerate(marks)]
+
+
+def _prefix_length(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any, ids: list[int], *, header: bool
+) -> int:
+    """Number of tokens of ``messages``, with the assistant's header after them or not, checked to begin ``ids``."""
+    if not messages:
+        return 0
+    prefix = apply_template(tokenizer, messages, tools, header=header)
+    if ids[: len(prefix)] != prefix:
+        raise UserError(
+            "the chat template writes the first messages differently once others follow, so the assistant's words "
+            "cannot be told apart. Give the tokenizer a template with {% generation %} marks, split the conversation "
+            "so that it ends with its only assistant message, or set data.loss_on: all."
+        )
+    return len(prefix)
+
+
+def apply_template(
+    tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any = None, *, header: bool = False
+) -> list[int]:
+    """Token ids of a conversation, with the header of an assistant's turn after it or not."""
+    settings = {"tools": tools, "chat_template": _template(tokenizer, tools), "add_generation_prompt": header}
+    return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **settings))
+
+
+def _template(tokenizer: "PreTrainedTokenizerBase", tools: Any) -> str:
+    if tokenizer.chat_template is None:
+        raise UserError(
+            "the tokenizer has no chat template. Save the model's tokenizer with one, take an instruction-tuned "
+            "model's, or give the data as prompt and completion text."
+        )
+    return tokenizer.get_chat_template(tools=tools)

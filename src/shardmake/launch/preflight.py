@@ -1,0 +1,219 @@
+"""What a node checks before its ranks start, in a fraction of a second, so that a bad node is named at once.
+
+Nothing here imports torch. What takes all ranks, an all-reduce, is their own first act
+(`shardmake.train.network_check`). A finding either speaks against the node, which is then left out, or against the run,
+which would fail on every node.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+
+from shardmake.checkpoint import store
+from shardmake.core.atomic import read_json
+from shardmake.core.disk import GIB, check_save
+from shardmake.core.environment import library_versions
+from shardmake.core.errors import UserError
+from shardmake.core.process import hear
+from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.plan import Plan
+
+GPU_IDLE_BYTES = 2 * GIB
+"""Memory that the driver, a display or a monitor may hold on a GPU that counts as idle."""
+SCRATCH_BYTES = GIB
+_NAME_SECONDS = 2.0
+_TOOL_SECONDS = 20.0
+
+
+class PreflightError(RuntimeError):
+    """The node, or with ``blames_run`` the run, is not fit to train."""
+
+    def __init__(self, findings: Sequence[str], *, blames_run: bool = False) -> None:
+        super().__init__("; ".join(findings))
+        self.blames_run = blames_run
+
+
+class Gpu(NamedTuple):
+    """One GPU as nvidia-smi lists it."""
+
+    number: str
+    uuid: str
+    used: int | None
+    """Bytes; None where nvidia-smi does not tell."""
+    uncorrected_errors: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the ranks of a node will want."""
+
+    attempt: Attempt
+    memory: int
+    """Bytes of host RAM."""
+    files: Sequence[Path]
+    """Must be readable."""
+    folders: Sequence[Path]
+    """Must be writable."""
+
+
+def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int, tell: Callable[[str], None]) -> None:
+    """Check this node; ``tell`` hears warnings and how long it took.
+
+    Raises:
+        PreflightError: with every finding.
+    """
+    started = time.monotonic()
+    needs = _needs(folder, attempt, plan)
+    for warning in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
+        tell(f"preflight: warning: {warning}")
+    if findings := _node_findings(needs):
+        raise PreflightError(findings)
+    if node_rank == 0:
+        _check_room(attempt)
+    tell(f"preflight: this node is fit ({time.monotonic() - started:.2f} s)")
+
+
+def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> Needs:
+    model = Path(read_json(folder.training, "shardmake train NAME")["model"]["path"])
+    resume = [Path(attempt.resume_from) / store.RECORD_NAME] if attempt.resume_from else []
+    return Needs(
+        attempt=attempt,
+        memory=plan.host_memory,  # what it asks of Slurm may be all that a node has
+        files=[attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume],
+        folders=[folder.root, attempt.rundir.train],
+    )
+
+
+def _node_findings(needs: Needs) -> list[str]:
+    attempt = needs.attempt
+    findings = [
+        *check_versions(library_versions(), attempt.versions),
+        *check_memory(psutil.virtual_memory().available, needs.memory),
+        *check_scratch(Path(attempt.scratch)),
+        *(f"{path} cannot be read here" for path in needs.files if not os.access(path, os.R_OK)),
+        *(f"{path} cannot be written here" for path in needs.folders if not os.access(path, os.W_OK | os.X_OK)),
+    ]
+    if attempt.accelerator != "cpu":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        findings += check_gpus(_list_gpus(), visible, attempt.processes_per_node)
+    return findings
+
+
+def check_versions(here: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
+    """Libraries of another version than on the login node."""
+    return [
+        f"{name} is {here.get(name, 'not installed')} here and {version} on the login node"
+        for name, version in planned.items()
+        if here.get(name) != version
+    ]
+
+
+def check_memory(available: int, needed: int) -> list[str]:
+    """Too little free host RAM, in bytes."""
+    if available >= needed:
+        return []
+    return [f"{available / GIB:.1f} GiB of memory are free, and the training needs {needed / GIB:.1f} GiB"]
+
+
+def check_scratch(scratch: Path) -> list[str]:
+    """A scratch folder that is not there, not writable or full."""
+    if not os.access(scratch, os.W_OK | os.X_OK):
+        return [f"the scratch folder {scratch} cannot be written"]
+    free = shutil.disk_usage(scratch).free
+    return [f"the scratch folder {scratch} has {free / GIB:.2f} GiB left"] if free < SCRATCH_BYTES else []
+
+
+def check_gpus(gpus: Sequence[Gpu] | None, visible: str | None, planned: int) -> list[str]:
+    """GPUs that are missing, in use or broken.
+
+    Args:
+        gpus: every GPU of the node; None where nvidia-smi does not answer.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices, UUIDs or their beginnings, slices (MIG-...); None for all.
+        planned: ranks, one a GPU.
+    """
+    if gpus is None:
+        return ["nvidia-smi does not answer"]
+    named = [gpu.number for gpu in gpus] if visible is None else [name.strip() for name in visible.split(",")]
+    mine = [gpu for gpu in gpus if any(_names(name, gpu) for name in named)]
+    count = len(mine) + sum(name.startswith("MIG-") for name in named)  # not in nvidia-smi's list of GPUs
+    findings = [f"{count} GPUs are visible, and {planned} were planned"] if count < planned else []
+    for gpu in mine:
+        if gpu.used is not None and gpu.used > GPU_IDLE_BYTES:
+            findings.append(f"GPU {gpu.number} is in use: {gpu.used / GIB:.1f} GiB")
+        if gpu.uncorrected_errors:
+            findings.append(f"GPU {gpu.number} has {gpu.uncorrected_errors} uncorrected memory errors")
+    return findings
+
+
+def _names(name: str, gpu: Gpu) -> bool:
+    """Whether ``name``, of ``CUDA_VISIBLE_DEVICES``, means ``gpu``."""
+    return name == gpu.number or (name.startswith("GPU-") and gpu.uuid.startswith(name))
+
+
+def parse_gpus(text: str) -> list[Gpu]:
+    """The rows of `nvidia-smi --query-gpu=index,uuid,memory.used,ecc... --format=csv,noheader,nounits`, in MiB.
+
+    What it does not know or tell is in words: ``[N/A]``, ``[Insufficient Permissions]``.
+    """
+    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.strip()]
+    return [
+        Gpu(
+            number=row[0],
+            uuid=row[1],
+            used=int(row[2]) << 20 if row[2].isdigit() else None,
+            uncorrected_errors=int(row[3]) if row[3].isdigit() else 0,
+        )
+        for row in rows
+    ]
+
+
+def _list_gpus() -> list[Gpu] | None:
+    query = "--query-gpu=index,uuid,memory.used,ecc.errors.uncorrected.volatile.total"
+    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+    try:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    except OSError:
+        return None
+    answer = hear(process, _TOOL_SECONDS)
+    return None if answer is None else parse_gpus(answer)
+
+
+def check_names(host: str) -> list[str]:
+    """Where ``host`` does not resolve to an address of the network and back.
+
+    Only a warning: the ranks meet by address. A name service that does not answer is given two seconds.
+    """
+    findings = [f"the name of this node, {host}, is not known to the name service within {_NAME_SECONDS:.0f} s"]
+
+    def look_up() -> None:
+        try:
+            address = socket.gethostbyname(host)
+            back = socket.gethostbyaddr(address)[0]
+            same = back.partition(".")[0] == host.partition(".")[0]
+            findings[:] = [] if same else [f"{host} resolves to {address}, which is named {back}"]
+        except OSError as error:
+            findings[:] = [f"{host} does not resolve both ways ({error})"]
+
+    thread = threading.Thread(target=look_up, daemon=True)
+    thread.start()
+    thread.join(_NAME_SECONDS)
+    return findings
+
+
+def _check_room(attempt: Attempt) -> None:
+    """Room for the next checkpoint, as large as the newest one, or as estimated before the first."""
+    newest = next(store.sealed(attempt.rundir.checkpoints), None)
+    size = sum(entry.size for entry in newest[0].files.values()) if newest else attempt.checkpoint_bytes
+    try:
+        check_save(attempt.rundir.train, size)
+    except UserError as error:
+        raise PreflightError([str(error)], blames_run=True) from None

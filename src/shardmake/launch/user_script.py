@@ -1,0 +1,112 @@
+"""What the driver knows of a script of the user's: whether it finished, what it left, whether it gets on.
+
+Shardmake cannot look into its checkpoints. It finished where every node's ranks ended with status 0 and nobody said
+that they only stopped; resuming is its own affair (docs/scripts.md).
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import Field
+
+from shardmake.core.atomic import write_json
+from shardmake.core.environment import library_versions
+from shardmake.launch.outcome import Outcome
+from shardmake.run import set_aside
+from shardmake.run.attempt import AttemptDir, Record, write_record
+from shardmake.run.attempt_history import End
+from shardmake.run.metrics import parse_metrics
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import read_plan
+
+Tell = Callable[[str], None]
+
+
+class ScriptState(Record):
+    """``train/script.json``: whose checkpoints and output those are."""
+
+    recipe: str = Field(description="Digest of the settings and of the script that made them.")
+    finished_by: int | None = Field(description="Attempt that finished; None while none has.")
+
+
+def make_room(rundir: RunDir, recipe: str, tell: Tell) -> None:
+    """Create the folders that the script is told of; what another script or other settings left is set aside."""
+    before = _read(rundir)
+    if before and before.recipe != recipe:
+        _set_aside(rundir, before.recipe, recipe, tell)
+    for folder in (rundir.checkpoints, rundir.script_output):
+        folder.mkdir(parents=True, exist_ok=True)
+    write_record(_state(rundir), ScriptState(recipe=recipe, finished_by=None))
+
+
+def is_finished(rundir: RunDir, recipe: str) -> bool:
+    """Whether an attempt has finished; its receipt is made again if it was lost."""
+    state = _read(rundir)
+    if state is None or state.recipe != recipe or state.finished_by is None:
+        return False
+    if not rundir.train_receipt.exists():
+        _write_receipt(rundir, state)
+    return True
+
+
+def judge(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
+    """Whether the attempt in ``folder`` finished, with the receipt written; None where something else ended it."""
+    attempt, exits = folder.read(), folder.exits()
+    ended_well = len(exits) == attempt.nodes and all(node.returncode == 0 for node in exits)
+    if not ended_well or folder.stopped.exists() or folder.rank_errors():
+        return None
+    if not any(rundir.script_output.iterdir()):
+        return Outcome(
+            End.USER_ERROR,
+            f"The script ended with status 0 and left no model: {rundir.script_output} is empty. Have it write there; "
+            "the folder is in SHARDMAKE_OUTPUT, also in script_args.",
+        )
+    state = ScriptState(recipe=recipe, finished_by=attempt.number)
+    _write_receipt(rundir, state)
+    write_record(_state(rundir), state)
+    return Outcome(End.FINISHED, "The script finished.")
+
+
+def newest_file(rundir: RunDir) -> int:
+    """When the script last wrote something that stays, in Unix seconds; 0 if it has not. It grows as it gets on."""
+    files = (path for folder in (rundir.checkpoints, rundir.script_output) for path in folder.rglob("*"))
+    return int(max((path.stat().st_mtime for path in files if path.is_file()), default=0))
+
+
+def _state(rundir: RunDir) -> Path:
+    return rundir.train / "script.json"
+
+
+def _read(rundir: RunDir) -> ScriptState | None:
+    path = _state(rundir)
+    return ScriptState.model_validate_json(path.read_text()) if path.exists() else None
+
+
+def _set_aside(rundir: RunDir, theirs: str, ours: str, tell: Tell) -> None:
+    for folder in (rundir.checkpoints, rundir.script_output):
+        if folder.exists():
+            set_aside.swap(folder, theirs, ours, tell)
+    rundir.metrics.unlink(missing_ok=True)
+
+
+def _write_receipt(rundir: RunDir, state: ScriptState) -> None:
+    """As `shardmake.checkpoint.finished.write_receipt`; what only the script knows comes from its metrics, if any."""
+    folder = AttemptDir(rundir.attempts / f"{state.finished_by:03d}")
+    plan = read_plan(folder.plan)
+    text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
+    last = {key: value for line in parse_metrics(text) for key, value in line.items()}
+    write_json(
+        rundir.train_receipt,
+        {
+            "steps": last.get("step"),
+            "tokens": last.get("tokens"),
+            "loss": last.get("loss"),
+            "checkpoint": str(rundir.script_output.relative_to(rundir.root)),
+            "strategy": plan.choice.strategy,
+            "world_size": plan.choice.world_size,
+            "recipe": state.recipe,
+            "attempts": state.finished_by,
+            "versions": library_versions(),
+            "finished_at": max(node.ended for node in folder.exits()),
+        },
+    )

@@ -1,0 +1,159 @@
+"""DeepSpeed's buffer sizes as the rendered file sets them; what it leaves open takes DeepSpeed's default.
+
+``"auto"`` is resolved as transformers' Trainer does, from the hidden size (`transformers.integrations.deepspeed`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any, Final
+
+from shardmake.config.models import Cluster
+from shardmake.config.strategies import Device
+from shardmake.memory.hardware import GIB
+from shardmake.memory.model import Model
+from shardmake.run.plan import Choice, engine_of
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """Sizes in elements, names as in ``zero_optimization``."""
+
+    reduce_bucket_size: int = 500_000_000
+    allgather_bucket_size: int = 500_000_000
+    stage3_prefetch_bucket_size: int = 50_000_000
+    stage3_param_persistence_threshold: int = 100_000
+    stage3_max_live_parameters: int = 1_000_000_000
+    stage3_max_reuse_distance: int = 1_000_000_000
+    sub_group_size: int = 1_000_000_000
+    overlap_comm: bool = True
+    pin_memory: bool = True
+    buffer_count: int = 4
+
+
+SIZES = (
+    "reduce_bucket_size",
+    "allgather_bucket_size",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_live_parameters",
+    "stage3_max_reuse_distance",
+    "sub_group_size",
+)
+
+
+def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
+    """The sizes in the ``zero_optimization`` section of a DeepSpeed file."""
+    auto = {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
+    offload = zero.get("offload_optimizer") or {}
+    given = {name: value for name, value in zero.items() if name in SIZES}
+    sizes: dict[str, Any] = {name: int(auto[name] if value == "auto" else value) for name, value in given.items()}
+    return replace(
+        Buckets(**sizes),
+        overlap_comm=bool(zero.get("overlap_comm", zero.get("stage") == 3)),
+        pin_memory=bool(offload.get("pin_memory", True)),
+        buffer_count=int(offload.get("buffer_count", 4)),
+    )
+
+
+def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
+    """The ``zero_optimization`` section: pure arithmetic on the model's and the node's sizes."""
+    engine = engine_of(choice)
+    values: dict[str, Any] = {
+        "stage": engine.zero_stage,
+        "overlap_comm": not cluster.is_cpu,
+        "contiguous_gradients": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": reduce_bucket_size(model.hidden_size),
+    }
+    values |= _stage3(choice, model, cluster) if engine.zero_stage == 3 else {"allgather_bucket_size": 500_000_000}
+    if engine.offload_optimizer:
+        values["offload_optimizer"] = _offload_optimizer(engine.offload_optimizer, cluster, nvme_folder)
+    if engine.offload_param:
+        values["offload_param"] = _offload_param(engine.offload_param, choice, model, cluster, nvme_folder)
+    return values
+
+
+def reduce_bucket_size(hidden_size: int) -> int:
+    """Elements reduced at once: h squared, as Trainer's "auto"; DeepSpeed's own default takes 1 GB in bf16."""
+    return hidden_size * hidden_size
+
+
+def prefetch_bucket_size(hidden_size: int) -> int:
+    """Elements gathered ahead of their use in ZeRO-3: Trainer's "auto"."""
+    return int(0.9 * hidden_size * hidden_size)
+
+
+def param_persistence_threshold(hidden_size: int) -> int:
+    """Tensors up to this size stay whole on every rank in ZeRO-3 (norms, biases): Trainer's "auto"."""
+    return 10 * hidden_size
+
+
+def _stage3(choice: Choice, model: Model, cluster: Cluster) -> dict[str, Any]:
+    on_nvme = engine_of(choice).offload_optimizer == "nvme"
+    return {
+        "stage3_prefetch_bucket_size": prefetch_bucket_size(model.hidden_size),
+        "stage3_param_persistence_threshold": param_persistence_threshold(model.hidden_size),
+        "stage3_max_live_parameters": 1_000_000_000,
+        "stage3_max_reuse_distance": 1_000_000_000,
+        "sub_group_size": swapped_sub_group_size(choice, cluster) if on_nvme else 1_000_000_000,
+        "stage3_gather_16bit_weights_on_model_save": False,
+    }
+
+
+def swapped_sub_group_size(choice: Choice, cluster: Cluster) -> int:
+    """Elements that the optimizer steps at once, so that its fp32 swap buffers take at most an eighth of the RAM.
+
+    DeepSpeed holds `ADAM_STATES` buffers of one sub-group per rank. Beyond 1e8 a larger group reads no faster.
+    """
+    share = ram_per_rank(choice, cluster) // 8
+    return max(1_000_000, min(100_000_000, share // (4 * ADAM_STATES)))
+
+
+def ram_per_rank(choice: Choice, cluster: Cluster) -> int:
+    """Host RAM of a node shared out between its ranks, bytes."""
+    return int(cluster.memory_gib_per_node * GIB) // choice.processes_per_node
+
+
+def _offload_optimizer(device: Device, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"device": device, "pin_memory": not cluster.is_cpu}
+    if device == "nvme":
+        values |= {
+            "nvme_path": nvme_folder,
+            "buffer_count": ADAM_STATES,
+            "pipeline_read": False,
+            "pipeline_write": False,
+            "fast_init": False,
+        }
+    return values
+
+
+def _offload_param(device: Device, choice: Choice, model: Model, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
+    values: dict[str, Any] = {"device": device, "pin_memory": not cluster.is_cpu}
+    if device == "nvme":
+        values |= {
+            "nvme_path": nvme_folder,
+            "buffer_count": 5,
+            "buffer_size": param_buffer_size(choice, model),
+            "max_in_cpu": params_in_cpu(choice, cluster),
+        }
+    return values
+
+
+def param_buffer_size(choice: Choice, model: Model) -> int:
+    """Elements of one swap buffer: it must hold a rank's part of the largest tensor (DeepSpeed asserts it)."""
+    part = ceil(model.largest_tensor / choice.world_size)
+    return ceil(part / 4096) * 4096
+
+
+def params_in_cpu(choice: Choice, cluster: Cluster) -> int:
+    """Parameters kept in RAM rather than on NVMe, in 16 bits: at most an eighth of a rank's RAM."""
+    return min(1_000_000_000, ram_per_rank(choice, cluster) // 8 // 2)
+
+
+ADAM_STATES: Final = 4
+"""What DeepSpeed swaps per element with Adam: parameter, gradient, momentum, variance."""

@@ -1,0 +1,131 @@
+"""The estimate in closed form, for scanning many candidates: microseconds each, once a model's layer is known.
+
+What a layer takes is read off two short steps acted out with ghost tensors (or off the trace), because every phase is
+linear in the number of layers; the rest is the arithmetic of `states`. Reserved memory needs the allocator's model, so
+here it is allocated memory with a planning allowance; who is chosen is acted out in full (`estimate.gpu`).
+"""
+
+from dataclasses import dataclass, replace
+
+from shardmake.memory import states
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.decoder import micro_step
+from shardmake.memory.events import Script
+from shardmake.memory.model import Decoder, from_config, split
+from shardmake.memory.scenario import Scenario
+from shardmake.memory.states import Terms
+from shardmake.memory.trace import scaled
+from shardmake.memory.units import EMBEDDING, HEAD, trained_units, units
+
+RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
+SHORT = (2, 3)  # layers of the two short steps
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Most activation bytes at once in each phase, without weights and their gradients."""
+
+    forward: int
+    loss: int
+    last_layer: int
+    first_layer: int
+
+
+def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> Profile:
+    """The profile of ``scenario``'s micro step, remembered in ``known``."""
+    key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
+    if key not in known:
+        known[key] = _measure(scenario)
+    return known[key]
+
+
+def _measure(scenario: Scenario) -> Profile:
+    shape = scenario.model.decoder
+    if shape is None or shape.layers <= SHORT[1]:
+        return of_script(micro_step(scenario) if shape else scaled(scenario), len(scenario.model.blocks))
+    short, longer = (_with_layers(scenario, shape, layers) for layers in SHORT)
+    return Profile(
+        *(a + (b - a) * (shape.layers - SHORT[0]) for a, b in zip(_figures(short), _figures(longer), strict=True))
+    )
+
+
+def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
+    model = from_config({**scenario.model.config, "num_hidden_layers": layers})
+    part = split(model, scenario.method, scenario.lora_rank, scenario.lora_targets)
+    return of_script(micro_step(replace(scenario, model=model, split=part)), layers)
+
+
+def _figures(profile: Profile) -> tuple[int, int, int, int]:
+    return profile.forward, profile.loss, profile.last_layer, profile.first_layer
+
+
+def of_script(script: Script, layers: int) -> Profile:
+    """Peaks of a micro step's own allocations; a weight's gradient ends when it is whole."""
+    sizes: dict[int, int] = {}
+    peaks = {"forward": 0, "loss": 0, "last": 0, "first": 0}
+    live, phase = 0, "forward"
+    for event in script:
+        kind = event[0]
+        if kind == "alloc":
+            sizes[event[1]] = event[2]
+            live += event[2]
+            peaks[phase] = max(peaks[phase], live)
+        elif kind == "free":
+            live -= sizes.pop(event[1])
+        elif kind == "forward end" and event[1] == layers - 1 and phase == "forward":
+            phase = "loss"
+        elif kind == "backward block":
+            phase = "last" if event[1] == layers - 1 else "first"
+    return Profile(peaks["forward"], peaks["loss"], peaks["last"], max(peaks["first"], 0) or peaks["last"])
+
+
+def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[str, Terms]:
+    """What lives at the peak of each phase."""
+    base = states.resident(scenario, buckets)
+    whole = {"whole gradients": states.gradients(scenario)}
+    held = whole if scenario.accumulation > 1 or scenario.stack.keeps_gradients else {}
+    bucket = {"gradients on their way": states.bucket_bytes(scenario, buckets)}
+    head, layer = _gathered(scenario, buckets)
+    parts = trained_units(scenario)
+    first, last = (
+        {"gradient norm": states.boundary_norm_bytes(scenario, parts.get(unit, 0))} for unit in (EMBEDDING, HEAD)
+    )
+    flat = {} if scenario.is_fsdp else bucket
+    return {
+        "cross entropy": {**base, **held, **head, **flat, "activations": activations.loss},
+        "backward of the last layer": {
+            **base, **held, **layer, **bucket, **last, "activations": activations.last_layer
+        },
+        "backward of the first layer": {
+            **base, **whole, **layer, **bucket, **first, "activations": activations.first_layer
+        },
+        "gradient norm": {**base, **whole, "gradient norm": states.norm_bytes(scenario)},
+        "optimizer step": {
+            **base,
+            **whole,
+            **states.optimizer_step(scenario, buckets),
+            "optimizer temporaries": states.step_temporaries(scenario, buckets),
+        },
+    }  # fmt: skip
+
+
+def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
+    """Gathered weights while the loss runs, and while a layer runs backwards."""
+    if not scenario.gathers_parameters:
+        return {}, {}
+    sizes, compute = units(scenario), scenario.compute
+    head, layer = sizes.get(HEAD, 0), max((size for unit, size in sizes.items() if isinstance(unit, int)), default=0)
+    if scenario.zero_stage == 3 and scenario.world_size == 1 and not scenario.offloads_parameters:
+        return {}, {}
+    if scenario.zero_stage == 3:
+        window = min(sum(sizes.values()), buckets.stage3_max_live_parameters, buckets.stage3_max_reuse_distance // 2)
+        near = max(window, head) + buckets.stage3_prefetch_bucket_size
+        return _term(compute * near), _term(compute * max(near, 2 * layer))
+    if scenario.strategy == "fsdp-grad-op":
+        return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
+    tied = sizes.get(EMBEDDING, 0) if scenario.stack.fsdp1 else 0
+    return _term(compute * (head + tied)), _term(compute * (head + tied + 2 * layer))
+
+
+def _term(size: int) -> Terms:
+    return {"gathered weights": size}

@@ -1,0 +1,289 @@
+"""One micro step of a Llama-like decoder acted out with ghost tensors: what transformers' code allocates, in order.
+
+Follows ``modeling_llama.py`` (and Mistral, Qwen2, Qwen3, Gemma) of transformers 5; `Stack` holds what older versions
+did differently. `tests/unit/test_decoder.py` compares the result with the fake-tensor trace of the real code.
+"""
+
+from dataclasses import dataclass, field
+
+from shardmake.memory import size_tensors
+from shardmake.memory.model import Decoder, is_quantized
+from shardmake.memory.scenario import BYTES, Scenario
+from shardmake.memory.size_tensors import Event, Ghost, Node, Parameter, Storage, Tape
+
+
+@dataclass
+class Weights:
+    """Parameters by name, with adapters where a layer has them."""
+
+    items: dict[str, Parameter]
+    shapes: dict[str, tuple[int, ...]]
+    adapted: set[str] = field(default_factory=set)
+    quantized: set[str] = field(default_factory=set)
+    rank: int = 0
+    dropout: float = 0.0
+
+
+def micro_step(scenario: Scenario) -> list[Event]:
+    """Events of one forward and backward pass of ``scenario``'s decoder."""
+    assert scenario.model.decoder is not None
+    return _Step(scenario, scenario.model.decoder).run()
+
+
+def weights_of(scenario: Scenario) -> Weights:
+    """The model's parameters as ``scenario`` trains and holds them."""
+    full = scenario.method == "full"
+    item = weight_bytes(scenario)
+    items = {t.name: Parameter(t.name, t.numel, item, full) for t in scenario.model.tensors}
+    shapes = {tensor.name: tensor.shape for tensor in scenario.model.tensors}
+    adapters = scenario.split.adapters
+    for tensor in adapters:
+        items[tensor.name] = Parameter(tensor.name, tensor.numel, BYTES[scenario.adapter_compute], True)
+        shapes[tensor.name] = tensor.shape
+    adapted = {tensor.module.rpartition(".")[0] for tensor in adapters}
+    rank = adapters[0].shape[0] if adapters else 0
+    quantized = {t.name for t in scenario.model.tensors if is_quantized(t)} if scenario.method == "qlora" else set()
+    return Weights(items, shapes, adapted, quantized, rank, scenario.lora_dropout)
+
+
+def weight_bytes(scenario: Scenario) -> int:
+    """Bytes per element of the weights that the forward pass meets: fp32 under autocast, else the compute type."""
+    return 4 if scenario.autocast and scenario.method == "full" else scenario.compute
+
+
+class _Step:
+    """The pieces of the model, each in the order in which transformers runs them."""
+
+    def __init__(self, scenario: Scenario, shape: Decoder) -> None:
+        self.scenario = scenario
+        self.shape = shape
+        self.tokens = scenario.tokens
+        self.weights = weights_of(scenario)
+        self.tape = Tape()
+        self.tape.autocast = scenario.compute if scenario.autocast else None
+
+    def run(self) -> list[Event]:
+        tape = self.tape
+        cosine_and_sine = self._positions()
+        mask = self._mask()
+        hidden = self._embed()
+        for index in range(self.shape.layers):
+            hidden = self._layer_with_marks(hidden, index)
+        hidden = self._norm(hidden, "model.norm.weight")
+        loss, logits = self._loss(hidden)
+        del hidden, mask
+        tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps what it saved
+        if not self.scenario.stack.keeps_output:
+            logits = None
+        tape.mark("backward")
+        size_tensors.backward(tape, loss)
+        del loss, logits, cosine_and_sine
+        return tape.events
+
+    def _positions(self) -> Storage:
+        """Cosine and sine of the rotary embedding, saved by the products with them; one copy for all sequences."""
+        item = weight_bytes(self.scenario)
+        return Storage(self.tape, 2 * self.scenario.sequence_length * self.shape.d * item)
+
+    def _mask(self) -> Storage | None:
+        """The mask made once before the first layer: boolean for SDPA, in the compute type for eager attention."""
+        scenario = self.scenario
+        if scenario.attention == "flash" or (scenario.attention == "sdpa" and not scenario.masked):
+            return None
+        item = weight_bytes(scenario) if scenario.attention == "eager" else 1
+        return Storage(self.tape, scenario.micro_batch * scenario.sequence_length**2 * item)
+
+    # -- layers
+
+    def _embed(self) -> Ghost:
+        hidden = size_tensors.embedding(
+            self.tape, self._parameter("model.embed_tokens.weight"), self.tokens, self.shape.h
+        )
+        if self.scenario.checkpointing and hidden.node is None:
+            hidden = size_tensors.root(hidden)  # enable_input_require_grads
+        return size_tensors.scale(hidden) if self.shape.scaled_embedding else hidden
+
+    def _layer_with_marks(self, hidden: Ghost, index: int) -> Ghost:
+        self.tape.mark("forward", index)
+        if self.scenario.checkpointing:
+            out = self._checkpointed(hidden, index)
+        else:
+            out = self._layer(hidden, index)
+            if out.node is not None:
+                out.node.mark = ("backward block", index)
+        self.tape.mark("forward end", index)
+        return out
+
+    def _checkpointed(self, hidden: Ghost, index: int) -> Ghost:
+        """Keeps the input alone; the backward pass runs the layer again first (torch.utils.checkpoint)."""
+        tape = self.tape
+        tape.recording = False
+        out = self._layer(hidden, index)
+        tape.recording = True
+        kept: list[Ghost] = [hidden]
+
+        def function(grad: Ghost) -> list[Ghost | None]:
+            first = len(tape.nodes)
+            source = kept.pop()
+            entry = size_tensors.root(Ghost(tape, source.numel, source.item, storage=source.storage))
+            inner = entry.node
+            again = self._layer(entry, index, stops_early=True)
+            tape.casts.clear()
+            assert again.node is not None and inner is not None
+            again.node.grad = grad
+            del again, entry, source, grad
+            size_tensors.run_backward(tape, first)
+            made, inner.grad = inner.grad, None
+            return [made]
+
+        out.node = Node([hidden.node], function)
+        out.node.mark = ("backward block", index)
+        tape.nodes.append(out.node)
+        return out
+
+    def _layer(self, hidden: Ghost, index: int, stops_early: bool = False) -> Ghost:
+        """A layer; a recomputation stops once all is saved, before the last product and sum are made."""
+        prefix = f"model.layers.{index}"
+        attended = self._attention(self._norm(hidden, f"{prefix}.input_layernorm.weight"), f"{prefix}.self_attn")
+        hidden = size_tensors.add(hidden, attended)
+        del attended
+        normed = self._norm(hidden, f"{prefix}.post_attention_layernorm.weight")
+        fed = self._mlp(normed, f"{prefix}.mlp", made=not stops_early)
+        del normed
+        return size_tensors.add(hidden, fed, made=not stops_early)
+
+    def _norm(self, hidden: Ghost, name: str) -> Ghost:
+        return self._rms_norm(hidden, self._parameter(name), self.tokens)
+
+    def _rms_norm(self, hidden: Ghost, weight: Parameter, rows: int) -> Ghost:
+        """transformers' RMSNorm: computed in fp32, with an fp32 copy of the input."""
+        if self.scenario.fused_layers:
+            return size_tensors.fused_norm(hidden, weight, rows)
+        wide = size_tensors.cast(hidden, 4)
+        factors = size_tensors.row_rsqrt(size_tensors.row_mean(size_tensors.square(wide), rows))
+        normed = size_tensors.scale_rows(wide, factors)
+        del wide, factors
+        if self.shape.plus_one_norm:
+            normed = size_tensors.scale_columns(normed, Parameter(weight.name, weight.numel, 4, weight.trained))
+            return size_tensors.cast(normed, hidden.item)
+        return size_tensors.scale_columns(size_tensors.cast(normed, hidden.item), weight)
+
+    def _attention(self, hidden: Ghost, prefix: str) -> Ghost:
+        query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
+        del hidden
+        if self.shape.qk_norm:
+            query = self._rms_norm(query, self._parameter(f"{prefix}.q_norm.weight"), self.tokens * self.shape.a)
+            key = self._rms_norm(key, self._parameter(f"{prefix}.k_norm.weight"), self.tokens * self.shape.k)
+        query, key = self._rotary(query), self._rotary(key)
+        mixed = self._mix(query, key, value)
+        del query, key, value
+        return self._linear(mixed, f"{prefix}.o_proj")
+
+    def _rotary(self, tensor: Ghost) -> Ghost:
+        """``x cos + rotate_half(x) sin``; under autocast cos and sin are fp32, and so is the result.
+
+        Liger's kernel turns in place.
+        """
+        if self.scenario.fused_layers:
+            return tensor
+        item = 4 if self.tape.autocast else tensor.item
+        turned = size_tensors.rotate_half(tensor)
+        straight = size_tensors.scale(tensor, item)
+        turned = size_tensors.scale(turned, item)
+        return size_tensors.add(straight, turned)
+
+    def _mix(self, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+        scenario, shape = self.scenario, self.shape
+        if scenario.attention == "eager":
+            return self._eager(query, key, value)
+        query, key, value = (
+            size_tensors.cast(tensor, self.tape.autocast or tensor.item) for tensor in (query, key, value)
+        )
+        masked = scenario.attention == "sdpa" and scenario.masked
+        if masked or scenario.stack.expands_keys:
+            key, value = self._repeat(key), self._repeat(value)
+        mask = scenario.micro_batch * scenario.sequence_length**2 if masked else 0
+        out = size_tensors.fused_attention(
+            query, key, value, self.tokens * shape.a, shape.d, shape.a, mask, flash=not masked
+        )
+        return size_tensors.copy(out) if scenario.stack.copies_attention else out
+
+    def _repeat(self, tensor: Ghost) -> Ghost:
+        return size_tensors.repeat(tensor, self.shape.a // self.shape.k)
+
+    def _eager(self, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+        scores = self.tokens * self.shape.a * self.scenario.sequence_length
+        key, value = self._repeat(key), self._repeat(value)
+        return size_tensors.eager_attention(query, key, value, scores, self.tape.autocast)
+
+    def _mlp(self, hidden: Ghost, prefix: str, made: bool) -> Ghost:
+        gate = self._linear(hidden, f"{prefix}.gate_proj")
+        if self.scenario.fused_layers:
+            product = size_tensors.fused_product(gate, self._linear(hidden, f"{prefix}.up_proj"))
+            del gate, hidden
+            return self._linear(product, f"{prefix}.down_proj", made)
+        gate = size_tensors.activation(gate)
+        up = self._linear(hidden, f"{prefix}.up_proj")
+        del hidden
+        product = size_tensors.multiply(gate, up)
+        del gate, up
+        return self._linear(product, f"{prefix}.down_proj", made)
+
+    def _linear(self, hidden: Ghost, module: str, made: bool = True) -> Ghost:
+        weights = self.weights
+        name = f"{module}.weight"
+        rows, columns = weights.shapes[name]
+        base, bias = weights.items[name], weights.items.get(f"{module}.bias")
+        if module not in weights.adapted:
+            return size_tensors.linear(hidden, base, rows, columns, bias, made, name in weights.quantized)
+        out = size_tensors.linear(hidden, base, rows, columns, bias, expanded=name in weights.quantized)
+        return self._adapted(hidden, out, module, rows, columns)
+
+    def _adapted(self, hidden: Ghost, out: Ghost, module: str, rows: int, columns: int) -> Ghost:
+        """PEFT's LoRA: the input is cast to the adapter's type, dropped out, and its product added to the base's."""
+        weights, item = self.weights, out.item
+        first, second = (weights.items[f"{module}.lora_{part}.weight"] for part in "AB")
+        narrow = size_tensors.dropout(size_tensors.cast(hidden, first.item), weights.dropout)
+        narrow = size_tensors.linear(narrow, first, weights.rank, columns)
+        wide = size_tensors.scale(size_tensors.linear(narrow, second, rows, weights.rank))
+        del narrow
+        return size_tensors.cast(size_tensors.add(out, wide), item)
+
+    def _parameter(self, name: str) -> Parameter:
+        return self.weights.items[name]
+
+    # -- loss
+
+    def _loss(self, hidden: Ghost) -> tuple[Ghost, Ghost | None]:
+        self.tape.mark("loss")
+        head = self.weights.items.get("lm_head.weight") or self._parameter("model.embed_tokens.weight")
+        if self.scenario.loss == "fused":
+            return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
+        return self._cross_entropy(size_tensors.linear(hidden, head, self.shape.v, self.shape.h))
+
+    def _cross_entropy(self, logits: Ghost) -> tuple[Ghost, Ghost | None]:
+        """``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may hold on to the 16-bit logits."""
+        stack = self.scenario.stack
+        wide = logits if stack.keeps_logits_narrow else size_tensors.cast(logits, 4)
+        if stack.returns_wide_logits:
+            logits = wide
+        shifted = size_tensors.copy(wide) if stack.copies_shifted_logits else wide
+        del wide
+        if self.tape.autocast:
+            shifted = size_tensors.cast(shifted, 4)
+        return size_tensors.nll_of_log_softmax(shifted, self.tokens), logits
+
+
+def layer_forward_bytes(scenario: Scenario) -> int:
+    """Bytes that one layer holds after its forward pass: what it saved and its output."""
+    assert scenario.model.decoder is not None
+    step = _Step(scenario, scenario.model.decoder)
+    hidden = size_tensors.root(Ghost(step.tape, scenario.tokens * scenario.model.hidden_size, scenario.compute))
+    first = len(step.tape.events)
+    out = step._layer(hidden, 0)
+    sizes = {event[1]: event[2] for event in step.tape.events[first:] if event[0] == "alloc"}
+    for event in step.tape.events[first:]:
+        if event[0] == "free":
+            sizes.pop(event[1], None)
+    del out
+    return sum(sizes.values())

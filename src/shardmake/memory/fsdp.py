@@ -1,0 +1,236 @@
+"""What FSDP allocates around the model's own forward and backward pass.
+
+Sources: torch 2.13's FSDP2 (``_fully_shard/_fsdp_param_group.py``, ``_fsdp_collectives.py``) as Accelerate's
+``fsdp2_prepare_model`` sets it up, and FSDP1 (``_init_utils.py``, ``_runtime_utils.py``, ``_limiter_utils.py``).
+"""
+
+from collections import deque
+from math import ceil
+
+from shardmake.memory import states
+from shardmake.memory.ddp import Engine
+from shardmake.memory.timeline import COMMUNICATION, REDUCTION, Pending
+from shardmake.memory.units import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
+
+MIB = 1 << 20
+BROADCAST_BUCKET = 250 * MIB  # PARAM_BROADCAST_BUCKET_SIZE in FSDP1's _init_utils.py
+IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in FSDP1's _limiter_utils.py
+
+
+class Fsdp(Engine):
+    """FSDP2 as Accelerate prepares it: a unit per layer, the embedding, and norm with head, which stays gathered.
+
+    An all-gather lands flat and is copied out into the weights; backwards, the next one is on its way meanwhile. A
+    layer's gradients wait until it is done, then go flat into a reduce-scatter.
+    """
+
+    def load(self) -> None:
+        """This rank's part of everything; each tensor comes whole in fp32 (``fsdp2_load_full_state_dict``)."""
+        self._units = units(self.scenario)
+        self._tensors = unit_tensors(self.scenario)
+        self._trained = trained_units(self.scenario)
+        self._live: dict[Unit, int] = {}
+        self._flat: dict[Unit, int] = {}
+        self._waiting: list[int] = []
+        self._reducing: int | None = None
+        self._bring()
+
+    def _bring(self) -> None:
+        super().load()
+        self._brief(4 * max(self.sizes.values()), "weights on their way")
+
+    def before_forward(self, block: int) -> None:
+        """Gather the layer."""
+        if block == 0:
+            self._gather(EMBEDDING)
+            if not self._keeps(EMBEDDING):
+                self._reshard(EMBEDDING)
+        self._gather(block)
+
+    def after_forward(self, block: int) -> None:
+        """Let it go, unless weights stay over the whole step."""
+        if not self._keeps(block):
+            self._reshard(block)
+
+    def before_head(self) -> None:
+        """Gather norm and head, which stay until their backward pass."""
+        self._gather(HEAD)
+        self._drop_flat()
+
+    def before_backward(self, block: int) -> None:
+        """Reduce the layer after this one, gather this one, and send for the one before it."""
+        self._reduce(block + 1 if block + 1 in self._units else HEAD)
+        self._gather(block)
+        self._drop_flat()
+        if block - 1 in self._units:
+            self._send_for(block - 1)
+
+    def gradient(self, name: str, size: int, key: int | None) -> bool:
+        """Held until its unit is done."""
+        if key is None:
+            return False
+        self.timeline.rename(key, "gradients on their way")
+        self._waiting.append(key)
+        return True
+
+    def end_backward(self) -> None:
+        """The first layer and the embedding are reduced."""
+        self._reduce(0)
+        self._reduce(EMBEDDING)
+        self._finish_reduction()
+        self._drop_flat()
+        for unit in list(self._live):
+            self._reshard(unit)
+
+    def _keeps(self, unit: Unit) -> bool:
+        return self.scenario.strategy == "fsdp-grad-op" or unit == HEAD
+
+    def _numel(self, unit: Unit) -> int:
+        return 0 if unit in self._live else self._units.get(unit, 0)
+
+    def _send_for(self, unit: Unit) -> None:
+        """Start an all-gather: this rank's part is cast, then joined by the others' in one flat buffer.
+
+        A single rank casts tensor by tensor and gathers nothing.
+        """
+        numel, compute = self._numel(unit), self.scenario.compute
+        if not numel or unit in self._flat or self.scenario.shards == 1:
+            return
+        cast = self.timeline.alloc(compute * ceil(numel / self.scenario.shards), "gathered weights", COMMUNICATION)
+        self._flat[unit] = self.timeline.alloc(compute * numel, "gathered weights", COMMUNICATION)
+        self.timeline.free(cast)
+
+    def _gather(self, unit: Unit) -> None:
+        """Copy out what has arrived; the flat buffer before it goes only now, so that the copy overlaps the next."""
+        numel, compute = self._numel(unit), self.scenario.compute
+        if not numel:
+            return
+        self._send_for(unit)
+        self._live[unit] = self.timeline.alloc(compute * numel, "gathered weights")
+        if self.scenario.shards == 1:
+            self._brief(compute * max(self._tensors[unit]), "gathered weights")
+        self._drop_flat(but=unit)
+
+    def _drop_flat(self, but: Unit | None = None) -> None:
+        for unit in [unit for unit in self._flat if unit != but]:
+            self.timeline.free(self._flat.pop(unit))
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit in self._live:
+            self.timeline.free(self._live.pop(unit))
+
+    def _reduce(self, unit: Unit) -> None:
+        """Copy a unit's gradients into the reduce-scatter's input; its output becomes fp32 gradients of the part."""
+        self._finish_reduction()
+        trained = self._trained.get(unit, 0)
+        if trained and self._waiting:
+            self._reducing = self.timeline.alloc(self.scenario.compute * trained, "communication buffers")
+        for key in self._waiting:
+            self.timeline.free(key)
+        self._waiting.clear()
+        self._leave(unit)
+        if trained:
+            self._add_part(str(unit), ceil(trained / self.scenario.shards))
+
+    def _add_part(self, name: str, part: int) -> None:
+        """The output of the reduce-scatter, in the weights' type, kept or added to what is there."""
+        output = self.timeline.alloc(self.scenario.compute * part, "communication buffers", REDUCTION)
+        wide = self.timeline.alloc(states.trained_bytes(self.scenario) * part, "gradients", REDUCTION)
+        self.timeline.free(output)
+        if name in self.gradients or self.scenario.offloads_optimizer:
+            self.timeline.free(wide)
+        else:
+            self.gradients[name] = wide
+
+    def _leave(self, unit: Unit) -> None:
+        """The unit's backward pass has ended."""
+        self._reshard(unit)
+
+    def _finish_reduction(self) -> None:
+        if self._reducing is not None:
+            self.timeline.free(self._reducing)
+            self._reducing = None
+
+
+class Fsdp1(Fsdp):
+    """FSDP1: one flat weight per unit, gathered in place; the root's (embedding, norm and head) stays gathered.
+
+    A gathered weight is given back at once, but its memory is used again only when the GPU is done with it, and two
+    may be pending (the rate limiter).
+    """
+
+    def load(self) -> None:
+        """As for FSDP2, with nothing pending."""
+        self._pending = Pending(self.timeline)
+        super().load()
+
+    def _bring(self) -> None:
+        """Each unit's tensors, their broadcast, their flat copy, and the part of it that stays (`FlatParamHandle`)."""
+        terms = states.resident(self.scenario, self.buckets)
+        self._late = terms.pop("optimizer states", 0)
+        weights = terms.pop("weights", 0) + terms.pop("frozen weights", 0)
+        for term, size in terms.items():
+            self._take(term, size)
+        for unit in self._units:
+            self._wrap(unit, stays=bool(weights))
+
+    def _wrap(self, unit: Unit, stays: bool) -> None:
+        numel, compute = self._units[unit], self.scenario.compute
+        single = [self.timeline.alloc(compute * part, "weights on their way") for part in self._tensors[unit]]
+        sizes = broadcast_buckets([compute * part for part in self._tensors[unit]])
+        sent = deque([self.timeline.alloc(size, "weights on their way") for size in sizes[:2]])
+        for size in sizes[2:]:
+            self.timeline.free(sent.popleft())
+            sent.append(self.timeline.alloc(size, "weights on their way"))
+        for key in sent:
+            self.timeline.free(key)
+        flat = self.timeline.alloc(compute * numel, "weights on their way")
+        for key in single:
+            self.timeline.free(key)
+        if stays:
+            self.timeline.alloc(compute * ceil(numel / self.scenario.shards), "weights")
+        self.timeline.free(flat)
+
+    def before_backward(self, block: int) -> None:
+        """Reduce the layer after this one; gather this one and the one before it."""
+        self._reduce(block + 1 if block + 1 in self._units else HEAD)
+        self._gather(block)
+        self._gather(block - 1)
+
+    def end_backward(self) -> None:
+        """As for FSDP2; the GPU has caught up when the optimizer begins."""
+        super().end_backward()
+        self._pending.settle(0)
+
+    def _keeps(self, unit: Unit) -> bool:
+        return super()._keeps(unit) or unit == EMBEDDING
+
+    def _leave(self, unit: Unit) -> None:
+        """The root's weights stay to the end of the backward pass."""
+        if isinstance(unit, int):
+            self._reshard(unit)
+
+    def _gather(self, unit: Unit) -> None:
+        numel = self._numel(unit)
+        if numel:
+            self._pending.settle(IN_FLIGHT - 1)
+            self._live[unit] = self.timeline.alloc(self.scenario.compute * numel, "gathered weights", COMMUNICATION)
+
+    def _reshard(self, unit: Unit) -> None:
+        if unit in self._live:
+            self._pending.add(self._live.pop(unit))
+
+
+def broadcast_buckets(sizes: list[int]) -> list[int]:
+    """Bytes of the flat copies in which rank 0 sends tensors of ``sizes`` (``comm.cpp``); two are in flight.
+
+    A bucket is closed once it has reached its limit; a tensor that is alone in one is not copied.
+    """
+    copies: list[int] = []
+    bucket = count = 0
+    for size in sizes:
+        bucket, count = bucket + size, count + 1
+        if bucket >= BROADCAST_BUCKET:
+            copies += [bucket] if count > 1 else []
+            bucket = count = 0
+    return copies + ([bucket] if count > 1 else [])

@@ -1,0 +1,115 @@
+"""Host RAM and NVMe per node, and disk for checkpoints and the final model."""
+
+from math import ceil
+
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.model import Model
+from shardmake.memory.scenario import BYTES, Scenario
+from shardmake.memory.states import Terms, largest_trained, optimizer_bytes
+
+PROCESS = int(1.5 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB; the upper end
+CPU_PROCESS = int(0.6 * 2**30)  # imports of torch, transformers, deepspeed without a GPU
+
+
+def pinned(size: int) -> int:
+    """Bytes that torch's pinned allocator takes for ``size``: the next power of two (CachingHostAllocator)."""
+    return 1 << (size - 1).bit_length() if size > 0 else 0
+
+
+def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
+    """Host RAM of one node while training runs, and the load's peak beyond it."""
+    ranks = scenario.ranks_per_node
+    terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
+    for name, size in offloaded(scenario, buckets).items():
+        terms[name] = ranks * size
+    if scenario.checkpoint_in_memory:
+        terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
+    steady = sum(terms.values()) - terms["processes"]
+    terms["loading"] = max(0, _load(scenario) - steady)
+    return {name: size for name, size in terms.items() if size}
+
+
+def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
+    """Offloaded states of one rank (DeepSpeed's ``stage_1_and_2.py`` and ``stage3.py``: 18 and 20 bytes an element)."""
+    if not scenario.offloads_optimizer:
+        return {}
+    hold = pinned if buckets.pin_memory and not scenario.on_cpu else int
+    part = ceil(scenario.split.trainable / scenario.world_size)
+    if scenario.strategy == "zero3-nvme":
+        group = min(buckets.sub_group_size, part)
+        return {
+            "optimizer swap buffers": hold(4 * buckets.buffer_count * group),
+            "gradients": hold(4 * group) + hold(2 * part),
+        }
+    states = {
+        "optimizer states": int(optimizer_bytes(scenario) * part),
+        "master weights": hold(4 * part),
+        "gradients": hold(4 * part),
+    }
+    if scenario.is_fsdp:
+        return states
+    states["compute-type gradients or weights"] = hold(scenario.compute * part)
+    if scenario.zero_stage < 3:
+        states["largest gradient"] = hold(scenario.compute * largest_trained(scenario))
+    if scenario.offloads_parameters:
+        states["parameters"] = hold(scenario.compute * ceil(scenario.split.total / scenario.world_size))
+    return states
+
+
+def _load(scenario: Scenario) -> int:
+    """Peak of loading the weights on one node: once under FSDP and ZeRO-3, else once per rank."""
+    full = scenario.method == "full"
+    held = BYTES[scenario.weights] if full and scenario.zero_stage == 0 else scenario.compute
+    size = held * scenario.model.parameters
+    return size if scenario.gathers_parameters else scenario.ranks_per_node * size
+
+
+def nvme_bytes(scenario: Scenario) -> Terms:
+    """Files on a node's NVMe (ZeRO-Infinity): master weights, both moments and gradients, and parameters."""
+    if scenario.strategy != "zero3-nvme":
+        return {}
+    part = ceil(scenario.split.trainable / scenario.nodes)
+    whole = ceil(scenario.split.total / scenario.nodes)
+    return {"optimizer states": 16 * part, "parameters": scenario.compute * whole}
+
+
+def checkpoint_bytes(scenario: Scenario) -> int:
+    """Size of one training checkpoint over all nodes: weights, master weights and optimizer states.
+
+    Trainer leaves frozen weights out of it under adapters (``exclude_frozen_parameters``).
+    """
+    trained = scenario.split.trainable
+    states = optimizer_bytes(scenario) * trained
+    if scenario.zero_stage:
+        return int((4 + scenario.compute) * trained + states)
+    return int(4 * trained + states)
+
+
+def _part_of_checkpoint(scenario: Scenario) -> int:
+    """What the ranks of the first node write of a checkpoint, which is most: their shards, and what is not sharded.
+
+    That is all under ddp, and the weights in the compute type under ZeRO-1 and ZeRO-2.
+    """
+    whole = checkpoint_bytes(scenario)
+    if scenario.strategy == "ddp":
+        return whole
+    first = scenario.compute * scenario.split.trainable if scenario.zero_stage in (1, 2) else 0
+    return first + ceil((whole - first) / scenario.nodes)
+
+
+def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
+    """Disk for ``kept`` checkpoints, the one being written, and the final model in ``final_bytes`` per element."""
+    return {
+        "checkpoints": (kept + 1) * checkpoint_bytes(scenario),
+        "final model": final_bytes * scenario.model.parameters,
+    }
+
+
+def loading_rank(model: Model, item: int, shard: int) -> int:
+    """Peak of the one rank that loads under FSDP: all weights, the file in flight, the process itself."""
+    return item * model.parameters + shard + PROCESS
+
+
+def waiting_rank() -> int:
+    """A rank that gets its weights from another."""
+    return PROCESS

@@ -1,0 +1,157 @@
+"""The census of any transformers model: built on the meta device, so that no weight takes memory.
+
+Run as a process by `shardmake.memory.model`: JSON in, JSON out; exit code 2 and a sentence for what the user can mend.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardmake.core.errors import UserError
+from shardmake.memory.model import Tensor, tensor_json
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+def main() -> int:
+    """Read the request on standard input, write the census on standard output."""
+    request = json.load(sys.stdin)
+    try:
+        model = build(request["config"], request["source"], request["trust_remote_code"])
+        wanted = request.get("adapters")
+        found = adapters(model, wanted["rank"], wanted["targets"]) if wanted else census(model)
+    except UserError as error:
+        print(error)
+        return 2
+    json.dump(found, sys.stdout)
+    return 0
+
+
+def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = False) -> "nn.Module":
+    """The transformers model that ``config`` describes, on the meta device.
+
+    The class is the config's own architecture where transformers has it, else its causal language model.
+    """
+    import torch
+    import transformers
+
+    parsed = _parse(config, source, trust_remote_code)
+    named = next(iter(config.get("architectures") or []), "")
+    model_class = getattr(transformers, named, None)
+    try:
+        with torch.device("meta"):
+            if model_class is not None:
+                return model_class(parsed)
+            return transformers.AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a model's code may raise anything over odd sizes
+        raise UserError(f"{source}: transformers cannot build this model: {error}") from None
+
+
+def _parse(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Any:
+    from transformers import AutoConfig
+
+    if trust_remote_code and config.get("auto_map"):
+        return AutoConfig.from_pretrained(Path(source).parent, trust_remote_code=True)
+    kind = config["model_type"]
+    values = {key: value for key, value in config.items() if key != "model_type"}
+    try:
+        return AutoConfig.for_model(kind, **values)
+    except ValueError:
+        from importlib.metadata import version
+
+        raise UserError(
+            f"{source}: transformers {version('transformers')} does not know the model type {kind!r}. "
+            "Check the spelling, or install the version that brings it."
+        ) from None
+    except Exception as error:  # a config class may raise anything over odd values
+        raise UserError(f"{source}: transformers refuses this config: {error}") from None
+
+
+def census(model: "nn.Module") -> dict[str, Any]:
+    """Everything `shardmake.memory.model.Model` holds about a built model, as JSON data."""
+    config: Any = model.config
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    blocks = block_paths(model)
+    unique, named = _tensors(model, blocks)
+    return {
+        "model_type": config.model_type,
+        "architecture": type(model).__name__,
+        "tensors": [tensor_json(tensor) for tensor in unique],
+        "tied": named > len(unique),
+        "buffer_bytes": sum(b.numel() * b.element_size() for b in model.buffers()),
+        "block_classes": sorted({type(model.get_submodule(path)).__name__ for path in blocks}),
+        "hidden_size": _first(text, "hidden_size", "d_model", "n_embd", "dim"),
+        "vocab_size": _first(text, "vocab_size"),
+        "max_positions": getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
+    }
+
+
+def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[dict[str, Any]]:
+    """The weights that PEFT's LoRA adds, named as without its wrapping; experts and routers get some too."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    blocks = block_paths(model)
+    config = LoraConfig(r=rank, target_modules=targets, task_type=None)
+    try:
+        with torch.device("meta"):
+            adapted = get_peft_model(model, config)
+    except ValueError as error:
+        raise UserError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
+    found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
+    return [tensor_json(Tensor(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
+
+
+def plain_name(name: str) -> str:
+    """A parameter's name as without PEFT's wrapping."""
+    return name.removeprefix("base_model.model.").replace(".default.", ".")
+
+
+def _first(config: Any, *names: str) -> int:
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, int):
+            return value
+    raise UserError(f"The config of {config.model_type} gives none of {', '.join(names)}.")
+
+
+def block_paths(model: "nn.Module") -> dict[str, int]:
+    """Path of each layer with its index: the modules that transformers says must not be split, in model order."""
+    wanted = set(getattr(model, "_no_split_modules", None) or ())
+    found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
+    in_lists = [name for name in found if name.rpartition(".")[2].isdigit()]
+    return {name: index for index, name in enumerate(in_lists)}
+
+
+def _tensors(model: "nn.Module", blocks: Mapping[str, int]) -> tuple[list[Tensor], int]:
+    """Each parameter once, and the number of names including ties."""
+    kinds = {name: _kind(module) for name, module in model.named_modules()}
+    unique = [
+        Tensor(name, tuple(parameter.shape), kinds[name.rpartition(".")[0]], _block_of(name, blocks))  # type: ignore[arg-type]
+        for name, parameter in model.named_parameters()
+    ]
+    return unique, sum(1 for _ in model.named_parameters(remove_duplicate=False))
+
+
+def _block_of(name: str, blocks: Mapping[str, int]) -> int | None:
+    parts = name.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(1, len(parts)))
+    return next((blocks[prefix] for prefix in prefixes if prefix in blocks), None)
+
+
+def _kind(module: "nn.Module") -> str:
+    from torch import nn
+
+    name = type(module).__name__.lower()
+    if isinstance(module, nn.Linear) or name == "conv1d":
+        return "linear"
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "norm" if "norm" in name else "other"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

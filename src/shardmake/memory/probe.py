@@ -1,0 +1,216 @@
+"""A two-step probe on this machine's GPU: ``shardmake estimate MODEL --probe``.
+
+Two layers of the model with random weights run under FSDP2, a short and a long step, on one GPU or, where there are
+more, on two. What PyTorch counts and the driver reports is held against the allocator's model; the rest is the
+calibration. As a process (``python -m shardmake.memory.probe``) this module is one rank.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import date
+from typing import Any
+
+from shardmake.core.errors import UserError
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.calibration import Calibration, Observation, fit
+from shardmake.memory.estimate import gpu
+from shardmake.memory.model import Model, from_config, split
+from shardmake.memory.scenario import Scenario
+
+LAYERS = 2
+TOKENS = (512, 2048)
+STEPS = 2
+SECONDS = 600
+MIB = 1 << 20
+
+
+def probe(model: Model) -> Calibration:
+    """Run the probe with ``model``'s shape. Raises `UserError` where there is no GPU, or a step fails."""
+    if model.decoder is None:
+        raise UserError(
+            f"--probe runs models of the Llama, Mistral, Qwen and Gemma families, not {model.model_type}. What it "
+            "measures does not depend on the model: probe with one of those, and it counts for this one too."
+        )
+    occupied = _occupied()
+    ranks = min(2, len(occupied))
+    short = {**model.config, "num_hidden_layers": LAYERS, "architectures": None}
+    found = _run(short, ranks)
+    shape = from_config(short)
+    observations = [
+        Observation(tokens=tokens, predicted_reserved=_predicted(shape, ranks, tokens), **step)
+        for tokens, step in zip(TOKENS, found["steps"], strict=True)
+    ]
+    return fit(observations, found["nccl"], occupied[0], found["gpu"], socket.gethostname(), str(date.today()))
+
+
+def scenario(shape: Model, ranks: int, tokens: int) -> Scenario:
+    """The probe's step as the formulas see it: FSDP2, fp32 weights, no optimizer states."""
+    return Scenario(
+        model=shape,
+        split=split(shape, "full"),
+        strategy="fsdp",
+        nodes=1,
+        ranks_per_node=ranks,
+        micro_batch=1,
+        sequence_length=tokens,
+        attention="sdpa",
+        optimizer="sgd",
+    )
+
+
+def _predicted(shape: Model, ranks: int, tokens: int) -> int:
+    return gpu(scenario(shape, ranks, tokens), Buckets()).reserved
+
+
+def _occupied() -> list[int]:
+    """Bytes in use on each GPU that this process may use."""
+    if shutil.which("nvidia-smi") is None:
+        raise UserError(
+            "--probe needs a GPU on this machine, and there is no nvidia-smi. Run it on a compute node "
+            "(srun --gpus=1 shardmake estimate ... --probe); its result is kept and used everywhere this home is."
+        )
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    used = [int(line) * MIB for line in done.stdout.split("\n") if line.strip().isdigit()]
+    if done.returncode or not used:
+        raise UserError(f"--probe needs a GPU on this machine, and nvidia-smi finds none: {done.stdout.strip()[:200]}")
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = [int(index) for index in visible.split(",") if index.isdigit()] if visible else range(len(used))
+    return [used[index] for index in chosen if index < len(used)] or used
+
+
+def _run(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
+    """What rank 0 measured."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "shardmake.memory.probe"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **place, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write(json.dumps({"config": dict(config)}))
+        process.stdin.close()
+        process.stdin = None  # communicate() must not close it again
+    return _answer(processes)
+
+
+def _answer(processes: Sequence["subprocess.Popen[str]"]) -> dict[str, Any]:
+    try:
+        answers = [process.communicate(timeout=SECONDS) for process in processes]
+    except subprocess.TimeoutExpired:
+        raise UserError(f"The probe did not end within {SECONDS} s.") from None
+    finally:
+        for process in processes:
+            process.kill()
+    for process, (_, errors) in zip(processes, answers, strict=True):
+        if process.returncode:
+            last = (errors.strip().splitlines() or ["no message"])[-1]
+            raise UserError(f"The probe's step failed on the GPU: {last[:300]}")
+    found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
+    return found
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One rank
+
+
+def main() -> int:
+    """Measure, and print the figures of this rank."""
+    import torch
+    from torch import distributed
+
+    config = json.load(sys.stdin)["config"]
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.zeros(1, device="cuda")
+    before = _outside_allocator()
+    distributed.init_process_group("nccl")
+    distributed.all_reduce(torch.ones(MIB, device="cuda"))
+    nccl = _outside_allocator() - before
+    model = sharded(config, "cuda")
+    steps = [_observe(model, config["vocab_size"], tokens) for tokens in TOKENS]
+    several = distributed.get_world_size() > 1
+    gpu_name = torch.cuda.get_device_name()
+    print(json.dumps({"steps": steps, "nccl": nccl if several else None, "gpu": gpu_name}))
+    distributed.destroy_process_group()
+    return 0
+
+
+def _device_used() -> int:
+    import torch
+
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def _outside_allocator() -> int:
+    import torch
+
+    return _device_used() - torch.cuda.memory_reserved()
+
+
+def _observe(model: Any, vocabulary: int, tokens: int) -> dict[str, int]:
+    import torch
+
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    train(model, vocabulary, tokens, "cuda")
+    reserved = torch.cuda.max_memory_reserved()
+    return {
+        "allocated": torch.cuda.max_memory_allocated(),
+        "reserved": reserved,
+        "device": _outside_allocator() + reserved,
+    }
+
+
+def sharded(config: Mapping[str, Any], device: str) -> Any:
+    """The model with random fp32 weights under FSDP2, in units as Accelerate makes them."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    values = {name: value for name, value in config.items() if name != "model_type"}
+    parsed = AutoConfig.for_model(config["model_type"], **values)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(parsed, dtype=torch.float32, attn_implementation="sdpa")
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    settings: dict[str, Any] = {"mesh": init_device_mesh(device, (torch.distributed.get_world_size(),))}
+    settings["mp_policy"] = policy
+    for layer in model.model.layers:
+        fully_shard(layer, **settings)
+    tied = model.lm_head.weight is model.model.embed_tokens.weight
+    if not tied:
+        fully_shard(model.model.embed_tokens, **settings)
+    tail = [model.model.norm, *([model.model.embed_tokens] if tied else []), model.lm_head]
+    fully_shard(tail, **settings, reshard_after_forward=False)
+    return fully_shard(model, **settings).train()
+
+
+def train(model: Any, vocabulary: int, tokens: int, device: str) -> None:
+    """`STEPS` steps of ``tokens`` tokens; each drops its gradients."""
+    import torch
+
+    inputs = torch.randint(0, vocabulary, (1, tokens), device=device)
+    for _ in range(STEPS):
+        model(input_ids=inputs, labels=inputs, use_cache=False).loss.backward()
+        model.zero_grad()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""One training set-up as the memory formulas see it."""
+
+from dataclasses import dataclass
+
+from shardmake.config.models import Attention, Loss, Method, Optimizer, Precision, Strategy
+from shardmake.memory.calibration import Calibration
+from shardmake.memory.model import Model, Split
+
+BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """What differs between versions of the libraries; the defaults are those of transformers 5 and its Trainer."""
+
+    keeps_output: bool = False
+    """The training loop holds the model's output while the backward pass runs."""
+    returns_wide_logits: bool = False
+    """Logits are returned in fp32 (transformers before 4.45)."""
+    keeps_logits_narrow: bool = False
+    """The model does not widen logits for its loss; autocast alone does (custom code such as Qwen 1's)."""
+    copies_shifted_logits: bool = False
+    """The loss makes a contiguous copy of the shifted logits (transformers before 4.48)."""
+    expands_keys: bool = False
+    """SDPA gets repeated keys and values (transformers before 4.48)."""
+    copies_attention: bool = False
+    """SDPA's output is copied to be contiguous (transformers before 4.48)."""
+    foreach_optimizer: bool = False
+    """The optimizer is torch's foreach one, whose temporaries take as much as the trained weights."""
+    liger_layers: bool = True
+    """The fused loss is Liger's, whose RMSNorm, SwiGLU and rotary embedding come with it (Trainer's default)."""
+    keeps_gradients: bool = False
+    """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
+    softmax_saves_input: bool = False
+    """Softmax's backward formula names its input (torch before 1.12)."""
+    fsdp1: bool = False
+    """FSDP1: one flat weight per unit without a copy; embedding, norm and head stay gathered."""
+    autocast: bool = True
+    """Whether a 16-bit precision means autocast; without it the trained weights' type is what computes."""
+    nccl: bool = True
+    """Ranks talk over NCCL, whose buffers lie outside the allocator."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Model, method, parallelism and settings of one candidate.
+
+    ``weights`` is the data type that trained weights are held in where the engine keeps no master copy (DDP and FSDP);
+    with fp32 weights and a 16-bit precision the forward pass runs under autocast.
+    """
+
+    model: Model
+    split: Split
+    strategy: Strategy
+    nodes: int
+    ranks_per_node: int
+    micro_batch: int
+    sequence_length: int
+    accumulation: int = 1
+    checkpointing: bool = False
+    attention: Attention = "flash"
+    masked: bool = False
+    precision: Precision = "bf16"
+    weights: Precision = "fp32"
+    optimizer: Optimizer = "adamw"
+    method: Method = "full"
+    loss: Loss = "plain"
+    lora_rank: int = 16
+    lora_targets: str | tuple[str, ...] = "all-linear"
+    lora_dropout: float = 0.0
+    adapter_weights: Precision = "fp32"
+    on_cpu: bool = False
+    checkpoint_in_memory: bool = False
+    """Saves go through a scratch folder that lies in RAM."""
+    stack: Stack = Stack()
+    calibration: Calibration | None = None
+    """What a probe has measured on this kind of GPU."""
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def shards(self) -> int:
+        """Ranks that one copy of the sharded states is cut into."""
+        return self.ranks_per_node if self.strategy == "fsdp-hybrid" else self.world_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one micro batch."""
+        return self.micro_batch * self.sequence_length
+
+    @property
+    def compute(self) -> int:
+        """Bytes per element of the compute data type."""
+        return BYTES[self.precision]
+
+    @property
+    def zero_stage(self) -> int:
+        """DeepSpeed's stage, 0 for other engines."""
+        return int(self.strategy[4]) if self.strategy.startswith("zero") else 0
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP runs it."""
+        return self.strategy.startswith("fsdp")
+
+    @property
+    def autocast(self) -> bool:
+        """Whether the forward pass casts fp32 weights as it goes."""
+        full = self.method == "full"
+        held = self.weights if full else self.adapter_weights
+        return self.stack.autocast and self.strategy == "ddp" and self.precision != "fp32" and held == "fp32"
+
+    @property
+    def fused_layers(self) -> bool:
+        """Whether Liger's kernels run in the layers."""
+        return self.loss == "fused" and self.stack.liger_layers
+
+    @property
+    def adapter_compute(self) -> Precision:
+        """Data type in which adapters meet their input: DeepSpeed and FSDP cast them, DDP leaves them as they are."""
+        return self.adapter_weights if self.strategy == "ddp" else self.precision
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Whether a rank holds only its part of the weights between uses."""
+        return self.zero_stage == 3 or self.is_fsdp
+
+    @property
+    def offloads_optimizer(self) -> bool:
+        """Whether optimizer states live in host RAM or on NVMe."""
+        return "offload" in self.strategy or self.strategy == "zero3-nvme"
+
+    @property
+    def offloads_parameters(self) -> bool:
+        """Whether sharded weights live in host RAM or on NVMe."""
+        return self.strategy in ("zero3-offload", "zero3-nvme", "fsdp-offload")

@@ -1,0 +1,559 @@
+"""Ghost tensors: sizes without data, and an autograd over them, so that a training step can be acted out in Python.
+
+A `Ghost` has a number of elements and an element size. Its storage is announced to a `Tape` when it is made and when
+its last reference ends, which CPython does at once, as in PyTorch. Each operator below allocates and saves what
+PyTorch's kernel does (``derivatives.yaml``); `backward` runs the nodes from the last to the first and drops what each
+saved, as the autograd engine does.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+Event = tuple[Any, ...]
+
+
+class Tape:
+    """The events of a step in order, in the form of `shardmake.memory.events`."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+        self.nodes: list[Node] = []
+        self.recording = True
+        self.autocast: int | None = None
+        self.casts: dict[str, Storage] = {}
+        self.pending: list[tuple[Parameter, Ghost]] = []
+        self._next = 0
+
+    def alloc(self, size: int) -> int:
+        """Note a storage of ``size`` bytes; its number."""
+        number = self._next
+        self._next = number + 1
+        self.events.append(("alloc", number, size))
+        return number
+
+    def cast_weight(self, weight: "Parameter", item: int) -> "Storage | None":
+        """A copy of ``weight`` in ``item`` bytes where its type differs; trained ones are kept (autocast's cache)."""
+        if weight.item == item:
+            return None
+        if weight.name not in self.casts:
+            made = Storage(self, weight.numel * item)
+            if not weight.trained:
+                return made
+            self.casts[weight.name] = made
+        return self.casts[weight.name]
+
+    def announce_pending(self) -> None:
+        """Announce whole gradients in their parameters' type; who runs the step decides what becomes of them."""
+        for parameter, grad in self.pending:
+            final = _as(grad, parameter.item)
+            self.mark("grad", final.storage.number, parameter.name)
+        self.pending.clear()
+
+    def mark(self, *event: object) -> None:
+        """Put a marker between the events."""
+        self.events.append(event)
+
+
+class Storage:
+    """Memory that lives as long as something refers to it."""
+
+    __slots__ = ("events", "number")
+
+    def __init__(self, tape: Tape, size: int) -> None:
+        self.events = tape.events
+        self.number = tape.alloc(size)
+
+    def __del__(self) -> None:
+        self.events.append(("free", self.number))
+
+
+class _Nothing(Storage):
+    """The storage of a tensor that is never made."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        self.number = -1
+
+    def __del__(self) -> None:
+        pass
+
+
+NOTHING = _Nothing()
+
+
+class Ghost:
+    """A tensor of ``numel`` elements of ``item`` bytes; ``node`` made it where a gradient flows back."""
+
+    __slots__ = ("item", "node", "numel", "storage", "tape")
+
+    def __init__(self, tape: Tape, numel: int, item: int, node: "Node | None" = None, storage: Storage | None = None):
+        self.tape = tape
+        self.numel = numel
+        self.item = item
+        self.node = node
+        self.storage = storage if storage is not None else Storage(tape, numel * item)
+
+
+class Parameter:
+    """A weight: it takes no memory here (its engine's business), only its gradient is announced."""
+
+    __slots__ = ("item", "name", "numel", "trained")
+
+    def __init__(self, name: str, numel: int, item: int, trained: bool) -> None:
+        self.name = name
+        self.numel = numel
+        self.item = item
+        self.trained = trained
+
+
+Backward = Callable[[Ghost], Sequence[Ghost | None]]
+
+
+class Node:
+    """One operator of the graph: who gets its gradients, and how they are made from its output's."""
+
+    __slots__ = ("backward", "grad", "inputs", "mark")
+
+    def __init__(self, inputs: "Sequence[Node | None]", backward: Backward | None) -> None:
+        self.inputs = inputs
+        self.backward = backward
+        self.grad: Ghost | None = None
+        self.mark: tuple[object, ...] | None = None
+
+
+def new(like: Ghost, numel: int | None = None, item: int | None = None) -> Ghost:
+    """A fresh tensor, by default of the size of ``like``."""
+    return Ghost(like.tape, like.numel if numel is None else numel, like.item if item is None else item)
+
+
+def derive(out: Ghost, inputs: Sequence[Ghost], backward: Backward) -> Ghost:
+    """Make ``out`` the result of ``inputs``, where one of them has a graph; ``backward`` holds what is saved."""
+    if out.tape.recording and any(tensor.node is not None for tensor in inputs):
+        out.node = Node([tensor.node for tensor in inputs], backward)
+        out.tape.nodes.append(out.node)
+    return out
+
+
+def root(tensor: Ghost) -> Ghost:
+    """Start a graph at ``tensor``: it wants a gradient and passes it to nobody."""
+    tensor.node = Node([], None)
+    tensor.tape.nodes.append(tensor.node)
+    return tensor
+
+
+def backward(tape: Tape, loss: Ghost, first: int = 0) -> None:
+    """Run the graph backwards from ``loss`` down to node ``first``."""
+    assert loss.node is not None
+    loss.node.grad = new(loss)
+    run_backward(tape, first)
+
+
+def run_backward(tape: Tape, first: int = 0) -> None:
+    """Run the nodes from the last one down to ``first``; each drops what it saved."""
+    while len(tape.nodes) > first:
+        node = tape.nodes.pop()
+        if node.mark is not None:
+            tape.mark(*node.mark)
+        if node.backward is None or node.grad is None:
+            continue
+        grad, node.grad = node.grad, None
+        function, node.backward = node.backward, None
+        grads = function(grad)
+        del grad, function
+        tape.announce_pending()
+        for target, value in zip(node.inputs, grads, strict=True):
+            if target is not None and target.grad is None:
+                target.grad = value  # a second gradient is added in place
+            del value
+        del grads
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operators
+
+
+def cast(tensor: Ghost, item: int) -> Ghost:
+    """``tensor.to(dtype)``: nothing where the type is the same."""
+    source = tensor.item
+    if source == item:
+        return tensor
+    return derive(new(tensor, item=item), [tensor], lambda grad: [new(grad, item=source)])
+
+
+def copy(tensor: Ghost) -> Ghost:
+    """``contiguous()`` or ``reshape`` where the layout asks for a copy."""
+    return derive(new(tensor), [tensor], lambda grad: [grad])
+
+
+def add(left: Ghost, right: Ghost, made: bool = True) -> Ghost:
+    """A sum; both sides get the same gradient, cast to their type. Where it is not ``made``, only the graph is."""
+    item = max(left.item, right.item)
+    sides = (left.item, right.item)
+    out = Ghost(left.tape, left.numel, item, storage=None if made else NOTHING)
+    return derive(out, [left, right], lambda grad: [_as(grad, side) for side in sides])
+
+
+def _as(grad: Ghost, item: int) -> Ghost:
+    return grad if grad.item == item else new(grad, item=item)
+
+
+def multiply(left: Ghost, right: Ghost) -> Ghost:
+    """A product; saves both factors."""
+    saved = [left.storage, right.storage]
+    out = new(left, item=max(left.item, right.item))
+
+    def function(grad: Ghost) -> list[Ghost]:
+        grads = [new(grad, item=left_item), new(grad, item=right_item)]
+        saved.clear()
+        return grads
+
+    left_item, right_item = left.item, right.item
+    return derive(out, [left, right], function)
+
+
+def scale(tensor: Ghost, item: int | None = None) -> Ghost:
+    """A product with something that has no gradient and is small; saves nothing that counts."""
+    source = tensor.item
+    out = new(tensor, item=max(source, item or source))
+    return derive(out, [tensor], lambda grad: [_scaled_grad(grad, source)])
+
+
+def _scaled_grad(grad: Ghost, item: int) -> Ghost:
+    product = new(grad)
+    return product if grad.item == item else new(product, item=item)
+
+
+def activation(tensor: Ghost) -> Ghost:
+    """SiLU, GELU, tanh: saves its input, or an output of the same size."""
+    saved = [tensor.storage]
+
+    def function(grad: Ghost) -> list[Ghost]:
+        out = new(grad)
+        saved.clear()
+        return [out]
+
+    return derive(new(tensor), [tensor], function)
+
+
+def announce(parameter: Parameter, grad: Ghost) -> None:
+    """The gradient of ``parameter`` is whole; who runs the step decides what becomes of it."""
+    grad.tape.mark("grad", grad.storage.number, parameter.name)
+
+
+def linear(
+    tensor: Ghost,
+    weight: Parameter,
+    rows: int,
+    columns: int,
+    bias: Parameter | None = None,
+    made: bool = True,
+    expanded: bool = False,
+) -> Ghost:
+    """``x W^T + b``; saves x only for a trained weight; the weight's gradient is made before x's.
+
+    Under autocast the input is cast for this layer alone, a trained weight's cast is kept for the whole forward pass,
+    and its gradient is made in 16 bits and cast to the weight's type. An ``expanded`` weight is held in 4 bits and made
+    whole for each use (bitsandbytes' `MatMul4Bit`).
+    """
+    tape = tensor.tape
+    tensor = cast(tensor, tape.autocast or tensor.item)
+    cast_weight = tape.cast_weight(weight, tensor.item)
+    tokens, wants = tensor.numel // columns, tensor.node is not None
+    whole = Storage(tape, rows * columns * tensor.item) if expanded else None
+    saved = [tensor.storage if weight.trained else None, cast_weight if wants else None]
+
+    def function(grad: Ghost) -> list[Ghost | None]:
+        whole = Storage(tape, rows * columns * grad.item) if expanded and wants else None
+        weight_grad = new(grad, rows * columns) if weight.trained else None
+        bias_grad = new(grad, rows) if bias is not None and bias.trained else None
+        input_grad = new(grad, tokens * columns) if wants else None
+        saved.clear()
+        del whole
+        _announce(bias, bias_grad)
+        _announce(weight, weight_grad)
+        return [input_grad]
+
+    out = Ghost(tape, tokens * rows, tensor.item, storage=None if made else NOTHING)
+    del whole
+    if tape.recording and (wants or weight.trained):
+        out.node = Node([tensor.node], function)
+        tape.nodes.append(out.node)
+    return out
+
+
+def _announce(parameter: Parameter | None, grad: Ghost | None) -> None:
+    """The gradient of ``parameter`` is whole once this node is done."""
+    if parameter is not None and grad is not None:
+        grad.tape.pending.append((parameter, grad))
+
+
+def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> Ghost:
+    """Rows of a table; its gradient is dense."""
+    out = Ghost(tape, tokens * width, weight.item)
+    if tape.recording and weight.trained:
+
+        def function(grad: Ghost) -> list[Ghost | None]:
+            _announce(weight, new(grad, weight.numel))
+            return []
+
+        out.node = Node([], function)
+        tape.nodes.append(out.node)
+    return out
+
+
+def square(tensor: Ghost) -> Ghost:
+    """``x.pow(2)``: saves x; its gradient takes a power, a product and a sum of the same size at a time."""
+    saved = [tensor.storage]
+
+    def function(grad: Ghost) -> list[Ghost]:
+        power = new(grad)
+        doubled = new(grad)
+        del power
+        out = new(grad)
+        del doubled
+        saved.clear()
+        return [out]
+
+    return derive(new(tensor), [tensor], function)
+
+
+def row_mean(tensor: Ghost, rows: int) -> Ghost:
+    """Mean over the last dimension; its gradient is expanded and divided."""
+    numel = tensor.numel
+    return derive(new(tensor, rows), [tensor], lambda grad: [new(grad, numel)])
+
+
+def row_rsqrt(tensor: Ghost) -> Ghost:
+    """``rsqrt(x + eps)``: the sum is a tensor of its own; saves its result."""
+    shifted = derive(new(tensor), [tensor], lambda grad: [grad])
+    out = new(tensor)
+    saved = [out.storage]
+
+    def function(grad: Ghost) -> list[Ghost]:
+        cubed = new(grad)
+        half = new(grad)
+        del cubed
+        made = new(grad)
+        del half
+        saved.clear()
+        return [made]
+
+    return derive(out, [shifted], function)
+
+
+def scale_rows(tensor: Ghost, factors: Ghost) -> Ghost:
+    """Each row times its factor; saves both."""
+    saved = [tensor.storage, factors.storage]
+    rows = factors.numel
+
+    def function(grad: Ghost) -> list[Ghost]:
+        to_tensor = new(grad)
+        product = new(grad)
+        to_factors = new(grad, rows)
+        del product
+        saved.clear()
+        return [to_tensor, to_factors]
+
+    return derive(new(tensor), [tensor, factors], function)
+
+
+def scale_columns(tensor: Ghost, weight: Parameter) -> Ghost:
+    """Each column times a trained weight; saves the tensor for the weight's gradient."""
+    saved = [tensor.storage] if weight.trained else []
+    item, source, wants = max(tensor.item, weight.item), tensor.item, tensor.node is not None
+
+    def function(grad: Ghost) -> list[Ghost | None]:
+        product = new(grad) if weight.trained else None
+        weight_grad = new(grad, weight.numel) if weight.trained else None
+        to_tensor = new(grad)
+        del product
+        to_tensor = _as(to_tensor, source)
+        saved.clear()
+        _announce(weight, weight_grad)
+        return [to_tensor if wants else None]
+
+    out = new(tensor, item=item)
+    if out.tape.recording and (wants or weight.trained):
+        out.node = Node([tensor.node], function)
+        out.tape.nodes.append(out.node)
+    return out
+
+
+def dropout(tensor: Ghost, probability: float) -> Ghost:
+    """Saves a mask of one byte an element."""
+    if not probability:
+        return tensor
+    saved = [Storage(tensor.tape, tensor.numel)] if tensor.tape.recording else []
+
+    def function(grad: Ghost) -> list[Ghost]:
+        out = new(grad)
+        saved.clear()
+        return [out]
+
+    return derive(new(tensor), [tensor], function)
+
+
+def rotate_half(tensor: Ghost) -> Ghost:
+    """``cat(-x2, x1)``: a negated half, then the whole; backwards two padded halves that are added."""
+
+    def function(grad: Ghost) -> list[Ghost]:
+        negated = new(grad, grad.numel // 2)
+        first = new(grad)
+        del negated
+        second = new(grad)
+        del second  # added to the first in place
+        return [first]
+
+    half = new(tensor, tensor.numel // 2)
+    out = new(tensor)
+    del half
+    return derive(out, [tensor], function)
+
+
+def repeat(tensor: Ghost, times: int) -> Ghost:
+    """``repeat_kv``: an expanded copy for grouped heads; its gradient is summed over the group."""
+    if times == 1:
+        return tensor
+    numel = tensor.numel
+    return derive(new(tensor, numel * times), [tensor], lambda grad: [new(grad, numel)])
+
+
+def fused_attention(
+    query: Ghost, key: Ghost, value: Ghost, rows: int, width: int, heads: int, mask: int, *, flash: bool
+) -> Ghost:
+    """FlashAttention-2, or the memory-efficient kernel with a ``mask`` of that many elements.
+
+    Saves q, k, v, out, the mask and an fp32 log-sum-exp per row. Flash's backward pass has an fp32 accumulator of dq
+    and a row sum, and makes dk and dv per query head before they are summed over the group.
+    """
+    extra = Storage(query.tape, mask * query.item) if mask else None
+    out = new(query)
+    sums = Storage(query.tape, 4 * rows) if query.tape.recording else None
+    saved: list[object] = [query.storage, key.storage, value.storage, out.storage, extra, sums]
+    grouped = key.numel != query.numel
+    key_numel = key.numel
+
+    def function(grad: Ghost) -> list[Ghost]:
+        delta = new(grad, rows, 4)
+        to_query = new(grad)
+        accumulator = new(grad, item=4) if flash else None
+        wide_key, wide_value = new(grad), new(grad)
+        to_key = new(grad, key_numel) if grouped else wide_key
+        to_value = new(grad, key_numel) if grouped else wide_value
+        del delta, accumulator, wide_key, wide_value
+        saved.clear()
+        return [to_query, to_key, to_value]
+
+    return derive(out, [query, key, value], function)
+
+
+def eager_attention(query: Ghost, key: Ghost, value: Ghost, scores: int, autocast: int | None) -> Ghost:
+    """Scores, scaled and masked, an fp32 softmax and its cast, times the values."""
+    raw = matmul(query, key, scores)
+    scaled = scale(raw)
+    del raw
+    masked = scale(scaled)
+    del scaled
+    probabilities = softmax(masked, 4)
+    del masked
+    return copy(matmul(cast(probabilities, autocast or query.item), value, query.numel))
+
+
+def matmul(left: Ghost, right: Ghost, numel: int) -> Ghost:
+    """A batched product; saves both sides."""
+    saved = [left.storage, right.storage]
+    sizes = (left.numel, right.numel)
+
+    def function(grad: Ghost) -> list[Ghost]:
+        grads = [new(grad, size) for size in sizes]
+        saved.clear()
+        return grads
+
+    return derive(new(left, numel), [left, right], function)
+
+
+def softmax(tensor: Ghost, item: int) -> Ghost:
+    """Softmax computed and saved in ``item`` bytes."""
+    source = tensor.item
+    out = new(tensor, item=item)
+    saved = [out.storage]
+
+    def function(grad: Ghost) -> list[Ghost]:
+        wide = new(grad)
+        saved.clear()
+        return [_as(wide, source)]
+
+    return derive(out, [tensor], function)
+
+
+def fused_product(gate: Ghost, up: Ghost) -> Ghost:
+    """Liger's SwiGLU: saves gate and up, and writes their gradients over them."""
+    saved = [gate, up]
+
+    def function(grad: Ghost) -> list[Ghost]:
+        grads = [Ghost(t.tape, t.numel, t.item, storage=t.storage) for t in saved]
+        saved.clear()
+        return grads
+
+    return derive(new(gate), [gate, up], function)
+
+
+def fused_norm(tensor: Ghost, weight: Parameter, rows: int) -> Ghost:
+    """Liger's RMSNorm: saves its input and a factor per row, and writes its gradient over the one it gets."""
+    saved: list[object] = [tensor.storage, Storage(tensor.tape, 4 * rows)]
+
+    def function(grad: Ghost) -> list[Ghost]:
+        _announce(weight, new(grad, weight.numel) if weight.trained else None)
+        saved.clear()
+        return [grad]
+
+    return derive(new(tensor), [tensor], function)
+
+
+def nll_of_log_softmax(logits: Ghost, rows: int) -> Ghost:
+    """Cross entropy: log-softmax is saved; backwards nll's gradient and the result stand beside it."""
+    tape, numel = logits.tape, logits.numel
+    labels = Storage(tape, 8 * rows)
+    log_probabilities = new(logits)
+    saved = [log_probabilities.storage, labels]
+    del log_probabilities
+
+    def function(grad: Ghost) -> list[Ghost]:
+        of_nll = new(grad, numel)
+        out = new(grad, numel)
+        del of_nll
+        saved.clear()
+        return [out]
+
+    return derive(new(logits, 1), [logits], function)
+
+
+def fused_loss(hidden: Ghost, head: Parameter, vocabulary: int, width: int, rows: int) -> Ghost:
+    """Liger's fused linear cross entropy: logits in chunks, gradients of x and of the head made in the forward pass."""
+    tape = hidden.tape
+    chunk = fused_chunk(rows, width, vocabulary)
+    head_grad = new(hidden, vocabulary * width, head.item) if head.trained else None
+    to_hidden = new(hidden)
+    logits = new(hidden, chunk * vocabulary)
+    wide = new(hidden, chunk * vocabulary, 4)
+    del logits, wide
+    saved = [to_hidden, head_grad]
+    del to_hidden, head_grad
+
+    def function(grad: Ghost) -> list[Ghost | None]:
+        of_hidden, of_head = saved
+        saved.clear()
+        _announce(head, of_head)
+        return [of_hidden]
+
+    loss = Ghost(tape, rows, 4)
+    loss.node = Node([hidden.node], function)
+    tape.nodes.append(loss.node)
+    return loss
+
+
+def fused_chunk(rows: int, width: int, vocabulary: int) -> int:
+    """Rows of logits at a time: as many chunks as the vocabulary is wider than x, to the next power of two (Liger)."""
+    chunks = -(-vocabulary // width)
+    return 1 << (max(1, -(-rows // chunks)) - 1).bit_length()

@@ -1,0 +1,112 @@
+"""The script of a micro step from the fake-tensor trace, for architectures without a closed form."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+from shardmake.core.atomic import write_json
+from shardmake.memory.decoder import weight_bytes
+from shardmake.memory.events import Script
+from shardmake.memory.model import Model, cached_path, read_cached, run_helper
+from shardmake.memory.scenario import Scenario
+from shardmake.memory.unroll import KEPT, unrolled
+
+TRACER = "shardmake.memory.tracer"
+
+
+def trace_all(scenarios: Iterable[Scenario]) -> None:
+    """Trace what `scaled` needs for each of ``scenarios``, in one process, and keep it by config and versions."""
+    wanted: dict[str, dict[str, Any]] = {}
+    for scenario in scenarios:
+        for size in _sizes(scenario):
+            request = _request(replace(scenario, micro_batch=size))
+            path = cached_path(TRACER, request)
+            if not path.is_file():
+                wanted[str(path)] = request
+    if wanted:
+        scripts = run_helper(TRACER, {"requests": list(wanted.values())})
+        for request, script in zip(wanted.values(), scripts, strict=True):
+            write_json(cached_path(TRACER, request), script)
+
+
+def scaled(scenario: Scenario) -> Script:
+    """Events of one forward and backward pass of ``scenario``: every size is linear in the micro batch.
+
+    A few layers are traced and repeated. Models whose layers differ are traced whole, and steps whose events differ
+    between micro batches 2 and 3, at their own size.
+    """
+    trace_all([scenario])
+    one, *more = (read_cached(TRACER, _request(replace(scenario, micro_batch=size))) for size in _sizes(scenario))
+    if more and not _same_events(one, more[0]):
+        return _traced(scenario, None)
+    script = [_at_batch(scenario.micro_batch, *pair) for pair in zip(one, more[0], strict=True)] if more else one
+    if _kept_layers(scenario.model) is None:
+        return script
+    return unrolled(script, len(scenario.model.blocks), _prefix(scenario.model)) or _traced(scenario, None)
+
+
+def _kept_layers(model: Model) -> int | None:
+    """How many layers are enough; None where not all have the same weights, or they stand in several lists."""
+    shapes: dict[int | None, list[tuple[str, tuple[int, ...]]]] = {}
+    for tensor in model.tensors:
+        name = tensor.name.replace(f"{_prefix(model)}{tensor.block}.", "")
+        shapes.setdefault(tensor.block, []).append((name, tensor.shape))
+    shapes.pop(None, None)
+    alike = len({tuple(parts) for parts in shapes.values()}) == 1
+    return KEPT if alike and len(shapes) > KEPT else None
+
+
+def _prefix(model: Model) -> str:
+    """What stands before a layer's index in its weights' names."""
+    one, two = (next((t.name for t in model.tensors if t.block == block), "") for block in (0, 1))
+    return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
+
+
+def _sizes(scenario: Scenario) -> tuple[int, ...]:
+    """A batch of one is a case of its own: PyTorch skips copies where a dimension is 1."""
+    return (1,) if scenario.micro_batch == 1 else (2, 3)
+
+
+def _traced(scenario: Scenario, layers: int | None) -> Script:
+    request = {**_request(scenario), "layers": layers}
+    path = cached_path(TRACER, request)
+    if not path.is_file():
+        write_json(path, run_helper(TRACER, {"requests": [request]})[0])
+    script: Script = json.loads(path.read_text())
+    return script
+
+
+def _same_events(one: Script, two: Script) -> bool:
+    return len(one) == len(two) and all(a[0] == b[0] for a, b in zip(one, two, strict=True))
+
+
+def _at_batch(batch: int, one: Any, two: Any) -> Any:
+    return [one[0], one[1], one[2] + (two[2] - one[2]) * (batch - 2)] if one[0] == "alloc" else one
+
+
+def _request(scenario: Scenario) -> dict[str, Any]:
+    adapted = scenario.method != "full"
+    held = "fp32" if weight_bytes(scenario) == 4 else scenario.precision
+    return {
+        "config": dict(scenario.model.config),
+        "source": scenario.model.source,
+        "layers": _kept_layers(scenario.model),
+        "trust_remote_code": scenario.model.trust_remote_code,
+        "micro_batch": scenario.micro_batch,
+        "sequence_length": scenario.sequence_length,
+        "attention": scenario.attention,
+        "masked": scenario.masked,
+        "checkpointing": scenario.checkpointing,
+        "autocast": scenario.autocast,
+        "precision": scenario.precision,
+        "weights": scenario.adapter_compute if adapted else held,
+        "frozen": held,
+        "keeps_output": scenario.stack.keeps_output,
+        "softmax_saves_input": scenario.stack.softmax_saves_input,
+        "method": scenario.method,
+        "rank": scenario.lora_rank,
+        "targets": scenario.lora_targets,
+        "dropout": scenario.lora_dropout,
+    }

@@ -1,0 +1,272 @@
+"""One training step of any transformers model on fake tensors: every allocation and free, in order.
+
+Run as a process by `shardmake.memory.trace`. No weight and no activation takes memory. Fake tensors live on "cpu":
+a torch without CUDA aborts on the first backward pass of a fake CUDA tensor. Where CPU kernels save something else than
+the GPU's, `shardmake.memory.gpu_kernels` stands in.
+"""
+
+import gc
+import json
+import sys
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from shardmake.core.errors import UserError
+from shardmake.memory.gpu_kernels import act_like_the_gpu, register_attention
+from shardmake.memory.parameter_inventory import block_paths, build, plain_name
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Event = list[Any]
+
+
+def main() -> int:
+    """Read the requests on standard input, write the script of each step on standard output."""
+    requests = json.load(sys.stdin)["requests"]
+    try:
+        json.dump([_trace_or_say_why(request) for request in requests], sys.stdout)
+    except UserError as error:
+        print(error)
+        return 2
+    return 0
+
+
+def _trace_or_say_why(request: Mapping[str, Any]) -> list[Event]:
+    try:
+        return trace(request)
+    except (RuntimeError, TypeError, AttributeError, ValueError) as error:
+        model = request["config"]["model_type"]
+        raise UserError(f"A training step of this {model} cannot be traced: {error}") from None
+
+
+def trace(request: Mapping[str, Any]) -> list[Event]:
+    """Events of the second of two identical micro steps, in the form of `shardmake.memory.events`."""
+    act_like_the_gpu(request["softmax_saves_input"])
+    model = prepare(request)
+    recorder = Recorder()
+    with ExitStack() as stack:
+        stack.enter_context(_without_collector())
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        _materialize(model, DTYPES[request["weights"]], DTYPES[request["frozen"]])
+        inputs = _inputs(model, request["micro_batch"], request["sequence_length"], request["masked"])
+        _watch_blocks(model, recorder)
+        _watch_gradients(model, recorder)
+        stack.enter_context(recorder)
+        for _ in range(2):  # the first settles what is made once, such as autocast's and kernels' caches
+            recorder.start()
+            _micro_step(model, inputs, request, recorder)
+    return recorder.events
+
+
+def prepare(request: Mapping[str, Any]) -> nn.Module:
+    """The model on the meta device, with adapters, checkpointing and the stand-in for its attention."""
+    register_attention()
+    model = build(request["config"], request["source"], request["trust_remote_code"])
+    if request["layers"]:
+        _keep_layers(model, request["layers"])
+    _set_attention(model, request["attention"], request["masked"])
+    if request["method"] != "full":
+        model = _with_adapters(model, request)
+    model.train()
+    if request["checkpointing"]:
+        _enable_checkpointing(model, request["method"] != "full")
+    return model
+
+
+def _keep_layers(model: nn.Module, count: int) -> None:
+    """Leave the first ``count`` layers of the one list that holds them all."""
+    (path,) = {path.rpartition(".")[0] for path in block_paths(model)}
+    parent, _, name = path.rpartition(".")
+    layers = model.get_submodule(path)
+    assert isinstance(layers, nn.ModuleList)
+    setattr(model.get_submodule(parent), name, layers[:count])
+
+
+def _enable_checkpointing(model: Any, adapters: bool) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if adapters:
+        model.enable_input_require_grads()
+
+
+def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(
+        r=request["rank"], target_modules=request["targets"], lora_dropout=request["dropout"], task_type=None
+    )
+    with torch.device("meta"):
+        return get_peft_model(model, config)
+
+
+def _set_attention(model: Any, attention: str, masked: bool) -> None:
+    if attention == "eager":
+        model.set_attn_implementation("eager")
+    else:
+        model.set_attn_implementation("shardmake_masked" if masked and attention == "sdpa" else "shardmake_fused")
+
+
+def _micro_step(
+    model: nn.Module, inputs: Mapping[str, torch.Tensor], request: Mapping[str, Any], recorder: "Recorder"
+) -> None:
+    with _autocast(request):
+        output = model(**inputs)
+    loss = output.loss
+    if not request["keeps_output"]:
+        del output
+    recorder.mark("backward")
+    loss.backward()
+
+
+def _autocast(request: Mapping[str, Any]) -> AbstractContextManager[Any]:
+    if not request["autocast"]:
+        return nullcontext()
+    return torch.autocast("cpu", DTYPES[request["precision"]])
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Frees must come when references end, as on the GPU, not when Python collects."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype) -> None:
+    """Replace meta parameters by fake ones on "cpu"; shared parameters stay shared."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                dtype = trained if parameter.requires_grad else frozen
+                data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+                made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[id(parameter)]
+        for name, buffer in list(module._buffers.items()):
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cpu")
+
+
+def _inputs(model: Any, batch: int, length: int, masked: bool) -> dict[str, torch.Tensor]:
+    tokens = torch.zeros((batch, length), dtype=torch.long)
+    classifies = "SequenceClassification" in type(_base(model)).__name__
+    inputs = {"input_ids": tokens, "labels": torch.zeros(batch, dtype=torch.long) if classifies else tokens}
+    if masked:
+        inputs["attention_mask"] = torch.ones((batch, length), dtype=torch.long)
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+    return inputs
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# What is recorded
+
+
+class Recorder(TorchDispatchMode):
+    """Notes when a tensor's storage appears and when its last reference ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[Event] = []
+        self._next = 0
+        self._known: dict[int, tuple[Any, int]] = {}
+
+    def start(self) -> None:
+        """Begin the script anew; frees of older storages are left out."""
+        self.events = []
+        self._first = self._next
+        self._backward = False
+        self._begun: set[int] = set()
+
+    def mark(self, kind: str, *values: Any) -> None:
+        """Put a marker between the events."""
+        self._backward = self._backward or kind == "backward"
+        self.events.append([kind, *values])
+
+    def mark_block(self, kind: str, index: int) -> None:
+        """A layer's marker; in the backward pass, its recomputation is where its backward pass begins."""
+        if not self._backward:
+            self.mark(kind, index)
+        elif kind != "forward end" and index not in self._begun:
+            self._begun.add(index)
+            self.mark("backward block", index)
+
+    def known_id(self, tensor: torch.Tensor) -> int | None:
+        """Number of the storage of ``tensor`` where it appeared in this script."""
+        found = self._known.get(tensor.untyped_storage()._cdata)
+        return found[1] if found and found[1] >= self._first else None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and note the storages of what it returns."""
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._note(leaf)
+        return result
+
+    def _note(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or storage.nbytes() == 0:
+            return
+        number = self._next
+        self._next += 1
+        self._known[key] = (weakref.ref(storage, lambda _: self._forget(key, number)), number)
+        self.events.append(["alloc", number, storage.nbytes()])
+
+    def _forget(self, key: int, number: int) -> None:
+        del self._known[key]
+        if number >= self._first:
+            self.events.append(["free", number])
+
+
+def _watch_blocks(model: nn.Module, recorder: Recorder) -> None:
+    """Markers where each layer's forward and backward pass begin and end."""
+    for path, index in block_paths(_base(model)).items():
+        block = _base(model).get_submodule(path)
+        block.register_forward_pre_hook(_marker(recorder, "forward", index))
+        block.register_forward_hook(_marker(recorder, "forward end", index))
+        block.register_full_backward_pre_hook(_marker(recorder, "backward block", index))
+
+
+def _base(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def _marker(recorder: Recorder, kind: str, index: int) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        recorder.mark_block(kind, index)
+
+    return hook
+
+
+def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
+    """A marker when a parameter's gradient is whole; who runs the step decides what becomes of it."""
+
+    def hook(name: str) -> Callable[[torch.Tensor], None]:
+        def note(parameter: torch.Tensor) -> None:
+            assert parameter.grad is not None
+            recorder.mark("grad", recorder.known_id(parameter.grad), name)
+            parameter.grad = None
+
+        return note
+
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(hook(plain_name(name)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

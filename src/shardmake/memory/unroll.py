@@ -1,0 +1,144 @@
+"""A script of a few layers, grown to as many as the model has.
+
+A middle layer's part of the script is repeated, with its references moved along: to its own allocations, to those of
+its neighbours, and to those outside of the layers. That is right only where layers are alike, which is checked.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from shardmake.memory.events import Script
+
+KEPT = 4  # layers that are traced: the first, two that must be alike, the last
+Place = tuple[str, int]  # a segment: "forward" or "backward" of a layer, or "start" and "loss" with 0
+Origin = tuple[Place, int]  # the segment of an allocation and its ordinal there
+TEMPLATE = 1
+
+
+def unrolled(script: Script, layers: int, prefix: str) -> list[list[Any]] | None:
+    """``script`` of `KEPT` layers for ``layers`` of them, whose weights' names begin with ``prefix`` and their index.
+
+    None where the two middle layers differ, or refer to layers further away than the next.
+    """
+    segments, origins = _segments(script)
+    if not _alike(segments, origins, prefix):
+        return None
+    return _Growing(segments, origins, layers, prefix).run()
+
+
+def _segments(script: Script) -> tuple[dict[Place, list[Sequence[Any]]], dict[int, Origin]]:
+    """Events by place, in order, and where each number was allocated."""
+    place: Place = ("start", 0)
+    segments: dict[Place, list[Sequence[Any]]] = {place: []}
+    origins: dict[int, Origin] = {}
+    counts: dict[Place, int] = {}
+    for event in script:
+        if event[0] in ("forward", "backward block"):
+            place = (event[0].split()[0], event[1])
+        elif event[0] == "loss" or (event[0] == "alloc" and place == ("forward", KEPT - 1) and _ended(segments[place])):
+            place = ("loss", 0)
+        segments.setdefault(place, []).append(event)
+        if event[0] == "alloc":
+            origins[event[1]] = (place, counts.get(place, 0))
+            counts[place] = counts.get(place, 0) + 1
+    return segments, origins
+
+
+def _ended(segment: Sequence[Sequence[Any]]) -> bool:
+    return any(event[0] == "forward end" for event in segment)
+
+
+def _alike(segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], prefix: str) -> bool:
+    for kind in ("forward", "backward"):
+        one, two = (
+            list(_relative(segments.get((kind, layer), []), layer, origins, prefix))
+            for layer in (TEMPLATE, TEMPLATE + 1)
+        )
+        if one != two or any(abs(delta) > 1 for event in one for delta in _deltas(event)):
+            return False
+    return True
+
+
+def _relative(
+    segment: Sequence[Sequence[Any]], layer: int, origins: dict[int, Origin], prefix: str
+) -> Iterator[tuple[Any, ...]]:
+    """A layer's events, free of its own index and of numbers."""
+    for event in segment:
+        match event[0]:
+            case "alloc":
+                yield "alloc", event[2]
+            case "free":
+                yield "free", *_reference(origins[event[1]], layer)
+            case "grad":
+                reference = None if event[1] is None else _reference(origins[event[1]], layer)
+                yield "grad", reference, event[2].replace(f"{prefix}{layer}.", f"{prefix}?.")
+            case _:
+                yield event[0], event[1] - layer
+
+
+def _reference(origin: Origin, layer: int) -> tuple[str, int, int]:
+    (kind, index), ordinal = origin
+    return kind, index - layer if kind in ("forward", "backward") else 0, ordinal
+
+
+def _deltas(event: Sequence[Any]) -> list[int]:
+    return [event[2]] if event[0] == "free" else []
+
+
+class _Growing:
+    """Writes the longer script, and numbers anew."""
+
+    def __init__(
+        self, segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], layers: int, prefix: str
+    ) -> None:
+        self.segments = segments
+        self.origins = origins
+        self.layers = layers
+        self.prefix = prefix
+        self.numbers: dict[Origin, int] = {}
+        self.events: list[list[Any]] = []
+
+    def run(self) -> list[list[Any]]:
+        self._write("start", 0, 0)
+        for layer in range(self.layers):
+            self._write("forward", self._kept(layer), layer)
+        self._write("loss", 0, 0)
+        for layer in reversed(range(self.layers)):
+            self._write("backward", self._kept(layer), layer)
+        return self.events
+
+    def _kept(self, layer: int) -> int:
+        """The traced layer that ``layer`` is a copy of."""
+        from_end = self.layers - layer
+        return KEPT - from_end if from_end < KEPT - TEMPLATE else min(layer, TEMPLATE)
+
+    def _write(self, kind: str, kept: int, layer: int) -> None:
+        count = 0
+        for event in self.segments.get((kind, kept), []):
+            match event[0]:
+                case "alloc":
+                    number = len(self.numbers)
+                    self.numbers[(kind, layer), count] = number
+                    count += 1
+                    self.events.append(["alloc", number, event[2]])
+                case "free":
+                    self.events += [["free", number] for number in self._moved(event[1], kind, kept, layer)]
+                case "grad":
+                    name = event[2].replace(f"{self.prefix}{kept}.", f"{self.prefix}{layer}.")
+                    numbers = [] if event[1] is None else self._moved(event[1], kind, kept, layer)
+                    self.events.append(["grad", numbers[0] if numbers else None, name])
+                case "forward" | "forward end" | "backward block":
+                    self.events.append([event[0], layer])
+                case _:
+                    self.events.append(list(event))
+
+    def _moved(self, number: int, kind: str, kept: int, layer: int) -> list[int]:
+        """What ``number`` of the short script is in the long one; several where a place outside frees all layers'."""
+        (its_kind, its_layer), ordinal = self.origins[number]
+        if its_kind in ("start", "loss"):
+            places = [0]
+        elif kind in ("start", "loss"):
+            places = [copy for copy in range(self.layers) if self._kept(copy) == its_layer]
+        else:
+            places = [layer + its_layer - kept]
+        return [self.numbers[(its_kind, place), ordinal] for place in places]

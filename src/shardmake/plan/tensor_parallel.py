@@ -1,0 +1,58 @@
+"""Which runs can share each layer's matrices between ranks, and which cannot (docs/tensor-parallel.md)."""
+
+from collections.abc import Iterator
+from typing import Final
+
+from shardmake.config.models import Cluster, Run
+from shardmake.core.errors import UserError
+from shardmake.memory.model import Model
+
+AUTOTP: Final = ("zero1", "zero2")
+"""Strategies that DeepSpeed's AutoTP goes with; under ZeRO-3 and with offload it is not proven to train."""
+FSDP: Final = ("fsdp", "fsdp-grad-op")
+"""Strategies that Accelerate's ParallelismConfig takes a tensor-parallel size beside."""
+
+
+def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
+    """Refuse a ``tensor_parallel`` that this run, cluster or model cannot have."""
+    size = run.tensor_parallel
+    if size == 1:
+        return
+    wrong = [*_wrong_run(run), *_wrong_sizes(size, cluster, model)]
+    if wrong:
+        raise UserError("\n".join([f"tensor_parallel: {size} does not go with this run:", *(f"  {w}" for w in wrong)]))
+
+
+def _wrong_run(run: Run) -> Iterator[str]:
+    if run.strategy in FSDP:
+        if run.script is None:
+            yield (
+                f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
+                "optimizer, so a run could not be resumed. Take zero1 or zero2, or a script that loads its own model."
+            )
+        if run.fsdp_version == 1:
+            yield "fsdp_version 1: only FSDP2 takes a tensor-parallel mesh."
+    elif run.strategy not in AUTOTP:
+        yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
+    if run.method != "full":
+        yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
+    if run.engine == "loop":
+        yield "engine loop: it knows no tensor parallelism. Take engine: trainer."
+
+
+def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:
+    if cluster.processes_per_node % size:
+        yield f"a group lies within a node, and {cluster.processes_per_node} ranks a node are no multiple of {size}."
+    heads = model.config.get("num_attention_heads", 0)
+    for name, count in (("attention", heads), ("key-value", model.config.get("num_key_value_heads") or heads)):
+        if count % size:
+            yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share out."
+    if not _has_plan(model.model_type):
+        yield f"transformers has no tensor-parallel plan for {model.model_type}."
+
+
+def _has_plan(model_type: str) -> bool:
+    """Whether transformers says how this kind of model is cut."""
+    from transformers import CONFIG_MAPPING
+
+    return model_type in CONFIG_MAPPING and bool(CONFIG_MAPPING[model_type].base_model_tp_plan)

@@ -1,0 +1,88 @@
+"""The set of files that is pushed: the verified model, its card, and their checksums."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.config.models import Run
+from shardmake.core.atomic import read_json, write_bytes
+from shardmake.core.errors import UserError
+from shardmake.core.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
+from shardmake.core.secrets import find_secrets, redact
+from shardmake.report.card import render_card
+from shardmake.report.stage import card_plots
+from shardmake.run.paths import RunDir
+
+CARD = "README.md"
+_TEXTS = (".json", ".txt", ".jinja", ".py", ".md", ".yaml")
+# A loader looks at these first, so on storage without commits they arrive after the weights.
+_LAST = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", SUMS)
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Files to push, by their name at the destination, in the order in which they may appear there."""
+
+    paths: dict[str, Path]
+    manifest: Manifest
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return sum(entry.size for entry in self.manifest.values())
+
+
+def make_bundle(run: Run, rundir: RunDir) -> Bundle:
+    """Check the model against its receipt and add card and checksums.
+
+    Raises `UserError` if the model was not verified or is not what was verified.
+    """
+    manifest = _verified_model(rundir)
+    paths = {name: rundir.model / name for name in manifest}
+    folder = rundir.push_receipt.parent
+    _refuse_secrets(paths)
+    for name, content in {CARD: redact(render_card(run, rundir)).encode(), **card_plots(run, rundir)}.items():
+        _add(paths, manifest, folder, name, content)
+    _add(paths, manifest, folder, SUMS, format_sums(manifest).encode())
+    order = sorted(paths, key=lambda name: (_LAST.index(name) + 1 if name in _LAST else 0, name))
+    return Bundle({name: paths[name] for name in order}, {name: manifest[name] for name in order})
+
+
+def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], folder: Path, name: str, content: bytes) -> None:
+    write_bytes(folder / name, content)
+    paths[name], manifest[name] = folder / name, record(folder / name)
+
+
+def _refuse_secrets(paths: dict[str, Path]) -> None:
+    """The model's small files come from the base model and the training's tools; none may carry a secret out."""
+    leaking = [
+        name for name, path in paths.items() if path.suffix in _TEXTS and find_secrets(path.read_text(errors="replace"))
+    ]
+    if leaking:
+        raise UserError(
+            f"{', '.join(leaking)} in the model holds what looks like a token or password, so nothing is pushed. "
+            "Remove it where the file comes from (usually the base model's folder) and consolidate again."
+        )
+
+
+def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
+    """The manifest of the model folder, equal to what the consolidator verified; hidden files are no part of it."""
+    again = f"Make the model again: shardmake consolidate {rundir.name}"
+    receipt = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")
+    if "verification" not in receipt:
+        raise UserError(f"{rundir.model_receipt} holds no verification, so the model is not pushed. {again}")
+    expected = {name: _file_record(entry) for name, entry in receipt["verification"]["files"].items()}
+    files = read_folder(rundir.model)
+    found = {
+        name: entry for name, entry in files.items() if not name.startswith(".") and name != rundir.model_receipt.name
+    }
+    wrong = differences(expected, found) + [f"{name} is not in the receipt" for name in sorted(found.keys() - expected)]
+    if wrong:
+        raise UserError(
+            f"{rundir.model} is not what its receipt says, so it is not pushed: {'; '.join(wrong)}.\n{again}"
+        )
+    return found
+
+
+def _file_record(entry: dict[str, Any]) -> FileRecord:
+    return FileRecord(entry["size"], entry["sha256"])

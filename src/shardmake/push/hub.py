@@ -1,0 +1,170 @@
+"""Push to the Hugging Face hub: one commit, read back and compared.
+
+Weights are uploaded first and become visible with the commit that names them, all at once, so no reader ever sees half
+a model. Uploads are addressed by content: a rerun sends only what is missing, and equal content makes no commit.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
+
+from shardmake.config.models import Push
+from shardmake.core.errors import UserError
+from shardmake.core.hub import explained, git_object_id, retried
+from shardmake.core.manifest import SUMS, parse_sums
+from shardmake.push.bundle import CARD, Bundle
+
+if TYPE_CHECKING:
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+_TITLE = "Push model"
+_ADVICE = {
+    400: "The hub does not take what was sent. Its words above say what to correct, usually in the base model's card.",
+    401: "The hub does not accept the token. Make a new one with write permission and run `hf auth login`.",
+    402: "The account's storage or plan is used up. Free some space there or change the plan.",
+    403: "The token may not write there. Take a token with write permission, ask {owner} for the right, or push to "
+    "another name.",
+    404: "There is no such repository or branch that this token can see. Check push.to and push.revision.",
+    413: "A file is too large for the hub. Lower max_shard_size and consolidate again.",
+}
+
+
+class PushDamagedError(RuntimeError):
+    """After the commit the hub does not hold what was sent."""
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where on the hub the model goes; ``opens_request``: as a new pull request against ``revision``."""
+
+    api: "HfApi"
+    repository: str
+    revision: str | None
+    opens_request: bool = False
+
+
+def push_to_hub(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, str]:
+    """Make ``repository`` hold ``bundle``; return its address and commit.
+
+    Raises `UserError` if the hub refuses, cannot be reached, or keeps losing files.
+    """
+    owner = repository.partition("/")[0]
+    advice = {status: text.format(owner=owner) for status, text in _ADVICE.items()}
+    with explained(f"The push to hub:{repository}", advice, "Nothing is lost: what was uploaded stays. Push again."):
+        return retried(lambda: _push_once(bundle, repository, push, api))
+
+
+def _push_once(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, str]:
+    _ensure_repository(repository, push, api)
+    place = _place(repository, push, api)
+    head = _head(place)
+    remote = _list_files(place, head)
+    changed = [name for name in bundle.paths if not _holds(remote.get(name), bundle, name)]
+    ours = _names_of_last_push(place, head) if SUMS in remote else set()
+    _refuse_foreign(repository, [name for name in changed if name in remote], ours)
+    stale = sorted((ours & remote.keys()) - bundle.paths.keys())
+    commit = _commit(bundle, place, head, changed, stale) if changed or stale else head
+    _read_back(bundle, place, commit)
+    return {"url": f"{api.endpoint}/{repository}/tree/{commit}", "commit": commit}
+
+
+def _ensure_repository(repository: str, push: Push, api: "HfApi") -> None:
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    try:
+        is_private = api.repo_info(repository).private
+    except RepositoryNotFoundError:
+        api.create_repo(repository, private=push.private, exist_ok=True)
+        is_private = push.private
+    if push.private and not is_private:
+        raise UserError(
+            f"hub:{repository} is public, and push.private asks for a private repository. "
+            "Make it private in its settings, or set `private: false` in push."
+        )
+    if push.revision is not None:
+        api.create_branch(repository, branch=push.revision, exist_ok=True)
+
+
+def _place(repository: str, push: Push, api: "HfApi") -> _Place:
+    """The branch; or the pull request that an earlier push opened and nobody has merged yet, or else a new one."""
+    if not push.pull_request:
+        return _Place(api, repository, push.revision)
+    requests = api.get_repo_discussions(repository, discussion_type="pull_request", discussion_status="open")
+    ours = next((request.git_reference for request in requests if request.title == _TITLE), None)
+    return _Place(api, repository, ours or push.revision, opens_request=ours is None)
+
+
+def _head(place: _Place) -> str:
+    commit = place.api.repo_info(place.repository, revision=place.revision).sha
+    assert commit is not None, "the hub names the commit of every revision"
+    return commit
+
+
+def _list_files(place: _Place, commit: str) -> dict[str, "RepoFile"]:
+    from huggingface_hub.hf_api import RepoFile
+
+    tree = place.api.list_repo_tree(place.repository, recursive=True, revision=commit)
+    return {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
+
+
+def _holds(remote: "RepoFile | None", bundle: Bundle, name: str) -> bool:
+    """Whether the hub's file is ours: by SHA-256 for large files, by git's object id for small ones."""
+    wanted = bundle.manifest[name]
+    if remote is None or remote.size != wanted.size:
+        return False
+    if remote.lfs is not None:
+        return remote.lfs.sha256 == wanted.sha256
+    return remote.blob_id == git_object_id(bundle.paths[name])
+
+
+def _names_of_last_push(place: _Place, commit: str) -> set[str]:
+    with TemporaryDirectory() as folder:
+        path = place.api.hf_hub_download(place.repository, SUMS, revision=commit, local_dir=folder)
+        return {*parse_sums(Path(path).read_text()), SUMS}
+
+
+def _refuse_foreign(repository: str, overwritten: list[str], ours: set[str]) -> None:
+    """A card made on the web may be replaced; another model may not."""
+    if foreign := sorted(set(overwritten) - ours - {CARD}):
+        raise UserError(
+            f"The name hub:{repository} is taken: it holds files that no push of Shardmake wrote "
+            f"({', '.join(foreign[:3])}). Choose another name in push.to, or another push.revision."
+        )
+
+
+def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale: list[str]) -> str:
+    """Upload what changed, then make it visible in one commit on top of ``head``; return the commit's id."""
+    from huggingface_hub import CommitOperationDelete
+
+    request = place.opens_request
+    additions = [_addition(bundle, name) for name in changed]
+    place.api.preupload_lfs_files(
+        place.repository, additions, revision=place.revision, create_pr=request, free_memory=False
+    )
+    info = place.api.create_commit(
+        place.repository,
+        [*additions, *(CommitOperationDelete(name) for name in stale)],
+        commit_message=_TITLE,
+        revision=place.revision,
+        parent_commit=head,
+        create_pr=request,
+    )
+    return info.oid
+
+
+def _addition(bundle: Bundle, name: str) -> "CommitOperationAdd":
+    from huggingface_hub import CommitOperationAdd
+
+    addition = CommitOperationAdd(name, bundle.paths[name])
+    addition.upload_info.sha256 = bytes.fromhex(bundle.manifest[name].sha256)
+    return addition
+
+
+def _read_back(bundle: Bundle, place: _Place, commit: str) -> None:
+    remote = _list_files(place, commit)
+    if wrong := [name for name in bundle.paths if not _holds(remote.get(name), bundle, name)]:
+        raise PushDamagedError(
+            f"after commit {commit[:12]} the hub lacks or holds other content for: {', '.join(wrong)}"
+        )

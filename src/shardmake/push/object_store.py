@@ -1,0 +1,154 @@
+"""Push to an object store or any other place that fsspec reaches: ``s3://bucket/prefix``, ``gs://``, ``sftp://``.
+
+Such places know no rename, so the order of writing stands for it: a model is whole where ``SHA256SUMS`` is. A push
+that changes anything takes that file away first, leaves a note of what it is going to write, sends the weights, then
+what loaders look at first, reads back what it sent, and writes ``SHA256SUMS`` last.
+"""
+
+import errno
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardmake.core.errors import UserError
+from shardmake.core.hub import first_line, retried
+from shardmake.core.manifest import SUMS, FileRecord, parse_sums
+from shardmake.core.secrets import public_url, redact
+from shardmake.push.bundle import Bundle
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
+UNFINISHED = f"{SUMS}.unfinished"
+_BLOCK = 8 << 20
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A prefix on a file system."""
+
+    files: "AbstractFileSystem"
+    root: str
+
+    def path(self, name: str) -> str:
+        """Where the file ``name`` of the model lies."""
+        return f"{self.root}/{name}"
+
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file below the prefix, by its path relative to it."""
+        self.files.invalidate_cache()
+        found = self.files.find(self.root, detail=True)
+        return {path.removeprefix(self.root).lstrip("/"): entry["size"] for path, entry in found.items()}
+
+    def sums(self, name: str, sizes: dict[str, int]) -> dict[str, str]:
+        """Digests that the file ``name`` lists, and its own; none where it is not there."""
+        if name not in sizes:
+            return {}
+        content = self.files.cat_file(self.path(name))
+        return {**parse_sums(content.decode()), name: hashlib.sha256(content).hexdigest()}
+
+    def version(self, name: str) -> str | None:
+        """The file's version id; None where the place keeps no versions."""
+        version = self.files.info(self.path(name)).get("VersionId")
+        return None if version in (None, "null") else str(version)
+
+    def digest(self, name: str) -> str:
+        """SHA-256 of a file's content, read from there."""
+        found = hashlib.sha256()
+        with self.files.open(self.path(name), "rb", block_size=_BLOCK) as file:
+            while block := file.read(_BLOCK):
+                found.update(block)
+        return found.hexdigest()
+
+
+def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
+    """Make the prefix ``url`` hold exactly ``bundle``; what is there already is not sent again.
+
+    Returns ``{"versions": {name: id}}`` where the place keeps versions (a bucket of S3 that was told to), else nothing.
+
+    Raises `UserError` if the place is somebody else's, cannot be reached or written, or loses what was sent.
+    """
+    with _explained(public_url(url)):
+        return retried(lambda: _push_once(bundle, _open(url), public_url(url)))
+
+
+def _open(url: str) -> _Place:
+    import fsspec
+
+    # no caches of what a folder holds: the point is to see what is really there
+    files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+    return _Place(files, root.rstrip("/"))
+
+
+def _push_once(bundle: Bundle, place: _Place, url: str) -> dict[str, Any]:
+    sizes = place.sizes()
+    listed, begun = place.sums(SUMS, sizes), place.sums(UNFINISHED, sizes)
+    _refuse_foreign(sorted(sizes.keys() - listed.keys() - begun.keys()), url)
+    missing = [name for name, wanted in bundle.manifest.items() if not _holds(place, name, wanted, sizes, listed)]
+    stale = sorted(sizes.keys() - bundle.paths.keys())
+    if missing or stale:
+        _write(bundle, place, sizes, missing, stale)
+    versions = {name: version for name in bundle.paths if (version := place.version(name))}
+    return {"versions": versions} if versions else {}
+
+
+def _refuse_foreign(foreign: list[str], url: str) -> None:
+    if foreign:
+        raise UserError(
+            f"{url} holds files that no push of Shardmake wrote ({', '.join(foreign[:3])}"
+            f"{', ...' if len(foreign) > 3 else ''}). Choose another prefix in push.to, or move them away."
+        )
+
+
+def _holds(place: _Place, name: str, wanted: FileRecord, sizes: dict[str, int], listed: dict[str, str]) -> bool:
+    """Whether the file is there with the right content; only a finished push's list is believed without reading."""
+    if sizes.get(name) != wanted.size:
+        return False
+    return (listed[name] if name in listed else place.digest(name)) == wanted.sha256
+
+
+def _write(bundle: Bundle, place: _Place, sizes: dict[str, int], missing: list[str], stale: list[str]) -> None:
+    """Send ``missing``, remove ``stale``; the list of checksums is away until everything has been read back."""
+    note = "".join(f"{entry.sha256}  {name}\n" for name, entry in bundle.manifest.items())
+    note += "".join(f"{'0' * 64}  {name}\n" for name in stale if name not in bundle.manifest)
+    place.files.pipe_file(place.path(UNFINISHED), note.encode())
+    if SUMS in sizes:
+        place.files.rm_file(place.path(SUMS))
+    for name in [name for name in missing if name != SUMS]:
+        _send(bundle, place, name)
+    for name in [name for name in stale if name != UNFINISHED]:
+        place.files.rm_file(place.path(name))
+    _send(bundle, place, SUMS)
+    place.files.rm_file(place.path(UNFINISHED))
+
+
+def _send(bundle: Bundle, place: _Place, name: str) -> None:
+    place.files.put_file(str(bundle.paths[name]), place.path(name))
+    if place.digest(name) != bundle.manifest[name].sha256:
+        raise RuntimeError(f"{name} does not read back as it was sent")
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """Say what to do. File systems of all kinds raise errors of all kinds, so every one is taken for the user's."""
+    protocol = url.partition("://")[0]
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"The push to {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}") from error
+
+
+def _advice(error: Exception, protocol: str) -> str:
+    if isinstance(error, ImportError):
+        return f"Install the package that fsspec needs for {protocol}:// (for s3:// it is s3fs)."
+    if isinstance(error, PermissionError) or "credentials" in str(error).lower():
+        return "Give credentials that may list, read, write and delete there; for s3:// run `aws configure`."
+    if "quota" in str(error).lower() or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
+        return "The place is full. Free some space there, or choose another one in push.to, and push again."
+    if isinstance(error, FileNotFoundError):
+        return "Make the bucket first, or correct the name in push.to."
+    return "Nothing is lost: what was sent stays. Push again."

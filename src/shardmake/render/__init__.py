@@ -1,0 +1,1 @@
+"""Render and check the Accelerate, DeepSpeed and training files of a plan."""

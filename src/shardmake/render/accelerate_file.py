@@ -1,0 +1,88 @@
+"""``accelerate.yaml``: what `accelerate launch` starts, where, and with which engine."""
+
+from pathlib import Path
+from typing import Any, Final
+
+from shardmake.config.models import Run
+from shardmake.memory.model import Model
+from shardmake.run.plan import Choice, Plan, engine_of
+
+IGNORED_IN_FILE: Final = ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
+"""Keys that `accelerate launch` takes from its command line alone.
+
+Their defaults there are not None, so that the value in the file never gets through.
+"""
+
+
+def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) -> dict[str, Any]:
+    """Accelerate's file.
+
+    The node's rank and the address of node 0 are known only at launch and come on the command line. ``use_cpu`` is
+    false also on CPU: with true, the launcher drops DeepSpeed without a word and starts one process only. That ranks
+    run on the CPU is said in the training arguments.
+    """
+    choice, engine = plan.choice, engine_of(plan.choice)
+    values: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": engine.distributed_type,
+        "num_machines": choice.nodes,
+        "num_processes": choice.world_size,
+        "use_cpu": False,
+        "main_training_function": "main",
+    }
+    if engine.name == "deepspeed":
+        return values | {"deepspeed_config": _deepspeed_section(choice, deepspeed_file)}
+    # With a DeepSpeed file, accelerate refuses this key: the precision stands in that file.
+    values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
+    if engine.name == "fsdp":
+        values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
+        if run.fsdp_version == 2 and (engine.hybrid or choice.tensor_parallel > 1):
+            values["parallelism_config"] = _mesh(choice)
+    return values
+
+
+def _deepspeed_section(choice: Choice, deepspeed_file: Path) -> dict[str, Any]:
+    """The launcher's default for several nodes is pdsh, which wants ssh between them; `standard` is torchrun."""
+    return {
+        "deepspeed_config_file": str(deepspeed_file.absolute()),
+        "deepspeed_multinode_launcher": "standard",
+        "zero3_init_flag": choice.zero_stage == 3,
+    }
+
+
+def _mesh(choice: Choice) -> dict[str, Any]:
+    """FSDP2's mesh of two dimensions: replicas between nodes and shards within, or shards of tensor-parallel groups."""
+    if choice.tensor_parallel > 1:
+        return {
+            "parallelism_config_dp_shard_size": choice.data_parallel,
+            "parallelism_config_tp_size": choice.tensor_parallel,
+        }
+    return {
+        "parallelism_config_dp_replicate_size": choice.nodes,
+        "parallelism_config_dp_shard_size": choice.processes_per_node,
+    }
+
+
+def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
+    """FSDP's settings, by accelerate's names without their prefix ``fsdp_``."""
+    engine = engine_of(choice)
+    values: dict[str, Any] = {
+        "version": run.fsdp_version,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": ",".join(model.block_classes),
+        "state_dict_type": "SHARDED_STATE_DICT",
+        "cpu_ram_efficient_loading": True,
+        "offload_params": engine.offload_param is not None,
+        "activation_checkpointing": choice.gradient_checkpointing,
+    }
+    if run.fsdp_version == 2:
+        return values | {"reshard_after_forward": engine.reshard_after_forward}
+    return values | {
+        # Accelerate prefers the first name; transformers knows only the second, which alone would be ignored.
+        "sharding_strategy": engine.fsdp1_strategy,
+        "reshard_after_forward": engine.fsdp1_strategy,
+        "backward_prefetch": "BACKWARD_PRE",
+        "forward_prefetch": False,
+        "use_orig_params": True,
+        "sync_module_states": True,
+    }

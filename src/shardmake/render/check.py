@@ -1,0 +1,165 @@
+"""The libraries' own parsers over the rendered files, before anything is queued.
+
+Accelerate's config class and argument parser, transformers' TrainingArguments and DeepSpeed's config class read the
+files just as they will on the nodes, at the planned world size (`shardmake.render.parsers`). What they refuse, what
+they understand differently from the plan and what they drop without a word is an error.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.core.environment import kernel_caches
+from shardmake.core.errors import UserError
+from shardmake.render import parsers
+from shardmake.run.plan import Choice, engine_of
+
+
+@dataclass(frozen=True)
+class Files:
+    """The three rendered files as data."""
+
+    accelerate: dict[str, Any]
+    deepspeed: dict[str, Any]
+    training: dict[str, Any]
+
+
+def check_rendered(files: Files, choice: Choice, hidden_size: int, flags: list[str], scratch: str) -> None:
+    """Have the libraries read ``files``; a `UserError` lists everything that they refuse or understand differently.
+
+    ``hidden_size`` is the model's, from which Trainer fills in bucket sizes. ``flags`` are the options of `accelerate
+    launch` that stand beside the file; ``scratch`` is the folder for compiled kernels, of which DeepSpeed builds one
+    for the CPU as soon as it reads a configuration.
+    """
+    request = {"files": asdict(files), "choice": choice.model_dump(), "hidden_size": hidden_size, "flags": flags}
+    problems = ask_libraries("shardmake.render.check", request, choice.world_size, bool(files.deepspeed), scratch)
+    if problems:
+        raise UserError("\n".join(["The rendered files do not fit together:", *(f"  {line}" for line in problems)]))
+
+
+def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> list[str]:
+    """Run ``module`` over ``request`` in a process that finds itself as rank 0 of ``world_size``; its answer."""
+    with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
+        answer = Path(folder, "answer.json")
+        Path(folder, "request.json").write_text(json.dumps(request))
+        process = subprocess.run(
+            [sys.executable, "-m", module, folder],
+            env=_environment(world_size, deepspeed) | kernel_caches(scratch),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if not answer.is_file():
+            raise UserError(f"The files could not be checked:\n{process.stderr[-3000:]}")
+        return json.loads(answer.read_text())
+
+
+def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
+    """What the launcher would set for rank 0, so that the libraries see the planned world."""
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost"}
+    engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if deepspeed else {}
+    return inherited | world | engine
+
+
+# --- in the child process ---------------------------------------------------------------------------------------------
+
+
+def answer_request(folder: Path, check: Callable[[dict[str, Any]], list[str]]) -> None:
+    """Apply ``check`` to the request in ``folder`` and leave its answer there."""
+    request = json.loads((folder / "request.json").read_text())
+    (folder / "answer.json").write_text(json.dumps(check(request)))
+
+
+def problems_of(check: Callable[[], list[str]]) -> list[str]:
+    """What ``check`` finds; whatever a library raises over a file is its way of refusing it."""
+    try:
+        return check()
+    except Exception as error:
+        return [f"{type(error).__module__.split('.')[0]}.{type(error).__name__}: {error}"]
+
+
+def _check(request: dict[str, Any], folder: Path) -> list[str]:
+    parsers.pretend_world(Choice.model_validate(request["choice"]).world_size)
+    return find_problems(request, folder)
+
+
+def find_problems(request: Mapping[str, Any], folder: Path) -> list[str]:
+    """What the libraries find in the files of ``request``, in a world of the size that it asks for."""
+    files, choice = Files(**request["files"]), Choice.model_validate(request["choice"])
+    return [
+        *problems_of(lambda: _check_accelerate(files, choice, request["flags"], folder)),
+        *problems_of(lambda: _check_deepspeed(files, choice)),
+        *problems_of(lambda: _check_training(files, choice, request["hidden_size"], folder)),
+    ]
+
+
+def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Path) -> list[str]:
+    """Each key of the file must reach the launch arguments, and the launch must start the planned ranks."""
+    launched, ignored = parsers.launch_arguments(files.accelerate, flags, folder)
+    parsers.check_replicas(files.accelerate.get("parallelism_config", {}))
+    per_node, engine = launched.num_processes // launched.num_machines, engine_of(choice).distributed_type
+    flat = {key: value for key, value in _flat(files.accelerate).items() if key not in ignored}
+    return [
+        *(
+            line
+            for key, value in flat.items()
+            for line in _unequal(f"accelerate.yaml: {key}", vars(launched)[key], value)
+        ),
+        *(f"accelerate.yaml: accelerate ignores {key}" for key in ignored),
+        *_unequal("accelerate.yaml: processes per node", per_node, choice.processes_per_node),
+        *_unequal("accelerate.yaml: distributed_type", files.accelerate["distributed_type"], engine),
+    ]
+
+
+def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's keys as the launcher names its arguments; those it handles apart are left out."""
+    apart = {"compute_environment", "distributed_type", "main_training_function"}
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        flat.update(value if isinstance(value, dict) else {key: value})
+    return {key: value for key, value in flat.items() if key not in apart}
+
+
+def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
+    """Known keys, types, and the batch arithmetic at the planned world size."""
+    if not files.deepspeed:
+        return []
+    filled = {
+        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+    }
+    read, ignored = parsers.deepspeed_settings(files.deepspeed, filled)
+    # Read without a mesh, the file counts the ranks of a tensor-parallel group one by one.
+    batch = read.train_batch_size // choice.tensor_parallel
+    return [
+        *_unequal("deepspeed.json: train_batch_size", batch, choice.global_batch_size),
+        *_unequal("deepspeed.json: stage", int(read.zero_optimization_stage), choice.zero_stage),
+        *(f"deepspeed.json: DeepSpeed ignores {key}" for key in ignored),
+    ]
+
+
+def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
+    """TrainingArguments takes every argument, counts the same batch, and agrees with DeepSpeed's file or FSDP."""
+    arguments, ignored = parsers.training_arguments(files.training["arguments"], files.deepspeed, folder)
+    readers = arguments.world_size // choice.tensor_parallel
+    batch = readers * arguments.train_batch_size * arguments.gradient_accumulation_steps
+    return [
+        *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),
+        *(f"training.json: transformers ignores {key}" for key in ignored),
+        *(parsers.mismatches(arguments, hidden_size) if files.deepspeed else []),
+    ]
+
+
+def _unequal(what: str, understood: object, planned: object) -> list[str]:
+    return [] if understood == planned else [f"{what} is understood as {understood!r}; planned is {planned!r}"]
+
+
+if __name__ == "__main__":
+    answer_request(Path(sys.argv[1]), lambda request: _check(request, Path(sys.argv[1])))

@@ -1,0 +1,82 @@
+"""``deepspeed.json``: DeepSpeed's settings for a plan, with every size that the memory estimate counts.
+
+Sizes of buckets and buffers are in elements, as DeepSpeed counts them.
+"""
+
+from pathlib import Path
+from typing import Any, Final
+
+from shardmake.config.models import Cluster, Run
+from shardmake.core.nvme import swap_folder
+from shardmake.memory.buckets import zero_optimization
+from shardmake.memory.model import Model
+from shardmake.run.plan import Plan, engine_of
+
+GIB: Final = 1 << 30
+AIO: Final = {
+    "block_size": 1 << 20,
+    "queue_depth": 8,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+    "use_gds": False,
+}
+FP16: Final = {"loss_scale": 0, "initial_scale_power": 16, "loss_scale_window": 1000, "hysteresis": 2}
+FILLED_BY_TRAINER: Final = (
+    "train_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps",
+    "gradient_clipping",
+    "bf16.enabled",
+    "fp16.enabled",
+    "zero_optimization.reduce_bucket_size",
+    "zero_optimization.stage3_prefetch_bucket_size",
+    "zero_optimization.stage3_param_persistence_threshold",
+)
+"""Keys for which transformers puts its own value in place of "auto" (`transformers.integrations.deepspeed`)."""
+FILLED_BY_SCRIPT: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys that Accelerate takes from what a script prepares."""
+
+
+def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> dict[str, Any]:
+    """DeepSpeed's file, which will lie in ``folder``, or an empty dictionary for other engines.
+
+    It has no optimizer and no scheduler: Trainer's own run on all engines, so that parameter groups (no weight decay
+    on norms and biases) and learning rates are the same whatever the strategy. ``train_batch_size`` is left to
+    DeepSpeed, which multiplies it: on CPU it reads this file before it knows the world size, and would refuse.
+    """
+    choice = plan.choice
+    if not choice.is_deepspeed:
+        return {}
+    values = {
+        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        "gradient_clipping": run.max_grad_norm,
+        "bf16": {"enabled": choice.precision == "bf16"},
+        "fp16": {"enabled": choice.precision == "fp16", **(FP16 if choice.precision == "fp16" else {})},
+        "zero_optimization": zero_optimization(
+            choice, model, cluster, swap_folder(cluster.nvme_path, plan.run, folder)
+        ),
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "wall_clock_breakdown": False,
+    }
+    if choice.tensor_parallel > 1:
+        values["tensor_parallel"] = {"autotp_size": choice.tensor_parallel}
+    if "nvme" in (engine_of(choice).offload_optimizer, engine_of(choice).offload_param):
+        values["aio"] = AIO
+    if run.deepspeed_values == "auto":
+        return with_auto(values)
+    # A script's own data loader and accumulation decide; Accelerate and Trainer both fill these in.
+    return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") if run.script else values
+
+
+def with_auto(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``values`` with "auto" wherever Trainer fills in its own value."""
+    return {
+        key: with_auto(value, f"{prefix}{key}.")
+        if isinstance(value, dict)
+        else "auto"
+        if f"{prefix}{key}" in FILLED_BY_TRAINER
+        else value
+        for key, value in values.items()
+    }

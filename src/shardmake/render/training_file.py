@@ -1,0 +1,215 @@
+"""``training.json``: model, method and training arguments, and the engine that the ranks must find."""
+
+import math
+from pathlib import Path
+from typing import Any, Final
+
+from shardmake.checkpoint.interval import job_mtbf_seconds
+from shardmake.config.models import Cluster, Run
+from shardmake.core.atomic import sha256
+from shardmake.memory.model import Model
+from shardmake.render.accelerate_file import fsdp_settings
+from shardmake.render.expected_engine import expected_engine
+from shardmake.run.plan import Choice, Plan, engine_of
+from shardmake.run.timeouts import collective_timeout
+
+TORCH_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+ATTENTION: Final = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+OPTIMIZERS: Final = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd"}
+ADAM_BETAS: Final = (0.9, 0.999)
+ADAM_EPSILON: Final = 1e-8
+
+
+def training_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
+    """What the ranks need: model, method, training arguments, and what they must find before they may train."""
+    choice = plan.choice
+    return {
+        "model": {
+            "path": run.model,
+            "revision": run.revision,
+            "trust_remote_code": run.trust_remote_code,
+            "dtype": load_dtype(choice, run),
+            "attention": ATTENTION[plan.workload.attention],
+            "gradient_checkpointing": choice.gradient_checkpointing,
+        },
+        "method": _method(run),
+        "arguments": training_arguments(plan, run, cluster, model),
+        "optimizer": cpu_optimizer(choice, run, cluster),
+        "expected": expected_engine(choice, run.fsdp_version),
+        "loss": run.loss,
+        "checkpoints": _checkpoints(choice, run, cluster),
+        "program": _program(run),
+    }
+
+
+def _program(run: Run) -> dict[str, Any]:
+    """What the ranks run. A script counts by its content: an edited one is another training."""
+    if run.script is None:
+        return {"kind": run.engine}
+    return {"kind": "script", "path": run.script, "args": run.script_args, "sha256": sha256(Path(run.script))}
+
+
+def load_dtype(choice: Choice, run: Run) -> str:
+    """Data type in which the weights are loaded, by torch's name.
+
+    DDP and FSDP train fp32 master weights under autocast or a mixed-precision policy, so full fine-tuning loads fp32
+    there. DeepSpeed keeps the masters itself, and a frozen base needs none.
+    """
+    if run.method == "full" and not choice.is_deepspeed:
+        return "float32"
+    return TORCH_DTYPES[choice.precision]
+
+
+def _method(run: Run) -> dict[str, Any]:
+    if run.method == "full":
+        return {"kind": "full"}
+    return {"kind": run.method, **run.lora.model_dump()}
+
+
+def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any] | None:
+    """DeepSpeed's vectorized Adam where a GPU's optimizer states live on the host; None: what ``optim`` names.
+
+    The trainer builds it over Trainer's own parameter groups; from deepspeed.json it would decay norms and biases too.
+    Ranks without a GPU gain nothing from it, and would wait a minute and a half while it is compiled.
+    """
+    offloads = choice.is_deepspeed and engine_of(choice).offload_optimizer is not None
+    if not offloads or run.optimizer != "adamw" or cluster.is_cpu:
+        return None
+    arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON, "adamw_mode": True}
+    return {"class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "arguments": arguments}
+
+
+def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
+    """Keyword arguments of `transformers.TrainingArguments`, without paths; the trainer adds those.
+
+    Checkpoints are kept and removed by Shardmake's ledger, so ``save_total_limit`` is not among them.
+    """
+    choice = plan.choice
+    return {
+        **_device_arguments(choice, cluster),
+        **_batch_arguments(choice),
+        **_schedule_arguments(run),
+        **_optimizer_arguments(run, cluster),
+        **_precision_arguments(choice),
+        **_memory_arguments(choice, run, model),
+        **_interval_arguments(run),
+        "seed": run.seed,
+        "data_seed": run.seed,
+        "torch_compile": run.torch_compile,
+        "remove_unused_columns": False,
+        "dataloader_num_workers": 0,
+        "prediction_loss_only": True,
+        "report_to": list(run.report_to) or "none",
+        "disable_tqdm": True,
+    }
+
+
+def _device_arguments(choice: Choice, cluster: Cluster) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "use_cpu": cluster.is_cpu,
+        "ddp_backend": "gloo" if cluster.is_cpu else "nccl",
+        "ddp_timeout": collective_timeout(cluster.hang_seconds),
+    }
+    if engine_of(choice).name == "ddp":
+        values["ddp_find_unused_parameters"] = False
+    return values
+
+
+def _batch_arguments(choice: Choice) -> dict[str, Any]:
+    return {
+        "per_device_train_batch_size": choice.micro_batch_size,
+        "per_device_eval_batch_size": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        "average_tokens_across_devices": True,
+    }
+
+
+def _schedule_arguments(run: Run) -> dict[str, Any]:
+    length = {"num_train_epochs": run.epochs} if run.max_steps is None else {"max_steps": run.max_steps}
+    return {
+        **length,
+        "learning_rate": run.learning_rate,
+        "lr_scheduler_type": run.scheduler,
+        "warmup_steps": _warmup_steps(run),
+    }
+
+
+def _warmup_steps(run: Run) -> int | float:
+    """Steps where their number is known; else the ratio, which transformers reads as one only below 1."""
+    if run.max_steps is None:
+        return min(run.warmup_ratio, math.nextafter(1.0, 0.0))
+    return math.ceil(run.max_steps * run.warmup_ratio)
+
+
+def _optimizer_arguments(run: Run, cluster: Cluster) -> dict[str, Any]:
+    fused = run.optimizer == "adamw" and not cluster.is_cpu
+    return {
+        "optim": "adamw_torch_fused" if fused else OPTIMIZERS[run.optimizer],
+        "adam_beta1": ADAM_BETAS[0],
+        "adam_beta2": ADAM_BETAS[1],
+        "adam_epsilon": ADAM_EPSILON,
+        "weight_decay": run.weight_decay,
+        "max_grad_norm": run.max_grad_norm,
+        "use_liger_kernel": run.loss == "fused",
+    }
+
+
+def _precision_arguments(choice: Choice) -> dict[str, Any]:
+    return {"bf16": choice.precision == "bf16", "fp16": choice.precision == "fp16"}
+
+
+def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
+    """FSDP checkpoints activations itself, block by block; the other engines leave it to the model.
+
+    FSDP reduces gradients after each micro batch: else Trainer would keep them whole on every rank over accumulation.
+    """
+    if choice.is_fsdp:
+        return {
+            "fsdp": True,
+            "fsdp_config": _fsdp_config(choice, run, model),
+            "activation_checkpointing": False,
+            "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+        }
+    if not choice.gradient_checkpointing:
+        return {"activation_checkpointing": False}
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+
+
+def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
+    """The settings by transformers' names, which differ from accelerate's in three places."""
+    values = fsdp_settings(choice, run, model)
+    values["cpu_offload"] = values.pop("offload_params")
+    values["transformer_layer_cls_to_wrap"] = values["transformer_layer_cls_to_wrap"].split(",")
+    values.pop("sharding_strategy", None)
+    return values
+
+
+def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
+    """Which checkpoints stay, and where the interval is to be found, the failures to reckon with."""
+    wanted = run.checkpoints
+    values: dict[str, Any] = {
+        "retention": {"keep": wanted.keep, "best": wanted.keep_best, "every_steps": wanted.keep_every_steps},
+        "mtbf_seconds": job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes)
+        if wanted.every_steps == "auto"
+        else None,
+    }
+    return values | ({"asynchronous": True} if wanted.asynchronous else {})
+
+
+def _interval_arguments(run: Run) -> dict[str, Any]:
+    """When to log, save and evaluate, in steps; a fraction below 1 is a part of all steps."""
+    known = run.max_steps
+    given = run.checkpoints.every_steps
+    every = given if isinstance(given, int) else 0.1 if known is None else math.ceil(known / 10)
+    values: dict[str, Any] = {
+        "logging_strategy": "steps",
+        "logging_steps": 10 if known is None else max(1, min(10, known // 50)),
+        "logging_first_step": True,
+        "logging_nan_inf_filter": False,
+        "save_strategy": "steps",
+        "save_steps": every,
+        "eval_strategy": "no",
+    }
+    if run.eval_every_steps is not None:
+        values |= {"eval_strategy": "steps", "eval_steps": run.eval_every_steps}
+    return values

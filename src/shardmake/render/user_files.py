@@ -1,0 +1,179 @@
+"""A DeepSpeed or Accelerate file that the user has already, merged into the rendered ones.
+
+The file may tune what the plan leaves open. What the plan or the run decides (sizes, engine, precision, learning rate)
+it may repeat or leave to "auto", not change: every contradiction is listed with both values, where each comes from and
+who would have won, and nothing is rendered. What is taken over is told.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from shardmake.config.models import Run
+from shardmake.core.errors import UserError
+from shardmake.render.accelerate_file import IGNORED_IN_FILE
+from shardmake.render.check import Files
+from shardmake.render.lint import REFUSED_BESIDE_DEEPSPEED_FILE, SHARED, TITLES, Kind, read_source
+from shardmake.render.parsers import leaves
+from shardmake.run.plan import Choice, engine_of
+
+STOPS: Final = "Transformers would have stopped, once the model is loaded on every rank."
+ACCELERATE_STOPS: Final = "Accelerate would have stopped: it refuses this key beside a DeepSpeed file."
+FILE_WINS: Final = "Your file would have won, and another training than the planned one would have run."
+ARGUMENTS_WIN: Final = "The training arguments would have won."
+PLANNED_DEEPSPEED: Final = {
+    **dict.fromkeys(SHARED, STOPS),
+    "train_batch_size": "DeepSpeed would have stopped on the product of the others.",
+    "zero_optimization.stage": FILE_WINS,
+    "tensor_parallel.autotp_size": FILE_WINS,
+    "zero_optimization.offload_optimizer.device": FILE_WINS,
+    "zero_optimization.offload_param.device": FILE_WINS,
+}
+"""Keys of a DeepSpeed file that the plan or the run decides, and who would win over another value."""
+
+FSDP_PLANNED: Final = (
+    "version",
+    "reshard_after_forward",
+    "sharding_strategy",
+    "offload_params",
+    "state_dict_type",
+    "cpu_ram_efficient_loading",
+    "activation_checkpointing",
+)
+PLANNED_ACCELERATE: Final = {
+    "distributed_type": FILE_WINS,
+    "num_machines": FILE_WINS,
+    "num_processes": FILE_WINS,
+    "use_cpu": "use_cpu would have won: the launcher starts one plain process without a word.",
+    "mixed_precision": "The training arguments would have won where they ask for bf16 or fp16, else your file.",
+    "deepspeed_config.deepspeed_config_file": f"{ARGUMENTS_WIN} To use that file, name it in the run.",
+    "deepspeed_config.deepspeed_multinode_launcher": FILE_WINS,
+    **dict.fromkeys([f"deepspeed_config.{key}" for key in REFUSED_BESIDE_DEEPSPEED_FILE], ACCELERATE_STOPS),
+    **dict.fromkeys([f"fsdp_config.fsdp_{key}" for key in FSDP_PLANNED], ARGUMENTS_WIN),
+}
+"""The same for an Accelerate file."""
+
+ON_COMMAND_LINE: Final = ("machine_rank", "main_process_ip", "main_process_port", *IGNORED_IN_FILE)
+"""Keys of an Accelerate file that only the job knows, or that accelerate ignores there."""
+
+_ADVICE: Final = 'Remove those keys from your file (or write "auto" in a DeepSpeed file), or change the run to match.'
+
+
+def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list[str]]:
+    """``files`` with what the run's own files add, and a line for everything taken over or left out.
+
+    Raises `UserError` with every contradiction.
+    """
+    conflicts: list[str] = []
+    told: list[str] = []
+    if run.deepspeed_config:
+        files = replace(files, deepspeed=_merge_deepspeed(run.deepspeed_config, files, choice, conflicts, told))
+    if run.accelerate_config:
+        files = _merge_accelerate(run.accelerate_config, files, run, conflicts, told)
+    if conflicts:
+        raise UserError("\n".join(["Your own files contradict the run and its plan:", *conflicts, _ADVICE]))
+    return files, told
+
+
+def _merge_deepspeed(name: str, files: Files, choice: Choice, conflicts: list[str], told: list[str]) -> dict[str, Any]:
+    if not choice.is_deepspeed:
+        raise UserError(
+            f"deepspeed_config names {name}, but strategy {choice.strategy} does not use DeepSpeed. Remove "
+            "deepspeed_config, or set strategy to one of DeepSpeed's (zero1, zero2, zero3 ...)."
+        )
+    own, planned = _read(name, "deepspeed"), _planned_deepspeed(files, choice)
+    conflicts += contradictions(name, own, planned, PLANNED_DEEPSPEED)
+    # The product of the others; on CPU, DeepSpeed reads the file before it knows the world size, and would refuse it.
+    own.pop("train_batch_size", None)
+    merged, taken = overlay(files.deepspeed, _fill_auto(own, planned | dict(leaves(files.deepspeed))))
+    told += [f"{name}: {line}" for line in taken]
+    return merged
+
+
+def _merge_accelerate(name: str, files: Files, run: Run, conflicts: list[str], told: list[str]) -> Files:
+    own = _read(name, "accelerate")
+    told += [f"{name}: {key} is left out; the command line says it" for key in ON_COMMAND_LINE if key in own]
+    own = {key: value for key, value in own.items() if key not in ON_COMMAND_LINE}
+    if run.deepspeed_config:
+        own.get("deepspeed_config", {}).pop("deepspeed_config_file", None)
+    winners = PLANNED_ACCELERATE | ({"mixed_precision": ACCELERATE_STOPS} if files.deepspeed else {})
+    conflicts += contradictions(name, own, dict(leaves(files.accelerate)), winners)
+    merged, taken = overlay(files.accelerate, own)
+    told += [f"{name}: {line}" for line in taken]
+    return replace(files, accelerate=merged, training=_training_with(files, merged))
+
+
+def _read(path: str, kind: Kind) -> dict[str, Any]:
+    source = read_source(Path(path))
+    if source.kind != kind:
+        raise UserError(f"{kind}_config names {path}, which looks like {TITLES[source.kind]}.")
+    return source.values
+
+
+def _planned_deepspeed(files: Files, choice: Choice) -> dict[str, Any]:
+    """What the run says for each key that its own file may not change, "auto" resolved."""
+    engine, arguments = engine_of(choice), files.training["arguments"]
+    return {
+        **{key: arguments[argument] for key, argument in SHARED.items()},
+        "train_batch_size": choice.global_batch_size,
+        "zero_optimization.stage": engine.zero_stage,
+        "tensor_parallel.autotp_size": choice.tensor_parallel,
+        "zero_optimization.offload_optimizer.device": engine.offload_optimizer or "none",
+        "zero_optimization.offload_param.device": engine.offload_param or "none",
+    }
+
+
+def contradictions(
+    name: str, own: Mapping[str, Any], planned: Mapping[str, Any], winners: Mapping[str, str]
+) -> list[str]:
+    """A line for every key of ``own`` that the plan decides otherwise, with who would have won."""
+    return [
+        f"  {key}: {value!r} in {name}, {_say(planned, key)} in the plan. {winners[key]}"
+        for key, value in leaves(own)
+        if key in winners and value != "auto" and value != planned.get(key)
+    ]
+
+
+def _say(planned: Mapping[str, Any], key: str) -> str:
+    return repr(planned[key]) if key in planned else "not set"
+
+
+def _fill_auto(values: Mapping[str, Any], planned: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """``values`` with the planned value for each "auto"; where there is none, Trainer fills it in."""
+    return {
+        key: _fill_auto(value, planned, f"{prefix}{key}.")
+        if isinstance(value, Mapping)
+        else planned.get(f"{prefix}{key}", value)
+        if value == "auto"
+        else value
+        for key, value in values.items()
+    }
+
+
+def overlay(rendered: dict[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """``rendered`` with every value of ``own`` in its place, and a line for each that is new or differs."""
+    merged, before = deepcopy(rendered), dict(leaves(rendered))
+    told = []
+    for key, value in leaves(own):
+        if before.get(key) != value:
+            told.append(f"{key} is {value!r}" + (f" instead of {before[key]!r}" if key in before else ""))
+        place = merged
+        *path, last = key.split(".")
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return merged, told
+
+
+def _training_with(files: Files, accelerate: Mapping[str, Any]) -> dict[str, Any]:
+    """The training file with FSDP's settings from the Accelerate file, which Trainer's own would override."""
+    settings = files.training["arguments"].get("fsdp_config")
+    if settings is None:
+        return files.training
+    launched = {key.removeprefix("fsdp_"): value for key, value in accelerate["fsdp_config"].items()}
+    added = {key: value for key, value in launched.items() if key not in ("offload_params", "sharding_strategy")}
+    added["transformer_layer_cls_to_wrap"] = added["transformer_layer_cls_to_wrap"].split(",")
+    arguments = {**files.training["arguments"], "fsdp_config": {**settings, **added}}
+    return {**files.training, "arguments": arguments}

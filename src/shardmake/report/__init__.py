@@ -1,0 +1,1 @@
+"""The report page and the model card of a run."""

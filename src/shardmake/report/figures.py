@@ -1,0 +1,174 @@
+"""The figures of a run's report and its model card, drawn by matplotlib: the same data gives the same bytes.
+
+Each function gives a drawing; `as_svg` and `as_png` make a picture of it.
+"""
+
+import io
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardmake.report.flops import Utilization
+from shardmake.report.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GIB = 1 << 30
+BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
+_STYLE = {
+    "axes.axisbelow": True,
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "font.size": 9,
+    "grid.color": "#e5e7eb",
+    "legend.frameon": False,
+    "svg.fonttype": "none",
+}
+
+
+Drawing = Callable[["Figure"], None]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of the fullest GPU: the terms of the estimate, its total on the device, the device, what was measured."""
+
+    terms: Mapping[str, int]
+    predicted: int
+    capacity: int
+    measured: int | None
+
+
+def loss(history: History) -> Drawing:
+    """Training loss, evaluation loss where it was taken, and where an attempt ended."""
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        axes.plot(*history.series("loss"), color=BLUE, label="training")
+        if any(evaluated := history.series("eval_loss")):
+            axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
+        _mark_interruptions(axes, history)
+        _label(axes, "loss (nats per token)")
+
+    return draw
+
+
+def optimizer(history: History) -> Drawing:
+    """Learning rate above, gradient norm before clipping below."""
+
+    def draw(figure: "Figure") -> None:
+        above, below = figure.subplots(2, sharex=True)
+        above.plot(*history.series("learning_rate"), color=BLUE)
+        above.set_ylabel("learning rate")
+        below.plot(*history.series("grad_norm"), color=ORANGE)
+        _mark_interruptions(below, history)
+        _label(below, "gradient norm")
+
+    return draw
+
+
+def speed(history: History, used: Utilization | None) -> Drawing:
+    """Tokens a second over all ranks, and on the right what share of the peak that is."""
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        axes.plot(*history.series("tokens_per_second"), color=BLUE, label="tokens/s")
+        _mark_interruptions(axes, history)
+        _label(axes, "tokens per second, all ranks")
+        axes.set_ylim(bottom=0)
+        if used:
+            right = axes.twinx()
+            right.plot(used.steps, [100 * share for share in used.shares], color=ORANGE, linewidth=0.8)
+            right.set_ylabel("MFU (%)", color=ORANGE)
+            right.set_ylim(bottom=0)
+            right.grid(visible=False)
+
+    return draw
+
+
+def memory(found: Memory) -> Drawing:
+    """The estimate's terms end to end, against what was measured and what the GPU has."""
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        left = 0.0
+        for name, size in found.terms.items():
+            axes.barh("predicted", size / GIB, left=left, label=name)
+            left += size / GIB
+        axes.barh("predicted", found.predicted / GIB - left, left=left, color="#d1d5db", label="allocator and context")
+        if found.measured is not None:
+            axes.barh("measured", found.measured / GIB, color=GREY)
+        axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label="what a rank has")
+        axes.set_xlabel("GiB on the fullest rank")
+        axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
+
+    return draw
+
+
+def by_length(evaluation: Mapping[str, Any]) -> Drawing:
+    """Loss of the base and the tuned model by the length of the example."""
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for offset, (name, colour) in enumerate((("base", GREY), ("tuned", BLUE))):
+            buckets = evaluation[name]["by_length"]
+            places = [index + 0.4 * offset for index in range(len(buckets))]
+            axes.bar(places, [bucket["loss"] for bucket in buckets], width=0.38, color=colour, label=name)
+        axes.set_xticks([index + 0.2 for index in range(len(buckets))], [length_name(bucket) for bucket in buckets])
+        axes.set_xlabel("tokens in the example")
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend(ncols=2, loc="lower right", bbox_to_anchor=(1, 1))
+
+    return draw
+
+
+def length_name(bucket: Mapping[str, Any]) -> str:
+    """What people call a length bucket."""
+    return "longer" if bucket["up_to"] is None else f"up to {bucket['up_to']:,}"
+
+
+def _mark_interruptions(axes: "Axes", history: History) -> None:
+    for number, interruption in enumerate(history.interruptions):
+        axes.axvline(
+            interruption.after_step, color=GREY, linestyle=":", linewidth=1, label=None if number else "interrupted"
+        )
+
+
+def _label(axes: "Axes", what: str) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel(what)
+    if len(axes.get_legend_handles_labels()[0]) > 1:
+        axes.legend()
+
+
+def _figure(draw: Drawing) -> "Figure":
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 3.2), layout="constrained")
+        draw(figure)
+    return figure
+
+
+def as_png(drawing: Drawing) -> bytes:
+    """A picture for the model card: the hub shows no SVG."""
+    buffer = io.BytesIO()
+    _figure(drawing).savefig(buffer, format="png", dpi=120, metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def as_svg(name: str, drawing: Drawing) -> str:
+    """An SVG element. Ids carry ``name``: several figures share one page."""
+    import matplotlib
+
+    buffer = io.StringIO()
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        _figure(drawing).savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    element = buffer.getvalue()
+    element = element[element.index("<svg") :]
+    return re.sub(r'(id="|href="#|url\(#)', rf"\g<1>{name}-", element)

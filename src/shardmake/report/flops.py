@@ -1,0 +1,85 @@
+"""Model FLOPs of a training, and the share of the hardware's peak that they reach (MFU).
+
+Chowdhery et al. 2022 (PaLM, appendix B) count 6 FLOPs a weight and token, and attention apart; recomputation is no work
+of the model's and does not count. Attention is exact here: a token attends to what stands before it in its own example,
+so packed short examples cost less than one long one.
+"""
+
+from dataclasses import dataclass
+
+from shardmake.config.models import Method, Run
+from shardmake.memory.hardware import find_accelerator
+from shardmake.memory.model import Model, Tensor, read_model
+from shardmake.report.history import History, attempt_of
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import read_plan
+from shardmake.run.sources import localize
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """MFU at each logged step."""
+
+    steps: list[int]
+    shares: list[float]
+    """1 is the dense peak of all ranks' devices."""
+
+
+def utilization(run: Run, rundir: RunDir, history: History) -> Utilization | None:
+    """The MFU of a training; None on CPUs, which have no peak worth the name, and where no speed was logged."""
+    lines = [line for line in history.lines if "tokens_per_second" in line]
+    peaks = {span.number: _peak(rundir, span.number) for span in history.spans}
+    if not lines or not all(peaks.values()):
+        return None
+    local = localize(run, rundir)
+    model = read_model(local.model, revision=local.revision, trust_remote_code=run.trust_remote_code)
+    per_token = flops_per_token(model, run.method, mean_context(rundir))
+    shares = [line["tokens_per_second"] * per_token / peaks[line["attempt"]] for line in lines]
+    return Utilization([line["step"] for line in lines], shares)
+
+
+def flops_per_token(model: Model, method: Method, context: float) -> float:
+    """Forward and backward of one token that attends to ``context`` tokens on average, itself included.
+
+    A weight costs 2 FLOPs forward, 2 for the gradient of its input and, where it is trained, 2 for its own. Attention
+    costs 4 per layer, context and width forward (scores and values), and twice that backward.
+    """
+    weights = sum(_active(tensor, model) for tensor in model.tensors if _multiplies(tensor, model))
+    per_weight = 6 if method == "full" else 4
+    return per_weight * weights + 12 * len(model.blocks) * _attention_width(model) * context
+
+
+def _multiplies(tensor: Tensor, model: Model) -> bool:
+    """Whether a token meets the weight in a matrix product; an embedding is looked up, unless it is also the head."""
+    return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
+
+
+def _active(tensor: Tensor, model: Model) -> float:
+    """Elements that one token meets: of a mixture's experts, only the chosen ones."""
+    if ".experts." not in tensor.name:
+        return tensor.numel
+    config = model.config
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    return tensor.numel * config["num_experts_per_tok"] / experts if experts else tensor.numel
+
+
+def _attention_width(model: Model) -> int:
+    """Width of all heads together."""
+    return model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
+
+
+def mean_context(rundir: RunDir) -> float:
+    """How many tokens a training token attends to on average: (length + 1) / 2 within each example."""
+    import datasets
+    import pyarrow.compute as pc
+
+    column = datasets.load_from_disk(str(rundir.data / "train")).data.column("seq_lengths")
+    lengths = pc.list_flatten(column).to_numpy().astype("float64")
+    return float((lengths * (lengths + 1) / 2).sum() / lengths.sum())
+
+
+def _peak(rundir: RunDir, number: int) -> float:
+    """Dense peak of an attempt's ranks, FLOP/s; 0 on CPUs."""
+    attempt = attempt_of(rundir, number)
+    device = find_accelerator(attempt.read().accelerator)
+    return 0.0 if device.is_cpu else attempt.read().world_size * device.flops(read_plan(attempt.plan).choice.precision)

@@ -1,0 +1,102 @@
+"""What happened in a training, stitched over its attempts: metrics by step, time by attempt, time lost between them."""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.metrics import parse_metrics
+from shardmake.run.paths import RunDir
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Span:
+    """One attempt: Unix times, ranks, why it ended, and the metrics of those of its steps that stayed."""
+
+    number: int
+    started: float
+    ended: float
+    world_size: int
+    end: str
+    lines: list[Line]
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all ranks, from the job's start to its end."""
+        return self.world_size * (self.ended - self.started) / 3600
+
+
+@dataclass(frozen=True)
+class Interruption:
+    """What it cost to go on: seconds from the last step that stayed to the first new one, queueing included."""
+
+    after_step: int
+    seconds: float
+    why: str
+
+
+@dataclass(frozen=True)
+class History:
+    """The attempts of a training, in order."""
+
+    spans: list[Span]
+
+    @property
+    def lines(self) -> list[Line]:
+        """The metrics of all attempts."""
+        return [line for span in self.spans for line in span.lines]
+
+    @property
+    def hours(self) -> float:
+        """Hours in which the job ran."""
+        return sum(span.ended - span.started for span in self.spans) / 3600
+
+    @property
+    def device_hours(self) -> float:
+        """Hours of all ranks."""
+        return sum(span.device_hours for span in self.spans)
+
+    @property
+    def interruptions(self) -> list[Interruption]:
+        """One between each attempt that left steps and the next that made some."""
+        working = [span for span in self.spans if span.lines]
+        return [
+            Interruption(a.lines[-1]["step"], b.lines[0]["time"] - a.lines[-1]["time"], a.end)
+            for a, b in pairwise(working)
+        ]
+
+    def series(self, key: str) -> tuple[list[int], list[float]]:
+        """Steps and values of one metric, where it was logged."""
+        found = [(line["step"], line[key]) for line in self.lines if key in line]
+        return [step for step, _ in found], [value for _, value in found]
+
+
+def read_history(rundir: RunDir) -> History:
+    """The history of a run; attempts that neither logged a step nor left an exit record are not in it."""
+    text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
+    lines = [line for line in parse_metrics(text) if {"attempt", "time"} <= line.keys()]
+    index = rundir.attempts / "index.json"
+    ends = {entry["attempt"]: entry["end"] for entry in json.loads(index.read_text())} if index.exists() else {}
+    folders = sorted(rundir.attempts.glob("[0-9]*"))
+    spans = [
+        _span(AttemptDir(folder), [x for x in lines if x["attempt"] == int(folder.name)], ends) for folder in folders
+    ]
+    return History([span for span in spans if span is not None])
+
+
+def _span(folder: AttemptDir, lines: list[Line], ends: dict[int, str]) -> Span | None:
+    """The times are those of the nodes' exit records; where there is none, those of the logged steps."""
+    started = [record.started for record in folder.exits()] or [line["time"] for line in lines[:1]]
+    ended = [record.ended for record in folder.exits()] or [line["time"] for line in lines[-1:]]
+    if not started:
+        return None
+    number = int(folder.root.name)
+    return Span(number, min(started), max(ended), folder.read().world_size, ends.get(number, "unknown"), lines)
+
+
+def attempt_of(rundir: RunDir, number: int) -> AttemptDir:
+    """The folder of attempt ``number``."""
+    return AttemptDir(rundir.attempts / f"{number:03d}")

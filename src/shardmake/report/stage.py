@@ -1,0 +1,130 @@
+"""A run on one page: ``report.html``, which needs nothing beside itself, and its figures as files."""
+
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.config.models import Run
+from shardmake.core.atomic import read_json, write_text
+from shardmake.core.secrets import redact
+from shardmake.report import figures
+from shardmake.report.card import public_name
+from shardmake.report.figures import GIB, Memory, length_name
+from shardmake.report.flops import Utilization, utilization
+from shardmake.report.history import History, read_history
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Choice, Plan, read_plan
+
+TEMPLATE = Path(__file__).with_name("report.html.jinja")
+
+
+def write_report(run: Run, rundir: RunDir) -> Path:
+    """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
+
+    Raises `UserError` if a stage that the report tells of has not run.
+    """
+    facts = _read(run, rundir)
+    drawings = {name: figures.as_svg(name, drawing) for name, drawing in _draw(facts).items()}
+    for name, drawing in drawings.items():
+        write_text(rundir.figures / f"{name}.svg", drawing)
+    write_text(rundir.report, redact(_page(run, rundir, facts, drawings)))
+    return rundir.report
+
+
+def card_plots(run: Run, rundir: RunDir) -> dict[str, bytes]:
+    """The figures as PNG, by their file's name, for the model card."""
+    return {f"plots/{name}.png": figures.as_png(drawing) for name, drawing in _draw(_read(run, rundir)).items()}
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What the run's folder says."""
+
+    plan: Plan
+    training: dict[str, Any]
+    history: History
+    used: Utilization | None
+    memory: Memory
+    evaluation: dict[str, Any]
+    pushed: list[dict[str, Any]]
+
+
+def _read(run: Run, rundir: RunDir) -> _Facts:
+    plan, history = read_plan(rundir.plan), read_history(rundir)
+    estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
+    return _Facts(
+        plan=plan,
+        training=read_json(rundir.train_receipt, f"shardmake train {rundir.name}"),
+        history=history,
+        used=utilization(run, rundir, history),
+        memory=memory_of(estimates, plan, history),
+        evaluation=read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}"),
+        pushed=read_json(rundir.push_receipt, "")["destinations"] if rundir.push_receipt.exists() else [],
+    )
+
+
+def _draw(facts: _Facts) -> dict[str, figures.Drawing]:
+    return {
+        "loss": figures.loss(facts.history),
+        "optimizer": figures.optimizer(facts.history),
+        "speed": figures.speed(facts.history, facts.used),
+        "memory": figures.memory(facts.memory),
+        "by-length": figures.by_length(facts.evaluation),
+    }
+
+
+def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> str:
+    from jinja2 import Environment, StrictUndefined
+
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment.filters.update(bucket=length_name, duration=duration, gib=lambda size: f"{size / GIB:.1f} GiB")
+    lengths = zip(facts.evaluation["base"]["by_length"], facts.evaluation["tuned"]["by_length"], strict=True)
+    return environment.from_string(TEMPLATE.read_text()).render(
+        vars(facts),
+        name=rundir.name,
+        base=public_name(run.model),
+        data=public_name(run.data.train),
+        run=run,
+        tiles=_tiles(facts),
+        figures=drawings,
+        buckets=list(lengths),
+    )
+
+
+def memory_of(estimates: dict[str, Any], plan: Plan, history: History) -> Memory:
+    """The estimate of what was chosen, beside the most that the allocator held (None on CPUs)."""
+    chosen = next(item for item in estimates["candidates"] if Choice.model_validate(item["choice"]) == plan.choice)
+    measured = [line["memory"]["reserved"] for line in history.lines if "memory" in line]
+    gpu = chosen["gpu"]
+    return Memory(gpu["terms"], gpu["device"], estimates["gpu_memory"], max(measured, default=None))
+
+
+def _tiles(facts: _Facts) -> dict[str, str]:
+    """The figures that people look for first."""
+    training, history, evaluation, used = facts.training, facts.history, facts.evaluation, facts.used
+    rates = history.series("tokens_per_second")[1]
+    return {
+        "evaluation loss": f"{evaluation['base']['loss']:.3f} → {evaluation['tuned']['loss']:.3f}",
+        "perplexity": f"{evaluation['base']['perplexity']:,.1f} → {evaluation['tuned']['perplexity']:,.1f}",
+        "optimizer steps": _counted(training["steps"]),
+        "tokens": _counted(training["tokens"]),
+        "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "not logged",
+        "MFU": f"{statistics.median(used.shares):.1%}" if used else "none on CPU",
+        "device hours": f"{history.device_hours:.2f}",
+        "lost to interruptions": duration(sum(item.seconds for item in history.interruptions)),
+    }
+
+
+def _counted(number: int | None) -> str:
+    """A script of the user's need not have told."""
+    return "not logged" if number is None else f"{number:,}"
+
+
+def duration(seconds: float) -> str:
+    """``3 h 05 min``, ``4 min 10 s`` or ``12 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {left:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

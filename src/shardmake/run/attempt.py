@@ -1,0 +1,292 @@
+"""One attempt at training: what the driver tells the worker and the ranks, and where they answer.
+
+An attempt's folder holds ``attempt.json`` (written by the driver before the job is submitted), the rendezvous, a log
+and an exit record per node, a report and a heartbeat per rank, the traceback of every rank that failed, and the stacks
+of all ranks if they hung.
+"""
+
+import contextlib
+import os
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from shardmake.core.atomic import digest, read_json, write_json
+from shardmake.run.paths import RunDir
+
+
+class Record(BaseModel):
+    """A value that one process writes as JSON and another reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class Attempt(Record):
+    """What the driver decided for one submission."""
+
+    number: int = Field(description="1 for the first attempt of the run.")
+    run_folder: str = Field(description="Absolute path of the run's folder.")
+    nodes: int = Field(description="Nodes of the job.")
+    processes_per_node: int = Field(description="Ranks per node.")
+    cpus_per_node: int = Field(description="Cores of the job per node.")
+    accelerator: str = Field(description="`cpu`, or the GPU model.")
+    network_interface: str | None = Field(description="Interface for training traffic; None for the default route's.")
+    scratch: str = Field(description="Node-local folder for caches.")
+    offline: bool = Field(description="Whether the ranks must not ask the hub for anything.")
+    resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start afresh.")
+    recipe: str = Field(description="Digest of the settings that define the result (`shardmake.run.recipe`).")
+    versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
+    planned_bandwidth: float | None = Field(
+        None, description="Bytes per second that one node should reach to others; None where there are no others."
+    )
+    plan_digest: str = Field("", description="Digest of the plan whose ladder the attempt's rung belongs to.")
+    hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
+    checkpoint_bytes: int = Field(0, description="Estimated size of a checkpoint; 0 if there is no estimate.")
+    rendezvous_seconds: float = Field(300, description="How long nodes wait for each other.")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks in all."""
+        return self.nodes * self.processes_per_node
+
+    @property
+    def rundir(self) -> RunDir:
+        """The run's folder."""
+        return RunDir(Path(self.run_folder))
+
+    @property
+    def saves(self) -> Path:
+        """Node-local folder of the run's checkpoints on their way to the shared one; nothing in it outlives a job."""
+        name = f"{self.rundir.name}-{digest(self.run_folder)[:8]}"
+        return Path(self.scratch, f"shardmake-{os.getuid()}", "saves", name)
+
+
+class NodeExit(Record):
+    """The last thing a worker writes: how its node's ranks ended."""
+
+    node_rank: int = Field(description="Rank of the node in the job.")
+    host: str = Field(description="Host name.")
+    started: float = Field(description="Unix time at which the worker started.")
+    ended: float = Field(description="Unix time at which it ended.")
+    phase: str = Field(
+        description="What was going on at the end: `rendezvous`, `preflight` (the node failed it), `run preflight` "
+        "(the run did) or `training`."
+    )
+    returncode: int | None = Field(
+        description="Exit status of the launcher, negative for a signal; None if not started."
+    )
+    stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
+    message: str = Field("", description="What went wrong before the launcher started.")
+    blamed: str | None = Field(None, description="Name of the node that is to blame for it; None if unknown.")
+    oom_kills: int = Field(0, description="Processes of this job that the kernel killed here for want of memory.")
+
+
+class RankError(Record):
+    """The exception that ended a rank."""
+
+    rank: int = Field(description="Global rank.")
+    host: str = Field(description="Host name.")
+    blamed: str | None = Field(None, description="Name of the node to blame; None where the error knows of none.")
+    time: float = Field(description="Unix time of the failure; the earliest error is usually the cause.")
+    kind: str = Field(description="Name of the exception's class.")
+    message: str = Field(description="Its text.")
+    traceback: str = Field(description="The whole traceback.")
+    step: int | None = Field(None, description="Step that failed, where the error says so.")
+
+
+SILENT = "script"
+"""Phase of a rank that runs a script of the user's: no further sign is to be expected."""
+
+
+class Beat(Record):
+    """A rank's heartbeat: the last sign of progress."""
+
+    rank: int = Field(description="Global rank.")
+    host: str = Field(description="Host name.")
+    pid: int = Field(description="Process id on that host.")
+    phase: str = Field(
+        description="`start`, `load`, `first step`, `train`, `save`, `evaluate`, `script`, `end`, `failed`."
+    )
+    step: int = Field(description="Optimizer steps done.")
+    time: float = Field(description="Unix time of the progress.")
+    usual: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
+
+
+class Hang(Record):
+    """What the workers found when the ranks made no progress any more."""
+
+    rank: int | None = Field(description="The rank that held up the others; None if none stands out.")
+    host: str | None = Field(description="Its host.")
+    sentence: str = Field(description="The same for people, with phase, step and silence.")
+
+
+@dataclass(frozen=True)
+class AttemptDir:
+    """Paths in the folder of one attempt."""
+
+    root: Path
+
+    @property
+    def settings(self) -> Path:
+        """The `Attempt`."""
+        return self.root / "attempt.json"
+
+    @property
+    def plan(self) -> Path:
+        """The plan of this attempt; its choice may be a later rung of the ladder."""
+        return self.root / "plan.json"
+
+    @property
+    def accelerate(self) -> Path:
+        """The Accelerate file of this attempt."""
+        return self.root / "accelerate.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """The DeepSpeed file of this attempt; an empty object where DeepSpeed has no part."""
+        return self.root / "deepspeed.json"
+
+    @property
+    def training(self) -> Path:
+        """The training arguments of this attempt."""
+        return self.root / "training.json"
+
+    @property
+    def stopped(self) -> Path:
+        """Written by rank 0 when the ranks saved and stopped because they were asked to."""
+        return self.root / "stopped.json"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Folder of the published addresses, one file per start of the job (Slurm may requeue it)."""
+        return self.root / "rendezvous"
+
+    @property
+    def stop_file(self) -> Path:
+        """Created by a worker that was told to end: save and stop."""
+        return self.root / "STOP"
+
+    @property
+    def ranks(self) -> Path:
+        """Folder of the ranks' reports."""
+        return self.root / "ranks"
+
+    @property
+    def errors(self) -> Path:
+        """Folder of the ranks' tracebacks."""
+        return self.root / "errors"
+
+    @property
+    def hung(self) -> Path:
+        """Created by the first worker that misses a heartbeat: all workers collect stacks and end their ranks."""
+        return self.root / "HUNG"
+
+    @property
+    def hang(self) -> Path:
+        """The `Hang`, written by that worker."""
+        return self.root / "hang.json"
+
+    @property
+    def stacks(self) -> Path:
+        """Folder of the ranks' stacks at a hang."""
+        return self.root / "stacks"
+
+    @property
+    def slurm(self) -> Path:
+        """Submitit's folder: batch script, pickles, the step's output."""
+        return self.root / "slurm"
+
+    def log(self, node_rank: int) -> Path:
+        """Everything the launcher and the ranks of a node print."""
+        return self.root / f"node-{node_rank}.log"
+
+    def stack(self, rank: int) -> Path:
+        """What `faulthandler` wrote for a rank; empty unless it was asked."""
+        return self.stacks / f"rank-{rank}.txt"
+
+    def heartbeat(self, rank: int) -> Path:
+        """The `Beat` of a rank."""
+        return self.root / "heartbeat" / f"rank-{rank}.json"
+
+    def beat(self, rank: int) -> Beat | None:
+        """The last heartbeat of a rank; None before its first."""
+        with contextlib.suppress(FileNotFoundError):
+            return Beat.model_validate_json(self.heartbeat(rank).read_text())
+        return None
+
+    def is_superseded(self) -> bool:
+        """Whether a later attempt has begun, so that this one must not write any more."""
+        return any(path.name.isdigit() and int(path.name) > int(self.root.name) for path in self.root.parent.iterdir())
+
+    def exit_record(self, node_rank: int) -> Path:
+        """The `NodeExit` of a node."""
+        return self.root / f"node-{node_rank}.json"
+
+    def read(self) -> Attempt:
+        """The settings of the attempt."""
+        return Attempt.model_validate(read_json(self.settings, "shardmake train NAME"))
+
+    def exits(self) -> list[NodeExit]:
+        """The exit records there are, by node."""
+        return [NodeExit.model_validate_json(path.read_text()) for path in sorted(self.root.glob("node-*.json"))]
+
+    def read_hang(self) -> Hang | None:
+        """What the workers told of a hang, if there was one."""
+        if self.hang.exists():
+            return Hang.model_validate_json(self.hang.read_text())
+        if self.hung.exists():
+            return Hang(
+                rank=None, host=None, sentence="The ranks made no progress, and the job ended before its stacks."
+            )
+        return None
+
+    def rank_errors(self) -> list[RankError]:
+        """The ranks' errors, earliest first."""
+        errors = [RankError.model_validate_json(path.read_text()) for path in self.errors.glob("rank-*.json")]
+        return sorted(errors, key=lambda error: error.time)
+
+
+def host_name() -> str:
+    """This node's name as Slurm knows it, which is what it can be excluded by; else the host's own."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+def write_record(path: Path, record: Record) -> None:
+    """Write ``record`` atomically."""
+    write_json(path, record.model_dump(mode="json"))
+
+
+def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
+    """Keep the exception that ends ``rank`` for the driver."""
+    text, host = "".join(traceback.format_exception(error)), host_name()
+    record = RankError(
+        rank=rank,
+        host=host,
+        blamed=getattr(error, "host", host),
+        time=time.time(),
+        kind=type(error).__name__,
+        message=str(error),
+        traceback=text,
+        step=getattr(error, "step", None),
+    )
+    write_record(folder.errors / f"rank-{rank}.json", record)
+
+
+def write_beat(folder: AttemptDir, rank: int, phase: str, step: int, usual: float = 0.0) -> None:
+    """Replace the heartbeat of ``rank``; atomic, and not synced: it is written every few seconds, and read here."""
+    beat = Beat(rank=rank, host=host_name(), pid=os.getpid(), phase=phase, step=step, time=time.time(), usual=usual)
+    path = folder.heartbeat(rank)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".rank-{rank}.tmp")
+    temporary.write_text(beat.model_dump_json())
+    temporary.replace(path)
+
+
+def rank_report(folder: AttemptDir, rank: int, report: dict[str, Any]) -> None:
+    """Keep what ``rank`` found itself to be: world size, MASTER_ADDR, engine."""
+    write_json(folder.ranks / f"rank-{rank}.json", report)

@@ -1,0 +1,151 @@
+"""Every path of a run in one place. The run's folder is the data flow between the stages."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """The folder ``runs/NAME`` of one run."""
+
+    root: Path
+
+    @property
+    def name(self) -> str:
+        """The run's name."""
+        return self.root.name
+
+    @property
+    def sources(self) -> Path:
+        """Commits, sizes and checksums of what was fetched (`shardmake.run.sources.Sources`)."""
+        return self.root / "sources.json"
+
+    @property
+    def fetched(self) -> Path:
+        """Folder of fetched examples, one Parquet file a split."""
+        return self.root / "fetched"
+
+    @property
+    def weights_receipt(self) -> Path:
+        """Sizes and checksums of the base model's weights, written once they are here."""
+        return self.fetched / "weights.json"
+
+    @property
+    def plan_folder(self) -> Path:
+        """Folder of the plan and the rendered files."""
+        return self.root / "plan"
+
+    @property
+    def memory(self) -> Path:
+        """Every candidate with its bytes, term by term."""
+        return self.plan_folder / "memory.json"
+
+    @property
+    def memory_figure(self) -> Path:
+        """A bar per candidate, drawn from it."""
+        return self.plan_folder / "memory.svg"
+
+    @property
+    def plan(self) -> Path:
+        """The choice, the reason, the ladder (`shardmake.run.plan.Plan`)."""
+        return self.plan_folder / "plan.json"
+
+    @property
+    def accelerate(self) -> Path:
+        """Rendered Accelerate file."""
+        return self.plan_folder / "accelerate.yaml"
+
+    @property
+    def deepspeed(self) -> Path:
+        """Rendered DeepSpeed file; an empty object where the strategy is not DeepSpeed's."""
+        return self.plan_folder / "deepspeed.json"
+
+    @property
+    def training(self) -> Path:
+        """Rendered training arguments and what the ranks need beside them."""
+        return self.plan_folder / "training.json"
+
+    @property
+    def data(self) -> Path:
+        """Folder of the tokenized, packed, memory-mapped examples."""
+        return self.root / "data"
+
+    @property
+    def data_receipt(self) -> Path:
+        """What the data stage made: counts, source, digest."""
+        return self.data / "receipt.json"
+
+    @property
+    def train(self) -> Path:
+        """Folder of everything that training writes."""
+        return self.root / "train"
+
+    @property
+    def job(self) -> Path:
+        """The job that owns this run, for adoption."""
+        return self.train / "job.json"
+
+    @property
+    def attempts(self) -> Path:
+        """One folder per attempt: settings, logs, exit record per node."""
+        return self.train / "attempts"
+
+    @property
+    def checkpoints(self) -> Path:
+        """Sharded checkpoints; never a declared output, because Snakemake deletes outputs of failed rules."""
+        return self.train / "checkpoints"
+
+    @property
+    def script_output(self) -> Path:
+        """Where a script of the user's leaves its final model."""
+        return self.train / "output"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a line: loss, learning rate, tokens/s, memory, by step."""
+        return self.train / "metrics.jsonl"
+
+    @property
+    def resharded(self) -> Path:
+        """Folder of the checkpoint that was converted for another strategy or number of ranks."""
+        return self.train / "resharded"
+
+    @property
+    def stop_file(self) -> Path:
+        """Whoever creates it asks training to save and stop."""
+        return self.train / "STOP"
+
+    @property
+    def train_receipt(self) -> Path:
+        """The trainer's last act; the only proof that training finished."""
+        return self.train / "receipt.json"
+
+    @property
+    def model(self) -> Path:
+        """The final model as a Hugging Face folder."""
+        return self.root / "model"
+
+    @property
+    def model_receipt(self) -> Path:
+        """What consolidation made and verified; not part of what is pushed."""
+        return self.model / "receipt.json"
+
+    @property
+    def evaluation(self) -> Path:
+        """Losses and samples of the base and the tuned model."""
+        return self.root / "evaluation.json"
+
+    @property
+    def push_receipt(self) -> Path:
+        """Where the model went, read back and compared."""
+        return self.root / "push" / "receipt.json"
+
+    @property
+    def figures(self) -> Path:
+        """Folder of the report's figures, for `snakemake --report`."""
+        return self.root / "figures"
+
+    @property
+    def report(self) -> Path:
+        """The run on one page."""
+        return self.root / "report.html"

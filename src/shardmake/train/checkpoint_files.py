@@ -1,0 +1,124 @@
+"""The files of a checkpoint, by the same names and in the same formats as Trainer's, for the plain loop.
+
+DeepSpeed and FSDP write their shards; beside them stand the scheduler, the state (step, losses), each rank's random
+states, and what a model folder has beside the weights.
+"""
+
+import random
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate.utils import (
+    DistributedType,
+    load_fsdp_model,
+    load_fsdp_optimizer,
+    save_fsdp_model,
+    save_fsdp_optimizer,
+)
+from safetensors.torch import load_file
+from transformers import TrainerState
+from transformers.trainer_pt_utils import safe_globals
+from transformers.training_args import ParallelMode
+
+from shardmake.checkpoint.finished import STATE
+from shardmake.train import nvme_restore
+from shardmake.train.adam_state import fit_states
+from shardmake.train.setup import descriptions
+
+if TYPE_CHECKING:
+    from shardmake.train.loop import Loop
+
+
+def save(loop: "Loop", folder: Path) -> None:
+    """Write the checkpoint of ``loop``; every rank has to take part."""
+    accelerator, model = loop.accelerator, loop.accelerator.unwrap_model(loop.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    is_adapter = hasattr(model, "peft_config")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        loop.model.save_checkpoint(str(folder), exclude_frozen_parameters=is_adapter)
+        nvme_restore.note_sub_groups(loop.model, folder)
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
+        save_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
+        save_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder))
+    elif accelerator.is_main_process:
+        model.save_pretrained(folder)
+        torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
+    torch.save(_random_states(loop), folder / _random_file(loop))
+    if accelerator.is_main_process:
+        for part in (*descriptions(model), loop.tokenizer):
+            part.save_pretrained(folder)
+        torch.save(loop.scheduler.state_dict(), folder / "scheduler.pt")
+        if accelerator.scaler is not None:
+            torch.save(accelerator.scaler.state_dict(), folder / "scaler.pt")
+        loop.state.save_to_json(str(folder / STATE))
+
+
+def load(loop: "Loop", folder: Path) -> None:
+    """Bring ``loop`` to where it was when ``folder`` was saved, by it or by Trainer."""
+    accelerator = loop.accelerator
+    is_adapter = hasattr(accelerator.unwrap_model(loop.model), "peft_config")
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        loaded, _ = loop.model.load_checkpoint(str(folder), load_module_strict=not is_adapter)
+        if loaded is None:  # DeepSpeed only warns, and would train on from the base model
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}.")
+        nvme_restore.restore(loop.model, folder)
+        fit_states(loop.model.optimizer.optimizer)
+    elif accelerator.distributed_type == DistributedType.FSDP:
+        plugin = accelerator.state.fsdp_plugin
+        load_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
+        load_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder), adapter_only=is_adapter)
+    else:
+        _load_weights(accelerator.unwrap_model(loop.model), folder)
+        loop.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    loop.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
+    if accelerator.scaler is not None and (folder / "scaler.pt").exists():
+        accelerator.scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
+    saved = TrainerState.load_from_json(str(folder / STATE))
+    loop.state.global_step, loop.state.log_history = saved.global_step, saved.log_history
+    if (folder / _random_file(loop)).exists():  # a checkpoint of fewer ranks has none for the new ones
+        _set_random_states(folder / _random_file(loop))
+
+
+def _load_weights(model: Any, folder: Path) -> None:
+    if hasattr(model, "peft_config"):
+        model.load_adapter(folder, "default", is_trainable=True)
+        return
+    weights = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
+    missing, unexpected = model.load_state_dict(weights, strict=False)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+
+
+def _random_file(loop: "Loop") -> str:
+    ranks = loop.accelerator.num_processes
+    return f"rng_state_{loop.accelerator.process_index}.pth" if ranks > 1 else "rng_state.pth"
+
+
+def _random_states(loop: "Loop") -> dict[str, Any]:
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
+    if not torch.cuda.is_available():
+        return states
+    several = loop.arguments.parallel_mode == ParallelMode.DISTRIBUTED  # Trainer asks this, here and when it reads
+    return states | {"cuda": torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()}
+
+
+def _set_random_states(path: Path) -> None:
+    with safe_globals():
+        states = torch.load(path, weights_only=True)
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available():
+        mine = _state_of_gpu(states.get("cuda", []), torch.cuda.current_device())
+        if mine is not None:
+            torch.cuda.set_rng_state(mine)
+
+
+def _state_of_gpu(states: torch.Tensor | list[torch.Tensor], gpu: int) -> torch.Tensor | None:
+    """The state of ``gpu`` among those of a node's GPUs, or of the only one; None where that node had fewer."""
+    if isinstance(states, torch.Tensor):
+        return states
+    return states[gpu] if gpu < len(states) else None

@@ -1,0 +1,65 @@
+"""What a resharded checkpoint keeps of the one before, and for whom it is used again; the conversion itself aside."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.reshard import convert
+from shardmake.checkpoint.store import CheckpointRecord
+
+
+@pytest.fixture(autouse=True)
+def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A conversion that writes one file, and leaves in this list for which strategy."""
+    made: list[str] = []
+
+    def converted(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
+        made.append(strategy)
+        target.mkdir(parents=True)
+        (target / "weights").write_bytes(b"w")
+
+    monkeypatch.setattr(convert, "_convert", converted)
+    return made
+
+
+def write(folder: Path, strategy: str, ranks: int) -> Path:
+    checkpoint = folder / "checkpoint-4"
+    checkpoint.mkdir()
+    names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
+    for name in names:
+        (checkpoint / name).write_text(name)
+    record = CheckpointRecord(
+        step=4, tokens=4, world_size=ranks, strategy=strategy, attempt=1, recipe="r", saved_at=0, save_seconds=0,
+        versions={}, files={name: store.fingerprint(checkpoint / name) for name in names},
+    )  # fmt: skip
+    store.seal(checkpoint, record)
+    return checkpoint
+
+
+def random_states(folder: Path) -> set[str]:
+    return {path.name for path in folder.glob("rng_state*")}
+
+
+@pytest.mark.parametrize(
+    ("wrote", "reads", "expected"),
+    [
+        (2, 3, {"rng_state_0.pth", "rng_state_1.pth"}),
+        (2, 1, {"rng_state.pth", "rng_state_1.pth"}),
+        (1, 2, {"rng_state_0.pth"}),
+        (1, 1, {"rng_state.pth"}),
+    ],
+)
+def test_random_states_have_the_name_that_is_read(tmp_path: Path, wrote: int, reads: int, expected: set[str]) -> None:
+    convert.reshard(write(tmp_path, "zero3", wrote), tmp_path / "out", "zero2", reads, print)
+    assert random_states(tmp_path / "out") == expected
+
+
+def test_it_is_used_again_for_every_number_of_ranks_with_the_same_names(tmp_path: Path, conversions: list[str]) -> None:
+    checkpoint, out = write(tmp_path, "zero3", 2), tmp_path / "out"
+    for strategy, ranks, times in (("zero2", 3, 1), ("zero1", 4, 1), ("zero1", 1, 2), ("zero2", 1, 2), ("zero2", 4, 3)):
+        record = convert.reshard(checkpoint, out, strategy, ranks, print)
+        assert len(conversions) == times
+        assert (record.strategy, record.world_size) == (strategy, ranks)
+        assert store.read_record(out) == record and store.problems(out) == []
+        assert ("rng_state.pth" in random_states(out)) == (ranks == 1)

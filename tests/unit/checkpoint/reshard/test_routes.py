@@ -1,0 +1,60 @@
+"""What can go on as what, before anything is queued."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.checkpoint.reshard.convert import find_route
+from shardmake.checkpoint.reshard.routes import Route, route
+from shardmake.checkpoint.store import CheckpointRecord
+from shardmake.config.models import STRATEGIES, Strategy
+from shardmake.core.errors import UserError
+
+NATIVE, UNIVERSAL, DISTRIBUTED = Route
+
+
+@pytest.mark.parametrize(
+    ("wrote", "ranks", "reads", "others", "how"),
+    [
+        ("zero3", 4, "zero3", 4, NATIVE),
+        ("zero3", 4, "zero3-offload", 4, NATIVE),
+        ("zero3", 4, "zero3", 2, UNIVERSAL),
+        ("zero2", 4, "zero3", 4, UNIVERSAL),
+        ("zero3-offload", 2, "zero1", 3, UNIVERSAL),
+        ("zero2-offload", 2, "fsdp", 2, DISTRIBUTED),
+        ("fsdp", 4, "fsdp-offload", 2, NATIVE),
+        ("fsdp-offload", 4, "zero3", 4, UNIVERSAL),
+        ("fsdp-hybrid", 4, "fsdp", 3, NATIVE),
+        ("ddp", 2, "ddp", 4, NATIVE),
+        ("zero3-nvme", 4, "zero3-nvme", 4, NATIVE),
+        ("zero3-nvme", 4, "zero3-nvme", 2, UNIVERSAL),
+        ("zero3-nvme", 4, "zero3-offload", 4, UNIVERSAL),
+        ("zero3", 4, "zero3-nvme", 4, UNIVERSAL),
+        ("fsdp", 4, "zero3-nvme", 2, UNIVERSAL),
+        ("zero3-nvme", 4, "fsdp", 2, DISTRIBUTED),
+    ],
+)
+def test_ways(wrote: str, ranks: int, reads: Strategy, others: int, how: Route) -> None:
+    assert route(wrote, ranks, reads, others) is how
+
+
+@pytest.mark.parametrize(
+    ("wrote", "ranks", "reads", "others", "reason"),
+    [
+        ("ddp", 4, "zero1", 4, "checkpoints of ddp are not converted"),
+        ("fsdp", 4, "ddp", 4, "what fsdp wrote is not converted for ddp"),
+        ("zero3", 4, "ddp", 4, "not converted for ddp"),
+    ],
+)
+def test_refused_by_name(wrote: str, ranks: int, reads: Strategy, others: int, reason: str) -> None:
+    record = CheckpointRecord(
+        step=4, tokens=4, world_size=ranks, strategy=wrote, attempt=1, recipe="r", saved_at=0, save_seconds=0,
+        versions={}, files={},
+    )  # fmt: skip
+    with pytest.raises(UserError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {others}: .*{reason}"):
+        find_route(record, Path("runs/demo/train/checkpoints/checkpoint-4"), reads, others)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_goes_on_as_it_was(strategy: Strategy) -> None:
+    assert route(strategy, 4, strategy, 4) is NATIVE

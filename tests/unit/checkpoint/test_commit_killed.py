@@ -1,0 +1,69 @@
+"""A real SIGKILL at every single write of a save, from the first byte to the removal of the checkpoint before."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.store import Retention
+from shardmake.train.checkpoint_saver import Saver
+from tests.kill_at_write import Killer, points
+
+
+def describe(step: int) -> dict[str, Any]:
+    return {"tokens": step, "world_size": 1, "strategy": "zero3", "attempt": 1, "recipe": "r"}
+
+
+def save(folder: Path, step: int) -> None:
+    """Weights that say which step they are of, in the way of an engine: folders, tensors, a file that names them."""
+    with Saver(folder, describe, Retention(keep=1)).saving(step, must=True) as staged:
+        assert staged is not None
+        (staged / f"global_step{step}").mkdir(parents=True)
+        for rank in (0, 1):
+            torch.save({"step": step, "w": torch.full((1000,), float(step))}, staged / f"global_step{step}/{rank}.pt")
+        (staged / "latest").write_text(f"global_step{step}")
+
+
+def save_and_die(folder: Path, log: Path, at: int, mode: str) -> int:
+    """Exit status of a process that saves step 4 and dies there."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        Killer(folder, log, at, mode).install()
+        save(folder, 4)
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def test_killed_anywhere_the_newest_that_counts_is_whole(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    save(started, 2)
+    shutil.copytree(started, tmp_path / "whole")
+    assert save_and_die(tmp_path / "whole", tmp_path / "writes", -1, "before") == 0
+    places = points(tmp_path / "writes")
+    kinds = {what.split()[0] for _, _, what in places}
+    assert kinds == {"open", "torch.save", "fsync", "os.rename", "os.remove", "os.rmdir"}
+    assert len(places) > 25
+
+    steps = []
+    for at, mode, what in places:
+        folder = tmp_path / f"{at}-{mode}"
+        shutil.copytree(started, folder)
+        assert save_and_die(folder, tmp_path / f"{at}-{mode}.log", at, mode) == -9, what
+        found = store.recover(folder, lambda text: None)
+        assert found is not None, what
+        record, path = found
+        step = (path / "latest").read_text().removeprefix("global_step")
+        assert [torch.load(path / f"global_step{step}/{rank}.pt")["step"] for rank in (0, 1)] == [record.step] * 2, what
+        assert all(not store.problems(path) for path in folder.iterdir()), (
+            "whatever is left is whole, or was cleaned up"
+        )
+        steps.append(record.step)
+        save(folder, 6)
+        assert [path.name for path in folder.iterdir()] == ["checkpoint-6"], what
+    assert steps == sorted(steps) and {2, 4} == set(steps), "it counts from one write on, and not before"

@@ -1,0 +1,114 @@
+from pathlib import Path
+
+import pytest
+
+from shardmake.checkpoint.store import CheckpointRecord, fingerprint, seal, sealed
+from shardmake.commands.clean import clean
+from shardmake.core.atomic import write_json
+from shardmake.push.stage import push
+from shardmake.run.paths import RunDir
+from tests.finished_run import make_run, make_rundir, write_model
+
+RUN = make_run(push={"to": "file:published/chat"})
+
+
+@pytest.fixture
+def rundir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with three finished checkpoints and one that was cut short."""
+    monkeypatch.chdir(tmp_path)
+    rundir = make_rundir(tmp_path)
+    configure(rundir)
+    for step in (10, 20, 30, 40):
+        make_checkpoint(rundir, step, finished=step != 20)
+    return rundir
+
+
+def configure(rundir: RunDir, *, best: bool = False, every_steps: int | None = None) -> None:
+    retention = {"keep": 2, "best": best, "every_steps": every_steps}
+    write_json(rundir.training, {"checkpoints": {"retention": retention}})
+
+
+def make_checkpoint(rundir: RunDir, step: int, *, finished: bool, eval_loss: float | None = None) -> None:
+    folder = rundir.checkpoints / f"checkpoint-{step}"
+    folder.mkdir(parents=True)
+    (folder / "shard.bin").write_bytes(bytes(1000))
+    record = CheckpointRecord(
+        step=step,
+        tokens=step,
+        world_size=2,
+        strategy="zero2",
+        attempt=1,
+        recipe="r",
+        saved_at=0,
+        save_seconds=1,
+        eval_loss=eval_loss,
+        versions={},
+        files={"shard.bin": fingerprint(folder / "shard.bin")},
+    )
+    if finished:
+        seal(folder, record)
+
+
+def names(rundir: RunDir) -> set[str]:
+    return {path.name for path in rundir.checkpoints.iterdir()}
+
+
+def listed(runs: Path, *, remove: bool = False) -> tuple[set[str], str]:
+    said: list[str] = []
+    found = clean(runs, remove=remove, tell=said.append)
+    return {item.path.name for item in found}, "\n".join(said)
+
+
+def test_nothing_goes_before_the_model_was_pushed(rundir: RunDir) -> None:
+    assert listed(rundir.root.parent, remove=True)[0] == set()
+    assert len(names(rundir)) == 4
+
+
+def test_it_only_lists_by_default(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    found, said = listed(rundir.root.parent)
+    assert found == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
+    assert "Nothing was removed; add --remove" in said and "its save was never finished" in said
+    assert len(names(rundir)) == 4
+
+
+def test_the_newest_checkpoint_and_the_model_stay(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    (rundir.root / ".model.partial").mkdir()
+    (rundir.fetched / "cache").mkdir(parents=True)
+    (rundir.fetched / "train.parquet").touch()
+    model = sorted(rundir.model.iterdir())
+    listed(rundir.root.parent, remove=True)
+    assert names(rundir) == {"checkpoint-40"}
+    assert [record.step for record, _ in sealed(rundir.checkpoints)] == [40]
+    assert sorted(rundir.model.iterdir()) == model and not (rundir.root / ".model.partial").exists()
+    assert [path.name for path in rundir.fetched.iterdir()] == ["train.parquet"]
+    assert listed(rundir.root.parent)[0] == set()
+
+
+def test_what_is_kept_for_good_and_the_best_stay(rundir: RunDir) -> None:
+    configure(rundir, best=True, every_steps=10)
+    make_checkpoint(rundir, 14, finished=True, eval_loss=1.0)
+    make_checkpoint(rundir, 16, finished=True, eval_loss=2.0)
+    push(RUN, rundir)
+    assert listed(rundir.root.parent, remove=True)[0] == {"checkpoint-16", "checkpoint-20"}
+    assert names(rundir) == {f"checkpoint-{step}" for step in (10, 14, 30, 40)}
+
+
+def test_a_model_that_changed_after_the_push_keeps_everything(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    write_model(rundir, {"config.json": b"new"})
+    assert listed(rundir.root.parent)[0] == set()
+
+
+def test_without_a_finished_checkpoint_nothing_goes(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    for record in rundir.checkpoints.glob("*/shardmake.json"):
+        record.unlink()
+    assert listed(rundir.root.parent)[0] == set()
+
+
+def test_a_checkpoint_whose_record_cannot_be_read_stays(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    (rundir.checkpoints / "checkpoint-10/shardmake.json").write_text("{")
+    assert listed(rundir.root.parent)[0] == {"checkpoint-20", "checkpoint-30"}

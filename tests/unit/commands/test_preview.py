@@ -1,0 +1,74 @@
+"""What is shown of a plan: the preview of a submission, and the page of strategies."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from shardmake.cli import app
+from shardmake.commands.preview import preview
+from shardmake.config.models import Run
+from shardmake.run.paths import RunDir
+from tests.unit.plans import LLAMA, make_cluster, make_plan, make_run
+from tools.strategies_page import table
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base/config.json").write_text(json.dumps(LLAMA))
+    return make_run(model=str(tmp_path / "base"))
+
+
+def test_slurm_preview_holds_script_command_environment_and_files(tmp_path: Path, run: Run) -> None:
+    cluster = make_cluster(executor="slurm", accelerator="a100-80gb", network_interface="ib0")
+    rundir = RunDir(tmp_path / "docs-chat")
+    text = preview(make_plan("zero3"), run, cluster, rundir)
+    for words in (
+        "#SBATCH --nodes=2",
+        "#SBATCH --ntasks-per-node=1",
+        "NCCL_SOCKET_IFNAME==ib0",
+        "HF_DATASETS_OFFLINE=1 HF_HUB_OFFLINE=1",
+        "TRITON_CACHE_DIR=/tmp/shardmake-",
+        "--machine_rank K --main_process_ip ADDRESS --main_process_port PORT",
+        "distributed_type: DEEPSPEED",
+        '"stage": 3',
+        '"learning_rate": 0.001',
+    ):
+        assert words in text
+    assert not rundir.root.exists()
+
+
+def test_nodes_with_internet_may_ask_the_hub(tmp_path: Path, run: Run) -> None:
+    cluster = make_cluster(executor="slurm", internet_on_compute_nodes=True)
+    assert "OFFLINE" not in preview(make_plan("zero3"), run, cluster, RunDir(tmp_path / "docs-chat"))
+
+
+def test_local_preview_names_the_worker(tmp_path: Path, run: Run) -> None:
+    text = preview(
+        make_plan("ddp", nodes=1, gradient_accumulation_steps=4), run, make_cluster(), RunDir(tmp_path / "r")
+    )
+    assert "#SBATCH" not in text
+    assert "python -m shardmake.launch.worker" in text
+
+
+def test_the_page_of_strategies_is_up_to_date() -> None:
+    assert (REPOSITORY / "docs/strategies.md").read_text() == table()
+
+
+def test_check_ends_with_1_where_there_is_an_error(tmp_path: Path) -> None:
+    def verdict(values: dict[str, Any]) -> tuple[int, str]:
+        (tmp_path / "a.yaml").write_text(yaml.safe_dump(values))
+        result = CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")])
+        return result.exit_code, result.output
+
+    fine = {"distributed_type": "DEEPSPEED", "num_processes": 4, "num_machines": 1, "use_cpu": False}
+    assert verdict(fine) == (0, "No errors.\n")
+    code, output = verdict(fine | {"use_cpu": True})
+    assert code == 1
+    assert "error: use_cpu is true" in output

@@ -1,0 +1,384 @@
+"""What a configuration file may say, and the exact words with which everything else is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmake.config.models import (
+    STRATEGIES,
+    Cluster,
+    Config,
+    Run,
+    check_inputs,
+    get_run,
+    load_cluster,
+    load_config,
+    local_files,
+    parse_config,
+    read_yaml,
+    stage_digest,
+)
+from shardmake.core.errors import UserError
+
+RUN: dict[str, Any] = {
+    "model": "org/base",
+    "data": {"train": "org/data"},
+    "sequence_length": 256,
+    "global_batch_size": 16,
+    "max_steps": 60,
+    "learning_rate": 0.001,
+}
+CLUSTER: dict[str, Any] = {
+    "executor": "slurm",
+    "processes_per_node": 4,
+    "cpus_per_node": 64,
+    "memory_gib_per_node": 480,
+}
+RUN_KEYS = ", ".join(Run.model_fields)
+DATA_KEYS = "train, eval, eval_fraction, format, loss_on, subset, revision"
+TEXT_OR_NUMBER = "YAML reads a number here, as it does from a time such as 12:00:00; put it in quotes."
+TEXT_OR_TRUTH = "YAML reads on, off, yes and no as truth values; put it in quotes to mean the word."
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``base`` with ``changes``; a value of ``...`` takes the key away."""
+    return {key: value for key, value in {**base, **changes}.items() if value is not ...}
+
+
+def make_run(**changes: Any) -> Run:
+    return parse_config({"cluster": "c.yaml", "runs": {"chat": merged(RUN, changes)}}, "c").runs["chat"]
+
+
+def write(path: Path, values: Any) -> Path:
+    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
+    return path
+
+
+def refusal_of_config(tmp_path: Path, values: Any) -> list[str]:
+    path = write(tmp_path / "config.yaml", values)
+    with pytest.raises(UserError) as error:
+        load_config(path)
+    first, *lines = str(error.value).splitlines()
+    assert first == f"{path} cannot be used:"
+    return lines
+
+
+def refusal_of_cluster(tmp_path: Path, changes: dict[str, Any]) -> list[str]:
+    with pytest.raises(UserError) as error:
+        load_cluster(write(tmp_path / "cluster.yaml", merged(CLUSTER, changes)))
+    return str(error.value).splitlines()[1:]
+
+
+REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"strategy": "zero33"}, [
+        "strategy: 'zero33' is not allowed. Did you mean 'zero3'? Allowed: ddp, zero1, zero2, zero2-offload, zero3, "
+        "zero3-offload-optimizer, zero3-offload, zero3-nvme, fsdp, fsdp-grad-op, fsdp-hybrid, fsdp-offload, auto."]),
+    ({"strategy": "aut"}, [
+        "strategy: 'aut' is not allowed. Did you mean 'auto'? Allowed: ddp, zero1, zero2, zero2-offload, zero3, "
+        "zero3-offload-optimizer, zero3-offload, zero3-nvme, fsdp, fsdp-grad-op, fsdp-hybrid, fsdp-offload, auto."]),
+    ({"scheduler": "cosin"}, ["scheduler: 'cosin' is not allowed. Did you mean 'cosine'? Allowed: cosine, linear, "
+                              "constant, constant_with_warmup."]),
+    ({"sequnce_length": 5}, [f"sequnce_length: there is no such key. Did you mean 'sequence_length'? "
+                             f"Allowed here: {RUN_KEYS}."]),
+    ({"cuda": 5}, [f"cuda: there is no such key. Allowed here: {RUN_KEYS}."]),
+    ({"data": {"train": "a", "format": "cat"}}, ["data.format: 'cat' is not allowed. Did you mean 'chat'? Allowed: "
+                                                 "auto, chat, prompt-completion, text."]),
+    ({"data": {"train": "a", "evl": "b"}}, ["data.evl: there is no such key. Did you mean 'eval'? "
+                                            f"Allowed here: {DATA_KEYS}."]),
+    ({"data": {}}, ["data.train: this key is required and missing."]),
+    ({"data": "train.jsonl"}, [f"data: 'train.jsonl' is not allowed. Allowed: the keys {DATA_KEYS}."]),
+    ({"data": None}, [f"data: there is no value. Allowed: the keys {DATA_KEYS}."]),
+    ({"model": ...}, ["model: this key is required and missing."]),
+    ({"model": ..., "learning_rate": ...}, ["model: this key is required and missing.",
+                                            "learning_rate: this key is required and missing."]),
+    ({"model": 7}, [f"model: 7 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"]),
+    ({"revision": True}, [f"revision: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"]),
+    ({"sequence_length": 0}, ["sequence_length: 0 is not allowed. Allowed: a whole number > 0."]),
+    ({"sequence_length": "256"}, ["sequence_length: '256' is not allowed. Allowed: a whole number > 0."]),
+    ({"sequence_length": 2.5}, ["sequence_length: 2.5 is not allowed. Allowed: a whole number > 0."]),
+    ({"sequence_length": True}, ["sequence_length: True is not allowed. Allowed: a whole number > 0."]),
+    ({"sequence_length": None}, ["sequence_length: there is no value. Allowed: a whole number > 0."]),
+    ({"micro_batch_size": "many"}, ["micro_batch_size: 'many' is not allowed. Allowed: a whole number > 0, auto."]),
+    ({"micro_batch_size": -1}, ["micro_batch_size: -1 is not allowed. Allowed: a whole number > 0, auto."]),
+    ({"gradient_checkpointing": "on"}, ["gradient_checkpointing: 'on' is not allowed. Allowed: true, false, auto."]),
+    ({"packing": 1}, ["packing: 1 is not allowed. Allowed: true, false."]),
+    ({"learning_rate": "fast"}, ["learning_rate: 'fast' is not allowed. Allowed: a number > 0."]),
+    ({"learning_rate": 0}, ["learning_rate: 0 is not allowed. Allowed: a number > 0."]),
+    ({"learning_rate": float("inf")}, ["learning_rate: inf is not allowed. Allowed: a number > 0."]),
+    ({"learning_rate": False}, ["learning_rate: False is not allowed. Allowed: a number > 0."]),
+    ({"warmup_ratio": 1.5}, ["warmup_ratio: 1.5 is not allowed. Allowed: a number >= 0 and <= 1."]),
+    ({"data": {"train": "a", "eval_fraction": 0.5}}, ["data.eval_fraction: 0.5 is not allowed. Allowed: a number > 0 "
+                                                      "and < 0.5."]),
+    ({"epochs": 1}, ["give either max_steps or epochs, not both and not neither."]),
+    ({"max_steps": ...}, ["give either max_steps or epochs, not both and not neither."]),
+    ({"max_steps": ..., "epochs": -1}, ["epochs: -1 is not allowed. Allowed: a number > 0."]),
+    ({"lora": {"targets": "all-lin"}}, ["lora.targets: 'all-lin' is not allowed. Did you mean 'all-linear'? Allowed: a list of "
+                                    "text, all-linear."]),
+    ({"lora": {"targets": ["q", 1]}}, [f"lora.targets.1: 1 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"]),
+    ({"lora": {"dropout": 1}}, ["lora.dropout: 1 is not allowed. Allowed: a number >= 0 and < 1."]),
+    ({"checkpoints": {"keep": 0}}, ["checkpoints.keep: 0 is not allowed. Allowed: a whole number >= 1."]),
+    ({"checkpoints": {"every_steps": "often"}}, ["checkpoints.every_steps: 'often' is not allowed. Allowed: a whole number > 0, "
+                                                "auto."]),
+    ({"evaluation": {"prompts": "Hello?"}}, ["evaluation.prompts: 'Hello?' is not allowed. Allowed: a list of text."]),
+    ({"push": {"to": "published"}}, ["push.to: 'published' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
+    ({"push": {"to": ["file:a", "file:"]}}, ["push.to: 'file:' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
+    ({"push": {"to": "hub:name"}}, ["push.to: 'hub:name' is no hub repository; write hub:ORG/NAME."]),
+    ({"push": {"to": 3}}, [f"push.to: 3 is not allowed. Allowed: text, a list of text. {TEXT_OR_NUMBER}"]),
+    ({"push": "file:a"}, ["push: 'file:a' is not allowed. Allowed: the keys to, private, revision, pull_request."]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("changes", "expected"), REFUSED_RUNS)
+def test_a_run_is_refused_with_key_value_and_what_is_allowed(
+    changes: dict[str, Any], expected: list[str], tmp_path: Path
+) -> None:
+    lines = refusal_of_config(tmp_path, {"cluster": "c.yaml", "runs": {"chat": merged(RUN, changes)}})
+    separator = ": " if expected[0].startswith("give either") else "."
+    assert lines == [f"  runs.chat{separator}{line}" for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"runs": {"a": RUN}}, ["cluster: this key is required and missing."]),
+        ({"cluster": "c", "runs": {}}, ["runs: give at least one run."]),
+        ({"cluster": "c", "runs": ["a"]}, [f"runs: ['a'] is not allowed. Allowed: names, each with the keys {RUN_KEYS}."]),
+        ({"cluster": "c", "runs": {"a": None}}, [f"runs.a: there is no value. Allowed: the keys {RUN_KEYS}."]),
+        ({"cluster": "c", "runs": {"a/b": RUN}}, [
+            "runs: 'a/b' cannot name a run's folder; use letters, digits, '.', '_' and '-'."]),
+        ({"cluster": "c", "runs": {".a": RUN}}, [
+            "runs: '.a' cannot name a run's folder; use letters, digits, '.', '_' and '-'."]),
+        ({"cluster": "c", "runs": {2024: RUN}}, [
+            "runs.2024: YAML reads this name as a number or a truth value; put it in quotes."]),
+        ({"cluster": "c", "runs": {"str": {**RUN, "int": 1}}}, [
+            f"runs.str.int: there is no such key. Allowed here: {RUN_KEYS}."]),
+        ({"cluster": "c", "run": {"a": RUN}}, ["runs: this key is required and missing.",
+            "run: there is no such key. Did you mean 'runs'? Allowed here: cluster, runs."]),
+    ],
+)  # fmt: skip
+def test_a_config_is_refused(values: Any, expected: list[str], tmp_path: Path) -> None:
+    assert refusal_of_config(tmp_path, values) == [f"  {line}" for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"executor": "slrum"}, ["executor: 'slrum' is not allowed. Did you mean 'slurm'? Allowed: local, slurm."]),
+        ({"memory_gib_per_node": "480GB"}, ["memory_gib_per_node: '480GB' is not allowed. Allowed: a number > 0."]),
+        ({"processes_per_node": ...}, ["processes_per_node: this key is required and missing."]),
+        ({"slurm": {"time_limit": "5h"}}, [
+            "slurm.time_limit: '5h' is not a time limit; write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
+        ({"slurm": {"time_limit": "24:00"}}, [
+            "slurm.time_limit: '24:00' is not a time limit; write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
+        ({"slurm": {"setup": "module load cuda"}}, [
+            "slurm.setup: 'module load cuda' is not allowed. Allowed: a list of text."]),
+        ({"slurm": {"extra": {"nice": 1.5}}}, [
+            f"slurm.extra.nice: 1.5 is not allowed. Allowed: text, a whole number, true, false. {TEXT_OR_NUMBER}"]),
+        ({"slurm": {"extra": ["nice"]}}, [
+            "slurm.extra: ['nice'] is not allowed. Allowed: names, each with text or a whole number or true or false."]),
+        ({"slurm": {"partion": "gpu"}}, [
+            "slurm.partion: there is no such key. Did you mean 'partition'? Allowed here: partition, account, qos, "
+            "time_limit, gpu_request, gpu_type, signal_seconds, wckey, constraint, exclude, setup, extra."]),
+    ],
+)  # fmt: skip
+def test_a_cluster_is_refused(changes: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
+    assert refusal_of_cluster(tmp_path, changes) == [f"  {line}" for line in expected]
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+        ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+        ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+        ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+        ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number or a truth value; put it in quotes."),
+        ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number > 0."),
+        ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
+        ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0."),
+    ],
+)  # fmt: skip
+def test_what_yaml_makes_of_a_value_is_explained(line: str, expected: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER) + line + "\n")
+    with pytest.raises(UserError) as error:
+        load_cluster(path)
+    assert str(error.value) == f"{path} cannot be used:\n  {expected}"
+
+
+@pytest.mark.parametrize("spelling", ["5e-4", "5E-4", "0.5e-3", "+5e-4", ".5e-3", "5.e-4", "5.0e-4", "0.0005"])
+def test_numbers_may_be_spelt_as_people_spell_them(spelling: str, tmp_path: Path) -> None:
+    text = yaml.safe_dump({"cluster": "c", "runs": {"chat": merged(RUN, {"learning_rate": ...})}})
+    path = write(tmp_path / "c.yaml", text + f"    learning_rate: {spelling}\n")
+    assert load_config(path).runs["chat"].learning_rate == 5e-4
+
+
+def test_truth_values_may_be_spelt_as_yaml_spells_them(tmp_path: Path) -> None:
+    text = yaml.safe_dump({"cluster": "c", "runs": {"chat": RUN}})
+    assert not load_config(write(tmp_path / "c.yaml", text + "    packing: no\n")).runs["chat"].packing
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' is given twice."),
+        ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' is given twice."),
+        ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
+         "token."),
+        ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
+        ("", "{path} holds no keys; see config/README.md for what belongs there."),
+        ("- a\n", "{path} holds no keys; see config/README.md for what belongs there."),
+    ],
+)  # fmt: skip
+def test_broken_yaml_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(UserError) as error:
+        read_yaml(path)
+    assert str(error.value) == message.format(path=path)
+
+
+def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"cluster: \xff\n")
+    with pytest.raises(UserError, match=f"^{path} is not valid YAML: "):
+        read_yaml(path)
+
+
+def test_yaml_may_reuse_a_part(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "base: &b {x: 1, y: 2}\nother: {<<: *b, y: 3}\n")
+    assert read_yaml(path)["other"] == {"x": 1, "y": 3}
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as error:
+        load_cluster(Path("c.yaml"))
+    assert str(error.value) == f"c.yaml does not exist. Name an existing file (now in {tmp_path})."
+
+
+def test_later_files_go_over_earlier_ones(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.yaml", {"cluster": "c", "runs": {"chat": RUN}})
+    second = write(tmp_path / "b.yaml", {"runs": {"chat": {"data": {"eval": "x"}, "seed": 7}, "more": RUN}})
+    config = load_config(first, second)
+    assert list(config.runs) == ["chat", "more"]
+    assert config.runs["chat"] == make_run(seed=7, data={"train": "org/data", "eval": "x"})
+
+
+trees = st.recursive(
+    st.integers() | st.text(max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=4),
+    max_leaves=10,
+)
+mappings = st.dictionaries(st.sampled_from("abcd"), trees, max_size=4)
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Every path to something that is no mapping."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {place: leaf for key, inner in value.items() for place, leaf in leaves(inner, (*path, key)).items()}
+
+
+@given(base=mappings, update=mappings)
+def test_merging_takes_every_leaf_of_the_update_and_keeps_the_others(base: Any, update: Any) -> None:
+    from shardmake.config.models import _merge
+
+    result: dict[str, Any] = {}
+    _merge(result, base)
+    _merge(result, update)
+    new, old, got = leaves(update), leaves(base), leaves(result)
+    assert {place: got[place] for place in new} == new
+    hidden = {place for place in old for other in new if place[: len(other)] == other or other[: len(place)] == place}
+    assert got == {place: leaf for place, leaf in old.items() if place not in hidden} | new
+
+
+runs = st.fixed_dictionaries(
+    {
+        "model": st.just("org/base"),
+        "data": st.fixed_dictionaries(
+            {"train": st.text(min_size=1)}, optional={"eval_fraction": st.floats(0.01, 0.4), "loss_on": st.just("all")}
+        ),
+        "sequence_length": st.integers(1, 2**20),
+        "global_batch_size": st.integers(1, 4096),
+        "learning_rate": st.floats(1e-8, 1.0),
+    },
+    optional={
+        "strategy": st.sampled_from([*STRATEGIES, "auto"]),
+        "micro_batch_size": st.integers(1, 64) | st.just("auto"),
+        "warmup_ratio": st.floats(0, 1),
+        "seed": st.integers(),
+        "lora": st.fixed_dictionaries({}, optional={"targets": st.lists(st.text()) | st.just("all-linear")}),
+        "push": st.fixed_dictionaries({"to": st.sampled_from(["file:a", "hub:a/b", ["file:a", "hub:a/b"]])}),
+    },
+).flatmap(lambda run: st.sampled_from([{**run, "max_steps": 3}, {**run, "epochs": 1.5}]))
+
+
+@given(values=st.dictionaries(st.from_regex(r"[A-Za-z0-9][\w.-]{0,8}", fullmatch=True).filter(str.isascii), runs,
+                              min_size=1, max_size=3))  # fmt: skip
+def test_a_config_survives_being_written_and_read(values: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = parse_config({"cluster": "c.yaml", "runs": values}, "test")
+    path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
+    path.write_text(yaml.safe_dump(config.model_dump()))
+    assert load_config(path) == config
+
+
+def test_only_what_a_stage_reads_changes_its_digest() -> None:
+    cluster, bigger = Cluster(**CLUSTER), Cluster(**{**CLUSTER, "max_nodes": 4})
+    run = make_run()
+    changes = {
+        "data": make_run(data={"train": "other/data"}),
+        "consolidate": make_run(dtype="fp32"),
+        "evaluate": make_run(evaluation={"batch_size": 2}),
+        "push": make_run(push={"to": "file:a"}),
+        "plan": make_run(strategy="zero3"),
+    }
+    for changed, other in changes.items():
+        differing = {s for s in changes if stage_digest(run, cluster, s) != stage_digest(other, cluster, s)}
+        assert differing == {changed}
+    differing = {s for s in changes if stage_digest(run, cluster, s) != stage_digest(run, bigger, s)}
+    assert differing == {"plan"}
+
+
+def test_a_run_that_is_not_there_is_refused() -> None:
+    config = Config.model_validate({"cluster": "c", "runs": {"docs-chat": RUN, "other": RUN}})
+    assert get_run(config, "other") == make_run()
+    with pytest.raises(UserError) as error:
+        get_run(config, "doc-chat")
+    expected = "There is no run 'doc-chat'; the runs are docs-chat, other. Did you mean 'docs-chat'?"
+    assert str(error.value) == expected
+
+
+@pytest.mark.parametrize(
+    ("limit", "minutes"),
+    [("24:00:00", 1440), ("1-00:00:00", 1440), ("00:30:00", 30), ("00:00:01", 1), ("2-03:04:05", 3065), ("100:00:00", 6000)],
+)  # fmt: skip
+def test_a_time_limit_in_minutes_is_rounded_up(limit: str, minutes: int) -> None:
+    assert Cluster(**CLUSTER, slurm={"time_limit": limit}).slurm.time_limit_minutes == minutes
+
+
+@pytest.mark.parametrize(
+    ("to", "destinations"), [("file:a", ["file:a"]), (["file:a", "hub:b/c"], ["file:a", "hub:b/c"])]
+)
+def test_destinations_are_a_list(to: Any, destinations: list[str]) -> None:
+    push = make_run(push={"to": to}).push
+    assert push is not None and push.destinations == destinations
+
+
+def test_files_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base" / "config.json", "{}")
+    run = make_run(model="base", data={"train": "org/data", "eval": "data/eval.jsonl"})
+    assert local_files(run, "model") == ["base/config.json"]
+    assert local_files(run, "data") == ["data/eval.jsonl"]
+    with pytest.raises(UserError) as error:
+        check_inputs("chat", run)
+    assert str(error.value) == (
+        "runs.chat.data: 'data/eval.jsonl' does not exist. Name an existing file or folder, or a hub data set."
+    )
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(UserError, match=r"^runs\.chat\.model: 'base' is no model folder: it has no config\.json\. "):
+        check_inputs("chat", run)

@@ -1,0 +1,55 @@
+"""The profiles are found under the names that people type, and none overrides another in silence."""
+
+import re
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+PROFILES = ("default", "local", "slurm")
+ASK = "import sys; from snakemake.cli import parse_args; print(parse_args(sys.argv[1:])[1].executor)"
+
+
+def keys(profile: str) -> set[str]:
+    return set(yaml.safe_load((REPOSITORY / "profiles" / profile / "config.yaml").read_text()))
+
+
+def test_snakemake_merges_default_over_the_others_so_the_keys_are_disjoint() -> None:
+    for one, other in combinations(PROFILES, 2):
+        if "default" in (one, other):
+            assert not keys(one) & keys(other), (one, other)
+
+
+def test_the_word_slurm_is_the_profile() -> None:
+    link = REPOSITORY / "slurm"
+    assert link.is_symlink() and str(link.readlink()) == "profiles/slurm"
+    assert (link / "config.yaml").is_file()
+
+
+@pytest.mark.parametrize(("profile", "executor"), [("slurm", "slurm"), ("profiles/local", "local")])
+def test_the_executor_in_force_is_the_one_asked_for(profile: str, executor: str) -> None:
+    command = [sys.executable, "-c", ASK, "--profile", profile]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert answer.stdout.split()[-1] == executor
+
+
+def test_plain_snakemake_refuses_on_a_login_node() -> None:
+    command = [sys.executable, "-m", "snakemake", "--nolock"]
+    answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert answer.returncode != 0 and "cores" in answer.stderr + answer.stdout
+
+
+def test_the_snakefile_tells_the_story_in_under_40_lines() -> None:
+    assert len((REPOSITORY / "Snakefile").read_text().splitlines()) < 40
+
+
+def test_no_rule_declares_checkpoints_and_every_rule_logs_and_speaks() -> None:
+    for file in (REPOSITORY / "workflow/rules").glob("*.smk"):
+        for rule in re.split(r"^rule ", file.read_text(), flags=re.MULTILINE)[1:]:
+            assert "checkpoints" not in rule.split("log:")[0]
+            for directive in ("log:", "message:", "shell:"):
+                assert directive in rule, (file.name, rule.splitlines()[0])

@@ -1,0 +1,115 @@
+"""Files are whole, durable, and untouched when nothing changed."""
+
+import json
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmake.core.atomic import digest, read_json, sha256, write_bytes, write_json, write_text
+from shardmake.core.errors import UserError
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+    max_leaves=12,
+)
+
+
+def test_a_new_file_and_its_folders_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "a" / "b" / "file"
+    assert write_bytes(path, b"one")
+    assert path.read_bytes() == b"one"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_an_unchanged_file_keeps_its_time(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "ü")
+    os.utime(path, (1, 1))
+    assert not write_text(path, "ü")
+    assert path.stat().st_mtime == 1
+    assert write_text(path, "u")
+    assert path.read_text() == "u" and path.stat().st_mtime != 1
+
+
+def test_a_writer_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "file"
+    write_text(path, "old")
+
+    def die(_: int) -> None:
+        raise OSError("disk is gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", die)
+        with pytest.raises(OSError, match="disk is gone"):
+            write_text(path, "new")
+    assert path.read_text() == "old"
+    assert write_text(path, "new") and path.read_text() == "new"
+
+
+def _write_often(path: Path, letter: str) -> None:
+    for _ in range(200):
+        write_text(path, letter * 50_000)
+
+
+def test_readers_see_one_writers_file_or_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_text(path, "a" * 50_000)
+    context = multiprocessing.get_context("fork")
+    writers = [context.Process(target=_write_often, args=(path, letter)) for letter in "ab"]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        text = path.read_text()
+        assert text in ("a" * 50_000, "b" * 50_000)
+    assert [writer.exitcode for writer in writers] == [0, 0]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@given(value=json_values)
+def test_json_comes_back_equal(value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.getbasetemp() / "round-trip.json"
+    write_json(path, value)
+    assert read_json(path, "nobody") == value
+
+
+def test_json_is_readable_and_keeps_the_order(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", {"b": 1, "a": [2]})
+    assert (tmp_path / "a.json").read_text() == '{\n  "b": 1,\n  "a": [\n    2\n  ]\n}\n'
+
+
+def test_what_is_not_there_yet_names_its_stage(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        read_json(tmp_path / "plan.json", "shardmake plan chat")
+    assert str(error.value) == f"{tmp_path}/plan.json is not there yet. It is written by: shardmake plan chat"
+
+
+def test_what_is_no_json_is_to_be_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"a": ')
+    with pytest.raises(UserError) as error:
+        read_json(path, "shardmake plan chat")
+    assert str(error.value) == (
+        f"{path} is not valid JSON (Expecting value: line 1 column 7 (char 6)). "
+        "Remove it and run again: shardmake plan chat"
+    )
+
+
+def test_sha256_of_a_known_text(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abc")
+    assert sha256(tmp_path / "a") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+
+
+@given(value=st.dictionaries(st.text(), json_values, min_size=2, max_size=5))
+def test_the_digest_is_blind_to_the_order_of_keys(value: dict[str, Any]) -> None:
+    assert digest(value) == digest(dict(reversed(value.items()))) == digest(json.loads(json.dumps(value)))
+
+
+@given(a=json_values, b=json_values)
+def test_the_digest_sees_every_difference(a: Any, b: Any) -> None:
+    assert (digest(a) == digest(b)) == (json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True))

@@ -1,0 +1,71 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardmake.core.environment import hub_environment, kernel_caches
+
+SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
+
+
+def test_the_lab_has_one_cache_and_nodes_ask_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert hub_environment(None, offline=False) == {}
+    assert hub_environment("cache", offline=False) == {"HF_HOME": str(tmp_path / "cache")}
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    assert hub_environment(None, offline=True) == offline
+
+
+def test_the_command_line_sets_them_before_anybody_reads_them() -> None:
+    """The hub's libraries read their variables when they are imported."""
+    done = subprocess.run([sys.executable, "-c", SETTING], capture_output=True, text=True, check=True)
+    assert done.stdout == "\n"
+
+
+STAGES = {
+    "fetch": ("shardmake.fetch.stage.fetch", False),
+    "data": ("shardmake.data.prepare", True),
+    "consolidate": ("shardmake.consolidate.stage.consolidate_run", True),
+    "evaluate": ("shardmake.evaluate.stage.evaluate", True),
+    "push": ("shardmake.push.stage.push", False),
+    "report": ("shardmake.report.stage.write_report", False),
+}
+
+
+@pytest.mark.parametrize("internet", [False, True])
+@pytest.mark.parametrize("stage", STAGES)
+def test_only_stages_on_nodes_without_internet_are_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str, internet: bool
+) -> None:
+    from shardmake.cli import app
+
+    cluster = {"executor": "local", "processes_per_node": 1, "cpus_per_node": 1, "memory_gib_per_node": 1.0}
+    (tmp_path / "cluster.yaml").write_text(json.dumps(cluster | {"internet_on_compute_nodes": internet}))
+    run = {"model": "b", "data": {"train": "t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 1}
+    runs = {"chat": run | {"learning_rate": 0.1}}
+    (tmp_path / "config.yaml").write_text(json.dumps({"cluster": str(tmp_path / "cluster.yaml"), "runs": runs}))
+    function, on_node = STAGES[stage]
+    seen: dict[str, str] = {}
+    monkeypatch.setattr("os.environ", {key: value for key, value in os.environ.items() if "OFFLINE" not in key})
+    monkeypatch.setattr(function, lambda *_, **__: seen.update(os.environ))
+    done = CliRunner().invoke(
+        app, [stage, "chat", "--config", str(tmp_path / "config.yaml"), "--runs", str(tmp_path / "runs")]
+    )
+    assert done.exit_code == 0, done.output
+    assert {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"} & seen.keys() == (
+        {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"} if on_node and not internet else set()
+    )
+    assert ("TRITON_CACHE_DIR" in seen) == on_node
+
+
+def test_kernels_are_compiled_into_a_folder_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def folders(user: int) -> set[str]:
+        monkeypatch.setattr("os.getuid", lambda: user)
+        return set(kernel_caches("/scratch").values())
+
+    assert all(folder.startswith("/scratch/shardmake-42001/") for folder in folders(42001))
+    assert folders(42001).isdisjoint(folders(42002))

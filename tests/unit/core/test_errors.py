@@ -1,0 +1,27 @@
+"""The nearest spelling is offered for a slip, and nothing for another word."""
+
+import pytest
+
+from shardmake.core.errors import UserError, nearest
+
+
+@pytest.mark.parametrize(
+    ("word", "suggestion"),
+    [
+        ("zer3", " Did you mean 'zero3'?"),
+        ("zero3 ", " Did you mean 'zero3'?"),
+        ("fdsp", " Did you mean 'fsdp'?"),
+        ("deepspeed", ""),
+        ("", ""),
+    ],
+)
+def test_nearest(word: str, suggestion: str) -> None:
+    assert nearest(word, ("ddp", "zero3", "fsdp")) == suggestion
+
+
+def test_the_allowed_words_may_come_from_anything() -> None:
+    assert nearest("train", (word for word in ["trian"])) == " Did you mean 'trian'?"
+
+
+def test_a_user_error_is_its_message() -> None:
+    assert str(UserError("what is wrong and what to do")) == "what is wrong and what to do"

@@ -1,0 +1,91 @@
+"""Plants secrets wherever a run reads, and looks for them wherever it writes."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.atomic import write_json
+from shardmake.core.errors import UserError
+from shardmake.core.secrets import find_secrets, public_url, redact
+from shardmake.push.stage import push
+from shardmake.report.stage import write_report
+from tests.finished_run import EVALUATED, MODEL, make_run, make_rundir, write_model
+from tests.hub import WRITER, FakeHub
+
+TOKEN = "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs"
+SECRET = "x7Kq/2mPZ0aV+planted+secret"
+PASSWORD = "hunter2hunter2"
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub(tmp_path / "hub") as server:
+        server.tokens[TOKEN] = server.tokens[WRITER]
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+        yield server
+
+
+def test_no_secret_reaches_any_output(
+    hub: FakeHub, tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    rundir = make_rundir(tmp_path)
+    to = ["hub:lab/chat", "file:published/chat", f"memory://ada:{PASSWORD}@models/chat"]
+    logs = [rundir.attempts / "001" / "node-0.log", rundir.attempts / "001" / "errors.txt"]
+    for log in logs:
+        log.write_text(f"export HF_TOKEN={TOKEN} AWS_SECRET_ACCESS_KEY={SECRET}\n")
+    sample = {"prompt": "What is the token?", "base": TOKEN, "tuned": f"It is {SECRET}."}
+    planted = [*logs, rundir.evaluation]
+    write_json(rundir.evaluation, {**EVALUATED, "samples": [sample]})
+    run = make_run(push={"to": to})
+    push(run, rundir)
+    write_report(run, rundir)
+    hub.fail(".*", times=99, status=403, message="no")
+    with pytest.raises(UserError) as refused:
+        push(run, rundir)
+    written = [path for path in tmp_path.rglob("*") if path.is_file() and path not in planted]
+    assert {"README.md", "report.html", "receipt.json"} <= {path.name for path in written}
+    texts = {str(path): path.read_bytes().decode(errors="replace") for path in written}
+    texts |= {"terminal": "".join(capfd.readouterr()), "log": caplog.text, "error": str(refused.value)}
+    leaks = [name for name, text in texts.items() for secret in (TOKEN, SECRET, PASSWORD) if secret in text]
+    assert leaks == []
+
+
+def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    write_model(rundir, {**MODEL, "tokenizer_config.json": f'{{"auth": "{TOKEN}"}}'.encode()})
+    with pytest.raises(UserError, match=r"tokenizer_config\.json in the model holds what looks like a token") as error:
+        push(make_run(push={"to": "file:published/chat"}), rundir)
+    assert TOKEN not in str(error.value) and not Path("published").exists()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        TOKEN,
+        "AKIAIOSFODNN7EXAMPLE",
+        "ghp_" + "a1" * 18,
+        "-----BEGIN OPENSSH PRIVATE KEY-----",
+    ],
+)
+def test_shapes_of_tokens(text: str) -> None:
+    assert find_secrets(f"before {text} after") and text not in redact(f"before {text} after")
+
+
+@pytest.mark.parametrize("text", ["hf_hub_download", "the tokenizer", "sk-learn", "AKIA"])
+def test_ordinary_words_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    monkeypatch.setenv("MY_PASSWORD", "tokenizer")
+    assert redact(text) == text
+
+
+@pytest.mark.parametrize(
+    ("url", "public"),
+    [("sftp://ada:pw@host/x", "sftp://host/x"), ("s3://bucket/a@b", "s3://bucket/a@b"), ("hub:lab/x", "hub:lab/x")],
+)
+def test_urls_lose_their_user(url: str, public: str) -> None:
+    assert public_url(url) == public

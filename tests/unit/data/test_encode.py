@@ -1,0 +1,176 @@
+"""Chat template and loss mask: which tokens are learned, and what is refused."""
+
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from shardmake.config.models import Data
+from shardmake.core.errors import UserError
+from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
+
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    "{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+PLAIN = MARKED.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+REWRITING = PLAIN.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% else %}cut{% endif %}")
+REFUSING = "{% if messages[0].role != 'user' %}{{ raise_exception('the user must begin') }}{% endif %}" + PLAIN
+WITH_TOOLS = "{% for t in tools or [] %}{{ t.name }}</s>{% endfor %}" + MARKED
+
+ROLES = ("<system>", "<user>", "<assistant>")
+
+
+def make_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+    """One token a character, and one for each role; `<s>` opens plain text."""
+    characters = [chr(i) for i in range(32, 127)]
+    vocabulary = {token: i for i, token in enumerate(["<s>", "</s>", *ROLES, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=" "))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        additional_special_tokens=list(ROLES),
+        chat_template=template,
+    )
+
+
+def shown(tokenizer: PreTrainedTokenizerFast, tokens: tuple[list[int], list[bool]]) -> str:
+    """The text with learned stretches in brackets."""
+    ids, mask = tokens
+    assert len(ids) == len(mask)
+    words = [f"[{t}]" if m else t for t, m in zip(tokenizer.convert_ids_to_tokens(ids), mask, strict=True)]
+    return "".join(words).replace("][", "")
+
+
+def chat(*turns: str) -> list[dict[str, str]]:
+    roles = {"s": "system", "u": "user", "a": "assistant"}
+    return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
+
+
+CONVERSATIONS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": chat("u:hi", "a:yo")}, "<user>hi</s><assistant>[yo</s>]"),
+    (
+        {"messages": chat("s:be", "u:a", "a:b", "u:c", "a:d")},
+        "<system>be</s><user>a</s><assistant>[b</s>]<user>c</s><assistant>[d</s>]",
+    ),
+    ({"messages": chat("u:a", "a:b", "u:c")}, "<user>a</s><assistant>[b</s>]<user>c</s>"),
+    ({"messages": chat("u:a", "a:b", "a:c")}, "<user>a</s><assistant>[b</s>]<assistant>[c</s>]"),
+    ({"messages": chat("u:a")}, "<user>a</s>"),
+]
+PROMPTED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": chat("u:a"), "completion": chat("a:b")}, "<user>a</s><assistant>[b</s>]"),
+    (
+        {"prompt": chat("u:a", "a:b", "u:c"), "completion": chat("a:d")},
+        "<user>a</s><assistant>b</s><user>c</s><assistant>[d</s>]",
+    ),
+    ({"prompt": "2+2=", "completion": "4"}, "<s>2+2=[4</s>]"),
+]
+
+
+@pytest.mark.parametrize("template", [MARKED, PLAIN], ids=["marked", "by difference"])
+@pytest.mark.parametrize(("example", "expected"), CONVERSATIONS + PROMPTED)
+def test_the_assistants_words_are_learned(template: str, example: dict[str, Any], expected: str) -> None:
+    tokenizer = make_tokenizer(template)
+    encoder = Encoder(tokenizer, "chat" if "messages" in example else "prompt-completion", assistant_only=True)
+    assert shown(tokenizer, encoder(example, "here")) == expected
+
+
+def test_all_words_are_learned_but_the_first_token() -> None:
+    tokenizer = make_tokenizer(REWRITING)
+    encoder = Encoder(tokenizer, "chat", assistant_only=False)
+    assert shown(tokenizer, encoder({"messages": chat("u:a", "a:b")}, "here")) == "<user>[cut</s><assistant>b</s>]"
+
+
+@pytest.mark.parametrize("text", ["ab", "ab</s>"])
+def test_text_ends_with_one_end_token(text: str) -> None:
+    tokenizer = make_tokenizer()
+    assert shown(tokenizer, Encoder(tokenizer, "text", assistant_only=False)({"text": text}, "here")) == "<s>[ab</s>]"
+
+
+def test_a_token_across_the_seam_is_learned() -> None:
+    vocabulary = {"<s>": 0, "</s>": 1, "a": 2, "b": 3, "ab": 4}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.BPE(vocabulary, [("a", "b")])), eos_token="</s>"
+    )
+    encoder = Encoder(tokenizer, "prompt-completion", assistant_only=True)
+    assert shown(tokenizer, encoder({"prompt": "aa", "completion": "ba"}, "here")) == "a[aba</s>]"
+
+
+def test_tools_reach_the_template() -> None:
+    tokenizer = make_tokenizer(WITH_TOOLS)
+    example = {"messages": chat("u:a", "a:b"), "tools": [{"name": "clock"}]}
+    encoded = Encoder(tokenizer, "chat", assistant_only=True)(example, "here")
+    assert shown(tokenizer, encoded) == "clock</s><user>a</s><assistant>[b</s>]"
+
+
+REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
+    (MARKED, "chat", {"prompt": "a", "id": 3}, "here: no messages in this example (chat). There are: prompt, id."),
+    (MARKED, "prompt-completion", {}, "here: no prompt and no completion in this example (prompt-completion). "
+     "There are: no keys."),
+    (MARKED, "chat", {"messages": []}, "here: messages is not a list of messages, each with a role and a content."),
+    (MARKED, "chat", {"messages": "hi"}, "here: messages is not a list of messages, each with a role and a content."),
+    (MARKED, "chat", {"messages": [{"from": "human"}]}, "here: messages is not a list of messages, each with a role "
+     "and a content."),
+    (MARKED, "text", {"text": 7}, "here: text is int, not text."),
+    (MARKED, "prompt-completion", {"prompt": "a", "completion": ["b"]}, "here: completion is list, not text."),
+    (REFUSING, "chat", {"messages": chat("s:be", "u:a", "a:b")}, "here: the tokenizer's chat template refuses this "
+     "conversation: the user must begin"),
+    (REWRITING, "chat", {"messages": chat("u:ab", "a:b", "u:c", "a:d")}, "here: the chat template writes the first "
+     "messages differently once others follow, so the assistant's words cannot be told apart. Give the tokenizer a "
+     "template with {% generation %} marks, split the conversation so that it ends with its only assistant message, "
+     "or set data.loss_on: all."),
+    (None, "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer has no chat template. Save the model's "
+     "tokenizer with one, take an instruction-tuned model's, or give the data as prompt and completion text."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("template", "format", "example", "message"), REFUSED)
+def test_what_cannot_be_encoded_is_refused(template: str | None, format: Any, example: Any, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        Encoder(make_tokenizer(template), format, assistant_only=True)(example, "here")
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("columns", "format"),
+    [
+        ({"messages"}, "chat"),
+        ({"messages", "prompt", "completion"}, "chat"),
+        ({"prompt", "completion", "id"}, "prompt-completion"),
+        ({"text", "prompt"}, "text"),
+    ],
+)
+def test_the_columns_say_the_format(columns: set[str], format: str) -> None:
+    assert detect_format(Data(train="x"), dict.fromkeys(columns, ""), "here") == format
+
+
+def test_columns_that_say_nothing_are_listed() -> None:
+    with pytest.raises(
+        UserError, match=r"^f\.jsonl, line 1: no columns that say a format\. There are: question, answer\. "
+    ):
+        detect_format(Data(train="x"), {"question": "", "answer": ""}, "f.jsonl, line 1")
+
+
+@pytest.mark.parametrize(
+    ("loss_on", "format", "expected"),
+    [
+        ("auto", "chat", True),
+        ("auto", "prompt-completion", True),
+        ("auto", "text", False),
+        ("all", "chat", False),
+        ("assistant", "prompt-completion", True),
+    ],
+)
+def test_loss_is_where_the_config_says(loss_on: Any, format: Any, expected: bool) -> None:
+    assert loss_on_assistant(Data(train="x", loss_on=loss_on), format) is expected
+
+
+def test_text_has_no_assistant() -> None:
+    with pytest.raises(UserError, match="these are text"):
+        loss_on_assistant(Data(train="x", loss_on="assistant"), "text")

@@ -1,0 +1,156 @@
+"""Finding and reading files: rows in order, and messages that name the file and the line."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from shardmake.config.models import Data
+from shardmake.core.errors import UserError
+from shardmake.data.sources import TRAIN_SPLITS, Files, HubDataset, example_in, identity, locate, place_of, read
+
+ROWS: list[dict[str, Any]] = [
+    {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]},
+    {"messages": [{"role": "user", "content": "ü"}], "id": 7},
+]
+
+
+def write_jsonl(path: Path, rows: list[Any] = ROWS) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parquet(path: Path, rows: list[Any] = ROWS) -> Path:
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist([dict.fromkeys(key for row in rows for key in row) | row for row in rows]), path
+    )
+    return path
+
+
+def examples(name: Path, cache: Path) -> list[Any]:
+    rows = read(locate(str(name), Data(train=str(name)), TRAIN_SPLITS), cache)
+    return [example_in(row) for row in rows]
+
+
+def refusal(name: Path | str, cache: Path) -> str:
+    with pytest.raises(UserError) as error:
+        examples(Path(name), cache)
+    return str(error.value)
+
+
+def test_json_lines_come_back_as_written(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl")
+    path.write_text("\n" + path.read_text() + "\n")
+    assert examples(path, tmp_path / "cache") == ROWS
+
+
+def test_parquet_rows_come_back_without_the_keys_of_other_rows(tmp_path: Path) -> None:
+    rows = [{"id": 8}, *ROWS]
+    assert examples(write_parquet(tmp_path / "a.parquet", rows), tmp_path / "cache") == rows
+
+
+def test_a_folder_is_read_in_the_order_of_its_names(tmp_path: Path) -> None:
+    folder = tmp_path / "data" / "deeper"
+    folder.mkdir(parents=True)
+    for name, number in (("b", 2), ("a", 1)):
+        write_jsonl(folder / f"{name}.jsonl", [{"text": number}])
+    write_jsonl(folder.parent / "z.jsonl", [{"text": 3}])
+    assert [row["text"] for row in examples(folder.parent, tmp_path / "cache")] == [1, 2, 3]
+
+
+def test_json_of_any_shape_is_no_trouble_before_it_is_used(tmp_path: Path) -> None:
+    rows = [{"text": "a", "meta": 1}, {"text": "b", "meta": {"deep": [None]}}, {"text": "c", "meta": "s"}]
+    assert examples(write_jsonl(tmp_path / "a.jsonl", rows), tmp_path / "cache") == rows
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl")
+    path.write_text(path.read_text() + '\n{"messages": [}\n')
+    expected = f"{path}, line 4 is not valid JSON: Expecting value: line 1 column 15 (char 14)"
+    assert refusal(path, tmp_path / "cache") == expected
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'{"text": "a"}\n{"text": "\xff"}\n')
+    assert refusal(path, tmp_path / "cache").startswith(f"{path}, line 2 is not valid JSON: 'utf-8' codec can't decode")
+
+
+def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}, ["a"]])
+    assert refusal(path, tmp_path / "cache") == f"{path}, line 2 is not a JSON object but list."
+
+
+def test_parquet_rows_are_named_by_number(tmp_path: Path) -> None:
+    rows = read(Files((write_parquet(tmp_path / "a.parquet"),)), tmp_path / "cache")
+    assert place_of(rows.shuffle(seed=0).filter(lambda id: id == 7, input_columns="id")[0]) == "row 2"
+
+
+@pytest.mark.parametrize("content", ["", "\n\n"])
+def test_no_examples_are_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(content)
+    assert refusal(path, tmp_path / "cache") == f"{path} holds no examples."
+
+
+def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("text")
+    assert refusal(path, tmp_path / "cache").startswith(f"{path} is not a Parquet file: ")
+
+
+def test_parquet_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", [{"text": "a"}])
+    write_parquet(tmp_path / "b.parquet", [{"prompt": "a", "completion": "b"}])
+    expected = f"{tmp_path}/b.parquet has the columns prompt, completion; {tmp_path}/a.parquet has text."
+    assert refusal(tmp_path, tmp_path / "cache") == expected
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal("data/train.jsonl", tmp_path / "cache") == (
+        f"data 'data/train.jsonl' does not exist (now in {tmp_path}). Name a .jsonl or .parquet file, a folder of such "
+        "files, or a hub data set (org/name)."
+    )
+
+
+@pytest.mark.parametrize("suffix", [".json", ".csv", ""])
+def test_other_kinds_of_files_are_refused(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"a{suffix}"
+    path.write_text("{}")
+    assert refusal(path, tmp_path / "cache") == (
+        f"{path}: files ending in {suffix!r} cannot be read. Use .jsonl (one JSON object a line) or .parquet."
+    )
+
+
+def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path, tmp_path / "cache") == f"{tmp_path} holds no .jsonl and no .parquet file."
+
+
+def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl")
+    write_parquet(tmp_path / "b.parquet")
+    expected = f"{tmp_path} holds both .jsonl and .parquet files; keep one kind in a folder."
+    assert refusal(tmp_path, tmp_path / "cache") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "splits"), [("org/name", TRAIN_SPLITS), ("org/name:train_sft", ("train_sft",)), ("o.g/n-1", TRAIN_SPLITS)]
+)
+def test_other_names_are_hub_data_sets(tmp_path: Path, name: str, splits: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = Data(train=name, subset="main", revision="v1")
+    assert locate(name, data, TRAIN_SPLITS) == HubDataset(name.partition(":")[0], "main", "v1", splits)
+
+
+def test_identity_follows_the_content(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl")
+    before = identity(Files((path,)))
+    assert before["files"][0]["bytes"] == path.stat().st_size
+    write_jsonl(path, ROWS[:1])
+    assert identity(Files((path,))) != before
+    write_jsonl(path)
+    assert identity(Files((path,))) == before

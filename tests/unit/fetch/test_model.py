@@ -1,0 +1,252 @@
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.core.atomic import read_json
+from shardmake.core.disk import Room
+from shardmake.core.errors import UserError
+from shardmake.core.manifest import read_folder
+from shardmake.fetch.model import check_model_folder, choose_files
+from shardmake.fetch.stage import fetch
+from shardmake.run.paths import RunDir
+from shardmake.run.sources import Sources, localize, read_sources, require_weights
+from tests.finished_run import make_run
+from tests.hub import READER, STRANGER, FakeHub
+
+SHARDS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 300_000 for n in (1, 2)}
+FILES = {
+    "config.json": b"{}",
+    "tokenizer.json": b"{}",
+    "README.md": b"---\nlicense: mit\n---\n",
+    "model.safetensors.index.json": json.dumps({"weight_map": dict(zip("ab", SHARDS, strict=True))}).encode(),
+    **SHARDS,
+}
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub(tmp_path / "hub") as server:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0, 0.0))
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", READER)
+        (tmp_path / "train.jsonl").write_text("{}\n")
+        yield server
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "runs" / "chat")
+
+
+RUN = make_run(model="lab/base", data={"train": "train.jsonl"})
+
+
+def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub, rundir: RunDir) -> None:
+    commit = hub.add("lab/base", FILES)
+    sources = fetch(RUN, rundir)
+    assert (sources.model.name, sources.model.commit) == ("lab/base", commit)
+    assert read_folder(Path(sources.model.path)) == sources.model.files
+    assert sources.model.files.keys() == FILES.keys()
+    assert sources.train.path == "train.jsonl" and sources.train.commit is None
+    assert Sources.model_validate_json(rundir.sources.read_text()) == sources
+
+
+def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/base", FILES)
+    described = fetch(RUN, rundir, part="description")
+    folder = Path(described.model.path)
+    assert not hub.asked("resolve.*safetensors$")
+    assert {path.name for path in folder.iterdir()} == FILES.keys() - SHARDS.keys()
+    with pytest.raises(UserError, match=r"2 files of lab/base are not here .*Fetch them first: shardmake fetch chat"):
+        require_weights(rundir)
+    said: list[str] = []
+    assert fetch(RUN, rundir, said.append, part="weights") == described
+    assert said == ["Fetching the weights of lab/base: 2 files, 0.0 GB."]
+    require_weights(rundir)
+    assert read_folder(folder) == described.model.files, "what the hub listed is what arrived"
+    assert read_json(rundir.weights_receipt, "")["files"].keys() == FILES.keys()
+    hub.requests.clear()
+    assert fetch(RUN, rundir) == described and not hub.requests
+
+
+def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("lab/base", FILES)
+    fetch(RUN, rundir, part="description")
+    monkeypatch.setattr("shardmake.core.disk.room_in", lambda _: Room(1000, "your quota on /home"))
+    with pytest.raises(UserError, match=r"The base model's weights need .* left \(your quota on /home\)"):
+        fetch(RUN, rundir, part="weights")
+    assert not hub.asked("resolve.*safetensors$")
+
+
+def test_weights_before_anything_else(hub: FakeHub, rundir: RunDir) -> None:
+    with pytest.raises(UserError, match="Make it first: shardmake fetch chat"):
+        fetch(RUN, rundir, part="weights")
+
+
+def test_a_download_goes_on_where_it_broke_off(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("lab/base", FILES)
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 50_000)
+    hub.cut("GET .*model-00001")
+    fetch(RUN, rundir)
+    assert hub.ranges == ["bytes=150000-"]
+
+
+def test_later_stages_read_the_local_copy(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/base", FILES)
+    sources = fetch(make_run(model="lab/base", revision="main", data={"train": "train.jsonl"}), rundir)
+    run = localize(make_run(model="lab/base", revision="main", data={"train": "train.jsonl"}), rundir)
+    assert (run.model, run.revision, run.data.train) == (sources.model.path, None, "train.jsonl")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": "lab/other"},
+        {"revision": "v2"},
+        {"data": {"train": "other.jsonl"}},
+        {"data": {"train": "train.jsonl", "eval": "other.jsonl"}},
+    ],
+)
+def test_a_configuration_that_changed_since_asks_for_another_fetch(
+    hub: FakeHub, rundir: RunDir, changes: dict[str, Any]
+) -> None:
+    hub.add("lab/base", FILES)
+    fetch(RUN, rundir)
+    with pytest.raises(UserError, match=r"The configuration names .* was made for .*Fetch again: shardmake fetch chat"):
+        localize(make_run(**{"model": "lab/base", "data": {"train": "train.jsonl"}, **changes}), rundir)
+
+
+def test_a_run_that_was_not_fetched_stays_as_it_is(rundir: RunDir) -> None:
+    assert localize(RUN, rundir) is RUN
+
+
+def test_a_branch_that_moves_does_not_move_the_run(hub: FakeHub, rundir: RunDir) -> None:
+    commit = hub.add("lab/base", FILES)
+    fetch(RUN, rundir)
+    hub.add("lab/base", {**FILES, "config.json": b'{"new": 1}'})
+    hub.requests.clear()
+    assert fetch(RUN, rundir).model.commit == commit
+    assert not hub.requests
+
+
+def test_another_revision_is_fetched_anew(hub: FakeHub, rundir: RunDir) -> None:
+    first = hub.add("lab/base", FILES)
+    newest = hub.add("lab/base", {**FILES, "config.json": b'{"new": 1}'})
+    assert fetch(RUN, rundir).model.commit == newest
+    older = make_run(model="lab/base", revision=first, data={"train": "train.jsonl"})
+    assert fetch(older, rundir).model.commit == first
+
+
+def test_a_cut_download_is_taken_up_again(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/base", FILES)
+    hub.cut(r"GET /lab/base/resolve/.*00001")
+    sources = fetch(RUN, rundir)
+    assert read_folder(Path(sources.model.path)) == sources.model.files
+
+
+def test_finished_files_are_not_fetched_again(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/base", FILES)
+    missing = Path(fetch(RUN, rundir).model.path, "model-00002-of-00002.safetensors")
+    missing.resolve().unlink()
+    missing.unlink()
+    hub.requests.clear()
+    assert missing.name in fetch(RUN, rundir).model.files
+    assert [path.rpartition("/")[2] for path in hub.asked("GET /lab/base/resolve/")] == [missing.name]
+
+
+@pytest.mark.parametrize("lost", ["README.md", "model-00002-of-00002.safetensors"])
+def test_a_fetch_that_failed_leaves_no_receipt(hub: FakeHub, rundir: RunDir, lost: str) -> None:
+    hub.add("lab/base", FILES)
+    hub.fail(f"GET /lab/base/resolve/.*{lost}", times=99, status=404)
+    with pytest.raises(UserError, match="Fetching lab/base failed"):
+        fetch(RUN, rundir)
+    assert (read_sources(rundir) is None) == (lost == "README.md")
+    assert not rundir.weights_receipt.exists()
+
+
+def test_a_damaged_file_in_the_cache_is_replaced(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/base", FILES)
+    path = Path(fetch(RUN, rundir).model.path, "config.json")
+    path.write_bytes(b"[]")
+    rundir.sources.unlink()
+    fetch(RUN, rundir)
+    assert path.read_bytes() == b"{}"
+
+
+@pytest.mark.parametrize(
+    ("token", "advice"),
+    [(None, r"Log in with `hf auth login` .*accept it there"), (STRANGER, r"Accept it at http://.*/lab/base")],
+)
+def test_a_gated_model_says_where_to_accept_its_licence(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, token: str | None, advice: str
+) -> None:
+    hub.add("lab/base", FILES, gated=True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("HF_TOKEN")
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(
+        UserError, match=f"Fetching lab/base failed: Access to model lab/base is restricted.*\n.*{advice}"
+    ):
+        fetch(RUN, rundir)
+
+
+def test_a_misspelt_model(hub: FakeHub, rundir: RunDir) -> None:
+    with pytest.raises(UserError, match=r"Fetching lab/base failed: Repository not found.*\n.*Check the name"):
+        fetch(RUN, rundir)
+
+
+def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub.add("lab/base", FILES)
+    online = fetch(RUN, rundir)
+    rundir.sources.unlink()
+    hub.requests.clear()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert fetch(RUN, rundir) == online
+    assert not hub.requests
+    with pytest.raises(UserError, match=r"lab/other is not here, and HF_HUB_OFFLINE"):
+        fetch(make_run(model="lab/other", data={"train": "train.jsonl"}), rundir)
+
+
+@pytest.mark.parametrize(
+    ("removed", "complaint"),
+    [
+        ("config.json", "lacks config.json"),
+        ("model-00002-of-00002.safetensors", "lacks model-00002-of-00002.safetensors"),
+        ("tokenizer.json", "lacks a tokenizer"),
+    ],
+)
+def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path, removed: str, complaint: str) -> None:
+    for name, content in FILES.items():
+        (tmp_path / name).write_bytes(content)
+    check_model_folder(tmp_path)
+    (tmp_path / removed).unlink()
+    with pytest.raises(UserError, match=complaint):
+        check_model_folder(tmp_path)
+
+
+def test_an_empty_folder_lacks_its_weights(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json, its weights"):
+        check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("there", "chosen"),
+    [
+        (["model.safetensors", "pytorch_model.bin", "tf_model.h5"], ["model.safetensors"]),
+        (["pytorch_model-1.bin", "training_args.bin", "config.json"], ["config.json", "pytorch_model-1.bin"]),
+        (["consolidated.safetensors", "model-1.safetensors"], ["model-1.safetensors"]),
+        (["model.safetensors", "onnx/model.safetensors", "original/params.json"], ["model.safetensors"]),
+        (
+            ["LICENSE", "tokenizer.model", "chat_template.jinja", "image.png"],
+            ["LICENSE", "chat_template.jinja", "tokenizer.model"],
+        ),
+    ],
+)
+def test_only_what_loading_needs_is_fetched(there: list[str], chosen: list[str]) -> None:
+    assert choose_files(there) == chosen

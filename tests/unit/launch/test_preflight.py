@@ -1,0 +1,140 @@
+"""What a node's checks find."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.atomic import write_json
+from shardmake.launch.cgroup import oom_kills
+from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.preflight import (
+    GIB,
+    Gpu,
+    PreflightError,
+    check_gpus,
+    check_memory,
+    check_names,
+    check_node,
+    check_scratch,
+    check_versions,
+    parse_gpus,
+)
+from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.plan import Plan, Resources
+from tests.unit.plans import make_cluster, make_plan
+
+ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
+
+
+def test_gpus_as_nvidia_smi_prints_them() -> None:
+    gpus = parse_gpus(ROWS)
+    assert gpus[1] == Gpu("1", "GPU-b", 40 * GIB, 0)
+    assert [gpu.uncorrected_errors for gpu in gpus] == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("visible", "planned", "words"),
+    [
+        ("0,2", 2, []),
+        ("GPU-a,GPU-c", 2, []),
+        ("0", 2, ["1 GPUs are visible, and 2 were planned"]),
+        ("0,1", 2, ["GPU 1 is in use: 40.0 GiB"]),
+        ("0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
+        (None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
+    ],
+)
+def test_gpus_must_be_there_idle_and_sound(visible: str | None, planned: int, words: list[str]) -> None:
+    assert check_gpus(parse_gpus(ROWS), visible, planned) == words
+
+
+UUID = "GPU-8f6d2a10-0000-4000-8000-000000000001"
+SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-8000-000000000001/1/0"
+
+
+@pytest.mark.parametrize(
+    ("row", "visible", "planned", "words"),
+    [
+        (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
+        (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
+        (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and 1 were planned"]),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, []),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and 3 were planned"]),
+        (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and 1 were planned"]),
+    ],
+)
+def test_what_nvidia_smi_or_slurm_do_not_spell_out(
+    row: str, visible: str | None, planned: int, words: list[str]
+) -> None:
+    assert check_gpus(parse_gpus(row), visible, planned) == words
+
+
+def test_a_silent_nvidia_smi_is_a_finding() -> None:
+    assert check_gpus(None, None, 2) == ["nvidia-smi does not answer"]
+
+
+def test_versions_memory_and_scratch(tmp_path: Path) -> None:
+    assert check_versions({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
+    assert check_versions({"torch": "2.12.0"}, {"torch": "2.13.0", "peft": "1"}) == [
+        "torch is 2.12.0 here and 2.13.0 on the login node",
+        "peft is not installed here and 1 on the login node",
+    ]
+    assert check_memory(8 * GIB, 8 * GIB) == []
+    assert "7.0 GiB of memory are free" in check_memory(7 * GIB, 8 * GIB)[0]
+    assert check_scratch(tmp_path) == []
+    assert "cannot be written" in check_scratch(tmp_path / "missing")[0]
+
+
+def test_a_name_that_nobody_knows_is_a_warning() -> None:
+    assert "node-of-nobody.invalid" in check_names("node-of-nobody.invalid")[0]
+
+
+def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[AttemptDir, Attempt, Plan]:
+    """A node's folders, for a training that asks Slurm for more than any node has free."""
+    plan = make_plan("zero3", nodes=1).model_copy(
+        update={"host_memory": host_memory, "resources": {"train": Resources(memory_gib=1 << 20, cpus=2)}}
+    )
+    folder = AttemptDir(tmp_path / "train/attempts/001")
+    write_json(folder.training, {"model": {"path": str(tmp_path / "base")}})
+    write_json(tmp_path / "base/config.json", {})
+    write_json(tmp_path / "data/receipt.json", {})
+    attempt = attempt_settings(
+        1, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=None, recipe="r"
+    ).model_copy(update=changes)
+    return folder, attempt, plan
+
+
+def test_a_fit_node_says_so(tmp_path: Path) -> None:
+    """What training needs counts: a job that asks for all of a node's memory never finds all of it free."""
+    told: list[str] = []
+    check_node(*node(tmp_path), 0, told.append)
+    assert "this node is fit" in told[-1]
+
+
+def test_every_finding_is_named_at_once(tmp_path: Path) -> None:
+    folder, attempt, plan = node(tmp_path, host_memory=GIB << 20, versions={"torch": "0.0"})
+    (tmp_path / "base/config.json").unlink()
+    (tmp_path / "data/receipt.json").unlink()
+    with pytest.raises(PreflightError) as error:
+        check_node(folder, attempt, plan, 1, print)
+    assert not error.value.blames_run
+    for words in ("on the login node", "of memory are free", "base/config.json cannot be read", "data/receipt.json"):
+        assert words in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "file", "text"),
+    [
+        (
+            "0::/slurm/job_1/step_0\n",
+            "slurm/job_1/step_0/memory.events",
+            "low 0\noom 2\noom_kill 2\noom_group_kill 0\n",
+        ),
+        ("5:cpu:/x\n4:memory:/job_1\n0::/\n", "memory/job_1/memory.oom_control", "oom_kill_disable 0\noom_kill 2\n"),
+    ],
+)
+def test_the_kernels_count_of_killed_processes(tmp_path: Path, cgroup: str, file: str, text: str) -> None:
+    (tmp_path / "cgroup").write_text(cgroup)
+    assert oom_kills(tmp_path / "cgroup", tmp_path) == 0
+    (tmp_path / file).parent.mkdir(parents=True)
+    (tmp_path / file).write_text(text)
+    assert oom_kills(tmp_path / "cgroup", tmp_path) == 2

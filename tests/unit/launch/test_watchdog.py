@@ -1,0 +1,195 @@
+"""Which silence is a hang, and which rank is named."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch import watchdog
+from shardmake.launch.watchdog import RankState, Watch, allowance, describe, flight_recorder, overdue, suspect
+from shardmake.run.attempt import AttemptDir, Beat, NodeExit, write_beat, write_record
+from shardmake.run.timeouts import collective_timeout
+
+WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
+BUSY = 'File "data.py", line 7 in __getitem__'
+
+
+def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.0, usual: float = 1.0) -> Beat:
+    return Beat(rank=rank, host=f"c{rank + 1}", pid=0, phase=phase, step=step, time=time, usual=usual)
+
+
+@pytest.mark.parametrize(
+    ("phase", "usual", "seconds"),
+    [
+        ("train", 0.0, 600),
+        ("train", 2.0, 600),
+        ("train", 200.0, 1000),
+        ("save", 2.0, 3600),
+        ("load", 0.0, 3600),
+        ("script", 0.0, float("inf")),
+    ],
+)
+def test_allowances(phase: str, usual: float, seconds: float) -> None:
+    assert allowance(beat(phase=phase, usual=usual), 600) == seconds
+
+
+@pytest.mark.parametrize(("hang_seconds", "timeout"), [(600, 7200), (1.5, 1800)])
+def test_torch_waits_longer_than_any_rank_may_be_silent(hang_seconds: float, timeout: int) -> None:
+    assert allowance(beat(phase="save"), hang_seconds) < collective_timeout(hang_seconds) == timeout
+
+
+def test_the_longest_silence_is_found() -> None:
+    beats = [beat(0, time=1000), beat(1, time=900), beat(2, phase="save", time=100)]
+    assert overdue(beats, 1599, 600) == beats[1]
+    assert overdue(beats, 1499, 600) is None
+
+
+@pytest.mark.parametrize(
+    ("ranks", "named"),
+    [
+        ([RankState(beat(0), WAITING), RankState(beat(1), "", "stopped")], 1),
+        ([RankState(beat(0), WAITING), RankState(beat(1, step=8), WAITING)], 1),
+        ([RankState(beat(0), BUSY), RankState(beat(1), WAITING), RankState(beat(2), WAITING)], 0),
+        ([RankState(beat(0), WAITING), RankState(beat(1), WAITING)], None),
+        ([RankState(beat(0), BUSY), RankState(beat(1), BUSY), RankState(beat(2), WAITING)], None),
+    ],
+)
+def test_who_is_named(ranks: list[RankState], named: int | None) -> None:
+    found = suspect(ranks)
+    assert (found.beat.rank if found else None) == named
+    told = describe(ranks[0].beat, ranks, now=1700)
+    assert told.rank == named and "No progress for 700 s in phase 'train' after step 9" in told.sentence
+    assert told.host == (None if named is None else f"c{named + 1}")
+
+
+RANK = """
+import faulthandler, signal, sys, time
+from pathlib import Path
+from shardmake.run.attempt import AttemptDir, write_beat
+folder, rank = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
+folder.stacks.mkdir(exist_ok=True)
+faulthandler.register(signal.SIGUSR1, file=folder.stack(rank).open("w"))
+write_beat(folder, rank, "train", 3)
+def stuck_here(): time.sleep(60)
+stuck_here()
+"""
+
+
+def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
+    """Node 0 misses a heartbeat, node 1 hears of it by the file; the stopped rank is named."""
+    folder = AttemptDir(tmp_path)
+    command = [sys.executable, "-c", RANK, str(tmp_path)]
+    ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
+    try:
+        while not all(folder.beat(rank) for rank in (0, 1)):
+            time.sleep(0.05)
+        os.kill(ranks[1].pid, signal.SIGSTOP)
+        nodes = [Watch(folder, range(rank, rank + 1), 2, seconds) for rank, seconds in ((0, 0.1), (1, 600))]
+        assert not nodes[1].has_hung()
+        time.sleep(0.2)
+        assert [node.has_hung() for node in nodes] == [True, True]
+        threads = [threading.Thread(target=node.collect, args=(tmp_path,)) for node in nodes]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    finally:
+        for process in ranks:
+            process.kill()
+    found = folder.read_hang()
+    assert found and found.rank == 1 and "(its process is stopped)" in found.sentence
+    assert "stuck_here" in folder.stack(0).read_text()
+
+
+def test_stacks_are_out_before_their_node_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS a file that stays open shows other nodes nothing until it is synced."""
+    folder, synced = AttemptDir(tmp_path), []
+
+    def sync(descriptor: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+
+    for rank in (0, 1):
+        write_record(folder.heartbeat(rank), beat(rank))
+    folder.stacks.mkdir()
+    folder.stack(0).write_text("stuck_here")  # rank 1 does not answer
+    folder.hang.touch()
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
+    monkeypatch.setattr(watchdog.os, "fsync", sync)
+    monkeypatch.setattr(watchdog, "write_json", lambda path, states: synced.append(path))
+    Watch(folder, range(2), 2, 600).collect(tmp_path)
+    assert synced == [folder.stack(0), folder.stacks / "states-from-0.json"]
+
+
+def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path) -> None:
+    watch = Watch(AttemptDir(tmp_path), range(2), 2, hang_seconds=0.01)
+    write_beat(AttemptDir(tmp_path), 0, "load", 0)
+    time.sleep(0.1)
+    assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load")
+
+
+@pytest.mark.parametrize("clocks", [("time", "monotonic"), ("time",)], ids=["pause", "clock-set"])
+def test_a_pause_of_ranks_and_worker_is_no_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clocks: tuple[str, ...]
+) -> None:
+    folder = AttemptDir(tmp_path)
+    write_beat(folder, 0, "train", 3)
+    watch = Watch(folder, range(1), 1, hang_seconds=600)
+
+    def jump(seconds: float) -> None:
+        for name in clocks:
+            now = getattr(time, name)
+            monkeypatch.setattr(watchdog.time, name, lambda now=now: now() + seconds)
+
+    jump(5000)
+    assert not watch.has_hung(), "the ranks have slept too"
+    for _ in range(39):
+        jump(15)
+        assert not watch.has_hung()
+    jump(15)
+    assert watch.has_hung(), "they had their time since"
+
+
+def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = Watch(AttemptDir(tmp_path), range(1), 1, hang_seconds=0.05)
+    time.sleep(0.4)
+
+    def fill_up(path: Path, data: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", fill_up)
+        assert not watch.has_hung()
+    assert not watch.has_hung(), "their time begins anew"
+    time.sleep(0.4)
+    assert watch.has_hung()
+
+
+def test_ranks_whose_peers_failed_on_another_node_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = AttemptDir(tmp_path)
+    watch = Watch(folder, range(1, 2), 2, hang_seconds=600)
+    record = NodeExit(node_rank=0, host="c1", started=0, ended=1, phase="training", returncode=0, stop_signal=None)
+    write_record(folder.exit_record(0), record)
+    monkeypatch.setattr(watchdog, "ABANDONED_SECONDS", 0.2)
+    assert not watch.is_abandoned(), "a node that is done"
+    write_record(folder.exit_record(0), record.model_copy(update={"returncode": 1}))
+    assert not watch.is_abandoned(), "its own ranks may still tell why"
+    time.sleep(0.3)
+    assert watch.is_abandoned()
+
+
+def test_a_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
+    from shardmake.launch.watchdog import _dump_flight_recorder
+
+    stem = flight_recorder(AttemptDir(tmp_path), tmp_path)["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
+    os.mkfifo(f"{stem}0.pipe")
+    reader = os.open(f"{stem}0.pipe", os.O_RDONLY | os.O_NONBLOCK)
+    _dump_flight_recorder(tmp_path / "rank-0.pipe")
+    assert os.read(reader, 8) == b"1"
+    os.close(reader)
+    _dump_flight_recorder(tmp_path / "rank-0.pipe")  # a rank that is gone holds nobody up

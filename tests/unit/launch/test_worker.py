@@ -1,0 +1,111 @@
+"""How a worker ends, and what it forgets."""
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardmake.launch import worker
+from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.rendezvous import RendezvousError
+from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_beat, write_record
+from tests.unit.plans import make_cluster, make_plan
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> AttemptDir:
+    """The attempt of a job of two nodes."""
+    folder = AttemptDir(tmp_path / "train/attempts/001")
+    cluster = make_cluster(scratch=str(tmp_path))
+    attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, recipe="r")
+    write_record(folder.settings, attempt)
+    return folder
+
+
+def tell(folder: AttemptDir, rank: int, returncode: int | None) -> None:
+    exited = NodeExit(
+        node_rank=rank, host=f"c{rank}", started=0, ended=1, phase="training", returncode=returncode, stop_signal=None
+    )
+    write_record(folder.exit_record(rank), exited)
+
+
+@pytest.mark.parametrize(
+    ("status", "told", "ends_step"),
+    [(1, [0], True), (1, [0, 1], False), (0, [0], False)],
+    ids=["another-node-is-stuck", "all-failed", "done-first"],
+)
+def test_a_failed_node_ends_the_step_where_another_is_stuck(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, told: list[int], ends_step: bool
+) -> None:
+    for rank in told:
+        tell(folder, rank, status)
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    monkeypatch.setattr(worker, "main", lambda folder, node: status)
+    monkeypatch.setattr(worker, "OTHERS_SECONDS", 0.1)
+    if not ends_step:
+        assert worker.run_slurm_task(str(folder.root)) == status
+        return
+    with pytest.raises(SystemExit) as end:
+        worker.run_slurm_task(str(folder.root))
+    assert end.value.code not in (0, None)
+
+
+def test_a_record_that_finds_no_room_is_printed(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_up(path: Path, record: NodeExit) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def fail(*args: object) -> None:
+        raise RendezvousError("nobody came")
+
+    monkeypatch.setattr(worker, "write_record", fill_up)
+    monkeypatch.setattr(worker, "meet", fail)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    assert worker.main(folder.root, worker.Node(rank=1, start=0)) == 1
+    said = capsys.readouterr().out
+    assert "No space left on device" in said and '"phase":"rendezvous"' in said and "nobody came" in said
+
+
+def test_a_node_that_waited_in_vain_blames_the_one_that_did_not_come(
+    folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(*args: object) -> None:
+        raise RendezvousError("No word from node(s) [1] before the deadline.", absent=1)
+
+    program = tmp_path / "scontrol"
+    program.write_text('#!/bin/sh\n[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"\n')
+    program.chmod(0o700)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
+    monkeypatch.setattr(worker, "meet", wait)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    worker.main(folder.root, worker.Node(rank=0, start=0))
+    assert [node.blamed for node in folder.exits()] == ["c2"]
+    program.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert worker.name_of(1) is None
+
+
+def test_a_requeued_job_reads_nothing_of_its_earlier_start(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node 0 puts it aside before the other nodes begin."""
+    tell(folder, 0, 0)
+    tell(folder, 1, 0)
+    for path in (folder.stop_file, folder.stopped, folder.hung, folder.log(0)):
+        path.touch()
+    write_record(folder.hang, Hang(rank=None, host=None, sentence="old"))
+    record_error(folder, 3, ValueError("old"))
+    write_beat(folder, 3, "train", 7)
+    seen: list[Path] = []
+
+    def meet(*args: object) -> None:
+        seen.extend(folder.root.iterdir())
+        raise RendezvousError("nobody came")
+
+    monkeypatch.setattr(worker, "meet", meet)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    worker.main(folder.root, worker.Node(rank=0, start=2))
+    assert set(seen) == {folder.settings, folder.log(0), folder.root / "start-1"}
+    assert [node.message for node in folder.exits()] == ["nobody came"]
+    assert (folder.root / "start-1/errors/rank-3.json").exists()

@@ -1,0 +1,100 @@
+"""The probe's arithmetic, its refusals, its use; its training step on the CPU. Measuring itself needs a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmake.commands.estimate import Question, estimate, print_table
+from shardmake.core.errors import UserError
+from shardmake.memory import calibration
+from shardmake.memory.calibration import Calibration, Observation, fit
+from shardmake.memory.model import from_config
+from shardmake.memory.probe import probe
+
+GIB = 1 << 30
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+FOUND = Calibration(GIB // 2, 2 * GIB, GIB // 4, "a GPU", "node7", "2026-01-31")
+
+
+@given(
+    st.integers(0, GIB),
+    st.one_of(st.none(), st.integers(0, GIB)),
+    st.integers(0, GIB),
+    st.integers(0, GIB),
+    st.lists(st.integers(GIB, 8 * GIB), min_size=2, max_size=4),
+)
+def test_what_went_in_comes_out(context: int, nccl: int | None, pools: int, occupied: int, sizes: list[int]) -> None:
+    observations = [
+        Observation(512, size // 2, size + pools, size + pools + context + (nccl or 0) + occupied, size)
+        for size in sizes
+    ]
+    found = fit(observations, nccl, occupied, "a GPU", "node7", "today")
+    assert (found.context, found.nccl, found.pools) == (context, nccl, pools)
+
+
+def test_less_reserved_than_modelled_is_no_negative_pool() -> None:
+    assert fit([Observation(512, 1, GIB, 2 * GIB, 3 * GIB)], None, 0, "", "", "").pools == 0
+
+
+def test_figures_that_cannot_be_are_refused() -> None:
+    with pytest.raises(UserError, match="another process used the GPU"):
+        fit([Observation(512, 1, GIB, GIB // 2, GIB)], None, 0, "", "", "")
+
+
+def test_no_gpu_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(UserError, match=r"no nvidia-smi. Run it on a compute node"):
+        probe(from_config(CONFIG))
+
+
+def test_other_architectures_are_refused() -> None:
+    with pytest.raises(UserError, match="not gpt2"):
+        probe(replace(from_config(CONFIG), model_type="gpt2", decoder=None))
+
+
+def test_the_estimate_uses_what_was_found_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    question = Question(str(tmp_path / "config.json"), accelerator="h100", strategies=["ddp", "fsdp"])
+    before = estimate(question)
+    calibration.keep("h100", FOUND)
+    after = estimate(question)
+    outside = [row.memory.gpu.device - row.memory.gpu.reserved for row in after.rows]
+    assert outside == [FOUND.context + 2 * GIB, FOUND.context + 2 * GIB + FOUND.pools] * 2
+    assert [row.memory.gpu.reserved for row in before.rows] == [row.memory.gpu.reserved for row in after.rows]
+    assert after.as_json()["calibration"]["host"] == "node7"
+    assert before.as_json()["calibration"] is None
+    print_table(after)
+    assert "as measured on node7" in " ".join(capsys.readouterr().out.split())
+    other = estimate(Question(str(tmp_path / "config.json"), accelerator="a100-80gb", strategies=["ddp"]))
+    assert other.measured is None
+
+
+def test_its_step_runs_under_fsdp() -> None:
+    code = (
+        "import json, sys; from torch import distributed; from shardmake.memory import probe\n"
+        "distributed.init_process_group('gloo', rank=0, world_size=1, store=distributed.HashStore())\n"
+        f"config = {CONFIG!r}\n"
+        "model = probe.sharded(config, 'cpu'); probe.train(model, 512, 64, 'cpu')\n"
+        "tied = probe.sharded({**config, 'tie_word_embeddings': True}, 'cpu'); probe.train(tied, 512, 64, 'cpu')\n"
+        "print(type(model).__name__)"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, env=environment)
+    assert done.stdout.strip() == "FSDPLlamaForCausalLM", done.stderr[-2000:]

@@ -1,0 +1,224 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config.models import Cluster, Run
+from shardmake.core.errors import UserError
+from shardmake.plan.planner import make_plan
+from shardmake.run.plan import Plan
+
+LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
+TINY = {
+    **LLAMA,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 512,
+}
+EIGHT = {
+    **LLAMA,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+CPU = Cluster(executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=8.0)
+
+
+def gpus(**more: Any) -> Cluster:
+    values = {
+        "executor": "slurm",
+        "accelerator": "h100",
+        "processes_per_node": 8,
+        "cpus_per_node": 64,
+        "memory_gib_per_node": 1000.0,
+        "max_nodes": 4,
+    }
+    return Cluster(**{**values, **more})
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> dict[str, str]:
+    for name, config in (("tiny", TINY), ("eight", EIGHT)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+    return {name: str(tmp_path / name) for name in ("tiny", "eight")}
+
+
+def run_of(model: str, **more: Any) -> Run:
+    values = {
+        "model": model,
+        "data": {"train": "train.jsonl"},
+        "sequence_length": 512,
+        "global_batch_size": 32,
+        "max_steps": 10,
+        "learning_rate": 1e-4,
+    }
+    return Run(**{**values, **more})
+
+
+def plan(model: str, cluster: Cluster, **more: Any) -> Plan:
+    return make_plan("run", run_of(model, **more), cluster)[0]
+
+
+def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> None:
+    made = plan(folders["tiny"], CPU)
+    assert (made.choice.strategy, made.choice.precision, made.workload.attention) == ("ddp", "fp32", "sdpa")
+    assert made.choice.global_batch_size == 32
+    assert made.reason.startswith("ddp")
+    assert all(rung.choice.strategy.startswith(("ddp", "zero")) for rung in made.ladder)
+
+
+def test_an_8b_on_one_node_of_h100_is_sharded_and_fits(folders: dict[str, str]) -> None:
+    made = plan(folders["eight"], gpus(), sequence_length=4096)
+    assert made.choice.nodes == 1
+    assert made.choice.strategy not in ("ddp", "zero3-nvme")
+    assert made.choice.precision == "bf16"
+    assert any("needs" in reason for name, reason in made.rejected.items() if name.startswith("ddp"))
+
+
+def test_the_plan_is_the_same_every_time(folders: dict[str, str]) -> None:
+    assert plan(folders["eight"], gpus()) == plan(folders["eight"], gpus())
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "zero3", "fsdp", "zero3-offload"])
+def test_a_named_strategy_is_respected(strategy: str, folders: dict[str, str]) -> None:
+    made = plan(folders["eight"], gpus(max_nodes=4), strategy=strategy, nodes=4)
+    assert made.choice.strategy == strategy
+    assert {rung.choice.strategy for rung in made.ladder} <= {strategy}
+
+
+def test_a_named_strategy_that_does_not_fit_is_refused_with_figures(folders: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"Strategy ddp does not fit.* GiB"):
+        plan(folders["eight"], gpus(), strategy="ddp", nodes=1)
+
+
+def test_a_script_never_swaps_to_nvme(folders: dict[str, str]) -> None:
+    """DeepSpeed alone saves what cannot be merged, and resumes without the moments."""
+    cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
+    made = plan(folders["eight"], cluster, script="train.py", micro_batch_size=1)
+    assert "zero3-nvme" not in {made.choice.strategy, *(rung.choice.strategy for rung in made.ladder)}
+    with pytest.raises(UserError, match=r"zero3-nvme is not for a script: .* Take zero3-offload"):
+        plan(folders["eight"], cluster, script="train.py", strategy="zero3-nvme")
+
+
+def test_adafactor_is_not_for_fsdp2(folders: dict[str, str]) -> None:
+    made = plan(folders["eight"], gpus(), optimizer="adafactor")
+    assert not [name for name in (made.choice.strategy, *made.rejected) if name.startswith("fsdp")]
+    with pytest.raises(UserError, match="adafactor fails at the first step under FSDP2"):
+        plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp")
+    assert plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp", fsdp_version=1)
+
+
+def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
+    values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
+    made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())
+    by_choice = {json.dumps(c["choice"]): c["gpu"]["device"] for c in memory["candidates"]}
+    taken = [made.choice, *(rung.choice for rung in made.ladder)]
+    needs = [by_choice[json.dumps(choice.model_dump())] for choice in taken]
+    assert len(needs) > 2
+    assert needs == sorted(needs, reverse=True)
+    assert len(set(needs)) == len(needs)
+
+
+def test_a_rung_with_offload_asks_for_more_host_memory(folders: dict[str, str]) -> None:
+    """It needs less of the GPU's memory and more of the node's, so that it is no answer to a node's out-of-memory."""
+    made = plan(folders["eight"], gpus(), sequence_length=4096)
+    offloads = next(number for number, rung in enumerate(made.ladder, 1) if rung.choice.strategy.endswith("offload"))
+    here, there = made.at(offloads - 1), made.at(offloads)
+    assert there.choice == made.ladder[offloads - 1].choice
+    assert there.host_memory > here.host_memory + 16 * 2**30
+    asked = [its.resources["train"].memory_gib for its in (here, there)]
+    assert there.host_memory < asked[1] * 2**30 and asked[0] < asked[1]
+    assert next(made.rungs_below(offloads - 1, host=False)) == offloads
+    below = next(made.rungs_below(offloads - 1, host=True), None)
+    assert below is None or made.at(below).host_memory < here.host_memory
+    assert not list(made.rungs_below(len(made.ladder), host=False))
+    assert made.at(0) == made
+
+
+def test_the_ladder_comes_to_16_bits_before_nvme_and_more_nodes(folders: dict[str, str]) -> None:
+    cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
+    made = plan(
+        folders["eight"], cluster, sequence_length=2048, precision="fp32", global_batch_size=64, strategy="auto"
+    )
+    assert made.choice.precision == "fp32"
+    below = [rung.choice for rung in made.ladder]
+    steps = [(choice.nodes, choice.strategy == "zero3-nvme", choice.precision != "fp32") for choice in below]
+    assert steps == sorted(steps)
+    assert any(choice.precision == "bf16" for choice in below)
+    old = plan(folders["tiny"], gpus(accelerator="v100-32gb"), precision="fp32")
+    assert {rung.choice.precision for rung in old.ladder} <= {"fp32", "fp16"}
+
+
+def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -> None:
+    values = {"model": folders["tiny"], "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 8}
+    made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), CPU)
+    assert len(memory["candidates"]) == len(made.rejected) + 1
+    for candidate in memory["candidates"]:
+        assert sum(candidate["gpu"]["terms"].values()) == candidate["gpu"]["allocated"]
+        assert set(candidate) >= {"strategy", "gpu", "host", "nvme", "disk", "fits", "reason", "step_seconds"}
+    json.dumps(memory)
+
+
+def test_a_checkpoint_that_waits_in_memory_is_host_memory(folders: dict[str, str]) -> None:
+    """Only where saving is asynchronous and the scratch is a tmpfs; the first node holds most."""
+    term = "checkpoint in scratch"
+    found = {}
+    for scratch, asynchronous in (("/dev/shm/here", True), ("/dev/shm/here", False), ("/tmp", True)):
+        values = {"model": folders["tiny"], "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 64}
+        run = Run(**values, nodes=2, max_steps=1, learning_rate=1e-4, checkpoints={"asynchronous": asynchronous})
+        memory = make_plan("run", run, gpus(scratch=scratch))[1]
+        hosts = {item["strategy"]: item["host"]["terms"].get(term, 0) for item in memory["candidates"]}
+        found[scratch, asynchronous] = hosts
+        whole = {item["strategy"]: item["disk"]["terms"]["checkpoints"] / 3 for item in memory["candidates"]}
+    held = found["/dev/shm/here", True]
+    assert {strategy: held[strategy] / whole[strategy] for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp")} == {
+        "ddp": 1, "zero1": (2 + 12 / 2) / 14, "zero2": (2 + 12 / 2) / 14, "zero3": 1 / 2, "fsdp": 1 / 2,
+    }  # fmt: skip
+    assert not any(found["/dev/shm/here", False].values()) and not any(found["/tmp", True].values())
+
+
+REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
+    (CPU, {"global_batch_size": 7}, r"cannot be divided over 2 ranks .*Use 6 or 8"),
+    (CPU, {"micro_batch_size": 3}, r"no multiple of 2 ranks x micro_batch_size 3.*30 or 36"),
+    (gpus(), {"nodes": 9}, r"asks for 9 nodes.*allows 4"),
+    (CPU, {"optimizer": "adamw8bit"}, "adamw8bit needs a GPU"),
+    (CPU, {"method": "qlora"}, "qlora needs a GPU"),
+    (CPU, {"precision": "fp16"}, "fp16 needs a GPU"),
+    (gpus(accelerator="v100-32gb"), {"precision": "bf16"}, "bf16 needs Ampere"),
+    (gpus(accelerator="v100-32gb"), {"attention": "flash"}, "flash needs Ampere"),
+    (gpus(accelerator="h1000"), {}, r"no accelerator 'h1000'.*Did you mean 'h100'"),
+    (gpus(gpu_memory_gib=81920.0), {}, "nvidia-smi prints MiB"),
+    (gpus(), {"sequence_length": 16384}, r"knows 8192 positions"),
+    (gpus(), {"strategy": "zero3-nvme"}, "set nvme_path"),
+]
+
+
+@pytest.mark.parametrize(("cluster", "settings", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
+def test_contradictions_are_refused_with_what_to_do(
+    cluster: Cluster, settings: dict[str, Any], sentence: str, folders: dict[str, str]
+) -> None:
+    with pytest.raises(UserError, match=sentence):
+        plan(folders["tiny"], cluster, **settings)
+
+
+def test_old_gpus_compute_in_fp16(folders: dict[str, str]) -> None:
+    assert plan(folders["tiny"], gpus(accelerator="v100-32gb")).choice.precision == "fp16"
+
+
+def test_more_nodes_only_where_they_are_needed(folders: dict[str, str]) -> None:
+    small = gpus(accelerator="a10", memory_gib_per_node=64.0, processes_per_node=4, max_nodes=8)
+    assert plan(folders["eight"], small, sequence_length=2048).choice.nodes > 1
+
+
+def test_resources_are_at_most_a_node(folders: dict[str, str]) -> None:
+    for cluster, model in ((CPU, "tiny"), (gpus(), "eight")):
+        for asked in plan(folders[model], cluster).resources.values():
+            assert 1 <= asked.memory_gib <= cluster.memory_gib_per_node
+            assert 1 <= asked.cpus <= cluster.cpus_per_node

@@ -1,0 +1,57 @@
+"""Tensor parallelism: what is refused, and how ranks and batches are counted."""
+
+from typing import Any
+
+import pytest
+
+from shardmake.core.errors import UserError
+from shardmake.plan.planner import choices, resolve
+from shardmake.plan.tensor_parallel import check_tensor_parallel
+from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+
+
+@pytest.mark.parametrize(
+    ("run", "cluster", "model", "words"),
+    [
+        ({"strategy": "auto"}, {}, {}, "strategy auto: take zero1 or zero2"),
+        ({"strategy": "zero3"}, {}, {}, "strategy zero3: take zero1 or zero2"),
+        ({"strategy": "fsdp"}, {}, {}, "could not be resumed"),
+        ({"strategy": "fsdp", "script": "x.py", "fsdp_version": 1}, {}, {}, "only FSDP2"),
+        ({"strategy": "zero1", "method": "lora"}, {}, {}, "method lora"),
+        ({"strategy": "zero1", "engine": "loop"}, {}, {}, "engine loop"),
+        ({"strategy": "zero1"}, {"processes_per_node": 3}, {}, "3 ranks a node are no multiple of 2"),
+        ({"strategy": "zero1"}, {}, {"num_key_value_heads": 1}, "1 key-value heads"),
+        (
+            {"strategy": "zero1"},
+            {},
+            {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16},
+            "5 attention heads",
+        ),
+    ],
+)
+def test_refused(run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(**cluster), make_model(**model))
+
+
+@pytest.mark.parametrize("run", [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "fsdp", "script": "x.py"}])
+def test_allowed(run: dict[str, Any]) -> None:
+    check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(), make_model())
+
+
+def test_a_group_counts_as_one_reader() -> None:
+    choice = make_plan("zero1", tensor_parallel=2).choice
+    assert (choice.world_size, choice.data_parallel, choice.global_batch_size) == (4, 2, 8)
+    assert choice.readers == "2 groups of 2 ranks"
+
+
+def test_choices_keep_the_global_batch(tmp_path: Any) -> None:
+    import json
+
+    from tests.unit.plans import LLAMA
+
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    run = make_run(model=str(tmp_path), strategy="zero1", tensor_parallel=2)
+    found = list(choices(resolve(run, make_cluster(processes_per_node=4))))
+    assert found and {choice.global_batch_size for choice in found} == {16}
+    assert {choice.data_parallel for choice in found} == {2}

@@ -1,0 +1,191 @@
+import errno
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.atomic import read_json
+from shardmake.core.errors import UserError
+from shardmake.core.manifest import read_folder
+from shardmake.push.stage import push
+from tests.finished_run import MODEL, PLOTS, make_run, make_rundir, write_model
+
+
+@pytest.fixture(autouse=True)
+def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+RUN = make_run(push={"to": "file:published/chat"})
+
+
+def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    receipt = push(RUN, rundir)
+    published = tmp_path / "published" / "chat"
+    assert read_folder(published).keys() == {*MODEL, "README.md", *PLOTS, "SHA256SUMS"}
+    assert all((published / name).read_bytes() == content for name, content in MODEL.items())
+    assert [path.name for path in published.parent.iterdir()] == ["chat"]
+    assert receipt == read_json(rundir.push_receipt, "")
+    assert receipt["destinations"] == [{"to": "file:published/chat"}]
+    assert {name: entry["sha256"] for name, entry in receipt["files"].items()} == {
+        name: entry.sha256 for name, entry in read_folder(published).items()
+    }
+
+
+def test_it_says_where_the_model_goes_and_that_it_arrived(tmp_path: Path) -> None:
+    said: list[str] = []
+    push(RUN, make_rundir(tmp_path), said.append)
+    assert re.fullmatch(r"Pushing 12 files, 0\.5 MB to file:published/chat\.", said[0])
+    assert said[1:] == ["file:published/chat holds the model; every file was read back and compared."]
+
+
+def test_sha256sum_accepts_the_published_checksums(tmp_path: Path) -> None:
+    push(RUN, make_rundir(tmp_path))
+    subprocess.run(["sha256sum", "--check", "--strict", "--quiet", "SHA256SUMS"], cwd="published/chat", check=True)
+
+
+def test_the_same_content_again_touches_nothing(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    before = {path: path.stat() for path in [*Path("published/chat").rglob("*"), rundir.push_receipt]}
+    push(RUN, rundir)
+    assert {path: path.stat().st_ino for path in before} == {path: stat.st_ino for path, stat in before.items()}
+    assert {path: path.stat().st_mtime_ns for path in before} == {path: s.st_mtime_ns for path, s in before.items()}
+
+
+def test_a_new_model_replaces_the_old_one_whole(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
+    push(RUN, rundir)
+    assert read_folder(Path("published/chat")).keys() == {
+        "config.json",
+        "model.safetensors",
+        "README.md",
+        *PLOTS,
+        "SHA256SUMS",
+    }
+    assert [path.name for path in Path("published").iterdir()] == ["chat"]
+
+
+@pytest.mark.parametrize("foreign", ["notes.txt", "sub/results.csv", "config.json"])
+def test_a_folder_with_other_files_is_refused_and_stays(tmp_path: Path, foreign: str) -> None:
+    file = tmp_path / "published" / "chat" / foreign
+    file.parent.mkdir(parents=True)
+    file.write_text("mine")
+    with pytest.raises(UserError, match=rf"published/chat holds files .*{foreign}.*Choose another folder in push\.to"):
+        push(RUN, make_rundir(tmp_path))
+    assert file.read_text() == "mine"
+
+
+def test_a_file_added_to_a_published_model_is_not_lost(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    Path("published/chat/notes.txt").write_text("mine")
+    write_model(rundir, {"config.json": b"{}"})
+    with pytest.raises(UserError, match=r"notes\.txt"):
+        push(RUN, rundir)
+
+
+def test_an_unwritable_place_says_so(tmp_path: Path) -> None:
+    (tmp_path / "published").write_text("a file where a folder should be")
+    rundir = make_rundir(tmp_path)
+    with pytest.raises(
+        UserError, match=r"cannot be written to published/chat: File exists \(published\)\. Make that folder"
+    ):
+        push(RUN, rundir)
+    assert not rundir.push_receipt.exists()
+
+
+def test_a_place_without_room_says_what_it_lacks(tmp_path: Path) -> None:
+    point = tmp_path / "published"
+    point.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", point], check=True)
+    try:
+        with pytest.raises(
+            UserError, match=r"The model needs 0 MiB, and published has 0 MiB left \(free on the file system\)\. Free"
+        ):
+            push(RUN, make_rundir(tmp_path))
+        assert not list(point.iterdir())
+    finally:
+        subprocess.run(["umount", "--lazy", point], check=True)
+
+
+def test_a_quota_that_runs_out_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = shutil.copyfile
+
+    def run_out(source: Path, target: Path) -> Path:
+        if source.suffix == ".safetensors":
+            raise OSError(errno.EDQUOT, "Disk quota exceeded", str(target))
+        return copy(source, target)
+
+    monkeypatch.setattr("shutil.copyfile", run_out)
+    with pytest.raises(UserError, match=r"Disk quota exceeded .*\. Free some space there, or choose another"):
+        push(RUN, make_rundir(tmp_path))
+    assert not list(Path("published").iterdir())
+
+
+def test_a_damaged_target_is_repaired(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    Path("published/chat/config.json").write_text("damaged")
+    push(RUN, rundir)
+    assert Path("published/chat/config.json").read_bytes() == MODEL["config.json"]
+
+
+def _dead_process() -> int:
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    return child.pid
+
+
+def test_what_a_killed_push_left_is_settled(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    stem = f".chat.{os.uname().nodename}.{_dead_process()}"
+    half = Path("published", f"{stem}.pushing")
+    half.mkdir()
+    (half / "config.json").write_text("half")
+    Path("published/chat").rename(Path("published", f"{stem}.retired"))
+    inode = Path("published", f"{stem}.retired").stat().st_ino
+    push(RUN, rundir)
+    assert [path.name for path in Path("published").iterdir()] == ["chat"]
+    assert Path("published/chat").stat().st_ino == inode, "the old folder came back and needed no new copy"
+
+
+def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    rundir.model_receipt.write_text('{"files": {}}')
+    with pytest.raises(UserError, match=r"holds no verification.*shardmake consolidate chat"):
+        push(RUN, rundir)
+    rundir.model_receipt.unlink()
+    with pytest.raises(UserError, match="shardmake consolidate chat"):
+        push(RUN, rundir)
+    assert not Path("published").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda model: (model / "config.json").unlink(), "config.json is missing"),
+        (lambda model: (model / "config.json").write_text("x"), "config.json has 1 bytes instead of 24"),
+        (lambda model: (model / "tokenizer.json").write_text("[]\n"), "tokenizer.json has other content"),
+        (lambda model: (model / "extra.bin").write_text("x"), "extra.bin is not in the receipt"),
+    ],
+)
+def test_a_model_that_is_not_the_verified_one_is_not_pushed(tmp_path: Path, change: object, complaint: str) -> None:
+    rundir = make_rundir(tmp_path)
+    assert callable(change)
+    change(rundir.model)
+    with pytest.raises(UserError, match=complaint):
+        push(RUN, rundir)
+
+
+def test_a_run_without_a_destination_says_what_to_add(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no push\.to"):
+        push(make_run(), make_rundir(tmp_path))

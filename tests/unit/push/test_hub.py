@@ -1,0 +1,275 @@
+import hashlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.errors import UserError
+from shardmake.push.stage import push
+from shardmake.run.paths import RunDir
+from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
+from tests.hub import READER, WRITER, FakeHub
+
+RUN = make_run(push={"to": "hub:lab/chat"})
+
+
+@pytest.fixture(params=["basic", "multipart"])
+def transfer(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with FakeHub(tmp_path / "hub") as server:
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
+        monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0, 0.0))
+        monkeypatch.setenv("HF_ENDPOINT", server.url)
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        yield server
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return make_rundir(tmp_path)
+
+
+def contents(hub: FakeHub, revision: str = "main") -> dict[str, bytes]:
+    files = hub.files("lab/chat", revision)
+    return {name: hub.content("lab/chat", name, revision) for name in files if name != ".gitattributes"}
+
+
+def test_the_repository_is_private_and_holds_the_model(hub: FakeHub, rundir: RunDir, transfer: str) -> None:
+    hub.transfer = transfer
+    receipt = push(RUN, rundir)
+    assert hub.repositories["lab/chat"].private
+    found = contents(hub)
+    assert {name: found[name] for name in MODEL} == MODEL
+    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
+    commit = hub.repositories["lab/chat"].refs["main"]
+    assert receipt["destinations"] == [
+        {"to": "hub:lab/chat", "url": f"{hub.url}/lab/chat/tree/{commit}", "commit": commit}
+    ]
+
+
+def test_readers_see_the_model_with_one_commit(hub: FakeHub, rundir: RunDir) -> None:
+    push(RUN, rundir)
+    assert len(hub.repositories["lab/chat"].commits) == 2, "the initial one and the model"
+
+
+def test_through_xet(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    hub.transfer = "xet"
+    push(RUN, rundir)
+    assert hub.asked("xet-write-token") and not hub.asked("info/lfs")
+    assert WEIGHTS.keys() < hub.files("lab/chat").keys()
+
+
+def test_the_same_content_again_makes_no_commit_and_sends_nothing(hub: FakeHub, rundir: RunDir) -> None:
+    first = push(RUN, rundir)
+    hub.requests.clear()
+    assert push(RUN, rundir) == first
+    assert not hub.asked("PUT|/commit/|/repos/create|lfs")
+
+
+def test_only_what_changed_is_sent_and_old_files_go(hub: FakeHub, rundir: RunDir) -> None:
+    push(RUN, rundir)
+    hub.requests.clear()
+    first = next(iter(WEIGHTS))
+    write_model(rundir, {"config.json": MODEL["config.json"], first: WEIGHTS[first], "new.safetensors": b"new"})
+    push(RUN, rundir)
+    assert contents(hub).keys() == {"config.json", first, "new.safetensors", "README.md", *PLOTS, "SHA256SUMS"}
+    assert len(hub.asked("PUT")) == 1
+
+
+@pytest.mark.parametrize(
+    ("request_", "times"),
+    [
+        ("POST /api/repos/create", 3),
+        ("POST .*/preupload/", 1),  # the client waits a second before each try of these
+        ("POST .*/objects/batch", 1),
+        ("PUT /put/", 3),
+        ("POST .*/commit/", 3),
+        ("/tree/", 1),
+    ],
+)
+@pytest.mark.parametrize("status", [429, 503])
+def test_an_overloaded_hub_is_outlasted(hub: FakeHub, rundir: RunDir, request_: str, times: int, status: int) -> None:
+    hub.fail(request_, times=times, status=status)
+    push(RUN, rundir)
+    assert {name: contents(hub)[name] for name in MODEL} == MODEL
+
+
+@pytest.mark.parametrize("request_", ["PUT /put/", "POST .*/commit/", "GET .*/tree/"])
+def test_a_connection_cut_in_the_middle_is_taken_up_again(hub: FakeHub, rundir: RunDir, request_: str) -> None:
+    hub.cut(request_)
+    push(RUN, rundir)
+    assert {name: contents(hub)[name] for name in MODEL} == MODEL
+
+
+def test_what_arrived_before_the_cut_is_not_sent_again(hub: FakeHub, rundir: RunDir) -> None:
+    hub.cut("POST .*/commit/")
+    push(RUN, rundir)
+    assert len(hub.asked("PUT /put/")) == len(WEIGHTS)
+
+
+def sent(hub: FakeHub) -> Counter[str]:
+    """Bytes that arrived at the hub since it was last asked, by SHA-256."""
+    found: Counter[str] = Counter()
+    for sha256, size in hub.received:
+        found[sha256] += size
+    hub.received.clear()
+    return found
+
+
+def test_a_network_that_goes_in_the_middle_costs_one_file_at_most(
+    hub: FakeHub, rundir: RunDir, transfer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of eight shards one breaks off again and again: nobody sees anything of the others, and they are not sent again."""
+    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
+    monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _: None)
+    shards = {f"model-{n}.safetensors": bytes([n]) * 200_000 for n in range(8)}
+    write_model(rundir, {"config.json": b"{}", **shards})
+    lost = hashlib.sha256(shards["model-4.safetensors"]).hexdigest()
+    hub.transfer = transfer
+    hub.cut(f"P[OU][ST]T? /(put|part)/{lost}", times=99)
+    with pytest.raises(UserError, match=r"The push to hub:lab/chat failed.*\nNothing is lost.*Push again"):
+        push(RUN, rundir)
+    assert not contents(hub)
+    sizes = {hashlib.sha256(content).hexdigest(): len(content) for content in shards.values()}
+    arrived = {sha256 for sha256 in sizes if hub.object(sha256).exists()}
+    assert lost not in arrived and arrived
+    sent(hub)
+    hub.faults.clear()
+    push(RUN, rundir)
+    assert sent(hub) == {sha256: size for sha256, size in sizes.items() if sha256 not in arrived}
+    assert {name: contents(hub)[name] for name in shards} == shards
+
+
+def test_a_commit_in_between_is_noticed_and_built_upon(hub: FakeHub, rundir: RunDir) -> None:
+    hub.fail("POST .*/commit/", status=412, message="A commit has happened since.")
+    push(RUN, rundir)
+    assert {name: contents(hub)[name] for name in MODEL} == MODEL
+
+
+def test_a_file_lost_after_the_commit_is_pushed_again(hub: FakeHub, rundir: RunDir) -> None:
+    hub.lose.append(next(iter(WEIGHTS)))
+    push(RUN, rundir)
+    assert contents(hub).keys() > MODEL.keys()
+
+
+def test_a_hub_that_keeps_losing_files_is_an_error(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
+    hub.lose.append("config.json")
+    with pytest.raises(UserError, match=r"lacks or holds other content for: config\.json"):
+        push(RUN, rundir)
+    assert not rundir.push_receipt.exists()
+
+
+def test_a_branch_is_made_and_main_stays(hub: FakeHub, rundir: RunDir) -> None:
+    run = make_run(push={"to": "hub:lab/chat", "revision": "try-2"})
+    push(run, rundir)
+    assert hub.files("lab/chat").keys() == {".gitattributes"}
+    assert contents(hub, "try-2").keys() > MODEL.keys()
+    hub.requests.clear()
+    push(run, rundir)
+    assert not hub.asked("/commit/")
+
+
+def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir: RunDir) -> None:
+    run = make_run(push={"to": "hub:lab/chat", "pull_request": True})
+    first = push(run, rundir)
+    assert hub.files("lab/chat").keys() == {".gitattributes"}
+    assert contents(hub, "refs/pr/1").keys() > MODEL.keys()
+    assert push(run, rundir) == first
+    write_model(rundir, {**MODEL, "config.json": b"{}"})
+    push(run, rundir)
+    assert contents(hub, "refs/pr/1")["config.json"] == b"{}"
+    assert hub.repositories["lab/chat"].requests == ["Push model"]
+
+
+def test_another_model_under_the_name_is_not_overwritten(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/chat", {"config.json": b"{}", "README.md": b"theirs"}, private=True)
+    with pytest.raises(UserError, match=r"The name hub:lab/chat is taken.*config\.json.*Choose another name"):
+        push(RUN, rundir)
+    assert contents(hub)["config.json"] == b"{}"
+
+
+def test_a_card_written_on_the_web_is_replaced(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/chat", {"README.md": b"made with the new-model form"}, private=True)
+    push(RUN, rundir)
+    assert contents(hub).keys() > MODEL.keys()
+
+
+def test_a_public_repository_is_refused_where_private_was_asked(hub: FakeHub, rundir: RunDir) -> None:
+    hub.add("lab/chat", {"README.md": b""})
+    with pytest.raises(UserError, match=r"is public.*private: false"):
+        push(RUN, rundir)
+    push(make_run(push={"to": "hub:lab/chat", "private": False}), rundir)
+    assert contents(hub).keys() > MODEL.keys()
+
+
+@pytest.mark.parametrize(
+    ("token", "advice"),
+    [
+        (READER, "rights to write.*\n.*Take a token with write permission, ask lab for the right"),
+        ("hf_expired", "Invalid credentials.*\n.*Make a new one with write permission and run `hf auth login`"),
+    ],
+)
+def test_a_token_that_does_not_do(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, token: str, advice: str
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    with pytest.raises(UserError, match=advice) as caught:
+        push(RUN, rundir)
+    assert token not in str(caught.value)
+
+
+def test_no_token(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HF_TOKEN")
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
+    with pytest.raises(UserError, match=r"needs a token with write permission. Run `hf auth login`, or set HF_TOKEN"):
+        push(RUN, rundir)
+
+
+def test_offline_switches_are_named(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"):
+        push(RUN, rundir)
+
+
+@pytest.mark.parametrize(("request_", "status"), [("POST .*/preupload/", 402), ("POST .*/objects/batch", 403)])
+def test_storage_used_up_says_so(hub: FakeHub, rundir: RunDir, request_: str, status: int) -> None:
+    hub.fail(request_, status=status, message="Private repository storage limit reached, please upgrade your plan")
+    with pytest.raises(UserError, match=r"storage limit reached.*\n.*Free some space"):
+        push(RUN, rundir)
+
+
+def test_metadata_that_the_hub_does_not_take(hub: FakeHub, rundir: RunDir) -> None:
+    hub.card_errors.append('"license" must be one of ...')
+    with pytest.raises(
+        UserError, match=r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub does not take'
+    ):
+        push(RUN, rundir)
+
+
+def test_a_hub_that_is_gone(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"The push to hub:lab/chat failed: .*refused.*\nNothing is lost.*Push again"):
+        push(RUN, rundir)
+
+
+def test_one_destination_down_does_not_keep_the_others_waiting(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = make_run(push={"to": ["hub:lab/chat", "file:published/chat"]})
+    hub.fail("POST /api/repos/create", times=9, status=403, message="no right")
+    with pytest.raises(UserError, match="no right"):
+        push(run, rundir)
+    assert Path("published/chat/config.json").exists() and not rundir.push_receipt.exists()
+    hub.faults.clear()
+    assert [d["to"] for d in push(run, rundir)["destinations"]] == ["hub:lab/chat", "file:published/chat"]

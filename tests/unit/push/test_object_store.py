@@ -1,0 +1,181 @@
+"""Pushes to S3, served by moto on the loopback."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import pytest
+from moto.server import ThreadedMotoServer
+
+from shardmake.core.errors import UserError
+from shardmake.push import object_store
+from shardmake.push.stage import push
+from shardmake.run.paths import RunDir
+from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
+
+URL = "s3://lab/models/chat"
+RUN = make_run(push={"to": URL})
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    yield f"http://{host}:{port}"
+    moto.stop()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The bucket ``lab``, empty, as boto3 sees it."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0))
+    monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
+    monkeypatch.chdir(tmp_path)
+    fsspec.filesystem("s3").clear_instance_cache()
+    found = boto3.resource("s3").create_bucket(Bucket="lab")
+    yield found
+    found.objects.all().delete()
+    found.delete()
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return make_rundir(tmp_path)
+
+
+def contents(bucket: Any) -> dict[str, bytes]:
+    return {item.key.removeprefix("models/chat/"): item.get()["Body"].read() for item in bucket.objects.all()}
+
+
+def written(bucket: Any) -> dict[str, Any]:
+    return {item.key: item.last_modified for item in bucket.objects.all()}
+
+
+def test_the_prefix_holds_the_model_and_its_checksums(bucket: Any, rundir: RunDir) -> None:
+    receipt = push(RUN, rundir)
+    found = contents(bucket)
+    assert {name: found[name] for name in MODEL} == MODEL
+    assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
+    assert receipt["destinations"] == [{"to": URL}]
+
+
+def test_the_same_content_again_writes_and_reads_no_model(
+    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(RUN, rundir)
+    before = written(bucket)
+    monkeypatch.setattr(object_store._Place, "digest", lambda *_: pytest.fail("read back without need"))
+    push(RUN, rundir)
+    assert written(bucket) == before
+
+
+def test_a_new_model_replaces_the_old_one(bucket: Any, rundir: RunDir) -> None:
+    push(RUN, rundir)
+    write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
+    push(RUN, rundir)
+    assert contents(bucket).keys() == {"config.json", "model.safetensors", "README.md", *PLOTS, "SHA256SUMS"}
+
+
+def test_a_prefix_with_other_files_is_refused(bucket: Any, rundir: RunDir) -> None:
+    bucket.put_object(Key="models/chat/notes.txt", Body=b"mine")
+    with pytest.raises(UserError, match=r"s3://lab/models/chat holds files .*notes\.txt.*Choose another prefix"):
+        push(RUN, rundir)
+    assert contents(bucket) == {"notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("name", [*WEIGHTS, "config.json"])
+def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
+    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    push(RUN, rundir)
+    write_model(rundir, {**MODEL, **dict.fromkeys(WEIGHTS, b"new"), "config.json": b"new"})
+    send = object_store._send
+
+    def cut(bundle: Any, place: Any, which: str) -> None:
+        if which == name:
+            raise ConnectionError("the network is gone")
+        send(bundle, place, which)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(object_store, "_send", cut)
+        with pytest.raises(UserError, match=r"the network is gone\nNothing is lost.*Push again"):
+            push(RUN, rundir)
+    assert "SHA256SUMS" not in contents(bucket)
+    assert (contents(bucket)["config.json"] == b"new") is False, "what loaders look at first comes after the weights"
+    push(RUN, rundir)
+    found = contents(bucket)
+    assert found["config.json"] == b"new" and "SHA256SUMS" in found and object_store.UNFINISHED not in found
+
+
+def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_store._Place, "digest", lambda *_: "0" * 64)
+    with pytest.raises(UserError, match="does not read back as it was sent"):
+        push(RUN, rundir)
+    assert "SHA256SUMS" not in contents(bucket) and not rundir.push_receipt.exists()
+
+
+def test_the_receipt_holds_the_versions_that_the_bucket_keeps(bucket: Any, rundir: RunDir) -> None:
+    bucket.Versioning().enable()
+    receipt = push(RUN, rundir)
+    (place,) = receipt["destinations"]
+    assert place["versions"].keys() == receipt["files"].keys()
+    kept = {name: bucket.Object(f"models/chat/{name}").version_id for name in MODEL}
+    assert kept == {name: place["versions"][name] for name in MODEL}
+    assert push(RUN, rundir) == receipt, "and makes no new ones"
+    bucket.object_versions.delete()
+
+
+def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UserError, match=r"credentials.*\nGive credentials that may list, .* run `aws configure`"):
+        push(RUN, rundir)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (PermissionError("Access Denied"), "Give credentials that may list, read, write and delete there"),
+        (OSError("QuotaExceeded: the bucket's quota is reached"), "The place is full. Free some space there"),
+        (OSError(28, "No space left on device"), "The place is full. Free some space there"),
+        (ConnectionError("Connection reset by peer"), "Nothing is lost: what was sent stays. Push again."),
+    ],
+)
+def test_what_a_store_refuses_is_answered_with_what_to_do(
+    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, error: Exception, advice: str
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(object_store, "_send", refuse)
+    with pytest.raises(UserError, match=rf"The push to s3://lab/models/chat failed: .*\n{advice}"):
+        push(RUN, rundir)
+
+
+def test_a_bucket_that_is_not_there(bucket: Any, rundir: RunDir) -> None:
+    with pytest.raises(UserError, match=r"The push to s3://other/chat failed.*\nMake the bucket first"):
+        push(make_run(push={"to": "s3://other/chat"}), rundir)
+
+
+def test_a_protocol_whose_package_is_missing(bucket: Any, rundir: RunDir) -> None:
+    with pytest.raises(UserError, match=r"Install the package that fsspec needs for gs://"):
+        push(make_run(push={"to": "gs://lab/chat"}), rundir)
+
+
+def test_any_file_system_does(bucket: Any, rundir: RunDir) -> None:
+    push(make_run(push={"to": "memory://models/chat"}), rundir)
+    files = fsspec.filesystem("memory")
+    assert files.cat_file("/models/chat/config.json") == MODEL["config.json"]
+    files.rm("/models", recursive=True)

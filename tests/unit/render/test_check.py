@@ -1,0 +1,188 @@
+"""The libraries' own parsers: what they accept, what they refuse, what they drop without a word."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from shardmake.config.models import STRATEGIES, Strategy
+from shardmake.core.errors import UserError
+from shardmake.plan.tensor_parallel import AUTOTP, FSDP
+from shardmake.render.accelerate_file import IGNORED_IN_FILE
+from shardmake.render.check import Files, check_rendered
+from shardmake.render.stage import launch_flags, render_files
+from shardmake.run.plan import Choice
+from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+
+
+def render(strategy: Strategy, **settings: Any) -> Files:
+    return render_files(make_plan(strategy), make_run(**settings), make_cluster(), make_model(), Path("plan"))
+
+
+def check(strategy: Strategy, files: Files) -> None:
+    plan = make_plan(strategy)
+    flags = launch_flags(plan, machine_rank=1, address="localhost", port=1)
+    check_rendered(files, plan.choice, make_model().hidden_size, flags, "/tmp")
+
+
+WORLD_SIZE = 4
+choices = st.builds(
+    Choice,
+    strategy=st.sampled_from(STRATEGIES),
+    gradient_checkpointing=st.booleans(),
+    micro_batch_size=st.integers(1, 64),
+    gradient_accumulation_steps=st.integers(1, 64),
+    nodes=st.sampled_from([1, 2]),
+    processes_per_node=st.just(1),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+    tensor_parallel=st.sampled_from([1, 2]),
+).map(lambda choice: possible(choice))
+
+
+def possible(choice: Choice) -> Choice:
+    """``choice`` on the ranks that there are, with tensor parallelism only where it goes."""
+    size = choice.tensor_parallel if choice.strategy in (*AUTOTP, *FSDP) else 1
+    return choice.model_copy(update={"processes_per_node": WORLD_SIZE // choice.nodes, "tensor_parallel": size})
+
+
+runs = st.fixed_dictionaries(
+    {
+        "fsdp_version": st.sampled_from([1, 2]),
+        "deepspeed_values": st.sampled_from(["auto", "explicit"]),
+        "optimizer": st.sampled_from(["adamw", "adafactor", "sgd"]),
+        "scheduler": st.sampled_from(["cosine", "linear", "constant", "constant_with_warmup"]),
+        "warmup_ratio": st.floats(0, 1),
+        "max_grad_norm": st.floats(0.1, 10),
+        "method": st.sampled_from(["full", "lora"]),
+        "eval_every_steps": st.none() | st.integers(1, 100),
+    }
+)
+accelerators = st.sampled_from(["cpu", "a100-80gb"])
+
+
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
+@given(drawn=st.lists(st.tuples(choices, runs, accelerators), min_size=24, max_size=24))
+def test_whatever_is_rendered_is_understood(drawn: list[tuple[Choice, dict[str, Any], str]]) -> None:
+    """All three parsers accept every plan and agree with it; every strategy is among them."""
+    drawn += [(make_plan(strategy).choice, {}, "a100-80gb") for strategy in STRATEGIES]
+    requests = [make_request(choice, settings, accelerator) for choice, settings, accelerator in drawn]
+    answers = ask_many(requests)
+    assert [(answer, request["choice"]) for answer, request in zip(answers, requests, strict=True) if answer] == []
+
+
+def make_request(choice: Choice, settings: dict[str, Any], accelerator: str) -> dict[str, Any]:
+    plan = make_plan("ddp").model_copy(update={"choice": choice})
+    run = make_run(global_batch_size=choice.global_batch_size, **settings)
+    model = make_model()
+    files = render_files(plan, run, make_cluster(accelerator=accelerator), model, Path("plan"))
+    flags = launch_flags(plan, machine_rank=0, address="localhost", port=1)
+    size = model.hidden_size
+    return {"files": asdict(files), "choice": choice.model_dump(), "hidden_size": size, "flags": flags}
+
+
+def ask_many(requests: list[dict[str, Any]]) -> list[list[str]]:
+    """The libraries' answers, all from one process of their own."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "requests.json")
+        path.write_text(json.dumps(requests))
+        command = [sys.executable, "-m", "tests.unit.check_many", str(path), str(WORLD_SIZE)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(path.read_text())
+
+
+def test_every_parser_complains_about_its_own_file() -> None:
+    files = render("zero2")
+    broken = replace(
+        files,
+        accelerate=files.accelerate | {"num_processes": 3, "same_network": True},
+        deepspeed=files.deepspeed
+        | {"gradient_accumulation_steps": 3, "gradient_clipping": "auto", "zero_optimisation": {}},
+        training={**files.training, "arguments": files.training["arguments"] | {"bf16": False}},
+    )
+    with pytest.raises(UserError) as refusal:
+        check("zero2", broken)
+    message = str(refusal.value)
+    assert "accelerate.yaml: processes per node is understood as 1; planned is 2" in message
+    assert "accelerate.yaml: accelerate ignores same_network" in message
+    assert "deepspeed.json: train_batch_size is understood as 24; planned is 16" in message
+    assert "ds gradient_accumulation_steps=3 vs hf gradient_accumulation_steps=2" in message
+    assert "ds bf16.enabled=True vs hf bf16|bf16_full_eval=False" in message
+    assert "deepspeed.json: DeepSpeed ignores zero_optimisation" in message
+    assert "gradient_clipping" not in message
+
+
+def test_misspelt_keys_are_refused() -> None:
+    files = render("zero3")
+    zero = files.deepspeed["zero_optimization"] | {"stage3_prefetch_bucket": 1}
+    broken = replace(
+        files,
+        accelerate=files.accelerate | {"num_machine": 2},
+        deepspeed=files.deepspeed | {"zero_optimization": zero},
+        training={**files.training, "arguments": files.training["arguments"] | {"learnig_rate": 1.0}},
+    )
+    with pytest.raises(UserError, match=r"(?s)num_machine.*stage3_prefetch_bucket.*learnig_rate"):
+        check("zero3", broken)
+
+
+def test_ignored_keys_are_those_of_the_installed_accelerate(tmp_path: Path) -> None:
+    """Every flat key of the file, written with another value than its default; some do not reach the arguments."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    plain = render("ddp").accelerate
+    fields = [name for name in ClusterConfig.__dataclass_fields__ if not name.endswith("_config")]
+    others = {name: _another_value(name) for name in fields if name not in plain and name != "debug"}
+    path = tmp_path / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(plain | others))
+    launched, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "x.py"]))
+    lost = {name for name, value in others.items() if getattr(launched, name) != value}
+    assert {name for name in lost if not name.startswith("tpu_")} == set(IGNORED_IN_FILE)
+
+
+def _another_value(name: str) -> object:
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    default = ClusterConfig.__dataclass_fields__[name].default
+    return not default if isinstance(default, bool) else 7 if name.endswith(("port", "rank")) else "other"
+
+
+@pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if strategy.startswith("zero")])
+def test_auto_and_explicit_give_the_same_engine(strategy: Strategy) -> None:
+    """What Trainer makes of the file with "auto" is, key by key, the explicit file."""
+    from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
+
+    explicit, auto = render(strategy), render(strategy, deepspeed_values="auto")
+    assert auto.deepspeed["zero_optimization"]["reduce_bucket_size"] == "auto"
+    read = HfTrainerDeepSpeedConfig(auto.deepspeed)
+    read.trainer_config_process(_Arguments(explicit.training["arguments"]))
+    read.trainer_config_finalize(_Arguments(explicit.training["arguments"]), _Sized(), 10)
+    assert read.config == explicit.deepspeed
+
+
+class _Arguments:
+    """As much of TrainingArguments as the DeepSpeed integration reads, without its device."""
+
+    fp16_full_eval = bf16_full_eval = save_on_each_node = False
+    world_size = 4
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        self.__dict__.update(values)
+
+    def get_warmup_steps(self, steps: int) -> int:
+        return int(self.__dict__["warmup_steps"])
+
+
+class _Sized:
+    class config:  # noqa: N801
+        hidden_size = make_model().hidden_size

@@ -1,0 +1,182 @@
+"""What is rendered, strategy by strategy, and what holds for every plan.
+
+The golden files are read by people too. After a change that is meant: UPDATE_GOLDEN=1 pytest tests/unit/render/test_stage.py
+"""
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmake.config.models import STRATEGIES, Cluster, Strategy
+from shardmake.config.strategies import ENGINES
+from shardmake.core.errors import UserError
+from shardmake.core.nvme import remove_swapped, swap_folder
+from shardmake.memory.buckets import param_buffer_size
+from shardmake.render.check import Files
+from shardmake.render.deepspeed_file import FILLED_BY_TRAINER, with_auto
+from shardmake.render.stage import as_yaml, launch_command, render, render_files
+from shardmake.run.plan import Choice, Plan
+from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+
+GOLDEN = Path(__file__).parent / "golden"
+FOLDER = Path("/lab/runs/docs-chat/train/attempts/001")
+GPU = {"accelerator": "a100-80gb", "memory_gib_per_node": 512.0}
+CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    **{strategy: (strategy, {}, {}, GPU) for strategy in STRATEGIES},
+    "fsdp1": ("fsdp", {}, {"fsdp_version": 1}, GPU),
+    "fsdp1-hybrid": ("fsdp-hybrid", {}, {"fsdp_version": 1}, GPU),
+    "zero3-auto": ("zero3", {}, {"deepspeed_values": "auto"}, GPU),
+    "zero2-fp16-checkpointing": ("zero2", {"precision": "fp16", "gradient_checkpointing": True}, {}, GPU),
+    "zero3-cpu": ("zero3", {"precision": "fp32"}, {}, {}),
+    "zero1-tensor-parallel": ("zero1", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
+    "fsdp-tensor-parallel": ("fsdp", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
+    "fsdp1-offload": ("fsdp-offload", {}, {"fsdp_version": 1}, GPU),
+    "fsdp1-grad-op": ("fsdp-grad-op", {}, {"fsdp_version": 1}, GPU),
+    "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
+    "zero2-qlora-loop": ("zero2", {}, {"method": "qlora", "engine": "loop"}, GPU),
+    "ddp-lora-epochs": ("ddp", {}, {"method": "lora", "max_steps": None, "epochs": 3.0, "warmup_ratio": 1.0}, GPU),
+}
+
+
+def case(name: str) -> tuple[Plan, Files]:
+    strategy, choice, run, cluster = CASES[name]
+    plan = make_plan(strategy, **choice)
+    return plan, render_files(plan, make_run(**run), make_cluster(**cluster), make_model(), FOLDER)
+
+
+def as_text(plan: Plan, files: Files) -> str:
+    command = shlex.join(launch_command(plan, FOLDER, machine_rank=1, address="10.0.0.1", port=61000))
+    parts = {
+        "command on node 1": command.replace(sys.executable, "python") + "\n",
+        "accelerate.yaml": as_yaml(files.accelerate),
+        "deepspeed.json": json.dumps(files.deepspeed, indent=2) + "\n",
+        "training.json": json.dumps(files.training, indent=2) + "\n",
+    }
+    text = "\n".join(f"=== {title}\n{body}" for title, body in parts.items())
+    return text.replace(f"shardmake-{os.getuid()}", "shardmake-UID")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_golden(name: str) -> None:
+    path = GOLDEN / f"{name}.txt"
+    text = as_text(*case(name))
+    if os.environ.get("UPDATE_GOLDEN"):
+        path.write_text(text)
+    assert text == path.read_text()
+
+
+def test_golden_files_are_those_of_the_cases() -> None:
+    assert {path.stem for path in GOLDEN.glob("*.txt")} == set(CASES)
+
+
+def test_batch_of_another_plan_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="global_batch_size is 24, but the plan makes 16: 4 ranks x 2 sequences x 2"):
+        render(make_plan("ddp"), make_run(global_batch_size=24), make_cluster(), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_hybrid_sharding_needs_ranks_to_shard_over(tmp_path: Path) -> None:
+    plan = make_plan("fsdp-hybrid", processes_per_node=1, gradient_accumulation_steps=4)
+    with pytest.raises(UserError, match="one rank a node"):
+        render(plan, make_run(), make_cluster(), tmp_path)
+
+
+choices = st.builds(
+    Choice,
+    strategy=st.sampled_from(STRATEGIES),
+    gradient_checkpointing=st.booleans(),
+    micro_batch_size=st.integers(1, 64),
+    gradient_accumulation_steps=st.integers(1, 64),
+    nodes=st.integers(1, 32),
+    processes_per_node=st.integers(1, 8),
+    precision=st.sampled_from(["bf16", "fp16", "fp32"]),
+)
+clusters = st.builds(
+    make_cluster,
+    accelerator=st.sampled_from(["cpu", "a100-80gb"]),
+    memory_gib_per_node=st.floats(2.0, 4096.0),
+)
+versions = st.sampled_from([1, 2])
+
+
+@given(choice=choices, cluster=clusters, version=versions, hidden=st.integers(8, 16384))
+def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster, version: int, hidden: int) -> None:
+    plan = make_plan("ddp").model_copy(update={"choice": choice})
+    run = make_run(global_batch_size=choice.global_batch_size, fsdp_version=version)
+    model = make_model(hidden_size=hidden * 4)
+    files = render_files(plan, run, cluster, model, FOLDER)
+    arguments, expected = files.training["arguments"], files.training["expected"]
+    assert files.accelerate["num_processes"] == expected["world_size"] == choice.world_size
+    assert files.accelerate["distributed_type"] == ENGINES[choice.strategy].distributed_type
+    assert arguments["per_device_train_batch_size"] == choice.micro_batch_size
+    assert bool(files.deepspeed) == (expected["engine"] == "deepspeed")
+    if files.deepspeed:
+        assert files.deepspeed.get("tensor_parallel", {"autotp_size": 1}) == {"autotp_size": choice.tensor_parallel}
+        assert files.deepspeed["train_micro_batch_size_per_gpu"] == arguments["per_device_train_batch_size"]
+        assert files.deepspeed["gradient_accumulation_steps"] == arguments["gradient_accumulation_steps"]
+        assert files.deepspeed["gradient_clipping"] == arguments["max_grad_norm"]
+        assert files.deepspeed["bf16"]["enabled"] == arguments["bf16"]
+        assert files.deepspeed["zero_optimization"]["stage"] == expected["zero_stage"]
+    if choice.is_fsdp:
+        launched = files.accelerate["fsdp_config"]
+        assert launched["fsdp_activation_checkpointing"] == choice.gradient_checkpointing
+        assert launched["fsdp_version"] == arguments["fsdp_config"]["version"] == expected["fsdp_version"]
+    assert json.loads(json.dumps(files.training)) == files.training
+
+
+@given(choice=choices, cluster=clusters, hidden=st.integers(8, 16384))
+def test_swap_buffers_hold_the_largest_part_and_fit_the_ram(choice: Choice, cluster: Cluster, hidden: int) -> None:
+    choice = choice.model_copy(update={"strategy": "zero3-nvme"})
+    plan, model = make_plan("zero3-nvme").model_copy(update={"choice": choice}), make_model(hidden_size=hidden * 4)
+    zero = render_files(plan, make_run(), cluster, model, FOLDER).deepspeed["zero_optimization"]
+    assert zero["offload_param"]["buffer_size"] * choice.world_size >= model.largest_tensor
+    assert param_buffer_size(choice, model) - model.largest_tensor / choice.world_size <= 4096 + 1
+    ram = cluster.memory_gib_per_node * 2**30 / choice.processes_per_node
+    swapped = 4 * zero["offload_optimizer"]["buffer_count"] * zero["sub_group_size"]
+    assert swapped <= max(ram / 8, 16e6)
+    assert 2 * zero["offload_param"]["max_in_cpu"] <= ram / 8
+
+
+def test_swap_files_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    cluster = make_cluster(nvme_path=str(tmp_path), accelerator="a100-80gb")
+    values = render_files(make_plan("zero3-nvme"), make_run(), cluster, make_model(), FOLDER).deepspeed
+    swapped = Path(swap_folder(cluster.nvme_path, "docs-chat", FOLDER), "zero_stage_3/optimizer/rank0/exp_avg.swp")
+    others = Path(swap_folder(cluster.nvme_path, "another-run", FOLDER), "kept.swp")
+    for path in (swapped, others, tmp_path / "mine/kept.swp"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    remove_swapped(values)
+    values["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "mine")
+    remove_swapped(values)
+    remove_swapped({})
+    assert sorted(path for path in tmp_path.rglob("*.swp")) == sorted([others, tmp_path / "mine/kept.swp"])
+
+
+def test_swap_files_of_two_runs_of_one_name_lie_apart() -> None:
+    """Each attempt of a run finds what an earlier one left."""
+    mine, yours = Path("/home/a/runs/docs-chat"), Path("/home/b/runs/docs-chat")
+    folders = [mine / "train/attempts/001", mine / "train/attempts/002", mine / "plan", yours / "train/attempts/001"]
+    first, second, planned, other = (swap_folder(make_cluster().nvme_path, "docs-chat", folder) for folder in folders)
+    assert first == second == planned != other
+    assert swap_folder(None, "docs-chat", folders[0]) == ""
+
+
+def test_auto_replaces_exactly_what_trainer_fills_in() -> None:
+    _, files = case("zero3")
+    auto = with_auto(files.deepspeed)
+    changed = {key for key, value in _leaves(auto).items() if value != _leaves(files.deepspeed)[key]}
+    assert changed == set(FILLED_BY_TRAINER)
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found

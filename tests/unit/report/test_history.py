@@ -1,0 +1,34 @@
+from pathlib import Path
+
+import pytest
+
+from shardmake.report.history import Interruption, read_history
+from tests.finished_run import make_rundir, write_history
+
+
+def test_attempts_are_stitched_by_step(tmp_path: Path) -> None:
+    history = read_history(make_rundir(tmp_path))
+    assert history.series("loss")[0] == list(range(1, 61))
+    assert [span.world_size for span in history.spans] == [2, 2]
+    assert history.hours == pytest.approx(0.5) and history.device_hours == pytest.approx(1.0)
+
+
+def test_lost_time_runs_from_the_last_step_that_stayed_to_the_first_new_one(tmp_path: Path) -> None:
+    history = read_history(make_rundir(tmp_path))
+    assert history.interruptions == [Interruption(after_step=30, seconds=1260 - (60 + 29 * 20), why="interrupted")]
+
+
+def test_an_attempt_without_a_step_costs_device_hours_all_the_same(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    write_history(rundir, [(0, 360, range(0), "out of memory"), (360, 720, range(1, 10), "finished")])
+    history = read_history(rundir)
+    assert history.device_hours == pytest.approx(0.4)
+    assert history.interruptions == []
+
+
+def test_an_attempt_without_exit_records_lasts_as_long_as_its_steps(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    for record in rundir.attempts.glob("*/node-*.json"):
+        record.unlink()
+    spans = read_history(rundir).spans
+    assert (spans[0].started, spans[0].ended) == (60, 640)

@@ -1,0 +1,44 @@
+"""Every path of a run lies in its folder, each in a place of its own."""
+
+from pathlib import Path
+
+from shardmake.run.paths import RunDir
+
+PATHS = {
+    "sources": "sources.json",
+    "fetched": "fetched",
+    "weights_receipt": "fetched/weights.json",
+    "plan_folder": "plan",
+    "memory": "plan/memory.json",
+    "memory_figure": "plan/memory.svg",
+    "plan": "plan/plan.json",
+    "accelerate": "plan/accelerate.yaml",
+    "deepspeed": "plan/deepspeed.json",
+    "training": "plan/training.json",
+    "data": "data",
+    "data_receipt": "data/receipt.json",
+    "train": "train",
+    "job": "train/job.json",
+    "attempts": "train/attempts",
+    "checkpoints": "train/checkpoints",
+    "script_output": "train/output",
+    "metrics": "train/metrics.jsonl",
+    "resharded": "train/resharded",
+    "stop_file": "train/STOP",
+    "train_receipt": "train/receipt.json",
+    "model": "model",
+    "model_receipt": "model/receipt.json",
+    "evaluation": "evaluation.json",
+    "push_receipt": "push/receipt.json",
+    "figures": "figures",
+    "report": "report.html",
+}
+
+
+def test_the_layout_is_the_documented_one() -> None:
+    """Rules, people and other tools rely on these names."""
+    rundir = RunDir(Path("runs/docs-chat"))
+    properties = [name for name, value in vars(RunDir).items() if isinstance(value, property)]
+    found = {name: getattr(rundir, name) for name in properties if name != "name"}
+    assert found == {name: Path("runs/docs-chat") / path for name, path in PATHS.items()}
+    assert rundir.name == "docs-chat"

@@ -1,0 +1,75 @@
+"""The generated files are those of the models, and what they show is true."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from shardmake.config.models import Cluster, Config, Section, load_cluster, load_config
+from shardmake.memory.hardware import find_accelerator
+from tools import config_reference
+
+ROOT = Path(__file__).parents[3]
+GENERATED = ("workflow/schemas/config.schema.json", "workflow/schemas/cluster.schema.json", "config/README.md")
+
+
+def test_generated_files_are_up_to_date(tmp_path: Path) -> None:
+    """If this fails: python -m tools.config_reference"""
+    config_reference.write(tmp_path)
+    for name in GENERATED:
+        assert (ROOT / name).read_text() == (tmp_path / name).read_text(), (
+            f"{name} is stale: python -m tools.config_reference"
+        )
+    assert config_reference.write(tmp_path) == []
+
+
+@pytest.mark.parametrize("name", ["LAPTOP", "A100"])
+def test_the_examples_can_be_used(name: str, tmp_path: Path) -> None:
+    for part in ("CONFIG", "CLUSTER"):
+        (tmp_path / part).write_text(getattr(config_reference, f"{name}_{part}"))
+    assert load_config(tmp_path / "CONFIG").runs
+    cluster = load_cluster(tmp_path / "CLUSTER")
+    if cluster.accelerator != "cpu":
+        find_accelerator(cluster.accelerator)
+
+
+def sections(model: type[Section]) -> list[type[Section]]:
+    inner = [
+        a
+        for f in model.model_fields.values()
+        for a in re.findall(r"shardmake\.config\.models\.(\w+)", repr(f.annotation))
+    ]
+    from shardmake.config import models
+
+    return [model, *(s for name in inner for s in sections(getattr(models, name)))]
+
+
+@pytest.mark.parametrize("model", [Config, Cluster])
+def test_every_key_has_a_line_and_a_description(model: type[Section]) -> None:
+    text = (ROOT / "config" / "README.md").read_text()
+    for section in sections(model):
+        assert section.__doc__ and section.__doc__ in text
+        for key, field in section.model_fields.items():
+            assert field.description, f"{section.__name__}.{key}"
+            assert re.search(
+                rf"^\| `{key}` \|.*{re.escape(field.description.replace('|', chr(92) + '|'))} \|$", text, re.M
+            )
+
+
+def test_every_link_leads_to_a_heading() -> None:
+    text = config_reference.readme_text()
+    anchors = {heading.replace(".", "").lower() for heading in re.findall(r"^### `([\w.]+)`$", text, re.M)}
+    links = re.findall(r"\]\(#([\w-]+)\)", text)
+    assert links and set(links) <= anchors
+
+
+@pytest.mark.parametrize(
+    "path", [ROOT / "config" / "config.yaml", *sorted((ROOT / "config" / "clusters").glob("*.yaml"))]
+)
+def test_config_files_name_their_schema(path: Path) -> None:
+    schema = re.match(r"# yaml-language-server: \$schema=(.+)\n", path.read_text())
+    assert schema, f"{path} has no schema line"
+    found = json.loads((path.parent / schema[1]).read_text())
+    assert set(yaml.safe_load(path.read_text())) <= set(found["properties"])

@@ -1,0 +1,63 @@
+"""States of one Adam, read by the other."""
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+from shardmake.train.adam_state import fit_states
+
+SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1, "amsgrad": False}
+
+
+def cpu_adam(parameters: list[torch.Tensor]) -> Any:
+    """DeepSpeed's, without the kernel that it would compile."""
+    optimizer = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
+    torch.optim.Optimizer.__init__(optimizer, parameters, SETTINGS | {"bias_correction": True})
+    return optimizer
+
+
+def torch_adam(parameters: list[torch.Tensor]) -> Any:
+    return torch.optim.AdamW(parameters, **SETTINGS)
+
+
+def with_states(make: Any, step: Any) -> Any:
+    """Two parameters that share one counter, as DeepSpeed may leave them."""
+    parameters = [torch.zeros(3, requires_grad=True) for _ in range(2)]
+    optimizer = make(parameters)
+    for parameter in parameters:
+        optimizer.state[parameter] = {"step": step, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    return optimizer
+
+
+@pytest.mark.parametrize(("writes", "reads"), [(torch_adam, cpu_adam), (cpu_adam, torch_adam)])
+def test_either_goes_on_with_the_states_of_the_other(writes: Any, reads: Any) -> None:
+    saved = with_states(writes, torch.tensor(7.0) if writes is torch_adam else 7).state_dict()
+    optimizer = with_states(reads, 0)
+    optimizer.load_state_dict(saved)
+    fit_states(optimizer)
+    assert set(reads([torch.zeros(1)]).param_groups[0]) <= set(optimizer.param_groups[0])
+    steps = [state["step"] for state in optimizer.state.values()]
+    assert steps == [7, 7] and all(isinstance(step, int if reads is cpu_adam else torch.Tensor) for step in steps)
+    if reads is torch_adam:
+        for parameter in optimizer.param_groups[0]["params"]:
+            parameter.grad = torch.ones(3)
+        optimizer.step()
+        assert [state["step"].item() for state in optimizer.state.values()] == [8, 8]
+
+
+def test_every_parameter_gets_a_counter_of_its_own() -> None:
+    optimizer = with_states(torch_adam, torch.tensor(7.0))
+    fit_states(optimizer)
+    first, second = (state["step"] for state in optimizer.state.values())
+    first += 1
+    assert second == 7
+
+
+def test_other_optimizers_count_as_they_did() -> None:
+    parameter = torch.zeros(3, requires_grad=True)
+    optimizer = torch.optim.SGD([parameter], lr=1e-3)
+    optimizer.state[parameter] = {"step": 3, "row": torch.ones(3)}
+    fit_states(optimizer)
+    assert optimizer.state[parameter]["step"] == 3

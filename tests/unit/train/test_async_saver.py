@@ -1,0 +1,189 @@
+"""Saves that training does not wait for: what waits for what, what is told, and what happens when an upload fails."""
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.store import Retention
+from shardmake.config.models import Strategy
+from shardmake.core import disk
+from shardmake.core.disk import Room
+from shardmake.train.async_saver import Scratch, share_of_node
+from shardmake.train.callbacks import Pace
+from shardmake.train.checkpoint_saver import Saver
+from tests.unit.plans import make_plan
+
+
+def describe(step: int) -> dict[str, Any]:
+    return {"tokens": step, "world_size": 2, "strategy": "zero3", "attempt": 1, "recipe": "r"}
+
+
+def make_saver(root: Path, node: int = 0, nodes: int = 1) -> Saver:
+    """That of the first rank of a node with a scratch folder of its own."""
+    attempt = root / "attempts/001"
+    attempt.mkdir(parents=True, exist_ok=True)
+    scratch = Scratch(root / f"scratch-of-{node}", attempt, node, nodes, 1 / nodes)
+    return Saver(root / "checkpoints", describe, Retention(keep=2), scratch=scratch)
+
+
+def save(saver: Saver, step: int, *, must: bool = False, rank: int = 0, content: str = "") -> Path:
+    """One file a rank, and one that all write, with ``content``; the folder they were written to."""
+    with saver.saving(step, must=must) as folder:
+        assert folder is not None and folder.parent == saver.place
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"rng_state_{rank}.pth").write_bytes(bytes(1000 * step))
+        (folder / "latest").write_text(content or f"global_step{step}")
+    return folder
+
+
+def steps(root: Path) -> list[int]:
+    return [record.step for record, path in store.sealed(root / "checkpoints") if not store.problems(path)]
+
+
+def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path) -> None:
+    left = tmp_path / "scratch-of-0/checkpoint-1/of an attempt that was killed"
+    left.parent.mkdir(parents=True)
+    left.touch()
+    saver = make_saver(tmp_path)
+    assert save(saver, 1).is_relative_to(tmp_path / "scratch-of-0")
+    assert saver.under_way is not None and saver.upload_seconds == 0
+    save(saver, 2)
+    assert steps(tmp_path)[-1] == 1, "its upload had to end first"
+    (record,) = [record for record, _ in store.sealed(saver.folder) if record.step == 1]
+    assert record.blocked_seconds is not None and 0 < record.blocked_seconds < record.save_seconds
+    assert saver.upload_seconds == record.save_seconds
+    assert set(record.files) == {"latest", "rng_state_0.pth"}
+    assert save(saver, 3, must=True).is_relative_to(saver.folder)
+    assert saver.under_way is None and steps(tmp_path) == [3, 2]
+    last = store.read_record(saver.folder / "checkpoint-3")
+    assert last is not None and last.blocked_seconds is None
+    assert not list((tmp_path / "scratch-of-0").iterdir())
+
+
+def test_where_the_scratch_is_full_saves_are_synchronous_and_it_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def room(folder: Path) -> Room:
+        return Room(10 << 20 if "scratch" in str(folder) else 1 << 40, "free on the file system")
+
+    monkeypatch.setattr(disk, "room_in", room)
+    saver = make_saver(tmp_path)
+    assert save(saver, 1).is_relative_to(saver.folder) and save(saver, 2).is_relative_to(saver.folder)
+    assert steps(tmp_path) == [2, 1]
+    told = capsys.readouterr().out
+    assert told.count("is not saved asynchronously. The next checkpoint needs 64 MiB, and") == 1
+    assert "scratch-of-0 has 10 MiB left" in told
+
+
+@pytest.mark.parametrize(
+    ("strategy", "first", "second"),
+    [
+        ("ddp", 1, 0),
+        ("zero1", 1 / 3 + 1 / 6, 1 / 6),
+        ("zero2-offload", 1 / 3 + 1 / 6, 1 / 6),
+        ("zero3", 1 / 4, 1 / 4),
+        ("zero3-nvme", 1 / 4, 1 / 4),
+        ("fsdp", 1 / 4, 1 / 4),
+    ],
+)
+def test_the_first_of_four_nodes_needs_room_for_what_is_not_sharded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, first: float, second: float
+) -> None:
+    choice = make_plan(strategy, nodes=4).choice
+    assert [share_of_node(choice, node) for node in range(4)] == pytest.approx([first, second, second, second])
+
+    size = 12 << 30
+    monkeypatch.setattr(disk, "room_in", lambda folder: Room(int(first * size) + (63 << 20), "free"))
+    scratches = [Scratch(tmp_path / str(node), tmp_path, node, 4, share_of_node(choice, node)) for node in (0, 1)]
+    refused = [bool(scratch.make_room(size)) for scratch in scratches]
+    assert refused == [True, first == second]
+
+
+def test_a_failed_upload_ends_training_but_not_without_the_last_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Node 0 waits for the other node's part, for ever: here nobody sends it."""
+    save(make_saver(tmp_path), 1, must=True)
+    saver = make_saver(tmp_path, nodes=2)
+    save(saver, 2)
+    assert saver.upload is not None
+    saver.upload.kill()
+    with pytest.raises(RuntimeError, match=r"checkpoint-2 did not get from the node's scratch.*it ended with -9.*Run"):
+        save(saver, 3)
+    assert steps(tmp_path) == [1] and saver.under_way is None
+
+    save(saver, 4)
+    assert saver.upload is not None
+    saver.upload.kill()
+    save(saver, 5, must=True)
+    assert steps(tmp_path) == [5, 1]
+    assert "WARNING: checkpoint-4 did not get" in capsys.readouterr().out
+
+
+def in_two_ranks(root: Path, act: Callable[[Path, int], None]) -> None:
+    """Run ``act`` in two processes that talk over gloo, each the first rank of a node of its own."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    children = []
+    for rank in (0, 1):
+        children.append(os.fork())
+        if children[-1]:
+            continue
+        try:
+            dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2)
+            act(root, rank)
+            dist.barrier()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    assert [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children] == [0, 0]
+
+
+def _save_on_two_nodes(root: Path, rank: int) -> None:
+    saver = make_saver(root, node=rank, nodes=2)
+    folders = [save(saver, step, rank=rank) for step in (1, 2)]
+    assert all(folder.is_relative_to(root / f"scratch-of-{rank}") for folder in folders)
+    saver.settle()
+    assert steps(root) == [2, 1]
+    assert set(store.list_files(saver.folder / "checkpoint-2")) == {"latest", "rng_state_0.pth", "rng_state_1.pth"}
+
+    save(saver, 3, rank=rank, content=f"of rank {rank}")
+    with pytest.raises(RuntimeError, match="Two nodes wrote latest, and not the same"):
+        save(saver, 4, rank=rank)
+    assert saver.scratch is not None
+    if rank == 1:
+        (root / "superseded/002").mkdir(parents=True)
+        saver.scratch = replace(saver.scratch, attempt=root / "superseded/001")
+    save(saver, 5, rank=rank)
+    with pytest.raises(RuntimeError, match="A later attempt has begun"):
+        saver.settle()
+    assert saver.upload is None, "that of node 0, which waited for the other, was ended"
+    save(saver, 6, rank=rank, must=True)
+    assert steps(root) == [6, 2]
+
+
+def test_two_nodes_agree_on_what_failed(tmp_path: Path) -> None:
+    in_two_ranks(tmp_path, _save_on_two_nodes)
+
+
+@pytest.mark.parametrize(("upload_seconds", "expected"), [(0.0, 20), (150.0, 150)])
+def test_the_interval_is_never_shorter_than_an_upload(upload_seconds: float, expected: int) -> None:
+    """Steps of one second; Young's interval for 0.2 s and a failure every 1000 s is 20 s."""
+    pace = Pace(SimpleNamespace(seconds=0.2, upload_seconds=upload_seconds), 1000.0)  # type: ignore[arg-type]
+    pace.steps, pace.stepping = 11, 10.0
+    arguments, state = TrainingArguments(use_cpu=True), TrainerState()
+    pace.on_save(arguments, state, TrainerControl())
+    assert state.save_steps == expected

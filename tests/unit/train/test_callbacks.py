@@ -1,0 +1,41 @@
+"""What is evaluated and saved at the end of a step."""
+
+from pathlib import Path
+
+import pytest
+from transformers import TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from shardmake.checkpoint.store import Retention
+from shardmake.train.callbacks import Pace, Stop
+from shardmake.train.checkpoint_saver import Saver
+
+
+@pytest.mark.parametrize(
+    ("step", "asked", "evaluates", "saves"),
+    [
+        (1, False, False, False),
+        (2, False, True, True),
+        (3, False, True, False),
+        (1, True, False, True),
+        (2, True, False, True),
+        (3, True, False, True),
+        (10, False, True, True),
+        (10, True, True, True),
+    ],
+)
+def test_a_stop_saves_without_an_evaluation_before_it(
+    tmp_path: Path, step: int, asked: bool, evaluates: bool, saves: bool
+) -> None:
+    """Saves every 2 steps, evaluations every 3 and, because the best is kept, at each save."""
+    arguments = TrainingArguments(use_cpu=True, save_steps=2, eval_strategy="steps", eval_steps=3)
+    state = TrainerState(global_step=step, max_steps=10)
+    state.compute_steps(arguments, state.max_steps)
+    stop_file = tmp_path / "STOP"
+    if asked:
+        stop_file.touch()
+    pace = Pace(Saver(tmp_path, lambda step: {}, Retention(best=True)), None)
+    watching = CallbackHandler([DefaultFlowCallback(), Stop([stop_file]), pace], None, None, None, None)
+    control = watching.on_step_end(arguments, state, TrainerControl())
+    assert (control.should_evaluate, control.should_save) == (evaluates, saves)
+    assert control.should_training_stop == (asked or step == 10)

@@ -1,0 +1,116 @@
+"""Room for a checkpoint: what goes first, what never goes, and what happens when that is not enough."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.store import Retention
+from shardmake.core.disk import Room
+from shardmake.core.errors import UserError
+from shardmake.train import checkpoint_saver
+from shardmake.train.checkpoint_saver import Saver
+from tests.unit.checkpoint.test_store import FILES, stubborn, write
+
+SIZE = sum(map(len, FILES.values()))
+DISK = 5 * SIZE + SIZE // 2
+
+
+def describe(step: int) -> dict[str, Any]:
+    return {"tokens": step, "world_size": 1, "strategy": "ddp", "attempt": 1, "recipe": "r"}
+
+
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that holds five checkpoints and a half."""
+
+    def room(folder: Path) -> Room:
+        held = sum(
+            path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "shardmake.json"
+        )
+        return Room(DISK - held, "your quota")
+
+    monkeypatch.setattr(checkpoint_saver.disk, "room_in", room)
+    return tmp_path / "checkpoints"
+
+
+def save(saver: Saver, step: int, *, must: bool = False) -> bool:
+    with saver.saving(step, must=must) as folder:
+        if folder is not None:
+            write(folder.parent, step, FILES, sealed=False)
+    return folder is not None
+
+
+def steps(folder: Path) -> list[int]:
+    return [step for step, _ in store.checkpoints(folder)]
+
+
+def test_older_ones_go_after_the_new_one_counts(small: Path) -> None:
+    saver = Saver(small, describe, Retention(keep=2))
+    assert all(save(saver, step) for step in (1, 2, 3))
+    assert steps(small) == [3, 2]
+    assert saver.seconds is not None and saver.seconds < 60
+    assert not (small / store.STAGING).exists()
+
+
+def test_where_there_is_no_room_what_is_damaged_goes_first_and_then_what_is_old(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saver = Saver(small, describe, Retention(keep=5))
+    assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
+    store.set_aside(small / "checkpoint-2")
+    assert save(saver, 6)
+    assert steps(small) == [6, 5, 4, 3, 1] and not store.damaged(small)
+    assert "Removing damaged-checkpoint-2" in capsys.readouterr().out
+    assert save(saver, 7)
+    assert steps(small) == [7, 6]
+
+
+def test_where_what_is_damaged_cannot_be_removed_what_is_old_goes(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An error here, on the first rank alone, would leave the others waiting."""
+    saver = Saver(small, describe, Retention(keep=5))
+    assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
+    store.set_aside(small / "checkpoint-2")
+    monkeypatch.setattr(store, "REMOVE_SECONDS", 0.0)
+    stubborn(monkeypatch, store.damaged(small)[0].name, float("inf"))
+    assert save(saver, 6)
+    assert steps(small) == [6, 5] and store.damaged(small)
+    assert "could not be removed (Directory not empty); it stays." in capsys.readouterr().out
+
+
+def test_the_only_good_one_never_goes(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest is damaged, so the older ones stay, and the save is left out; the last one may not be."""
+    saver = Saver(small, describe, Retention(keep=5))
+    assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
+    (small / "checkpoint-5/latest").write_bytes(b"x" * len(FILES["latest"]))
+    assert not save(saver, 6)
+    assert "WARNING: checkpoint-6 is left out. The next checkpoint needs" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"The next checkpoint needs 0 MiB.*\(your quota\)"):
+        save(saver, 7, must=True)
+    assert steps(small) == [5, 4, 3, 2, 1]
+
+
+def test_the_first_one_is_held_against_the_estimate(small: Path) -> None:
+    assert not save(Saver(small, describe, Retention(), expected_bytes=DISK + 1), 1)
+    assert save(Saver(small, describe, Retention(), expected_bytes=DISK), 1)
+
+
+def test_a_write_that_fails_says_that_the_disk_is_full(small: Path) -> None:
+    saver = Saver(small, describe, Retention())
+    save(saver, 1)
+    with (
+        pytest.raises(UserError, match=r"filled up while checkpoint-2 was written.*resumes from checkpoint-1"),
+        saver.saving(2, must=False),
+    ):
+        raise RuntimeError("unexpected pos 4176960 vs 4176848")
+    assert steps(small) == [1]
+
+
+def test_other_failures_stay_what_they_are(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match="something else"), Saver(tmp_path, describe, Retention()).saving(
+        2, must=False
+    ):  # fmt: skip
+        raise RuntimeError("something else")

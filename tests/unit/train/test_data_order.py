@@ -1,0 +1,46 @@
+"""The same samples in every optimizer step, whatever the number of ranks and the micro batch."""
+
+from typing import Any
+
+import pytest
+from accelerate.data_loader import prepare_data_loader
+from torch.utils.data import DataLoader, RandomSampler
+
+from shardmake.train.data_order import WholeBatches
+
+GLOBAL_BATCH = 12
+SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (4, 1, 3), (6, 2, 1)]
+
+
+def steps(data: Any, ranks: int, micro: int, accumulation: int, epochs: int = 2) -> list[list[int]]:
+    """Samples of each optimizer step, as Trainer and accelerate deal them out."""
+    loaders = [
+        prepare_data_loader(
+            DataLoader(data, batch_size=micro, sampler=RandomSampler(data)), num_processes=ranks, process_index=rank,
+            put_on_device=False, use_seedable_sampler=True, data_seed=7, device="cpu",
+        )
+        for rank in range(ranks)
+    ]  # fmt: skip
+    found = []
+    for epoch in range(epochs):
+        for loader in loaders:
+            loader.set_epoch(epoch)
+        dealt = [[batch.tolist() for batch in loader.base_dataloader] for loader in loaders]
+        for at in range(0, len(dealt[0]), accumulation):
+            found.append(sorted(n for rank in dealt for batch in rank[at : at + accumulation] for n in batch))
+    return found
+
+
+@pytest.mark.parametrize("length", [5, 36, 41, 47])
+def test_every_split_takes_the_same_samples(length: int) -> None:
+    data = WholeBatches(range(length), GLOBAL_BATCH)
+    reference = steps(data, *SPLITS[0])
+    assert [len(step) for step in reference] == [GLOBAL_BATCH] * (2 * len(data) // GLOBAL_BATCH)
+    assert set(range(length)) == {n for step in reference[: len(reference) // 2] for n in step}
+    assert length < GLOBAL_BATCH or reference[0] != reference[len(reference) // 2], "each epoch has its own order"
+    for split in SPLITS[1:]:
+        assert steps(data, *split) == reference, split
+
+
+def test_without_it_the_end_of_an_epoch_depends_on_the_split() -> None:
+    assert len({str(steps(range(41), *split)) for split in SPLITS}) > 1

@@ -1,0 +1,207 @@
+"""Checkpoints that go through the scratch folders of two nodes: nothing counts that is not whole, whatever dies when."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.store import FileEntry, Retention
+from shardmake.train import upload
+from shardmake.train.async_saver import Scratch, failure
+from shardmake.train.upload import Order, put_together
+from tests.kill_at_write import Killer, points
+
+FILES = {
+    0: {"global_step4/rank0.pt": b"0" * 5000, "latest": b"global_step4", "rng_state_0.pth": b"r0"},
+    1: {"global_step4/rank1.pt": b"1" * 5000, "rng_state_1.pth": b"r1"},
+}
+DESCRIBED = {"step": 4, "tokens": 4, "world_size": 2, "strategy": "zero3", "attempt": 1, "recipe": "r", "versions": {}}
+
+
+class Site:
+    """A shared folder with a checkpoint of step 2, and the scratch folders of two nodes, which have saved step 4."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.attempt = root / "attempts/001"
+        self.shared = root / "checkpoints"
+        self.staged = store.staging(self.shared, 4)
+        self.scratch = [Scratch(root / f"scratch/node-{node}", self.attempt, node, 2, 0.5) for node in (0, 1)]
+
+    def save(self, files: dict[int, dict[str, bytes]] = FILES) -> "Site":
+        self.attempt.mkdir(parents=True)
+        before = store.staging(self.shared, 2)
+        write(before, {"latest": b"global_step2"})
+        entries = {"latest": store.fingerprint(before / "latest")}
+        store.finish(before, entries, {**DESCRIBED, "step": 2}, time.time(), Retention())
+        for node, contents in files.items():
+            write(self.local(node), contents)
+        return self
+
+    def local(self, node: int) -> Path:
+        return self.scratch[node].folder / "checkpoint-4"
+
+    def send(self, node: int) -> "subprocess.Popen[str]":
+        described = {**DESCRIBED, "blocked_seconds": 0.5}
+        return self.scratch[node].send(self.local(node), self.staged, described, time.time() - 60, Retention(keep=1))
+
+    def order(self, node: int) -> Order:
+        return Order(
+            local=self.local(node), staged=self.staged, attempt=self.attempt, node=node, nodes=2, parent=os.getpid(),
+            described=DESCRIBED, started=time.time(), retention=Retention(keep=1),
+        )  # fmt: skip
+
+    def found(self) -> tuple[int, list[str]]:
+        """Step of the checkpoint that a driver would resume from, and what lies in the shared folder after that."""
+        newest = store.recover(self.shared, lambda text: None)
+        assert newest is not None and not store.problems(newest[1])
+        return newest[0].step, sorted(path.name for path in self.shared.iterdir())
+
+
+def write(folder: Path, contents: dict[str, bytes]) -> None:
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come in time"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Site:
+    return Site(tmp_path).save()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_two_nodes_bring_their_parts_and_one_seals(site: Site, first: int) -> None:
+    uploads = [site.send(node) for node in (first, 1 - first)]
+    assert [process.wait() for process in uploads] == [0, 0], [process.stderr for process in uploads]
+    ((record, path),) = store.sealed(site.shared)
+    assert {name: (path / name).read_bytes() for name in record.files} == FILES[0] | FILES[1]
+    assert (record.step, record.rng_states, record.blocked_seconds) == (4, 2, 0.5)
+    assert 60 <= record.save_seconds < 120
+    assert site.found() == (4, ["checkpoint-4"])
+    assert not any(site.local(node).exists() for node in (0, 1))
+
+
+def test_files_that_several_nodes_wrote_must_be_the_same(tmp_path: Path) -> None:
+    one, other = FileEntry(size=1, crc32="00000001"), FileEntry(size=1, crc32="00000002")
+    assert put_together([{"a": one, "c": one}, {"b": other, "c": one}]) == {"a": one, "b": other, "c": one}
+    with pytest.raises(RuntimeError, match="Two nodes wrote c, and not the same"):
+        put_together([{"c": one}, {"c": other}])
+
+    site = Site(tmp_path).save({0: FILES[0], 1: {**FILES[1], "latest": b"global_step5"}})
+    uploads = [site.send(node) for node in (0, 1)]
+    assert uploads[1].wait() == 0
+    error = failure(uploads[0])
+    assert "Two nodes wrote latest, and not the same" in str(error) and error.errno == 1
+    assert site.found() == (2, ["checkpoint-2"])
+
+
+def test_a_node_whose_part_never_comes_is_waited_for_and_not_left_out(site: Site) -> None:
+    process = site.send(0)
+    wait_for(lambda: not site.local(0).exists())
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.kill()
+    assert "it ended with -9" in str(failure(process))
+    assert site.found() == (2, ["checkpoint-2"])
+
+
+def test_nothing_is_written_once_a_later_attempt_has_begun(site: Site) -> None:
+    (site.attempt.parent / "002").mkdir()
+    assert "A later attempt has begun" in str(failure(site.send(1)))
+    assert site.found() == (2, ["checkpoint-2"])
+
+
+def test_an_upload_does_not_outlive_its_rank(site: Site) -> None:
+    """The rank here is a process that sends the part of node 0 and waits; its child waits for node 1."""
+    order = site.order(0).model_copy(update={"parent": 0})
+    rank = f"""
+import os, subprocess, sys, time
+order = {order.model_dump_json()!r}.replace('"parent":0', f'"parent":{{os.getpid()}}')
+print(subprocess.Popen([sys.executable, "-m", "shardmake.train.upload", order]).pid, flush=True)
+time.sleep(600)
+"""
+    process = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    wait_for(lambda: not site.local(0).exists())
+    process.kill()
+    process.wait()
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert site.found() == (2, ["checkpoint-2"])
+
+    write(site.local(0), FILES[0])
+    order = site.order(0).model_copy(update={"parent": process.pid})
+    command = [sys.executable, "-m", "shardmake.train.upload", order.model_dump_json()]
+    late = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
+    assert late.returncode == 1 and "The rank that saved is gone" in late.stderr
+    assert site.found() == (2, ["checkpoint-2"])
+
+
+def carry_out_and_die(site: Site, node: int, log: Path, at: int, mode: str) -> int:
+    """Exit status of a process that does the upload of ``node`` and dies there; one file at a time."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        upload._WORKERS = 1
+        Killer(site.root, log, at, mode).install()
+        upload.carry_out(site.order(node))
+        os._exit(0)
+    finally:
+        os._exit(1)
+
+
+def branch(source: Site, target: Path) -> Site:
+    shutil.copytree(source.root, target)
+    return Site(target)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_killed_at_any_write_of_either_node(tmp_path: Path, victim: int) -> None:
+    started = Site(tmp_path / "started").save()
+    whole = branch(started, tmp_path / "whole")
+    logs = [tmp_path / f"writes-{node}" for node in (0, 1)]
+    assert [carry_out_and_die(whole, node, logs[node], -1, "before") for node in (1, 0)] == [0, 0]
+    places = points(logs[victim])
+    kinds = {what.split()[0] for _, _, what in places}
+    assert kinds == {"open", "fsync", "os.rename", "os.remove", "os.rmdir"}
+    assert len(places) > 12
+
+    steps = []
+    for at, mode, what in places:
+        site = branch(started, tmp_path / f"{at}-{mode}")
+        if victim == 0:
+            assert carry_out_and_die(site, 1, tmp_path / "log", -1, "before") == 0
+        assert carry_out_and_die(site, victim, tmp_path / f"{at}-{mode}.log", at, mode) == -signal.SIGKILL, what
+        if victim == 1 and site.order(0).listing(1).exists():
+            assert carry_out_and_die(site, 0, tmp_path / "log", -1, "before") == 0
+        step, left = site.found()
+        assert set(left) <= {"checkpoint-2", "checkpoint-4"}, "the rest was cleaned up"
+        assert all(not store.problems(site.shared / name) for name in left), what
+        steps.append(step)
+        shutil.rmtree(site.root)
+    assert steps == sorted(steps), "it counts from one write on, and not before"
+    assert set(steps) == {2, 4}
+
+
+def test_a_rank_tells_what_it_needs_in_one_line(site: Site) -> None:
+    """The order is JSON, so that a person can start an upload by hand and see one in the list of processes."""
+    values: dict[str, Any] = json.loads(site.order(1).model_dump_json())
+    assert Order.model_validate(values) == site.order(1).model_copy(update={"started": values["started"]})

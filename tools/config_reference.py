@@ -1,0 +1,196 @@
+"""Writes the JSON schemas and ``config/README.md`` from the configuration models: ``python -m tools.config_reference``.
+
+Run it from the repository's root after every change of `shardmake.config.models`; a test compares the files.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from shardmake.config.models import Cluster, Config, Section
+from shardmake.config.schema import Node, Schema
+from shardmake.core.atomic import write_text
+
+LAPTOP_CLUSTER = """\
+# yaml-language-server: $schema=../../workflow/schemas/cluster.schema.json
+executor: local             # train here, without Slurm
+accelerator: cpu
+processes_per_node: 2       # two ranks
+cpus_per_node: 2
+memory_gib_per_node: 6
+"""
+LAPTOP_CONFIG = """\
+# yaml-language-server: $schema=../workflow/schemas/config.schema.json
+cluster: config/clusters/local.yaml
+runs:
+  docs-chat:                                # the run's folder is runs/docs-chat
+    model: resources/demo/base
+    data:
+      train: resources/demo/train.jsonl
+      eval: resources/demo/eval.jsonl
+    sequence_length: 256
+    global_batch_size: 8
+    max_steps: 200
+    learning_rate: 3.0e-3
+    push:
+      to: file:published/docs-chat
+"""
+A100_CLUSTER = """\
+# yaml-language-server: $schema=../../workflow/schemas/cluster.schema.json
+executor: slurm
+accelerator: a100-80gb
+max_nodes: 4
+processes_per_node: 4       # GPUs per node
+cpus_per_node: 64
+memory_gib_per_node: 480    # a little less than the node has: the operating system needs some
+nvme_path: /local/scratch
+nvme_gib_per_node: 3000
+inter_node_gbps: 25         # one 200 Gbit/s link
+network_interface: ib0
+internet_on_compute_nodes: false
+scratch: /local/scratch
+slurm:
+  partition: gpu
+  account: lab-nlp
+  time_limit: "1-00:00:00"
+  gpu_type: a100
+  setup:
+    - module load cuda/12.8
+  extra:
+    reservation: course
+"""
+A100_CONFIG = """\
+# yaml-language-server: $schema=../workflow/schemas/config.schema.json
+cluster: config/clusters/a100.yaml
+runs:
+  qwen-32b-support:                         # every weight is trained
+    model: Qwen/Qwen2.5-32B-Instruct
+    data:
+      train: /data/support/conversations    # a folder of Parquet files with a messages column
+      eval: /data/support/held-out.jsonl
+    sequence_length: 8192
+    global_batch_size: 64
+    epochs: 2
+    learning_rate: 1.0e-5
+    checkpoints:
+      every_steps: 50
+    eval_every_steps: 50
+    evaluation:
+      prompts:
+        - How do I reset my password?
+    push:
+      to: [file:/models/qwen-32b-support, hub:our-lab/qwen-32b-support]
+  qwen-32b-adapters:                        # the same with adapters on one node, to compare
+    model: Qwen/Qwen2.5-32B-Instruct
+    data:
+      train: /data/support/conversations
+      eval: /data/support/held-out.jsonl
+    sequence_length: 8192
+    global_batch_size: 64
+    epochs: 2
+    learning_rate: 2.0e-4
+    method: lora
+    lora:
+      rank: 32
+      alpha: 64
+    nodes: 1
+    push:
+      to: hub:our-lab/qwen-32b-support-lora
+"""
+
+_INTRODUCTION = """\
+<!-- Written by `python -m tools.config_reference` from src/shardmake/config/models.py; edit there. -->
+# Configuration
+
+Two files say everything. `config/config.yaml` names the runs: which model, which data, how to train, where to push.
+A file in `config/clusters/` describes the machine, once for everybody: what a node has and what Slurm wants to hear.
+What can be worked out is worked out and needs no key: how states are sharded, how many nodes it takes, the micro batch,
+memory and cores of each job. `snakemake --profile slurm plan` shows what was chosen and why.
+
+A run needs `model`, `data`, `sequence_length`, `global_batch_size`, `learning_rate`, and `max_steps` or `epochs`.
+A cluster file needs `executor`, `processes_per_node`, `cpus_per_node` and `memory_gib_per_node`.
+
+Both files are checked before anything is queued. A key that does not exist, a value that does not fit and a key given
+twice are refused with the key, the value, what is allowed, and the nearest spelling. Editors with a YAML language
+server complete keys and mark mistakes where the first line of the file names the schema, as in the examples.
+
+Three things that YAML does to values:
+
+- `on`, `off`, `yes` and `no` are truth values. To mean the word, write it in quotes.
+- A time without quotes, such as `12:00:00`, is the number 43200. Write `time_limit: "12:00:00"`.
+- `5e-4` is text in YAML 1.1. It is taken as the number here; `5.0e-4` is one everywhere.
+"""
+
+
+def schema_text(model: type[Section]) -> str:
+    """The JSON schema of ``model`` as a file."""
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps({**dialect, **Schema(model).root}, indent=2) + "\n"
+
+
+def readme_text() -> str:
+    """``config/README.md``: introduction, two examples, a table for every section."""
+    parts = [
+        _INTRODUCTION,
+        "## Examples\n",
+        "### A laptop, or any machine without Slurm\n",
+        *_example(LAPTOP_CONFIG, "config/clusters/local.yaml", LAPTOP_CLUSTER),
+        "### A cluster with four nodes of four A100s\n",
+        *_example(A100_CONFIG, "config/clusters/a100.yaml", A100_CLUSTER),
+        "## Every key of `config/config.yaml`\n",
+        *_tables(Schema(Config)),
+        "## Every key of a cluster file\n",
+        *_tables(Schema(Cluster)),
+    ]
+    return "\n".join(parts)
+
+
+def _example(config: str, cluster_name: str, cluster: str) -> list[str]:
+    return [f"`config/config.yaml`:\n\n```yaml\n{config}```\n", f"`{cluster_name}`:\n\n```yaml\n{cluster}```\n"]
+
+
+def _tables(schema: Schema) -> Iterator[str]:
+    for name, section in schema.sections():
+        if name:
+            yield f"### `{name}`\n"
+        yield f"{section['description']}\n"
+        rows = [_row(schema, name, key, section) for key in section["properties"]]
+        yield "\n".join(["| Key | Value | Default | Meaning |", "|---|---|---|---|", *rows, ""])
+
+
+def _row(schema: Schema, name: str, key: str, section: Node) -> str:
+    node = section["properties"][key]
+    path = f"{name}.{key}" if name else key
+    cells = [f"`{key}`", _value(schema, path, node), _default(key, section), node["description"]]
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _value(schema: Schema, path: str, node: Node) -> str:
+    """What a key holds; a link where it is a section of its own."""
+    for name, section in schema.sections():
+        if section is schema.section(node) or (name == f"{path}.NAME"):
+            return f"[keys](#{name.replace('.', '').lower()})"
+    quoted = (*schema.choices(node), "true", "false")
+    return ", ".join(f"`{word}`" if word in quoted else word for word in schema.words(node))
+
+
+def _default(key: str, section: Node) -> str:
+    if key in section.get("required", []):
+        return "**required**"
+    default = section["properties"][key].get("default")
+    return "" if default is None or isinstance(default, dict | list) else f"`{json.dumps(default).strip(chr(34))}`"
+
+
+def write(root: Path) -> list[Path]:
+    """Write all files below ``root``, the repository's root; return those that changed."""
+    files = {
+        root / "workflow" / "schemas" / "config.schema.json": schema_text(Config),
+        root / "workflow" / "schemas" / "cluster.schema.json": schema_text(Cluster),
+        root / "config" / "README.md": readme_text(),
+    }
+    return [path for path, text in files.items() if write_text(path, text)]
+
+
+if __name__ == "__main__":
+    for changed in write(Path()):
+        print(changed)

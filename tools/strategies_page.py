@@ -1,0 +1,212 @@
+"""``docs/strategies.md``: strategy by strategy, what is rendered. Generated: ``python -m tools.strategies_page``."""
+
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardmake.config.models import STRATEGIES, Cluster, Data, Run, Strategy
+from shardmake.config.strategies import ENGINES
+from shardmake.memory.model import from_config
+from shardmake.render.check import Files
+from shardmake.render.stage import render_files
+from shardmake.run.plan import Choice, Plan, Resources, Workload
+
+EXAMPLE = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+}
+"""Llama 3.1 8B."""
+
+HEAD = """# What is rendered for each strategy
+
+The example is an 8B Llama in bf16 on 2 nodes of 8 GPUs with 1 TiB of RAM each; sizes are in elements unless they say
+otherwise. FSDP is version 2; `fsdp_version: 1` renders `sharding_strategy` FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
+"h" is the hidden size. This page is generated: `python -m tools.strategies_page > docs/strategies.md`.
+"""
+
+
+SAME_FOR_ALL = {
+    "`engine: loop`, `script`": "`program` in training.json; command and files stay the same, but for a script "
+    '`train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` are "auto" in deepspeed.json',
+    "`deepspeed_values: auto`": '"auto" wherever Trainer fills in its own value; the engine is the same',
+    "`precision`": "bf16 or fp16 in deepspeed.json for DeepSpeed, `mixed_precision` in accelerate.yaml for the others, "
+    "and in the training arguments",
+    "`gradient_checkpointing`": "`fsdp_activation_checkpointing` for FSDP, else `activation_checkpointing` of the "
+    "training arguments, non-reentrant",
+    "`attention`": "the model's attention kernel: flash_attention_2, sdpa or eager",
+    "`max_grad_norm`": "`gradient_clipping` in deepspeed.json, and the training argument",
+    "`torch_compile`": "the training argument; off unless asked for",
+    "`method: lora`, `method: qlora`": "`method` in training.json; the base is loaded in the compute type, for QLoRA "
+    "in 4 bits (NF4, stored in the compute type so that FSDP can shard it)",
+}
+
+
+def table() -> str:
+    """The whole page."""
+    same = _section("The same for every strategy", ("key of the run", "what is rendered"), SAME_FOR_ALL.items())
+    deepspeed = _section("DeepSpeed and DDP", _DEEPSPEED_COLUMNS, _not_fsdp())
+    return "\n".join([HEAD, *deepspeed, *_fsdp_section(), *_tensor_parallel(), *same]).rstrip() + "\n"
+
+
+_DEEPSPEED_COLUMNS = (
+    "strategy",
+    "distributed_type",
+    "weights loaded as",
+    "stage",
+    "reduce bucket (h²)",
+    "prefetch bucket (0.9 h²)",
+    "persistence threshold (10 h)",
+    "sub-group",
+    "optimizer states",
+    "parameters",
+    "optimizer",
+)
+_FSDP_COLUMNS = (
+    "strategy",
+    "reshard_after_forward",
+    "mesh (replicas x shards)",
+    "offload_params",
+    "wraps",
+    "state_dict_type",
+    "weights loaded as",
+)
+
+
+def _not_fsdp() -> list[list[str]]:
+    return [_deepspeed_row(strategy) for strategy in STRATEGIES if ENGINES[strategy].name != "fsdp"]
+
+
+def _fsdp_section() -> list[str]:
+    rows = [_fsdp_row(strategy) for strategy in STRATEGIES if ENGINES[strategy].name == "fsdp"]
+    return _section("FSDP", _FSDP_COLUMNS, rows)
+
+
+def _section(title: str, columns: tuple[str, ...], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return [f"## {title}", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
+
+
+def _deepspeed_row(strategy: Strategy) -> list[str]:
+    files = _rendered(strategy)
+    zero = files.deepspeed.get("zero_optimization", {})
+    return [
+        f"`{strategy}`",
+        files.accelerate["distributed_type"],
+        files.training["model"]["dtype"],
+        _cell(zero, "stage"),
+        _cell(zero, "reduce_bucket_size"),
+        _cell(zero, "stage3_prefetch_bucket_size"),
+        _cell(zero, "stage3_param_persistence_threshold"),
+        _cell(zero, "sub_group_size"),
+        _place(zero, "offload_optimizer"),
+        _place(zero, "offload_param"),
+        (files.training["optimizer"] or {"class": files.training["arguments"]["optim"]})["class"].rpartition(".")[2],
+    ]
+
+
+def _fsdp_row(strategy: Strategy) -> list[str]:
+    files = _rendered(strategy)
+    settings = files.accelerate["fsdp_config"]
+    mesh = files.accelerate.get("parallelism_config", {})
+    replicas = mesh.get("parallelism_config_dp_replicate_size", 1)
+    return [
+        f"`{strategy}`",
+        str(settings["fsdp_reshard_after_forward"]).lower(),
+        f"{replicas} x {files.accelerate['num_processes'] // replicas}",
+        str(settings["fsdp_offload_params"]).lower(),
+        f"{settings['fsdp_transformer_layer_cls_to_wrap']} (the model's `_no_split_modules`)",
+        settings["fsdp_state_dict_type"],
+        files.training["model"]["dtype"],
+    ]
+
+
+def _tensor_parallel() -> list[str]:
+    columns = ("strategy", "where", "what is rendered", "trains with")
+    size = {"tensor_parallel": 4, "gradient_accumulation_steps": 16}
+    deepspeed, fsdp = (_rendered(strategy, **size) for strategy in ("zero1", "fsdp"))
+    rows = [
+        [
+            "`zero1`, `zero2`",
+            "deepspeed.json",
+            f"`tensor_parallel: {deepspeed.deepspeed['tensor_parallel']}`",
+            "Trainer",
+        ],
+        [
+            "`fsdp`, `fsdp-grad-op`",
+            "accelerate.yaml",
+            ", ".join(f"`{key}: {value}`" for key, value in fsdp.accelerate["parallelism_config"].items()),
+            "a script of your own",
+        ],
+    ]
+    return _section("Tensor parallelism, here over 4 ranks (tensor-parallel.md)", columns, rows)
+
+
+def _cell(values: dict[str, Any], key: str) -> str:
+    return f"{values[key]:,}".replace(",", " ") if key in values else ""
+
+
+def _place(zero: dict[str, Any], key: str) -> str:
+    """Where it is kept; on NVMe with what is swapped through RAM."""
+    if not zero:
+        return "GPU"
+    section = zero.get(key, {"device": "GPU"})
+    if "buffer_size" in section:
+        return f"nvme, {section['buffer_count']} buffers of {_cell(section, 'buffer_size')}"
+    return f"{section['device']}, {section['buffer_count']} buffers" if "buffer_count" in section else section["device"]
+
+
+def _rendered(strategy: Strategy, **choice: int) -> Files:
+    model = from_config(EXAMPLE)
+    cluster = Cluster(
+        executor="slurm",
+        accelerator="h100",
+        processes_per_node=8,
+        cpus_per_node=96,
+        memory_gib_per_node=1024.0,
+        nvme_path="/nvme",
+    )
+    run = Run(
+        model="llama",
+        data=Data(train="train"),
+        sequence_length=8192,
+        global_batch_size=64,
+        max_steps=1000,
+        learning_rate=1e-5,
+    )
+    return render_files(_plan(strategy, **choice), run, cluster, model, Path("/plan"))
+
+
+def _plan(strategy: Strategy, **changes: int) -> Plan:
+    choice = Choice(
+        strategy=strategy,
+        gradient_checkpointing=True,
+        micro_batch_size=1,
+        gradient_accumulation_steps=4,
+        nodes=2,
+        processes_per_node=8,
+        precision="bf16",
+    ).model_copy(update=changes)
+    workload = Workload(
+        model="llama",
+        sequence_length=8192,
+        packing=True,
+        method="full",
+        optimizer="adamw",
+        attention="flash",
+        loss="plain",
+    )
+    resources = {"train": Resources(memory_gib=1024, cpus=96)}
+    return Plan(
+        run="docs", choice=choice, workload=workload, reason="", rejected={}, ladder=[], host_memory=1,
+        resources=resources,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.stdout.write(table())

@@ -1,1 +1,0 @@
-"""Model, strategy and hardware to bytes, term by term."""
