@@ -26,7 +26,7 @@ import psutil
 import yaml
 
 from shardmake.checkpoint import store
-from shardmake.run.attempt import AttemptDir, Beat
+from shardmake.run.attempt import AttemptDir, Heartbeat
 from shardmake.run.paths import RunDir
 
 RESULTS = Path(__file__).parent / "results/faults.json"
@@ -75,7 +75,7 @@ class Lab:
         found = sorted(self.rundir.attempts.glob("[0-9]*"))
         return AttemptDir(found[-1]) if found else None
 
-    def beats(self) -> list[Beat]:
+    def beats(self) -> list[Heartbeat]:
         """The last heartbeats of the newest attempt."""
         attempt = self.attempt()
         found = [attempt.beat(rank) for rank in (0, 1)] if attempt else []
@@ -92,7 +92,7 @@ class Lab:
 
     def newest(self) -> int:
         """Step of the newest checkpoint that counts and that the campaign left alone."""
-        records = [record for record, _ in store.sealed(self.rundir.checkpoints)]
+        records = [record for record, _ in store.committed(self.rundir.checkpoints)]
         return max((record.step for record in records if record.saved_at not in self.damaged), default=0)
 
     def losses(self) -> dict[int, float]:
@@ -179,7 +179,7 @@ def kill_driver(lab: Lab, chance: random.Random) -> bool:
 
 def damage(lab: Lab, chance: random.Random, how: Callable[[Path, random.Random], None]) -> bool:
     """Damage a file of the newest checkpoint, then kill a rank so that it is wanted."""
-    newest = next(store.sealed(lab.rundir.checkpoints), None)
+    newest = next(store.committed(lab.rundir.checkpoints), None)
     if newest:
         files = [newest[1] / name for name, entry in newest[0].files.items() if entry.size > 0]
         how(chance.choice(files), chance)
@@ -302,7 +302,7 @@ class Storm:
 
 def corrupted(lab: Lab) -> list[str]:
     """Checkpoints whose record says that they count, that nobody damaged, and that are not whole."""
-    sealed = list(store.sealed(lab.rundir.checkpoints))
+    sealed = list(store.committed(lab.rundir.checkpoints))
     return [path.name for record, path in sealed if record.saved_at not in lab.damaged and store.problems(path)]
 
 
@@ -315,7 +315,7 @@ def same_end(calm: Lab, stormy: Lab) -> bool:
 
     models = []
     for lab in (calm, stormy):
-        checkpoint = next(store.sealed(lab.rundir.checkpoints))[1]
+        checkpoint = next(store.committed(lab.rundir.checkpoints))[1]
         out = lab.root / f"model-{lab.name}"
         consolidate(checkpoint, out, base=lab.root / "inputs/base", dtype="keep", max_shard_size="5GB", workers=1)
         models.append(load_file(out / "model.safetensors"))
@@ -333,7 +333,7 @@ def campaign(root: Path, faults: int, seed: int, strategy: str, gap: int, minute
     started = time.time()
     storm = Storm(stormy, random.Random(seed), faults, gap, started + minutes * 60)
     storm.run()
-    story = json.loads((stormy.rundir.attempts / "index.json").read_text())
+    history = json.loads((stormy.rundir.attempts / "index.json").read_text())
     expected, found = calm.losses(), stormy.losses()
     compared = expected.keys() & found.keys()
     return {
@@ -343,9 +343,9 @@ def campaign(root: Path, faults: int, seed: int, strategy: str, gap: int, minute
         "steps_between_checkpoints": EVERY,
         "faults": len(storm.done),
         "faults_by_kind": dict(Counter(fault["fault"] for fault in storm.done)),
-        "ends_by_kind": dict(Counter(chapter["end"] for chapter in story)),
+        "ends_by_kind": dict(Counter(attempt_record["end"] for attempt_record in history)),
         "finished": stormy.rundir.train_receipt.exists(),
-        "submissions": len(story),
+        "submissions": len(history),
         "times_a_person_was_needed": storm.stopped_by_itself,
         "steps_done_again": sum(max(0, fault["step"] - fault["resumed_from"]) for fault in storm.done),
         "largest_loss_of_steps": max((fault["step"] - fault["resumed_from"] for fault in storm.done), default=0),

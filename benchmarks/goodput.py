@@ -22,8 +22,8 @@ from typing import Any
 
 from shardmake.checkpoint.interval import interval_seconds
 from shardmake.launch.driver import IDLE_ATTEMPTS
-from shardmake.launch.outcome import Action, History, Outcome, decide
-from shardmake.run.attempt_history import Chapter, End, hung_before, idle_attempts, unfit_nodes
+from shardmake.launch.outcome import Action, Outcome, RetryState, decide
+from shardmake.run.attempt_history import AttemptRecord, EndReason, failing_nodes, hung_before, idle_attempts
 
 RESULTS = Path(__file__).parent / "results/goodput.json"
 HOUR, DAY = 3600.0, 86400.0
@@ -47,11 +47,11 @@ RATES = (
 # After the causes of Llama 3's unexpected interruptions (2407.21783), rounded; which of the driver's ends each of them
 # becomes is this benchmark's assumption.
 KINDS = {
-    End.KILLED: 0.41,  # GPU and SRAM faults: a process dies
-    End.NODE_FAILURE: 0.17,  # HBM, host and power
-    End.COMMUNICATION: 0.12,  # switches, cables, adapters
-    End.HANG: 0.15,  # what no process reports
-    End.LOST: 0.15,  # unplanned host maintenance and the rest
+    EndReason.KILLED: 0.41,  # GPU and SRAM faults: a process dies
+    EndReason.NODE_FAILURE: 0.17,  # HBM, host and power
+    EndReason.COMMUNICATION: 0.12,  # switches, cables, adapters
+    EndReason.HANG: 0.15,  # what no process reports
+    EndReason.LOST: 0.15,  # unplanned host maintenance and the rest
 }
 
 
@@ -98,7 +98,7 @@ class Training:
     failures: int = 0
 
     def __post_init__(self) -> None:
-        self.story: list[Chapter] = []
+        self.story: list[AttemptRecord] = []
         self.mean = DAY / (self.rates.per_node_day * self.nodes)
         waits, upload = (self.costs.local, self.costs.save) if self.asynchronous else (self.costs.save, 0.0)
         self.every = interval_seconds(waits, self.mean, waits + upload if upload else 0.0)
@@ -130,17 +130,17 @@ class Training:
 
     def _draw_end(self) -> Outcome:
         end = self.chance.choices(list(KINDS), list(KINDS.values()))[0]
-        self.wall += self.costs.hang if end is End.HANG else self.costs.notice
+        self.wall += self.costs.hang if end is EndReason.HANG else self.costs.notice
         return Outcome(end, "simulated", host=f"node{self.chance.randrange(self.nodes)}")
 
     def _answer(self, outcome: Outcome) -> None:
         """What the driver does, with its own functions."""
         self._tell(outcome)
-        history = History(
+        history = RetryState(
             idle_attempts=idle_attempts(self.story),
             has_rung=False,
             host_hung_before=hung_before(self.story),
-            unfit_nodes=unfit_nodes(self.story),
+            unfit_nodes=failing_nodes(self.story),
         )
         action = decide(outcome, history, cap=IDLE_ATTEMPTS)
         if action in (Action.STOP, Action.GIVE_UP):
@@ -148,19 +148,19 @@ class Training:
             self.wall += HOUR  # until somebody looks
             self.story.clear()
         else:
-            self.story[-1] = self.story[-1].model_copy(update={"next_rung": 0})
+            self.story[-1] = self.story[-1].model_copy(update={"next_fallback": 0})
         self.wall += self.costs.start
         if action is Action.RESUME and self.chance.random() < self.costs.still_broken:
             self.wall += self.costs.preflight - self.costs.start + self.costs.notice
-            self._answer(Outcome(End.PREFLIGHT, "simulated", host=outcome.host))
+            self._answer(Outcome(EndReason.PREFLIGHT, "simulated", host=outcome.host))
 
     def _tell(self, outcome: Outcome) -> None:
         number = len(self.story) + 1
-        chapter = Chapter(
-            attempt=number, job=str(number), plan="p", strategy="fsdp", rung=0, submitted=0, ended=self.wall,
+        attempt_record = AttemptRecord(
+            attempt=number, job=str(number), plan="p", strategy="fsdp", fallback=0, submitted=0, ended=self.wall,
             end=outcome.end.value, sentence="", host=outcome.host, checkpoint_step=int(self.kept),
         )  # fmt: skip
-        self.story.append(chapter)
+        self.story.append(attempt_record)
 
 
 PUBLISHED = (

@@ -21,7 +21,7 @@ from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu
 from shardmake.memory.model import Model, from_config, split
-from shardmake.memory.scenario import Scenario, Stack
+from shardmake.memory.scenario import LibraryBehavior, Scenario
 
 GIB = 1 << 30
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"
@@ -123,14 +123,14 @@ class Result:
 # ---------------------------------------------------------------------------------------------------------------------
 # What the rows' sources ran
 
-OLD = Stack(
+OLD = LibraryBehavior(
     returns_wide_logits=True,
     copies_shifted_logits=True,
     expands_keys=True,
     copies_attention=True,
     foreach_optimizer=True,
 )
-BEFORE_TORCH_2 = Stack(nccl=False, keeps_gradients=True, softmax_saves_input=True)
+BEFORE_TORCH_2 = LibraryBehavior(nccl=False, keeps_gradients=True, softmax_saves_input=True)
 
 
 def base(row: Row, **more: object) -> Scenario:
@@ -176,7 +176,7 @@ def peft_metamath(row: Row) -> Case:
     The longest batch is not reported. Examples are cut at 1300 characters (data.py), and dense mathematics gives about
     2 characters a token: 650. The documented bound is 768 tokens, at which each figure is about 10 % higher.
     """
-    stack = Stack(keeps_output=True, foreach_optimizer=True, autocast=False, nccl=False)
+    stack = LibraryBehavior(keeps_output=True, foreach_optimizer=True, autocast=False, nccl=False)
     row = {**row, "seq_len": str(METAMATH_TOKENS)}
     scenario = base(row, attention="sdpa", masked=True, weights="bf16", stack=stack)
     if row["strategy"].startswith("full"):
@@ -216,7 +216,7 @@ def qwen(row: Row) -> Case:
     autocast; DeepSpeed's bf16 has none. Adapters made by PEFT up to 0.6 stay in fp32 (``update_layer`` moves them to
     the weight's device, not to its type); DeepSpeed casts them with the model.
     """
-    stack = Stack(keeps_logits_narrow=True, copies_shifted_logits=True, foreach_optimizer=True)
+    stack = LibraryBehavior(keeps_logits_narrow=True, copies_shifted_logits=True, foreach_optimizer=True)
     scenario = base(row, weights="bf16", stack=stack, accumulation=8)
     h = scenario.model.hidden_size
     buckets = Buckets(h * h, 500_000_000, int(0.9 * h * h), 10 * h)
@@ -265,7 +265,7 @@ def one_layer(row: Row) -> Case:
     from shardmake.memory.decoder import layer_forward_bytes
 
     model = models()[row["model"]]()
-    stack = Stack(expands_keys=True, copies_attention=True)
+    stack = LibraryBehavior(expands_keys=True, copies_attention=True)
     size = layer_forward_bytes(base(row, model=model, strategy="zero2", split=split(model, "full"), stack=stack))
     return Case(size / GIB, "allocated")
 

@@ -21,7 +21,7 @@ from typing import Any
 from shardmake.config.models import Cluster, Strategy
 from shardmake.memory import host, states
 from shardmake.memory.buckets import read_buckets, zero_optimization
-from shardmake.memory.estimate import act, script_of
+from shardmake.memory.estimate import events_of, simulate
 from shardmake.memory.model import from_config, split
 from shardmake.memory.scenario import Scenario
 from shardmake.run.plan import Choice
@@ -174,7 +174,7 @@ def predict(strategy: Strategy) -> dict[str, int]:
     )
     buckets = read_buckets(zero_section(strategy), model.hidden_size)
     offloaded = host.offloaded(scenario, buckets)
-    timeline = act(scenario, buckets, script_of(scenario))
+    timeline = simulate(scenario, buckets, events_of(scenario))
     return {
         "tensors": sum(states.resident(scenario, buckets).values()) + sum(offloaded.values()),
         "rss": timeline.resident() + sum(offloaded.values()) + host.CPU_PROCESS,

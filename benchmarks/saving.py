@@ -25,8 +25,8 @@ from shardmake.core.atomic import write_json
 from shardmake.launch.jobs import attempt_settings
 from shardmake.plan.planner import make_plan
 from shardmake.run.attempt import AttemptDir, write_record
-from shardmake.run.plan import as_json
-from shardmake.train.async_saver import Scratch
+from shardmake.run.plan import plan_json
+from shardmake.train.async_saver import ScratchFolder
 from shardmake.train.checkpoint_saver import Saver
 
 RESULTS = Path(__file__).parent / "results/saving.json"
@@ -43,14 +43,14 @@ class Alternate(TrainerCallback):
 
     def __init__(self, saver: Saver, attempt: Path, memory: Path) -> None:
         folders = [None, memory, attempt / "scratch"]
-        self.scratches = [folder and Scratch(folder, attempt, node=0, nodes=1, share=1.0) for folder in folders]
+        self.scratches = [folder and ScratchFolder(folder, attempt, node=0, nodes=1, share=1.0) for folder in folders]
         self.saver = saver
         self.log = attempt / "saves.jsonl"
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The save follows this."""
         self.saver.settle()
-        newest = next(store.sealed(self.saver.folder), None)
+        newest = next(store.committed(self.saver.folder), None)
         if newest and state.is_world_process_zero:
             record = newest[0]
             line = {
@@ -71,14 +71,14 @@ def rank() -> None:
     from shardmake.train import trainer
     from shardmake.train.__main__ import main as train
 
-    make, attempt = trainer.make_watch, Path(sys.argv[1])
+    make, attempt = trainer.make_callbacks, Path(sys.argv[1])
 
-    def make_watch(*arguments: Any) -> Any:
+    def make_callbacks(*arguments: Any) -> Any:
         watch = make(*arguments)
         watch.callbacks.append(Alternate(watch.saver, attempt, Path(os.environ["SAVING_MEMORY"])))
         return watch
 
-    trainer.make_watch = make_watch  # type: ignore[assignment]
+    trainer.make_callbacks = make_callbacks  # type: ignore[assignment]
     train()
 
 
@@ -100,7 +100,7 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
     run = run.model_copy(update={"model": str(lab.root / run.model)})
     plan, _ = make_plan("demo", run, cluster)
     folder = AttemptDir(lab.run / "train/attempts/001")
-    write_json(folder.plan, as_json(plan))
+    write_json(folder.plan, plan_json(plan))
     write_files(plan, run, cluster, folder)
     write_record(folder.settings, attempt_settings(1, lab.run, cluster, plan, resume_from=None, recipe="benchmark"))
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:

@@ -7,11 +7,11 @@ from typing import Any
 
 from shardmake.config.models import Run, parse_config
 from shardmake.core.atomic import write_json
-from shardmake.core.manifest import as_json as manifest_as_json
+from shardmake.core.manifest import plan_json as manifest_as_json
 from shardmake.core.manifest import read_folder
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, Plan, Resources, Rung, Workload, as_json
+from shardmake.run.plan import Choice, Fallback, Plan, Resources, Workload, plan_json
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {
@@ -57,7 +57,7 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
     """The folder of a run that was trained, consolidated and evaluated."""
     rundir = RunDir(root / "runs" / "chat")
     write_model(rundir, files)
-    write_json(rundir.plan, as_json(make_plan()))
+    write_json(rundir.plan, plan_json(make_plan()))
     write_json(rundir.memory, MEMORY)
     write_json(rundir.train_receipt, TRAINED)
     write_json(rundir.evaluation, EVALUATED)
@@ -72,14 +72,14 @@ def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]
     for number, (started, ended, steps, _) in enumerate(attempts, 1):
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
         write_record(folder.settings, make_attempt(number, rundir, accelerator))
-        write_json(folder.plan, as_json(make_plan()))
+        write_json(folder.plan, plan_json(make_plan()))
         exit_ = NodeExit(
             node_rank=0, host="n1", started=started, ended=ended, phase="training", returncode=0, stop_signal=None
         )
         write_record(folder.exit_record(0), exit_)
         lines += [_metrics_line(step, number, started + 60 + 20 * index) for index, step in enumerate(steps)]
-    story = [{"attempt": number, "end": end} for number, (*_, end) in enumerate(attempts, 1)]
-    write_json(rundir.attempts / "index.json", story)
+    history = [{"attempt": number, "end": end} for number, (*_, end) in enumerate(attempts, 1)]
+    write_json(rundir.attempts / "index.json", history)
     rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -139,7 +139,7 @@ def make_plan() -> Plan:
         ),
         reason="The fastest that fits: 11 GiB of 40 GiB.",
         rejected={"ddp": "needs 52 GiB"},
-        ladder=[Rung(choice=CHOICE, host_memory=4 << 30, memory_gib=5)],
+        fallbacks=[Fallback(choice=CHOICE, host_memory=4 << 30, memory_gib=5)],
         host_memory=6 << 30,
         resources={"train": Resources(memory_gib=8, cpus=2)},
     )

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Config, Section
-from shardmake.config.schema import Node, Schema
+from shardmake.config.schema import Schema, SchemaNode
 from shardmake.core.atomic import write_text
 
 LAPTOP_CLUSTER = """\
@@ -158,14 +158,14 @@ def _tables(schema: Schema) -> Iterator[str]:
         yield "\n".join(["| Key | Value | Default | Meaning |", "|---|---|---|---|", *rows, ""])
 
 
-def _row(schema: Schema, name: str, key: str, section: Node) -> str:
+def _row(schema: Schema, name: str, key: str, section: SchemaNode) -> str:
     node = section["properties"][key]
     path = f"{name}.{key}" if name else key
     cells = [f"`{key}`", _value(schema, path, node), _default(key, section), node["description"]]
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
-def _value(schema: Schema, path: str, node: Node) -> str:
+def _value(schema: Schema, path: str, node: SchemaNode) -> str:
     """What a key holds; a link where it is a section of its own."""
     for name, section in schema.sections():
         if section is schema.section(node) or (name == f"{path}.NAME"):
@@ -174,7 +174,7 @@ def _value(schema: Schema, path: str, node: Node) -> str:
     return ", ".join(f"`{word}`" if word in quoted else word for word in schema.words(node))
 
 
-def _default(key: str, section: Node) -> str:
+def _default(key: str, section: SchemaNode) -> str:
     if key in section.get("required", []):
         return "**required**"
     default = section["properties"][key].get("default")

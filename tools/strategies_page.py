@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.config.models import STRATEGIES, Cluster, Data, Run, Strategy
-from shardmake.config.strategies import ENGINES
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.model import from_config
 from shardmake.render.check import Files
 from shardmake.render.stage import render_files
@@ -79,11 +79,11 @@ _FSDP_COLUMNS = (
 
 
 def _not_fsdp() -> list[list[str]]:
-    return [_deepspeed_row(strategy) for strategy in STRATEGIES if ENGINES[strategy].name != "fsdp"]
+    return [_deepspeed_row(strategy) for strategy in STRATEGIES if STRATEGY_SPECS[strategy].name != "fsdp"]
 
 
 def _fsdp_section() -> list[str]:
-    rows = [_fsdp_row(strategy) for strategy in STRATEGIES if ENGINES[strategy].name == "fsdp"]
+    rows = [_fsdp_row(strategy) for strategy in STRATEGIES if STRATEGY_SPECS[strategy].name == "fsdp"]
     return _section("FSDP", _FSDP_COLUMNS, rows)
 
 
@@ -203,7 +203,7 @@ def _plan(strategy: Strategy, **changes: int) -> Plan:
     )
     resources = {"train": Resources(memory_gib=1024, cpus=96)}
     return Plan(
-        run="docs", choice=choice, workload=workload, reason="", rejected={}, ladder=[], host_memory=1,
+        run="docs", choice=choice, workload=workload, reason="", rejected={}, fallbacks=[], host_memory=1,
         resources=resources,
     )  # fmt: skip
 

@@ -24,7 +24,7 @@ from shardmake.config.models import (
     load_config,
 )
 from shardmake.core.environment import hub_environment, kernel_caches
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import share, share_tree
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import localize, require_weights
@@ -131,7 +131,7 @@ def estimate(
             tell(gpu.name)
         return
     answer = estimate.estimate(
-        estimate.Question(
+        estimate.EstimateRequest(
             model=model,
             nodes=nodes,
             gpus_per_node=gpus_per_node,
@@ -276,7 +276,7 @@ def consolidate(
 
     if out is None:
         if tasks > 1 or adapter or format != "safetensors":
-            raise UserError("--tasks, --adapter and --format go with a checkpoint's folder and a model's folder.")
+            raise ShardmakeError("--tasks, --adapter and --format go with a checkpoint's folder and a model's folder.")
         run, _, rundir = _open_fetched(source, config, runs, on_node=True)
         consolidate_run(run, rundir, workers=workers, tell=tell)
         return
@@ -362,6 +362,6 @@ def main() -> None:
     """Entry point: a user's mistake is one message and exit status 2, anything else a traceback."""
     try:
         app()
-    except UserError as error:
+    except ShardmakeError as error:
         Console(stderr=True, soft_wrap=True).print(f"Error: {error}", style="red", markup=False, highlight=False)
         sys.exit(2)

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from shardmake.launch.jobs import job_name
-from shardmake.run.attempt import AttemptDir, Beat
+from shardmake.run.attempt import AttemptDir, Heartbeat
 from tests.cluster.harness import Cluster, Job
 from tests.cluster.slurm_conf import NODES
 from tests.workflow.checkout import REPOSITORY, RUN, Checkout
@@ -59,7 +59,7 @@ def ordered(what):
         return None
 
 def limit_memory():
-    "Let this process have 8 MiB more than it has now; a step takes 12 on the first rung, and 41 before."
+    "Let this process have 8 MiB more than it has now; a step takes 12 on the first fallback, and 41 before."
     (size,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData")]
     resource.setrlimit(resource.RLIMIT_DATA, (size + (8 << 20),) * 2)
 
@@ -171,18 +171,18 @@ class FaultLab:
             order.unlink()
         (self.checkout.root / "driver.log").unlink(missing_ok=True)
 
-    def story(self) -> list[dict[str, Any]]:
+    def history(self) -> list[dict[str, Any]]:
         """The attempts that have ended."""
         path = self.checkout.run / "train/attempts/index.json"
         return json.loads(path.read_text()) if path.exists() else []
 
     def ends(self) -> list[str]:
         """Why they ended."""
-        return [chapter["end"] for chapter in self.story()]
+        return [attempt_record["end"] for attempt_record in self.history()]
 
     def wait_for_ends(self, count: int, what: str) -> None:
         """Wait until ``count`` attempts have ended."""
-        self.cluster.wait_until(lambda: len(self.story()) >= count, f"the end of {what}", timeout=150)
+        self.cluster.wait_until(lambda: len(self.history()) >= count, f"the end of {what}", timeout=150)
 
     # ---- the training -----------------------------------------------------------------------------------------------
 
@@ -194,12 +194,12 @@ class FaultLab:
         """The newest attempt."""
         return next(reversed(self.attempts()), None)
 
-    def beat(self, rank: int) -> Beat | None:
+    def beat(self, rank: int) -> Heartbeat | None:
         """The last heartbeat of a rank of the newest attempt, unless that attempt has ended."""
         attempt = self.attempt()
         return attempt.beat(rank) if attempt and not attempt.exits() else None
 
-    def wait_for_steps(self, steps: int, attempts: int = 1) -> Beat:
+    def wait_for_steps(self, steps: int, attempts: int = 1) -> Heartbeat:
         """Wait until attempt number ``attempts`` has done ``steps`` more; the heartbeat of its rank 1."""
         started: list[int] = []
 
@@ -216,7 +216,7 @@ class FaultLab:
         assert beat
         return beat
 
-    def parent(self, beat: Beat, generations: int) -> str:
+    def parent(self, beat: Heartbeat, generations: int) -> str:
         """Process id, on its node, of a rank's launcher (1) or worker (2)."""
         pid = str(beat.pid)
         for _ in range(generations):

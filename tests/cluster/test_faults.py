@@ -148,7 +148,7 @@ def test_a_killed_driver_a_killed_rank_an_unfit_node_and_a_hang(lab: FaultLab, i
     assert len(job_ids(lab) - before) == 1
     survive(lab, [unfit_node, stop_rank], calm)
     assert "which an earlier driver submitted" in lab.log()
-    killed, unfit, hung, finished = lab.story()
+    killed, unfit, hung, finished = lab.history()
     assert (unfit["host"], unfit["excluded"]) == ("c1", "c1") and "scratch" in unfit["sentence"]
     assert "rank 1 on c3 does not answer (its process is stopped)" in hung["sentence"]
     assert killed["attempt"] == 1 and finished["attempt"] == 4
@@ -162,7 +162,7 @@ def test_signals_a_dead_controller_and_a_dead_node_that_comes_back(lab: FaultLab
     survive(
         lab, [signals_before_the_limit, restart_controller, kill_node, come_back], calm, spare={"lost without a trace"}
     )
-    told, *_, finished = lab.story()
+    told, *_, finished = lab.history()
     assert told["checkpoint_step"] > 0, "saved when it was told to"
     assert finished["end"] == "finished"
 
@@ -247,7 +247,7 @@ TENSORS_APART = {
 @pytest.mark.faults
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_out_of_memory_goes_down_two_rungs(lab: FaultLab, in_peace: Peace, strategy: str) -> None:
-    """To a smaller micro batch, then to recomputation, which is a rung only where sequences are long enough.
+    """To a smaller micro batch, then to recomputation, which is a fallback only where sequences are long enough.
 
     torch's allocator gets no more from the kernel.
     """
@@ -262,7 +262,7 @@ def test_out_of_memory_goes_down_two_rungs(lab: FaultLab, in_peace: Peace, strat
         lab.wait_for_ends(attempt, "the attempt")
     assert lab.wait() == 0, lab.log()
     assert lab.ends() == ["host out of memory", "host out of memory", "finished"], lab.log()
-    sentences = [chapter["sentence"] for chapter in lab.story()[:2]]
+    sentences = [attempt_record["sentence"] for attempt_record in lab.history()[:2]]
     assert all("can't allocate memory: you tried to allocate" in sentence for sentence in sentences), sentences
     choices = [read_plan(attempt.plan).choice for attempt in lab.attempts()]
     assert [choice.gradient_checkpointing for choice in choices] == [False, False, True]

@@ -57,7 +57,7 @@ def test_a_rank_is_killed_in_a_save(lab: FaultLab, in_peace: Peace, strategy: st
     survive(lab, [die], calm)
     dying = writes.read_text().splitlines()
     step = int(dying[-1].partition("checkpoint-")[2].partition("/")[0] or _step_of_rename(dying))
-    assert lab.story()[0]["checkpoint_step"] == (step if phase == "after" else step - lab.every)
+    assert lab.history()[0]["checkpoint_step"] == (step if phase == "after" else step - lab.every)
 
 
 def _step_of_rename(lines: list[str]) -> int:
@@ -75,11 +75,11 @@ def test_a_damaged_shard_sends_the_resume_one_checkpoint_back(
 
     def damage(lab: FaultLab, attempts: int) -> Ends:
         """In the newest checkpoint, of a training that is held so that it stays the newest."""
-        lab.cluster.wait_until(lambda: len(list(store.sealed(checkpoints(lab)))) > 1, "two checkpoints", timeout=240)
+        lab.cluster.wait_until(lambda: len(list(store.committed(checkpoints(lab)))) > 1, "two checkpoints", timeout=240)
         beat = lab.wait_for_steps(2, attempts)
         lab.send("STOP", beat.pid, beat.host)
         lab.cluster.run(["sleep", "1"])  # what the other rank still has to do for a save, it does
-        (newest, path), (before, _) = list(store.sealed(checkpoints(lab)))[:2]
+        (newest, path), (before, _) = list(store.committed(checkpoints(lab)))[:2]
         steps.extend([newest.step, before.step])
         harm(path / CHANCE.choice([name for name in newest.files if name.endswith(SHARDS)]), CHANCE)
         lab.send("KILL", beat.pid, beat.host)
@@ -99,7 +99,7 @@ def test_a_node_dies_while_checkpoints_are_saved_asynchronously(lab: FaultLab, i
     calm = in_peace(strategy)
     lab.configure(strategy, checkpoints={"every_steps": lab.every, "asynchronous": True})
     survive(lab, [kill_node], calm)
-    records = [record for record, _ in store.sealed(checkpoints(lab))]
+    records = [record for record, _ in store.committed(checkpoints(lab))]
     assert any(record.blocked_seconds is not None for record in records), "the last save alone waits"
 
 
@@ -126,13 +126,13 @@ def test_the_disk_is_full_in_the_middle_of_a_save(
     lab.configure(strategy)
     lab.forget()
     lab.start()
-    lab.cluster.wait_until(lambda: any(store.sealed(checkpoints(lab))), "a checkpoint", timeout=240)
+    lab.cluster.wait_until(lambda: any(store.committed(checkpoints(lab))), "a checkpoint", timeout=240)
     order_killer(lab, 1, r"^(open|torch\.save) /\.saving", "fill")
     assert lab.wait() == 2, lab.log()
     filler = checkpoints(lab).parent / "filler"
     assert filler.exists() and lab.ends() == ["error in the training"], lab.log()
     assert "The disk filled up while checkpoint-" in lab.log()
-    newest = store.newest_whole(checkpoints(lab), print)
+    newest = store.newest_valid(checkpoints(lab), print)
     assert newest is not None
 
     filler.unlink()
@@ -159,6 +159,6 @@ def test_training_goes_on_from_4_ranks_on_2_and_then_on_3(lab: FaultLab, in_peac
         ranks.append(lab.attempts()[-1].read().world_size)
     assert ranks == [4, 2, 3]
     assert lab.ends() == ["stop requested", "stop requested", "finished"], lab.log()
-    steps = [chapter["checkpoint_step"] for chapter in lab.story()]
+    steps = [attempt_record["checkpoint_step"] for attempt_record in lab.history()]
     assert 0 < steps[0] < steps[1] < steps[2] == 30
     assert_as_in_peace(lab, calm, tolerance=1e-3)

@@ -72,7 +72,7 @@ def make_plan(strategy: Strategy, **changes: Any) -> Plan:
         workload=workload,
         reason="asked for",
         rejected={},
-        ladder=[],
+        fallbacks=[],
         host_memory=6 << 30,
         resources={"train": Resources(memory_gib=8, cpus=4)},
     )

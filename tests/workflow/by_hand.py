@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.reshard.convert import tell_deepspeed
+from shardmake.checkpoint.reshard.convert import write_deepspeed_hint
 from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
 from shardmake.core.atomic import read_json, write_json, write_text
 from shardmake.launch.jobs import attempt_settings
@@ -19,7 +19,7 @@ from shardmake.plan.planner import make_plan
 from shardmake.render.expected_engine import expected_engine
 from shardmake.render.stage import as_yaml, launch_command, render_files
 from shardmake.run.attempt import AttemptDir, write_record
-from shardmake.run.plan import Plan, as_json
+from shardmake.run.plan import Plan, plan_json
 from tests.workflow.checkout import REPOSITORY, Checkout
 
 STEPS = 4
@@ -45,7 +45,7 @@ def train_by_hand(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: 
 
 def saved(lab: Checkout) -> dict[int, Path]:
     """The sealed checkpoints of the lab's run, by step."""
-    return {record.step: path for record, path in store.sealed(lab.run / "train/checkpoints")}
+    return {record.step: path for record, path in store.committed(lab.run / "train/checkpoints")}
 
 
 def forget_after(lab: Checkout, step: int) -> Path:
@@ -74,13 +74,13 @@ def launch_by_hand(
     plan, _ = make_plan("demo", run, cluster)
     number = len(list((lab.run / "train").glob("attempts/*"))) + 1
     folder = AttemptDir(lab.run / f"train/attempts/{number:03d}")
-    write_json(folder.plan, as_json(plan))
+    write_json(folder.plan, plan_json(plan))
     write_files(plan, run, cluster, folder)
     if zero:
         values = read_json(folder.deepspeed, "this test")
         write_json(folder.deepspeed, values | {"zero_optimization": values["zero_optimization"] | zero})
     if resume_from:
-        tell_deepspeed(folder.deepspeed, resume_from)
+        write_deepspeed_hint(folder.deepspeed, resume_from)
     resume = str(resume_from) if resume_from else None
     settings = attempt_settings(number, lab.run, cluster, plan, resume_from=resume, recipe="by hand")
     write_record(folder.settings, settings)

@@ -15,7 +15,7 @@ from shardmake.plan.planner import make_plan
 from shardmake.render.stage import as_yaml, launch_command, render_files
 from shardmake.run.attempt import AttemptDir, write_record
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, Plan, as_json
+from shardmake.run.plan import Choice, Plan, plan_json
 from tests.nursery import Nursery, free_port, launched_environment
 from tests.workflow.checkout import Checkout
 
@@ -52,7 +52,7 @@ class Forked:
             rundir.root.mkdir(parents=True, exist_ok=True)
             rundir.data.symlink_to(self.lab.run / "data")
         files = render_files(plan, run, cluster, read_model(run.model), folder.root)
-        write_json(folder.plan, as_json(plan))
+        write_json(folder.plan, plan_json(plan))
         write_text(folder.accelerate, as_yaml(files.accelerate))
         changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
         write_json(folder.deepspeed, files.deepspeed | changes)

@@ -87,7 +87,7 @@ class Sweep:
 
 def _result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
     """Losses by step, and the checksums of the last checkpoint's states: equal bit for bit, or it does not count."""
-    last = store.newest_whole(rundir.checkpoints, print)
+    last = store.newest_valid(rundir.checkpoints, print)
     if last is None or last[0].step != 4:
         return {}, {}
     states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}

@@ -15,7 +15,7 @@ import pytest
 
 from shardmake.checkpoint import store
 from shardmake.config.models import Strategy, get_run, load_cluster, load_config
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.stage import plan_run
 from shardmake.render.stage import render
 from shardmake.run.paths import RunDir
@@ -30,7 +30,7 @@ SAVES = {"every_steps": 2, "keep": 9}
 
 def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
     """Losses by step, and the checksums of the last checkpoint's states."""
-    last = store.newest_whole(rundir.checkpoints, print)
+    last = store.newest_valid(rundir.checkpoints, print)
     assert last is not None
     states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}
     lines = [line for line in map(json.loads, rundir.metrics.read_text().splitlines()) if "loss" in line]
@@ -72,7 +72,7 @@ def kill_rank_that_uploads(rundir: RunDir) -> None:
 
 def assert_as_if_nothing_had_been(rundir: RunDir, undisturbed: RunDir) -> None:
     assert result(rundir) == result(undisturbed)
-    waited = {record.step: record.blocked_seconds is not None for record, _ in store.sealed(rundir.checkpoints)}
+    waited = {record.step: record.blocked_seconds is not None for record, _ in store.committed(rundir.checkpoints)}
     assert waited == {2: True, 4: True, 6: False}
     assert not uploads(rundir)
 
@@ -190,7 +190,7 @@ def test_a_shared_disk_that_fills_up_during_an_upload(tmp_path: Path, small_disk
         folder.mkdir(parents=True)
         (folder / "shard.pt").write_bytes(bytes(2 << 20))
     with pytest.raises(
-        UserError, match=r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
+        ShardmakeError, match=r"The disk filled up while checkpoint-2 was written: .*resumes from checkpoint-1"
     ):
         save(saver, 3)
     assert steps(tmp_path) == [1] and not store.staging(saver.folder, 2).exists()

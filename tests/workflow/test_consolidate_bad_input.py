@@ -13,7 +13,7 @@ import torch
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.consolidate.merge import consolidate
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import ask_in_process, trained
 
 pytestmark = pytest.mark.training
@@ -48,7 +48,7 @@ def fsdp(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def refused(variant: Path, message: str) -> None:
     """The merge fails with ``message``, before or after it began to write, and leaves no file behind."""
     out = variant.parent / "model"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ShardmakeError, match=message):
         consolidate(variant / "checkpoint-2", out, base=variant / "base")
     assert not out.exists()
     assert not (out.parent / ".model.partial").exists()
@@ -174,7 +174,7 @@ def test_slices_that_do_not_belong_together(zero1: Path) -> None:
     files[0].rename(zero1 / "kept")
     files[1].rename(files[0])
     (zero1 / "kept").rename(files[1])
-    with pytest.raises(UserError, match="by param_slice_mappings: the files do not belong together"):
+    with pytest.raises(ShardmakeError, match="by param_slice_mappings: the files do not belong together"):
         read_checkpoint(zero1, "bf16")
 
 
@@ -193,7 +193,7 @@ def test_two_merges_into_one_folder(zero3: Path, tmp_path: Path) -> None:
     staging.mkdir()
     with (staging / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="Another merge writes"):
+        with pytest.raises(ShardmakeError, match="Another merge writes"):
             consolidate(zero3, tmp_path / "model", base=zero3 / "base")
 
 
@@ -201,6 +201,6 @@ def test_an_existing_model_stays_when_the_merge_fails(zero3: Path, tmp_path: Pat
     consolidate(zero3, tmp_path / "model", base=zero3 / "base")
     before = {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()}
     os.truncate(zero3 / RANK1, 100)
-    with pytest.raises(UserError, match="is damaged"):
+    with pytest.raises(ShardmakeError, match="is damaged"):
         consolidate(zero3, tmp_path / "model", base=zero3 / "base")
     assert {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()} == before

@@ -9,7 +9,7 @@ from accelerate.utils import merge_fsdp_weights
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardmake.consolidate.merge import consolidate
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import (
     FSDP,
     ask_in_process,
@@ -72,7 +72,7 @@ def test_tied_weights_that_differ_are_not_dropped(tmp_path_factory: pytest.TempP
     state = {"model": truth(variant)}
     state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"] + 1
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
-    with pytest.raises(UserError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
+    with pytest.raises(ShardmakeError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
         consolidate(tmp_path / "checkpoint", tmp_path / "model", base=variant / "base")
     assert not (tmp_path / "model").exists()
 

@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import ask_in_process, load_weights, trained, truth
 
 SHAPE = LlamaConfig(
@@ -66,9 +66,9 @@ def test_a_deepspeed_checkpoint_of_an_adapter(
 def test_an_adapter_of_another_model_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
     _, adapter = folders
     LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "hidden_size": 32})).save_pretrained(tmp_path / "other")
-    with pytest.raises(UserError, match="it was trained on another model"):
+    with pytest.raises(ShardmakeError, match="it was trained on another model"):
         consolidate(adapter, tmp_path / "model", base=tmp_path / "other")
-    with pytest.raises(UserError, match="--base"):
+    with pytest.raises(ShardmakeError, match="--base"):
         consolidate(adapter, tmp_path / "model")
 
 

@@ -22,7 +22,7 @@ from shardmake.checkpoint.formats.naming import MODEL_BIN
 from shardmake.consolidate import merge
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import ask_in_process, assert_equal, load_weights
 
 SHAPE = LlamaConfig(
@@ -79,7 +79,7 @@ def test_files_that_torch_load_reads(root: Path, tmp_path: Path) -> None:
     with files[0].open("r+b") as file:
         file.seek(files[0].stat().st_size // 2)
         file.write(b"\xff\xff")
-    with pytest.raises(UserError, match=rf"{files[0].name} has changed since the receipt"):
+    with pytest.raises(ShardmakeError, match=rf"{files[0].name} has changed since the receipt"):
         verify(tmp_path / "model")
 
 
@@ -92,9 +92,9 @@ def test_the_adapter_alone(root: Path, tmp_path: Path) -> None:
     loaded = PeftModel.from_pretrained(base, tmp_path / "adapter").merge_and_unload()
     consolidate(root / "adapted", tmp_path / "model", base=root / "base")
     torch.testing.assert_close(load_weights(tmp_path / "model"), dict(loaded.named_parameters()), rtol=2**-7, atol=1e-3)
-    with pytest.raises(UserError, match="holds no LoRA adapter"):
+    with pytest.raises(ShardmakeError, match="holds no LoRA adapter"):
         consolidate(root / "run", tmp_path / "other", base=root / "base", adapter=True)
-    with pytest.raises(UserError, match="--base"):
+    with pytest.raises(ShardmakeError, match="--base"):
         verify(tmp_path / "adapter")
 
 
@@ -107,7 +107,7 @@ def test_an_adapter_whose_base_is_in_torchs_format(root: Path, tmp_path: Path) -
 def test_an_adapter_that_does_not_fit(root: Path, tmp_path: Path) -> None:
     settings = json.loads((root / "base" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
-    with pytest.raises(UserError, match=r"layers\.2\.\S+ is missing"):
+    with pytest.raises(ShardmakeError, match=r"layers\.2\.\S+ is missing"):
         consolidate(root / "peft", tmp_path / "adapter", base=tmp_path, adapter=True)
 
 
@@ -152,7 +152,7 @@ def forked(work: Callable[[], object]) -> int:
 
 
 def test_a_task_that_there_is_not(root: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="tasks are numbered from 0 to 1"):
+    with pytest.raises(ShardmakeError, match="tasks are numbered from 0 to 1"):
         consolidate(root / "run", tmp_path / "model", base=root / "base", task=(2, 2))
 
 
@@ -161,7 +161,7 @@ def test_the_same_task_twice(root: Path, tmp_path: Path) -> None:
     staging.mkdir()
     with (staging / ".task-1").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="Another merge writes"):
+        with pytest.raises(ShardmakeError, match="Another merge writes"):
             consolidate(root / "run", tmp_path / "model", base=root / "base", task=(1, 2))
 
 
@@ -185,7 +185,7 @@ def test_space_that_is_only_missed_while_writing(root: Path, tmp_path: Path, mon
     """Quotas do not show in statvfs."""
     monkeypatch.setattr(merge, "_check_space", lambda *_: None)
     monkeypatch.setattr("shardmake.consolidate.output._reserve", full_disk)
-    with pytest.raises(UserError, match=r"No space left on device.*Nothing was kept"):
+    with pytest.raises(ShardmakeError, match=r"No space left on device.*Nothing was kept"):
         consolidate(root / "run", tmp_path / "model", base=root / "base")
     assert not list(tmp_path.iterdir())
 

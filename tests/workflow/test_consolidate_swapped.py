@@ -14,7 +14,7 @@ import torch
 from shardmake.checkpoint.formats.nvme_swap import FOLDER, write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, read_states
 from shardmake.checkpoint.reshard.zero import read_tensor
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import assert_equal, merged, trained, truth
 
 pytestmark = pytest.mark.training
@@ -73,17 +73,19 @@ def test_what_is_not_there_is_named(swapped: Path, tmp_path: Path) -> None:
     content = file.read_bytes()
     file.write_bytes(content[:100])
     with pytest.raises(
-        UserError, match=r"rank01/0_3\.tensor\.swp has 100 of \d+ bytes: the checkpoint is not complete"
+        ShardmakeError, match=r"rank01/0_3\.tensor\.swp has 100 of \d+ bytes: the checkpoint is not complete"
     ):
         merged(swapped.parent, tmp_path / "out")
     file.unlink()
-    with pytest.raises(UserError, match=r"rank01/0_3\.tensor\.swp has 0 of \d+ bytes"):
+    with pytest.raises(ShardmakeError, match=r"rank01/0_3\.tensor\.swp has 0 of \d+ bytes"):
         merged(swapped.parent, tmp_path / "out")
     file.write_bytes(content)
     for ids in ([], ["../../0"] * 99):
         write_index(swapped, ids)
-        with pytest.raises(UserError, match=r"sub_groups\.json is damaged"):
+        with pytest.raises(ShardmakeError, match=r"sub_groups\.json is damaged"):
             merged(swapped.parent, tmp_path / "out")
     (swapped / FOLDER / "sub_groups.json").unlink()
-    with pytest.raises(UserError, match=r"kept on NVMe, and no sub_groups\.json .* resume from there with Shardmake"):
+    with pytest.raises(
+        ShardmakeError, match=r"kept on NVMe, and no sub_groups\.json .* resume from there with Shardmake"
+    ):
         merged(swapped.parent, tmp_path / "out")

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import ask_in_process
 
 SHAPE = LlamaConfig(
@@ -129,7 +129,7 @@ def append(pattern: str) -> Callable[[Path], None]:
 )
 def test_what_is_wrong_is_named(model: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(model)
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ShardmakeError, match=message):
         verify(model)
 
 
@@ -140,5 +140,5 @@ def test_one_bit_of_difference_to_the_checkpoint(checkpoint: Path, model: Path) 
 
     change(Q, flip)(model)
     verify(model)
-    with pytest.raises(UserError, match=f"{Q} differs"):
+    with pytest.raises(ShardmakeError, match=f"{Q} differs"):
         verify(model, checkpoint)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, merged, trained, truth
 
 pytestmark = pytest.mark.training
@@ -45,5 +45,5 @@ def test_a_universal_checkpoint(name: str, tmp_path: Path, tmp_path_factory: pyt
     universal = Path(shutil.copytree(variant / "universal", tmp_path / "universal"))
     assert_equal(merged(universal, tmp_path / "out"), truth(variant))
     shutil.rmtree(universal / "zero" / "model.norm.weight")
-    with pytest.raises(UserError, match=r"model\.norm\.weight/fp32\.pt is missing"):
+    with pytest.raises(ShardmakeError, match=r"model\.norm\.weight/fp32\.pt is missing"):
         merged(universal, tmp_path / "other")

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import read_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.data import prepare
 from shardmake.evaluate import backends
 from shardmake.evaluate.backends import Machine, choose_backend, count_ranks, load_model, weights_size
@@ -99,7 +99,7 @@ def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "P
 
 
 def test_nothing_to_learn_is_an_error(network: "PreTrainedModel") -> None:
-    with pytest.raises(UserError, match=r"no tokens that carry loss.*data\.loss_on"):
+    with pytest.raises(ShardmakeError, match=r"no tokens that carry loss.*data\.loss_on"):
         score_all(network, [example(10, 10, 0)], 1).as_json()
 
 
@@ -112,7 +112,7 @@ def test_a_model_that_does_not_load_whole_is_an_error(folder: Path, tmp_path: Pa
         tensors["model.layers.7.mlp.up_proj.weight"] = torch.zeros(2)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    with pytest.raises(UserError, match=f"does not load whole: {kind}.*up_proj"):
+    with pytest.raises(ShardmakeError, match=f"does not load whole: {kind}.*up_proj"):
         load_model(str(tmp_path))
 
 
@@ -262,7 +262,7 @@ def test_parameters_on_nvme(folder: Path, rundir: RunDir, tmp_path: Path) -> Non
 
 
 def test_offload_to_nvme_needs_a_place(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="zero3-nvme needs nvme_path in the cluster file"):
+    with pytest.raises(ShardmakeError, match="zero3-nvme needs nvme_path in the cluster file"):
         evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=1), rundir)
 
 
@@ -299,7 +299,7 @@ def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Pa
 
 
 def test_a_misspelt_task_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
-    with pytest.raises(UserError, match=r"lm_eval has no task 'lab_sumz'\. Did you mean 'lab_sums'"):
+    with pytest.raises(ShardmakeError, match=r"lm_eval has no task 'lab_sumz'\. Did you mean 'lab_sums'"):
         evaluate(a_run(folder, tmp_path, lm_eval=["lab_sumz"], lm_eval_path=str(task)), rundir)
 
 
@@ -307,5 +307,5 @@ def test_without_the_package_lm_eval(
     folder: Path, rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
-    with pytest.raises(UserError, match=r"lm_eval is not installed\. Install it \(pip install lm_eval\)"):
+    with pytest.raises(ShardmakeError, match=r"lm_eval is not installed\. Install it \(pip install lm_eval\)"):
         evaluate(a_run(folder, tmp_path, lm_eval=["sums"]), rundir)

@@ -19,12 +19,12 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 from shardmake.config.models import Run
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.fetch.stage import fetch
 from shardmake.run.paths import RunDir
 try:
     fetch(Run.model_validate(json.loads(sys.argv[1])), RunDir(Path("runs/chat")), print)
-except UserError as error:
+except ShardmakeError as error:
     sys.exit(str(error))
 """
 

@@ -50,8 +50,8 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     again = checkout("snakemake", *PROFILE, check=False)
     assert again.returncode != 0
     assert "Adopting job" in again.stdout
-    story = checkout.read("train/attempts/index.json")
-    assert [(entry["attempt"], entry["end"]) for entry in story] == [(1, "finished")]
+    history = checkout.read("train/attempts/index.json")
+    assert [(entry["attempt"], entry["end"]) for entry in history] == [(1, "finished")]
     assert sorted(checkout.losses()) == list(range(1, 11))
     assert "published" in again.stdout and "Traceback" not in again.stdout
     assert "MissingOutputException" not in again.stdout, "the rule itself failed, at once"
@@ -196,7 +196,7 @@ if "shardmake.train" in sys.orig_argv:
 def test_out_of_memory_climbs_down_the_ladder_until_it_trains(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch's own error, raised in the first step of every rung without gradient checkpointing."""
+    """torch's own error, raised in the first step of every fallback without gradient checkpointing."""
     (checkout.root / "sitecustomize.py").write_text(SHORTAGE)
     monkeypatch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
     checkout.configure(max_steps=2, checkpoints={"every_steps": 2}, micro_batch_size="auto")
@@ -204,9 +204,9 @@ def test_out_of_memory_climbs_down_the_ladder_until_it_trains(
         checkout("shardmake", stage, "demo")
     output = checkout("shardmake", "train", "demo").stdout
     assert "CUDA out of memory" in output
-    assert output.count("take the next rung of the ladder") == 2
-    story = checkout.read("train/attempts/index.json")
-    assert [(entry["end"], entry["rung"]) for entry in story] == [
+    assert output.count("take the next fallback") == 2
+    history = checkout.read("train/attempts/index.json")
+    assert [(entry["end"], entry["fallback"]) for entry in history] == [
         ("GPU out of memory", 0),
         ("GPU out of memory", 1),
         ("finished", 2),

@@ -13,9 +13,9 @@ import torch
 
 from shardmake.launch.outcome import error_end
 from shardmake.run.attempt import RankError
-from shardmake.run.attempt_history import End
+from shardmake.run.attempt_history import EndReason
 from shardmake.train import network_check
-from shardmake.train.network_check import MeetingError, apart, describe
+from shardmake.train.network_check import NetworkCheckError, describe, run_in_fork
 
 RANK = """
 import sys
@@ -74,7 +74,7 @@ def die() -> list[str]:
 
 
 def fail() -> list[str]:
-    raise MeetingError("Rank(s) [3] did not come", [3], host="c4")
+    raise NetworkCheckError("Rank(s) [3] did not come", [3], host="c4")
 
 
 def block() -> list[str]:
@@ -89,14 +89,14 @@ def block() -> list[str]:
 )
 def test_work_apart_cannot_take_its_rank_with_it(work: Callable[[], list[str]], words: str) -> None:
     started = time.monotonic()
-    with pytest.raises(MeetingError, match=words) as error:
-        apart(work, seconds=1)
+    with pytest.raises(NetworkCheckError, match=words) as error:
+        run_in_fork(work, seconds=1)
     assert (list(error.value.missing), error.value.host) == (([3], "c4") if work is fail else ([], None))
     assert time.monotonic() - started < 10
 
 
 def test_work_is_done_in_another_process() -> None:
-    assert apart(lambda: ["a line", str(os.getppid())], seconds=10) == ["a line", str(os.getpid())]
+    assert run_in_fork(lambda: ["a line", str(os.getppid())], seconds=10) == ["a line", str(os.getpid())]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("uncorrectable ECC")])
@@ -110,8 +110,8 @@ def test_a_broken_gpu_is_its_own_nodes_fault(monkeypatch: pytest.MonkeyPatch, er
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(MeetingError) as found:
-        network_check.meet_ranks(False, None, print)
+    with pytest.raises(NetworkCheckError) as found:
+        network_check.check_all_reduce(False, None, print)
     assert found.value.host == socket.gethostname()
     told = RankError(rank=1, host="c1", time=0, kind="MeetingError", message=str(found.value), traceback="")
-    assert error_end(told) is End.PREFLIGHT
+    assert error_end(told) is EndReason.PREFLIGHT

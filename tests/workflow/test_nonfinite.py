@@ -16,6 +16,6 @@ def test_a_loss_that_blows_up_again_at_the_same_step_stops_the_run(checkout: Che
     failed = checkout("shardmake", "train", "demo", check=False)
     assert failed.returncode == 2
     assert "is nan" in failed.stdout and "NonFiniteError" in failed.stdout
-    story = checkout.read("train/attempts/index.json")
-    assert [entry["end"] for entry in story] == ["non-finite loss", "non-finite loss"]
-    assert story[0]["failed_step"] == story[1]["failed_step"] == story[1]["checkpoint_step"] + 1
+    history = checkout.read("train/attempts/index.json")
+    assert [entry["end"] for entry in history] == ["non-finite loss", "non-finite loss"]
+    assert history[0]["failed_step"] == history[1]["failed_step"] == history[1]["checkpoint_step"] + 1

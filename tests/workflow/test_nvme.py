@@ -29,7 +29,7 @@ def test_it_computes_what_ddp_computes_and_swaps_to_files(
     lab: Checkout, losses: dict[int, float], reference: dict[int, float]
 ) -> None:
     assert losses == pytest.approx(reference, abs=2e-4)
-    records = {record.step: record for record, _ in store.sealed(lab.run / "train/checkpoints")}
+    records = {record.step: record for record, _ in store.committed(lab.run / "train/checkpoints")}
     waited = {step: record.blocked_seconds is None for step, record in records.items()}
     assert waited == {1: False, 2: False, 3: False, 4: True}
     swapped = [entry.size for name, entry in records[3].files.items() if name.endswith(".swp")]

@@ -1,4 +1,4 @@
-"""A rung down the ladder puts DeepSpeed's Adam, which works on the host, in the place of torch's; and back again.
+"""A fallback down the fallbacks puts DeepSpeed's Adam, which works on the host, in the place of torch's; and back again.
 
 DeepSpeed compiles it first, for a minute or two: ``make test-nvme``.
 """
@@ -47,7 +47,7 @@ def test_either_adam_goes_on_from_the_other(
     lab: Checkout, reference: dict[int, float], wrote: Strategy, reads: Strategy
 ) -> None:
     assert train_by_hand(lab, wrote, checkpoints=SAVES) == pytest.approx(reference, abs=2e-4)
-    (last, path), found = list(store.sealed(lab.run / "train/checkpoints"))
+    (last, path), found = list(store.committed(lab.run / "train/checkpoints"))
     assert last.step == 4
     store.remove(path)
     (lab.run / "train/receipt.json").unlink()

@@ -12,7 +12,7 @@ from shardmake.checkpoint.reshard.convert import find_route, reshard
 from shardmake.checkpoint.reshard.routes import Route
 from shardmake.checkpoint.reshard.universal import is_universal
 from shardmake.config.models import Strategy
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from tests.workflow.forked import Forked, log
@@ -120,18 +120,18 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
     again = reshard(checkpoint, out, "zero3", 4, said.append)
     assert again == record.model_copy(update={"strategy": "zero3", "world_size": 4})
     assert said[-1] == f"{out} is there already."
-    with pytest.raises(UserError, match="needs no resharding"):
+    with pytest.raises(ShardmakeError, match="needs no resharding"):
         reshard(checkpoint, tmp_path / "no", stop[0], stop[1], said.append)
-    with pytest.raises(UserError, match="not converted for ddp"):
+    with pytest.raises(ShardmakeError, match="not converted for ddp"):
         reshard(checkpoint, tmp_path / "no", "ddp", 2, said.append)
     (checkpoint / "latest").write_text("global_step2")
-    with pytest.raises(UserError, match=r"no whole checkpoint of Shardmake: .*latest"):
+    with pytest.raises(ShardmakeError, match=r"no whole checkpoint of Shardmake: .*latest"):
         reshard(checkpoint, tmp_path / "no", "zero1", 2, said.append)
 
 
 def newest_of(rundir: RunDir) -> Path:
     """The newest checkpoint."""
-    return next(path for _, path in store.sealed(rundir.checkpoints))
+    return next(path for _, path in store.committed(rundir.checkpoints))
 
 
 def adam_steps(checkpoint: Path) -> list[float]:

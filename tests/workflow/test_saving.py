@@ -70,12 +70,12 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
     planned = forked.plan("zero3", 2, max_steps=3, checkpoints={"every_steps": 1, "keep": 2})
     undisturbed = RunDir(tmp_path / "undisturbed")
     assert forked.train(undisturbed, planned) == [0, 0], log(undisturbed)
-    assert {record.step for record, _ in store.sealed(undisturbed.checkpoints)} == {2, 3}
+    assert {record.step for record, _ in store.committed(undisturbed.checkpoints)} == {2, 3}
 
     codes, _ = forked.resume(small_disk, planned)
     assert any(codes)
     assert "WARNING: checkpoint-2 is left out. The next checkpoint needs 18 MiB" in log(small_disk)
-    assert "UserError: The next checkpoint needs" in log(small_disk)
+    assert "ShardmakeError: The next checkpoint needs" in log(small_disk)
     assert [path.name for _, path in store.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
 
     resize(small_disk, "60m")
@@ -101,7 +101,7 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
     rule = {"every_steps": 1, "keep": 2, "keep_best": True, "keep_every_steps": 3}
     planned = forked.plan("zero2", 2, max_steps=5, checkpoints=rule)
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
-    records = {record.step: (record, path) for record, path in store.sealed(rundir.checkpoints)}
+    records = {record.step: (record, path) for record, path in store.committed(rundir.checkpoints)}
     assert set(records) == {3, 4, 5}
     record, path = records[5]
     described = (record.step, record.samples, record.tokens, record.world_size, record.strategy, record.rng_states)
@@ -124,7 +124,7 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 3
     assert losses(rundir) == reference
-    assert {record.step for record, _ in store.sealed(rundir.checkpoints)} == {3, 4, 5}
+    assert {record.step for record, _ in store.committed(rundir.checkpoints)} == {3, 4, 5}
     assert len(store.damaged(rundir.checkpoints)) == 2
 
 
@@ -136,6 +136,6 @@ def test_the_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) 
     assert forked.train(rundir, (plan, run, cluster.model_copy(update={"node_mtbf_hours": 1e-6}))) == [0, 0], log(
         rundir
     )
-    steps = sorted(record.step for record, _ in store.sealed(rundir.checkpoints))
+    steps = sorted(record.step for record, _ in store.committed(rundir.checkpoints))
     assert steps[0] == 10 and steps[-1] == 14
     assert "A save takes" in log(rundir) and "by Young's formula" in log(rundir)

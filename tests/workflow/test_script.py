@@ -32,9 +32,9 @@ def test_a_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Che
     assert 'raise RuntimeError("a cosmic ray")' in failed.stdout
 
     checkout("snakemake", "--profile", "profiles/local")
-    story = checkout.read("train/attempts/index.json")
-    assert [chapter["end"] for chapter in story] == ["error in the training", "finished"]
-    assert story[1]["checkpoint_step"] > story[0]["checkpoint_step"] > 0
+    history = checkout.read("train/attempts/index.json")
+    assert [attempt_record["end"] for attempt_record in history] == ["error in the training", "finished"]
+    assert history[1]["checkpoint_step"] > history[0]["checkpoint_step"] > 0
     assert len(json.loads((checkout.root / "losses.json").read_text())) == 2 * (4 - 2)
     reports = [checkout.read(f"train/attempts/002/ranks/rank-{rank}.json") for rank in (0, 1)]
     assert {report["distributed_type"] for report in reports} == {"DEEPSPEED"}

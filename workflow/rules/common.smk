@@ -7,7 +7,7 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from shardmake.config.models import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.commands.preview import dry_run
 from shardmake.run.paths import RunDir
 from shardmake.core.permissions import share_tree
@@ -27,7 +27,7 @@ def read_configuration():
         for name, run in parsed.runs.items():
             check_inputs(name, run)
         return parsed, cluster
-    except UserError as error:
+    except ShardmakeError as error:
         raise WorkflowError(str(error)) from None
 
 

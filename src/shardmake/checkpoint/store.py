@@ -25,7 +25,7 @@ from isal.isal_zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmake.core.atomic import fsync_directory, write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 RECORD_NAME = "shardmake.json"
 STAGING = ".saving"
@@ -214,7 +214,7 @@ def read_record(checkpoint: Path) -> CheckpointRecord | None:
     """The record of a checkpoint; None if there is none (`is_unfinished`), or none that can be read.
 
     Raises:
-        UserError: it is there, and not ours to read; that does not make it a bad one.
+        ShardmakeError: it is there, and not ours to read; that does not make it a bad one.
     """
     try:
         return CheckpointRecord.model_validate_json((checkpoint / RECORD_NAME).read_bytes())
@@ -241,7 +241,7 @@ def checkpoints(folder: Path) -> list[tuple[int, Path]]:
     return sorted(found, reverse=True)
 
 
-def sealed(folder: Path) -> Iterator[tuple[CheckpointRecord, Path]]:
+def committed(folder: Path) -> Iterator[tuple[CheckpointRecord, Path]]:
     """The checkpoints that have a record to read, newest first; their files are not looked at."""
     for _, path in checkpoints(folder):
         if record := read_record(path):
@@ -252,7 +252,7 @@ def problems(checkpoint: Path, *, workers: int = 4) -> list[str]:
     """What is wrong with a checkpoint, one sentence a file; empty if every byte is as recorded.
 
     Raises:
-        UserError: a file is not ours to read.
+        ShardmakeError: a file is not ours to read.
     """
     if is_unfinished(checkpoint):
         return [f"{checkpoint.name} was not finished (it has no {RECORD_NAME})"]
@@ -284,14 +284,14 @@ def _file_problem(path: Path, expected: FileEntry) -> str:
     return ""
 
 
-def _closed(error: PermissionError) -> UserError:
-    return UserError(
+def _closed(error: PermissionError) -> ShardmakeError:
+    return ShardmakeError(
         f"{error.filename} is not yours to read. Ask whoever made it to open it to the group (chmod -R g+rX on the "
         "run's folder). Nothing was removed."
     )
 
 
-def newest_whole(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord, Path] | None:
+def newest_valid(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord, Path] | None:
     """The newest checkpoint whose every byte is as recorded; ``tell`` hears why newer ones do not count."""
     for _, path in checkpoints(folder):
         record, found = read_record(path), problems(path)
@@ -302,14 +302,14 @@ def newest_whole(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointR
 
 
 def recover(folder: Path, tell: Callable[[str], None]) -> tuple[CheckpointRecord, Path] | None:
-    """`newest_whole`, with everything newer out of the way, so that it is neither kept nor counted by mistake.
+    """`newest_valid`, with everything newer out of the way, so that it is neither kept nor counted by mistake.
 
     What was never finished is removed. What was finished and is damaged, or whose record cannot be read, is set aside,
     for whoever wants to save what can be saved; it goes when the room is needed. To be called while no training is
     writing.
     """
     discard_unfinished(folder, tell)
-    found = newest_whole(folder, tell)
+    found = newest_valid(folder, tell)
     for step, path in checkpoints(folder):
         if found is None or step > found[0].step or read_record(path) is None:
             tell(f"{path.name} now lies in {set_aside(path).name}")
@@ -353,6 +353,6 @@ def remove(checkpoint: Path, tell: Callable[[str], None] = _print) -> bool:
 
 def prune(folder: Path, rule: Retention) -> list[Path]:
     """Remove the sealed checkpoints that ``rule`` does not keep; return what went. Unfinished ones are left alone."""
-    found = list(sealed(folder))
+    found = list(committed(folder))
     kept = rule.kept([record for record, _ in found])
     return [path for record, path in found if record.step not in kept and remove(path)]

@@ -54,7 +54,7 @@ def is_pushed(rundir: RunDir) -> bool:
 
 
 def _removable(rundir: RunDir) -> Iterator[Removable]:
-    found = list(store.sealed(rundir.checkpoints))
+    found = list(store.committed(rundir.checkpoints))
     kept = _kept(rundir, [record for record, _ in found])
     for record, path in found:
         if record.step not in kept:

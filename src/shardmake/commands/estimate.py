@@ -10,22 +10,22 @@ from typing import Any, Literal
 
 from shardmake.config.models import STRATEGIES, Attention, Method, Optimizer, Precision, Strategy
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import UserError, nearest
+from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import Estimate, from_json, full, quick, script_of, verdict
-from shardmake.memory.events import Script
+from shardmake.memory.estimate import Estimate, estimate_closed_form, estimate_simulated, events_of, from_json, verdict
+from shardmake.memory.events import StepEvents
 from shardmake.memory.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware, find_accelerator
 from shardmake.memory.model import Model, Split, cached_path, read_model, split
 from shardmake.memory.probe import probe
-from shardmake.memory.scenario import Scenario, Stack
+from shardmake.memory.scenario import LibraryBehavior, Scenario
 from shardmake.memory.trace import trace_all
 from shardmake.plan import step_time
-from shardmake.plan.suggestions import changes, remedies
+from shardmake.plan.suggestions import changes, suggestions
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
 LARGEST_HOST = 64 * 1024  # GiB
-Scripts = dict[tuple[bool, bool], Script]
+Scripts = dict[tuple[bool, bool], StepEvents]
 LossKind = Literal["plain", "fused", "chunked"]
 
 EXPLANATIONS = {
@@ -56,7 +56,7 @@ EXPLANATIONS = {
 
 
 @dataclass(frozen=True)
-class Question:
+class EstimateRequest:
     """The command line of ``shardmake estimate``; sizes in GiB as people write them."""
 
     model: str
@@ -83,7 +83,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Row:
+class CandidateRow:
     """One candidate with its memory and verdict."""
 
     strategy: Strategy
@@ -108,13 +108,13 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Answer:
+class EstimateResult:
     """Every candidate, and what would help where none fits."""
 
-    question: Question
+    question: EstimateRequest
     model: Model
     split: Split
-    rows: tuple[Row, ...]
+    rows: tuple[CandidateRow, ...]
     advice: str | None = None
     measured: calibration.Calibration | None = None
     """What a probe has found for these GPUs."""
@@ -133,7 +133,7 @@ class Answer:
         }
 
 
-def estimate(question: Question) -> Answer:
+def estimate(question: EstimateRequest) -> EstimateResult:
     """Answer ``question``: each strategy with and, where it is left open, without gradient checkpointing."""
     _check(question)
     model = read_model(question.model, revision=question.revision, trust_remote_code=question.trust_remote_code)
@@ -143,10 +143,10 @@ def estimate(question: Question) -> Answer:
     part = split(model, question.method, question.lora_rank, _targets(question.lora_targets))
     rows = tuple(_rows(question, model, part, hardware))
     advice = None if any(row.fits for row in rows) else smallest_change(question, model, hardware)
-    return Answer(question, model, part, rows, advice, calibration.read(question.accelerator))
+    return EstimateResult(question, model, part, rows, advice, calibration.read(question.accelerator))
 
 
-def _rows(question: Question, model: Model, part: Split, hardware: Hardware) -> list[Row]:
+def _rows(question: EstimateRequest, model: Model, part: Split, hardware: Hardware) -> list[CandidateRow]:
     choices = [True, False] if question.gradient_checkpointing is None else [question.gradient_checkpointing]
     scenarios = [
         _scenario(question, model, part, strategy, checkpointing)
@@ -176,11 +176,11 @@ def _act_part(scenarios: Sequence[Scenario], capacity: int) -> None:
         _remembered(scenario, capacity, scripts)
 
 
-def _row(scenario: Scenario, hardware: Hardware) -> Row:
+def _row(scenario: Scenario, hardware: Hardware) -> CandidateRow:
     memory = _remembered(scenario, hardware.gpu_memory, {})
     fits, reason = verdict(memory, scenario, hardware)
     seconds = step_time.step_time(scenario, hardware).total
-    return Row(scenario.strategy, scenario.checkpointing, memory, fits, reason, seconds, scenario.nodes)
+    return CandidateRow(scenario.strategy, scenario.checkpointing, memory, fits, reason, seconds, scenario.nodes)
 
 
 def _path(scenario: Scenario, capacity: int) -> Path:
@@ -199,8 +199,8 @@ def _remembered(scenario: Scenario, capacity: int, scripts: Scripts) -> Estimate
         return from_json(json.loads(path.read_text()))
     key = (scenario.checkpointing, scenario.autocast)
     if key not in scripts:
-        scripts[key] = script_of(scenario)
-    memory = full(scenario, buckets_for(scenario.model), scripts[key], capacity=capacity)
+        scripts[key] = events_of(scenario)
+    memory = estimate_simulated(scenario, buckets_for(scenario.model), scripts[key], capacity=capacity)
     write_json(path, memory.as_json())
     return memory
 
@@ -215,7 +215,9 @@ def buckets_for(model: Model) -> Buckets:
     )
 
 
-def _scenario(question: Question, model: Model, part: Split, strategy: Strategy, checkpointing: bool) -> Scenario:
+def _scenario(
+    question: EstimateRequest, model: Model, part: Split, strategy: Strategy, checkpointing: bool
+) -> Scenario:
     return Scenario(
         model=model,
         split=part,
@@ -232,7 +234,7 @@ def _scenario(question: Question, model: Model, part: Split, strategy: Strategy,
         optimizer=question.optimizer,
         method=question.method,
         loss="plain" if question.loss == "plain" else "fused",
-        stack=Stack(liger_layers=question.loss == "fused"),
+        stack=LibraryBehavior(liger_layers=question.loss == "fused"),
         lora_rank=question.lora_rank,
         lora_targets=_hashable(_targets(question.lora_targets)),
         calibration=calibration.read(question.accelerator),
@@ -247,33 +249,35 @@ def _hashable(targets: str | list[str]) -> str | tuple[str, ...]:
     return targets if isinstance(targets, str) else tuple(targets)
 
 
-def _strategies(question: Question) -> list[Strategy]:
+def _strategies(question: EstimateRequest) -> list[Strategy]:
     if not question.strategies:
         return [strategy for strategy in STRATEGIES if strategy != "fsdp-hybrid" or question.nodes > 1]
     for name in question.strategies:
         if name not in STRATEGIES:
-            raise UserError(
+            raise ShardmakeError(
                 f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {', '.join(STRATEGIES)}."
             )
     return [strategy for strategy in STRATEGIES if strategy in question.strategies]
 
 
-def _check(question: Question) -> None:
+def _check(question: EstimateRequest) -> None:
     for name in ("nodes", "gpus_per_node", "sequence_length", "micro_batch", "lora_rank"):
         if getattr(question, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {getattr(question, name)}; it must be at least 1.")
+            raise ShardmakeError(f"--{name.replace('_', '-')} is {getattr(question, name)}; it must be at least 1.")
     if question.gpu_memory > LARGEST_GPU:
-        raise UserError(
+        raise ShardmakeError(
             f"--gpu-memory {question.gpu_memory:g} is in GiB, and no GPU has that much. "
             f"If that were MiB, write {question.gpu_memory / 1024:.0f}."
         )
     if question.host_memory is not None and not 0 < question.host_memory <= LARGEST_HOST:
-        raise UserError(f"--host-memory is {question.host_memory:g}; give the RAM of one node in GiB, such as 512.")
+        raise ShardmakeError(
+            f"--host-memory is {question.host_memory:g}; give the RAM of one node in GiB, such as 512."
+        )
     if question.gpu_memory <= 0:
-        raise UserError(f"--gpu-memory is {question.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
+        raise ShardmakeError(f"--gpu-memory is {question.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
 
 
-def _hardware(question: Question) -> Hardware:
+def _hardware(question: EstimateRequest) -> Hardware:
     accelerator = find_accelerator(question.accelerator)
     return Hardware(
         accelerator=accelerator,
@@ -292,19 +296,19 @@ def _hardware(question: Question) -> Hardware:
 # The smallest change that would fit
 
 
-def smallest_change(question: Question, model: Model, hardware: Hardware) -> str:
+def smallest_change(question: EstimateRequest, model: Model, hardware: Hardware) -> str:
     """What would make something fit: nodes, sequence length, adapters, each tried alone with its figure."""
 
     def outcome(setting: str, value: Any) -> str | None:
-        row = _best(Question(**{**vars(question), setting: value}), model, hardware)
+        row = _best(EstimateRequest(**{**vars(question), setting: value}), model, hardware)
         return f"{row.strategy} with checkpointing takes {row.memory.gpu.device / GIB:.1f} GiB per GPU" if row else None
 
-    found = remedies(changes(question.nodes, question.sequence_length, question.method), outcome)
+    found = suggestions(changes(question.nodes, question.sequence_length, question.method), outcome)
     said = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
     return "; or ".join(said) or "Nothing helps alone: use GPUs with more memory, or several changes."
 
 
-def _best(question: Question, model: Model, hardware: Hardware) -> Row | None:
+def _best(question: EstimateRequest, model: Model, hardware: Hardware) -> CandidateRow | None:
     """The row that needs least, with checkpointing, where it fits; found in closed form, then acted out."""
     part = split(model, question.method, question.lora_rank, _targets(question.lora_targets))
     scenarios = [_scenario(question, model, part, strategy, True) for strategy in SAVERS]
@@ -312,7 +316,7 @@ def _best(question: Question, model: Model, hardware: Hardware) -> Row | None:
     buckets = buckets_for(model)
 
     def need(scenario: Scenario) -> int:
-        return quick(scenario, buckets, closed_form.profile(scenario, profiles)).gpu.device
+        return estimate_closed_form(scenario, buckets, closed_form.profile(scenario, profiles)).gpu.device
 
     least = min(scenarios, key=need)
     if need(least) > hardware.gpu_memory:
@@ -328,7 +332,7 @@ SAVERS: tuple[Strategy, ...] = ("zero3-offload", "fsdp", "zero3")
 # For people
 
 
-def print_table(answer: Answer, explain: bool = False) -> None:
+def print_table(answer: EstimateResult, explain: bool = False) -> None:
     """The candidates as a table; ``explain`` adds every term with its formula or source."""
     from rich.console import Console
     from rich.table import Table
@@ -361,7 +365,7 @@ def print_table(answer: Answer, explain: bool = False) -> None:
         _print_terms(console, answer.rows)
 
 
-def _cells(row: Row) -> list[str]:
+def _cells(row: CandidateRow) -> list[str]:
     memory = row.memory
     sizes = (
         memory.gpu.allocated,
@@ -385,7 +389,7 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"
 
 
-def _print_terms(console: Any, rows: Iterable[Row]) -> None:
+def _print_terms(console: Any, rows: Iterable[CandidateRow]) -> None:
     for row in rows:
         checkpointing = "with" if row.checkpointing else "without"
         console.print(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.launch.jobs import SlurmJobs, attempt_settings
 from shardmake.launch.rendezvous import Rendezvous
 from shardmake.launch.worker import rank_environment
@@ -48,7 +48,7 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, configuration: Iterable[
         is_new = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(map(_changed, configuration))
         plan = read_plan(rundir.plan) if is_new else make_plan(rundir.name, local, cluster)[0]
         return _page(_submitted(plan, cluster, rundir)) + f"# --- the files: shardmake render {rundir.name} --show\n"
-    except (UserError, OSError) as error:
+    except (ShardmakeError, OSError) as error:
         return f"# What would be submitted is not known yet: {error}\n"
 
 

@@ -11,7 +11,7 @@ from shardmake.core.errors import nearest
 Detail = Mapping[str, Any]
 
 
-def complaints(model: type[BaseModel], error: ValidationError) -> list[str]:
+def error_lines(model: type[BaseModel], error: ValidationError) -> list[str]:
     """One line per key that is wrong. A union complains once per branch: the first is heard, or one further in."""
     schema, sentences = Schema(model), dict[str, str]()
     for detail in error.errors():

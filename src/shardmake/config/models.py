@@ -13,10 +13,10 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from shardmake.config.messages import complaints
+from shardmake.config.messages import error_lines
 from shardmake.config.script import check_script
 from shardmake.core.atomic import digest
-from shardmake.core.errors import UserError, nearest
+from shardmake.core.errors import ShardmakeError, nearest
 
 Strategy = Literal[
     "ddp",
@@ -483,16 +483,16 @@ class _Loader(yaml.SafeLoader):
 def read_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file."""
     if not path.is_file():
-        raise UserError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).")
+        raise ShardmakeError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).")
     try:
         values = yaml.load(path.read_bytes(), _Loader)
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise UserError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
+        raise ShardmakeError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not valid YAML: {error}") from None
+        raise ShardmakeError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise UserError(f"{path} holds no keys; see config/README.md for what belongs there.")
+        raise ShardmakeError(f"{path} holds no keys; see config/README.md for what belongs there.")
     return values
 
 
@@ -530,11 +530,11 @@ def check_inputs(name: str, run: Run) -> None:
         if Path(file).exists():
             continue
         if Path(file).name == "config.json":
-            raise UserError(
+            raise ShardmakeError(
                 f"runs.{name}.model: {run.model!r} is no model folder: it has no config.json. Name a folder saved by "
                 "save_pretrained, or a hub id (org/name)."
             )
-        raise UserError(
+        raise ShardmakeError(
             f"runs.{name}.data: {file!r} does not exist. Name an existing file or folder, or a hub data set."
         )
 
@@ -542,7 +542,9 @@ def check_inputs(name: str, run: Run) -> None:
 def get_run(config: Config, name: str) -> Run:
     """The run called ``name``."""
     if name not in config.runs:
-        raise UserError(f"There is no run {name!r}; the runs are {', '.join(config.runs)}.{nearest(name, config.runs)}")
+        raise ShardmakeError(
+            f"There is no run {name!r}; the runs are {', '.join(config.runs)}.{nearest(name, config.runs)}"
+        )
     return config.runs[name]
 
 
@@ -558,5 +560,5 @@ def _parse(model: type[S], values: Mapping[str, Any], source: str) -> S:
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        lines = [f"  {line}" for line in complaints(model, error)]
-        raise UserError("\n".join([f"{source} cannot be used:", *lines])) from None
+        lines = [f"  {line}" for line in error_lines(model, error)]
+        raise ShardmakeError("\n".join([f"{source} cannot be used:", *lines])) from None

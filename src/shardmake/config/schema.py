@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-Node = Mapping[str, Any]
+SchemaNode = Mapping[str, Any]
 KEY_ITSELF = "[key]"
 _LIMITS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
 _SCALARS = {"integer": "a whole number", "number": "a number", "string": "text"}
@@ -18,30 +18,30 @@ class Schema:
     """The schema of one model."""
 
     def __init__(self, model: type[BaseModel]) -> None:
-        self.root: Node = model.model_json_schema()
+        self.root: SchemaNode = model.model_json_schema()
 
-    def options(self, node: Node) -> list[Node]:
+    def options(self, node: SchemaNode) -> list[SchemaNode]:
         """What may stand here, one by one: the branches of a union, references followed, "nothing" left out."""
         branches = node.get("anyOf", [node])
         return [self._resolved(branch) for branch in branches if branch.get("type") != "null"]
 
-    def _resolved(self, node: Node) -> Node:
+    def _resolved(self, node: SchemaNode) -> SchemaNode:
         reference = node.get("$ref")
         return self.root["$defs"][reference.rpartition("/")[2]] if reference else node
 
-    def section(self, node: Node) -> Node | None:
+    def section(self, node: SchemaNode) -> SchemaNode | None:
         """The section with keys of its own that may stand here, if any."""
         return next((option for option in self.options(node) if "properties" in option), None)
 
-    def choices(self, node: Node) -> list[str]:
+    def choices(self, node: SchemaNode) -> list[str]:
         """The values of a choice that may stand here."""
         return [str(value) for option in self.options(node) for value in _values(option)]
 
-    def words(self, node: Node) -> list[str]:
+    def words(self, node: SchemaNode) -> list[str]:
         """What may stand here, in words; choices one by one."""
         return list(dict.fromkeys(word for option in self.options(node) for word in self._words(option)))
 
-    def _words(self, option: Node) -> list[str]:
+    def _words(self, option: SchemaNode) -> list[str]:
         if values := _values(option):
             return [str(value) for value in values]
         if "properties" in option:
@@ -55,7 +55,7 @@ class Schema:
         limits = [f"{sign} {option[limit]:g}" for limit, sign in _LIMITS.items() if limit in option]
         return [" ".join([_SCALARS[option["type"]], " and ".join(limits)]).rstrip()]
 
-    def sections(self, node: Node | None = None, name: str = "") -> Iterator[tuple[str, Node]]:
+    def sections(self, node: SchemaNode | None = None, name: str = "") -> Iterator[tuple[str, SchemaNode]]:
         """Every section from ``node`` on with its dotted name, outer before inner; NAME stands for a free name."""
         section = self.section(node or self.root)
         if section is not None:
@@ -66,7 +66,7 @@ class Schema:
             if isinstance(option.get("additionalProperties"), Mapping):
                 yield from self.sections(option["additionalProperties"], f"{name}.NAME")
 
-    def walk(self, location: Sequence[str | int]) -> tuple[list[str], Node]:
+    def walk(self, location: Sequence[str | int]) -> tuple[list[str], SchemaNode]:
         """The keys on the way to a pydantic error, and what may stand at its end (empty for an unknown key).
 
         Pydantic puts the branch of a union into the location; that is no key of the file and is left out.
@@ -85,11 +85,11 @@ class Schema:
         return keys, node
 
 
-def _values(option: Node) -> list[Any]:
+def _values(option: SchemaNode) -> list[Any]:
     return option["enum"] if "enum" in option else [option["const"]] if "const" in option else []
 
 
-def _below(node: Node, part: str | int) -> Node:
+def _below(node: SchemaNode, part: str | int) -> SchemaNode:
     """What may stand under the key or index ``part`` of ``node``; an empty node where nothing is known of it."""
     if "properties" in node:
         return node["properties"].get(part, {})

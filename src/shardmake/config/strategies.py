@@ -9,7 +9,7 @@ Device = Literal["cpu", "nvme"]
 
 
 @dataclass(frozen=True)
-class Engine:
+class StrategySpec:
     """One strategy: the library that shards, what it shards and what it moves off the GPU."""
 
     name: Literal["ddp", "deepspeed", "fsdp"]
@@ -34,17 +34,17 @@ class Engine:
         return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
 
 
-ENGINES: Final[dict[Strategy, Engine]] = {
-    "ddp": Engine("ddp"),
-    "zero1": Engine("deepspeed", 1),
-    "zero2": Engine("deepspeed", 2),
-    "zero2-offload": Engine("deepspeed", 2, offload_optimizer="cpu"),
-    "zero3": Engine("deepspeed", 3),
-    "zero3-offload-optimizer": Engine("deepspeed", 3, offload_optimizer="cpu"),
-    "zero3-offload": Engine("deepspeed", 3, offload_optimizer="cpu", offload_param="cpu"),
-    "zero3-nvme": Engine("deepspeed", 3, offload_optimizer="nvme", offload_param="nvme"),
-    "fsdp": Engine("fsdp"),
-    "fsdp-grad-op": Engine("fsdp", reshard_after_forward=False),
-    "fsdp-hybrid": Engine("fsdp", hybrid=True),
-    "fsdp-offload": Engine("fsdp", offload_optimizer="cpu", offload_param="cpu"),
+STRATEGY_SPECS: Final[dict[Strategy, StrategySpec]] = {
+    "ddp": StrategySpec("ddp"),
+    "zero1": StrategySpec("deepspeed", 1),
+    "zero2": StrategySpec("deepspeed", 2),
+    "zero2-offload": StrategySpec("deepspeed", 2, offload_optimizer="cpu"),
+    "zero3": StrategySpec("deepspeed", 3),
+    "zero3-offload-optimizer": StrategySpec("deepspeed", 3, offload_optimizer="cpu"),
+    "zero3-offload": StrategySpec("deepspeed", 3, offload_optimizer="cpu", offload_param="cpu"),
+    "zero3-nvme": StrategySpec("deepspeed", 3, offload_optimizer="nvme", offload_param="nvme"),
+    "fsdp": StrategySpec("fsdp"),
+    "fsdp-grad-op": StrategySpec("fsdp", reshard_after_forward=False),
+    "fsdp-hybrid": StrategySpec("fsdp", hybrid=True),
+    "fsdp-offload": StrategySpec("fsdp", offload_optimizer="cpu", offload_param="cpu"),
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
 from shardmake.core.atomic import read_json, write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _GROUPS = {
     "generation": ("generation_config.json",),
@@ -38,7 +38,7 @@ def copy_companions(sources: Sequence[Path], target: Path, dtypes: Iterable[str]
         dtypes: The types of the merged tensors; the config says the widest floating one.
 
     Raises:
-        UserError: no folder holds a config.json.
+        ShardmakeError: no folder holds a config.json.
     """
     target.mkdir(parents=True, exist_ok=True)
     groups = dict(_GROUPS)
@@ -73,7 +73,7 @@ def _configs(sources: Sequence[Path | None]) -> list[Path]:
     found = [folder / "config.json" for folder in sources if folder is not None and (folder / "config.json").is_file()]
     if not found:
         looked = ", ".join(str(folder) for folder in sources if folder is not None) or "the adapter's folder"
-        raise UserError(f"There is no config.json in {looked}. Name the base model's folder with --base.")
+        raise ShardmakeError(f"There is no config.json in {looked}. Name the base model's folder with --base.")
     return found
 
 

@@ -8,10 +8,10 @@ from shardmake.checkpoint.formats import huggingface as hf_folder
 from shardmake.checkpoint.formats.contents import Contents, Tensor
 from shardmake.checkpoint.formats.registry import read_model
 from shardmake.consolidate.blocks import Block
-from shardmake.consolidate.jobs import Job, plan_jobs
-from shardmake.consolidate.layout import Entry, Shard
-from shardmake.consolidate.stream import Task, stream
-from shardmake.core.errors import UserError
+from shardmake.consolidate.jobs import CopyJob, plan_jobs
+from shardmake.consolidate.layout import PlannedShard, PlannedTensor
+from shardmake.consolidate.stream import StreamTask, stream
+from shardmake.core.errors import ShardmakeError
 
 
 def compare(
@@ -27,34 +27,38 @@ def compare(
     ``base`` is the base model's folder, for the checkpoint of an adapter.
 
     Raises:
-        UserError: a tensor differs, or is only in one of them.
+        ShardmakeError: a tensor differs, or is only in one of them.
     """
     expected = read_model(checkpoint, base=base)
     merged = hf_folder.read(model).tensors
     missing = sorted(merged.keys() - expected.tensors.keys())
     left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in ties}
     if missing or left_out:
-        raise UserError(f"{model} and {expected.folder} do not hold the same tensors: {[*missing, *sorted(left_out)]}.")
+        raise ShardmakeError(
+            f"{model} and {expected.folder} do not hold the same tensors: {[*missing, *sorted(left_out)]}."
+        )
     shards = [_as_shard(model / name, expected) for name in hf_folder.shard_names(model)]
     different = _different(shards, model, workers)
     if different:
         lines = (f"  {name} differs." for name in sorted(different))
-        raise UserError("\n".join([f"{model} is not what {expected.folder} holds:", *lines]))
+        raise ShardmakeError("\n".join([f"{model} is not what {expected.folder} holds:", *lines]))
 
 
-def _as_shard(path: Path, expected: Contents) -> Shard:
+def _as_shard(path: Path, expected: Contents) -> PlannedShard:
     """A file of the model as the plan that would have written it."""
     entries = tuple(_entry(tensor, expected.tensors[tensor.name], path) for tensor in hf_folder.read_file(path))
-    return Shard(path.name, b"", entries, path.stat().st_size)
+    return PlannedShard(path.name, b"", entries, path.stat().st_size)
 
 
-def _entry(merged: Tensor, source: Tensor, path: Path) -> Entry:
+def _entry(merged: Tensor, source: Tensor, path: Path) -> PlannedTensor:
     if merged.shape != source.shape:
-        raise UserError(f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint.")
-    return Entry(source, merged.dtype, merged.pieces[0].record.offset if merged.pieces else 0)
+        raise ShardmakeError(
+            f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint."
+        )
+    return PlannedTensor(source, merged.dtype, merged.pieces[0].record.offset if merged.pieces else 0)
 
 
-def _different(shards: list[Shard], model: Path, workers: int) -> set[str]:
+def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str]:
     """Names of the tensors of which a byte differs."""
     found: set[str] = set()
     for shard, jobs in zip(shards, plan_jobs(shards), strict=True):
@@ -63,9 +67,9 @@ def _different(shards: list[Shard], model: Path, workers: int) -> set[str]:
     return found
 
 
-def _comparison(job: Job, file: int, found: set[str]) -> Task:
-    def put(content: Block, offset: int, entry: Entry) -> None:
+def _comparison(job: CopyJob, file: int, found: set[str]) -> StreamTask:
+    def put(content: Block, offset: int, entry: PlannedTensor) -> None:
         if os.pread(file, len(content), offset) != content.tobytes():
             found.add(entry.tensor.name)
 
-    return Task(job, put, lambda _record, _crc: None)
+    return StreamTask(job, put, lambda _record, _crc: None)

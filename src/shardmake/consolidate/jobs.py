@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from shardmake.checkpoint.formats.contents import Piece
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.consolidate.blocks import PAGE
-from shardmake.consolidate.layout import Entry, Shard
+from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 
 BLOCK = 4 << 20
 """Bytes read at once."""
@@ -26,17 +26,17 @@ class Move:
 
     begin: int
     end: int
-    entry: Entry
+    entry: PlannedTensor
     offset: int
     run: int = 0
     stride: int = 0
 
 
 @dataclass(frozen=True)
-class Job:
+class CopyJob:
     """Bytes ``[begin, end)`` of ``record``, all read for the checksum, and what of them goes where in one file."""
 
-    record: Record
+    record: ZipRecord
     begin: int
     end: int
     moves: tuple[Move, ...]
@@ -72,13 +72,13 @@ class Span:
     shift: int = 0
 
 
-def plan_jobs(shards: Sequence[Shard]) -> list[list[Job]]:
+def plan_jobs(shards: Sequence[PlannedShard]) -> list[list[CopyJob]]:
     """The jobs of each shard, in the order of the source files.
 
     Every byte of a record with a CRC-32 belongs to exactly one job, also the bytes that go nowhere (padding).
     """
-    jobs: list[list[Job]] = [[] for _ in shards]
-    by_record: dict[Record, list[tuple[Move, int]]] = {}
+    jobs: list[list[CopyJob]] = [[] for _ in shards]
+    by_record: dict[ZipRecord, list[tuple[Move, int]]] = {}
     for index, shard in enumerate(shards):
         for entry in shard.entries:
             for piece in entry.tensor.pieces:
@@ -91,7 +91,7 @@ def plan_jobs(shards: Sequence[Shard]) -> list[list[Job]]:
     return jobs
 
 
-def _moves(entry: Entry, piece: Piece) -> Iterator[Move]:
+def _moves(entry: PlannedTensor, piece: Piece) -> Iterator[Move]:
     """The piece in steps that fit a block, or at most a job's size where the bytes lie in one run."""
     wide, narrow = ITEM_SIZE[entry.tensor.dtype], ITEM_SIZE[entry.dtype]
     offset, run = entry.offset + piece.at * narrow, piece.count * wide
@@ -105,14 +105,14 @@ def _moves(entry: Entry, piece: Piece) -> Iterator[Move]:
             yield Move(begin, begin + min(JOB, run - done), entry, where)
 
 
-def _jobs(record: Record, moves: Sequence[tuple[Move, int]]) -> Iterator[tuple[int, Job]]:
+def _jobs(record: ZipRecord, moves: Sequence[tuple[Move, int]]) -> Iterator[tuple[int, CopyJob]]:
     """Neighbouring moves into the same file, up to a job's size; gaps go to the job before them.
 
     Where two tensors share bytes, the second one's move is a job of its own that is left out of the checksum.
     """
     disjoint, shared = _split_overlapping(moves)
     for move, shard in shared:
-        yield shard, Job(replace(record, crc=None), move.begin, move.end, (move,))
+        yield shard, CopyJob(replace(record, crc=None), move.begin, move.end, (move,))
     begin = 0
     group: list[Move] = []
     for index, (move, shard) in enumerate(disjoint):
@@ -120,7 +120,7 @@ def _jobs(record: Record, moves: Sequence[tuple[Move, int]]) -> Iterator[tuple[i
         following = disjoint[index + 1] if index + 1 < len(disjoint) else None
         end = following[0].begin if following else record.size
         if following is None or following[1] != shard or end - begin >= JOB:
-            yield shard, Job(record, begin, end, tuple(group))
+            yield shard, CopyJob(record, begin, end, tuple(group))
             begin, group = end, []
 
 
@@ -140,7 +140,7 @@ def _split_overlapping(
     return disjoint, shared
 
 
-def spans(job: Job) -> Iterator[Span]:
+def spans(job: CopyJob) -> Iterator[Span]:
     """What to read for ``job``, in blocks; without a checksum to compare, padding is left out."""
     held: list[Span] = []
     for span in _single_spans(job):
@@ -152,7 +152,7 @@ def spans(job: Job) -> Iterator[Span]:
         yield _joined(held)
 
 
-def _single_spans(job: Job) -> Iterator[Span]:
+def _single_spans(job: CopyJob) -> Iterator[Span]:
     """Spans of one part at most."""
     at = job.begin
     for move in job.moves:
@@ -162,7 +162,7 @@ def _single_spans(job: Job) -> Iterator[Span]:
     yield from _padding(job, at, job.end)
 
 
-def _padding(job: Job, begin: int, end: int) -> Iterator[Span]:
+def _padding(job: CopyJob, begin: int, end: int) -> Iterator[Span]:
     if job.record.crc is not None:
         for at in range(begin, end, BLOCK):
             yield Span(at, min(at + BLOCK, end))

@@ -10,13 +10,13 @@ from shardmake.checkpoint.formats.contents import Tensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, converted
 from shardmake.checkpoint.formats.naming import MODEL, Naming
 from shardmake.consolidate import torchzip
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
-class Entry:
+class PlannedTensor:
     """One tensor in an output file: the type it has there, and where its first byte is, from the file's start."""
 
     tensor: Tensor
@@ -30,7 +30,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Shard:
+class PlannedShard:
     """One output file: its name, what it begins with, its tensors, its size in bytes.
 
     ``archive``: for a file in torch's own format, what else goes into it once the tensors' checksums are known.
@@ -38,9 +38,9 @@ class Shard:
 
     name: str
     header: bytes
-    entries: tuple[Entry, ...]
+    entries: tuple[PlannedTensor, ...]
     size: int
-    archive: torchzip.Plan | None = None
+    archive: torchzip.ZipPlan | None = None
 
     def closing(self, sums: Mapping[str, int]) -> Iterable[tuple[int, bytes]]:
         """What is written last, and where; ``sums``: the CRC-32 of each tensor's bytes, 0 for those not given."""
@@ -53,11 +53,13 @@ def parse_size(text: str) -> int:
     """Bytes in a size such as ``5GB``, ``500MB`` or ``2GiB``."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
     if not match or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise UserError(f"Size {text!r} is not understood; write something like 5GB, 500MB or 2GiB.")
+        raise ShardmakeError(f"Size {text!r} is not understood; write something like 5GB, 500MB or 2GiB.")
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def plan_shards(tensors: Iterable[Tensor], target: Target, max_shard_size: int, naming: Naming = MODEL) -> list[Shard]:
+def plan_shards(
+    tensors: Iterable[Tensor], target: Target, max_shard_size: int, naming: Naming = MODEL
+) -> list[PlannedShard]:
     """Cut the model into files of at most ``max_shard_size`` bytes of tensors; a larger tensor has a file to itself.
 
     The order of the tensors is kept, so that the source is read from front to back.
@@ -76,7 +78,7 @@ def plan_shards(tensors: Iterable[Tensor], target: Target, max_shard_size: int, 
     return [make(naming.file(index, len(groups)), group) for index, group in enumerate(groups)]
 
 
-def index_json(shards: list[Shard]) -> dict[str, object]:
+def index_json(shards: list[PlannedShard]) -> dict[str, object]:
     """The index of a model in several files."""
     weight_map = {entry.tensor.name: shard.name for shard in shards for entry in shard.entries}
     total = sum(entry.nbytes for shard in shards for entry in shard.entries)
@@ -85,7 +87,7 @@ def index_json(shards: list[Shard]) -> dict[str, object]:
     return {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
 
 
-def _shard(name: str, group: list[tuple[Tensor, str]]) -> Shard:
+def _shard(name: str, group: list[tuple[Tensor, str]]) -> PlannedShard:
     """Wider types first, so that every tensor is aligned to its element size."""
     ordered = sorted(group, key=lambda item: -ITEM_SIZE[item[1]])
     described: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -100,15 +102,16 @@ def _shard(name: str, group: list[tuple[Tensor, str]]) -> Shard:
     text += b" " * (-len(text) % 8)
     header = struct.pack("<Q", len(text)) + text
     entries = (
-        Entry(tensor, dtype, len(header) + begin) for (tensor, dtype), begin in zip(ordered, begins, strict=True)
+        PlannedTensor(tensor, dtype, len(header) + begin)
+        for (tensor, dtype), begin in zip(ordered, begins, strict=True)
     )
-    return Shard(name, header, tuple(entries), len(header) + at)
+    return PlannedShard(name, header, tuple(entries), len(header) + at)
 
 
-def _archive(name: str, group: list[tuple[Tensor, str]]) -> Shard:
+def _archive(name: str, group: list[tuple[Tensor, str]]) -> PlannedShard:
     """A file in torch's own format."""
     sizes = [tensor.numel * ITEM_SIZE[dtype] for tensor, dtype in group]
     plan = torchzip.plan([(t.name, dtype, t.shape, size) for (t, dtype), size in zip(group, sizes, strict=True)])
     places = plan.records[len(plan.small) :]
-    entries = (Entry(tensor, dtype, place.begin) for (tensor, dtype), place in zip(group, places, strict=True))
-    return Shard(name, plan.start, tuple(entries), plan.size, plan)
+    entries = (PlannedTensor(tensor, dtype, place.begin) for (tensor, dtype), place in zip(group, places, strict=True))
+    return PlannedShard(name, plan.start, tuple(entries), plan.size, plan)

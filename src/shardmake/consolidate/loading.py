@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def try_loading(folder: Path, trust_remote_code: bool = False, base: Path | None
     Where it is an adapter's, ``base`` is the folder with the config of the model that it is for.
 
     Raises:
-        UserError: that process failed in a way that says nothing about the folder.
+        ShardmakeError: that process failed in a way that says nothing about the folder.
     """
     code = "from shardmake.consolidate.loading import main; main()"
     command = [sys.executable, "-c", code, str(folder), str(int(trust_remote_code)), *([str(base)] if base else [])]
@@ -58,7 +58,7 @@ def try_loading(folder: Path, trust_remote_code: bool = False, base: Path | None
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
-        raise UserError(f"The check with transformers did not run ({' '.join(command)}):\n{done.stderr[-2000:]}")
+        raise ShardmakeError(f"The check with transformers did not run ({' '.join(command)}):\n{done.stderr[-2000:]}")
     return _from_json(json.loads(done.stdout))
 
 
@@ -142,7 +142,7 @@ def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     auto = [key for key, value in (getattr(config, "auto_map", None) or {}).items() if value.endswith(f".{name}")]
     if auto and trust_remote_code:
         return getattr(transformers, auto[0])
-    raise UserError(
+    raise ShardmakeError(
         f"config.json in {folder} names {name}, which this transformers ({transformers.__version__}) does not have"
         + (": its code comes with the model; allow it with trust_remote_code." if auto else ".")
     )

@@ -21,19 +21,19 @@ from shardmake.checkpoint.formats.naming import ADAPTER, ADAPTER_BIN, MODEL, MOD
 from shardmake.checkpoint.formats.registry import read_model
 from shardmake.checkpoint.formats.unpickle import unbox
 from shardmake.consolidate.aux_files import config_folder, copy_companions, folders
-from shardmake.consolidate.layout import Shard, index_json, parse_size, plan_shards
+from shardmake.consolidate.layout import PlannedShard, index_json, parse_size, plan_shards
 from shardmake.consolidate.loading import Loading, try_loading
 from shardmake.consolidate.stream import check_record
 from shardmake.consolidate.tied_weights import without_aliases
 from shardmake.consolidate.verify import Verification, verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.atomic import fsync_directory, write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 Report = Callable[[str], None]
 
 
-class Receipt(BaseModel):
+class MergeReceipt(BaseModel):
     """``model/receipt.json``: where the model came from, and what was checked."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -60,7 +60,7 @@ def consolidate(
     task: tuple[int, int] = (0, 1),
     trust_remote_code: bool = False,
     report: Report = lambda _: None,
-) -> Receipt | None:
+) -> MergeReceipt | None:
     """Merge ``checkpoint`` into the Hugging Face folder ``out``, verified, with its receipt in ``receipt.json``.
 
     ``out`` is replaced as a whole at the end; until then the files grow in ``.NAME.partial`` beside it, where a merge
@@ -85,7 +85,7 @@ def consolidate(
         The receipt; None where another task has yet to finish.
 
     Raises:
-        UserError: the checkpoint cannot be merged, the disk is too small, or the result is not what it should be;
+        ShardmakeError: the checkpoint cannot be merged, the disk is too small, or the result is not what it should be;
             ``out`` is then as it was before.
     """
     check_target(dtype)
@@ -128,7 +128,7 @@ class _Plan:
     naming: Naming
     size: int
     stored: dict[str, Tensor]
-    shards: list[Shard]
+    shards: list[PlannedShard]
 
     @classmethod
     def of(cls, contents: Contents, base: Path | None, dtype: Target, naming: Naming, size: int) -> "_Plan":
@@ -186,12 +186,12 @@ class _Plan:
             shutil.rmtree(skeleton, ignore_errors=True)
 
     def check(self, loading: Loading) -> None:
-        """A `UserError` if transformers misses anything."""
+        """A `ShardmakeError` if transformers misses anything."""
         problems = loading.problems()
         if problems:
             more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
             lines = (f"  {line}." for line in [*problems[:20], *more])
-            raise UserError("\n".join([f"{self.contents.folder} does not fit the model's config.json:", *lines]))
+            raise ShardmakeError("\n".join([f"{self.contents.folder} does not fit the model's config.json:", *lines]))
 
     def write_small_files(self, folder: Path) -> None:
         """Config, tokenizer, index and the like."""
@@ -205,14 +205,14 @@ class _Plan:
 def _naming(format: Format, adapter: bool) -> Naming:
     known = {"safetensors": (MODEL, ADAPTER), "bin": (MODEL_BIN, ADAPTER_BIN)}
     if format not in known:
-        raise UserError(f"format {format!r} is not known; use one of {', '.join(known)}.")
+        raise ShardmakeError(f"format {format!r} is not known; use one of {', '.join(known)}.")
     return known[format][adapter]
 
 
 def _check_task(task: tuple[int, int]) -> None:
     index, count = task
     if not 0 <= index < count:
-        raise UserError(f"Task {index} of {count} tasks: tasks are numbered from 0 to {count - 1}.")
+        raise ShardmakeError(f"Task {index} of {count} tasks: tasks are numbered from 0 to {count - 1}.")
 
 
 def staging_folder(out: Path) -> Path:
@@ -220,7 +220,7 @@ def staging_folder(out: Path) -> Path:
     return out.resolve().parent / f".{out.resolve().name}.partial"
 
 
-def _check_adapter(shards: list[Shard]) -> None:
+def _check_adapter(shards: list[PlannedShard]) -> None:
     """The adapter's factors are read piecemeal while the weights stream, so their checksums are looked at before."""
     updates = [entry.tensor.update for shard in shards for entry in shard.entries if entry.tensor.update is not None]
     factors = [factor for update in updates for factor in (update.a, update.b)]
@@ -229,7 +229,7 @@ def _check_adapter(shards: list[Shard]) -> None:
         check_record(unbox(record, dtype))
 
 
-def _finish(writer: ShardWriter, plan: _Plan, staging: Path, loading: Loading, workers: int) -> Receipt:
+def _finish(writer: ShardWriter, plan: _Plan, staging: Path, loading: Loading, workers: int) -> MergeReceipt:
     """Once all files are whole: check the sources' sums, add the small files, verify, and say so."""
     checked = writer.check_sums()
     _remove_others(plan.shards, staging)
@@ -241,7 +241,7 @@ def _finish(writer: ShardWriter, plan: _Plan, staging: Path, loading: Loading, w
     return receipt
 
 
-def _remove_others(shards: list[Shard], staging: Path, *keep: str) -> None:
+def _remove_others(shards: list[PlannedShard], staging: Path, *keep: str) -> None:
     """What a killed merge, perhaps with another plan, left in the staging folder."""
     wanted = {name for shard in shards for name in (shard.name, f".{shard.name}.done")} | {".lock", *keep}
     for path in staging.iterdir():
@@ -249,24 +249,24 @@ def _remove_others(shards: list[Shard], staging: Path, *keep: str) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def _check_space(shards: list[Shard], staging: Path) -> None:
+def _check_space(shards: list[PlannedShard], staging: Path) -> None:
     files = [staging / name for shard in shards for name in (shard.name, f".{shard.name}.tmp")]
     there = sum(path.stat().st_blocks * 512 for path in files if path.is_file())
     needed = sum(shard.size for shard in shards) - there
     state = os.statvfs(staging)
     free = state.f_bavail * state.f_frsize
     if needed > free:
-        raise UserError(
+        raise ShardmakeError(
             f"The merged model needs {needed / 2**30:.1f} GiB in {staging.parent}, where {free / 2**30:.1f} GiB are "
             "free. Make room, choose another folder, or take --dtype bf16."
         )
 
 
-def _receipt(contents: Contents, dtype: Target, checked: int, verification: Verification) -> Receipt:
+def _receipt(contents: Contents, dtype: Target, checked: int, verification: Verification) -> MergeReceipt:
     from importlib.metadata import version
 
     tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
-    return Receipt(
+    return MergeReceipt(
         checkpoint=str(contents.folder),
         format=contents.format,
         step=contents.step,
@@ -304,7 +304,7 @@ class _Lock:
         try:
             fcntl.flock(file, kind | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"Another merge writes {self._staging}. Wait for it, or stop it.") from None
+            raise ShardmakeError(f"Another merge writes {self._staging}. Wait for it, or stop it.") from None
 
     def is_last(self) -> bool:
         """Wait for the other tasks, and say whether none of them has finished the merge meanwhile."""
@@ -324,8 +324,8 @@ def _nothing_left_on_error(staging: Path) -> Iterator[None]:
         yield
     except OSError as error:
         shutil.rmtree(staging, ignore_errors=True)
-        raise UserError(f"Writing {staging} failed: {error}. Nothing was kept; mend it and run again.") from error
-    except UserError:
+        raise ShardmakeError(f"Writing {staging} failed: {error}. Nothing was kept; mend it and run again.") from error
+    except ShardmakeError:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 

@@ -5,13 +5,13 @@ from pathlib import Path
 
 from shardmake.checkpoint.formats.tensor_parallel import readable
 from shardmake.config.models import Run
-from shardmake.consolidate.merge import Receipt, consolidate
+from shardmake.consolidate.merge import MergeReceipt, consolidate
 from shardmake.core.atomic import read_json
 from shardmake.run.paths import RunDir
 
 
-def consolidate_run(run: Run, rundir: RunDir, *, workers: int, tell: Callable[[str], None]) -> Receipt:
-    """Write `rundir.model` from the last checkpoint of a finished training; a `UserError` if it is not finished."""
+def consolidate_run(run: Run, rundir: RunDir, *, workers: int, tell: Callable[[str], None]) -> MergeReceipt:
+    """Write `rundir.model` from the last checkpoint of a finished training; ShardmakeError if it is not finished."""
     trained = read_json(rundir.train_receipt, "shardmake train NAME")
     with readable(rundir.root / trained["checkpoint"], rundir.train, tell) as checkpoint:
         receipt = consolidate(

@@ -16,16 +16,16 @@ from isal.isal_zlib import crc32
 
 from shardmake.checkpoint.formats.contents import Tensor, Update
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import unbox
 from shardmake.consolidate.blocks import Block, page_aligned, read_into
 from shardmake.consolidate.convert import Converter
 from shardmake.consolidate.crc import combine
-from shardmake.consolidate.jobs import BLOCK, Job, Part, Span, plan_jobs, spans
-from shardmake.consolidate.layout import Entry, Shard
-from shardmake.core.errors import UserError
+from shardmake.consolidate.jobs import BLOCK, CopyJob, Part, Span, plan_jobs, spans
+from shardmake.consolidate.layout import PlannedShard, PlannedTensor
+from shardmake.core.errors import ShardmakeError
 
-Put = Callable[[Block, int, Entry], None]
+Put = Callable[[Block, int, PlannedTensor], None]
 """Takes bytes of the output, where they belong in its file, and the entry that they are part of."""
 
 Factors = tuple[Block, Block]
@@ -33,25 +33,25 @@ Factors = tuple[Block, Block]
 
 
 @dataclass(frozen=True)
-class Task:
+class StreamTask:
     """A job, what takes its bytes, and what is told after them.
 
     ``done`` gets the record as it lies in the file, and the CRC-32 of the job's bytes (0 if the record has none). Both
     are called by any of the workers.
     """
 
-    job: Job
+    job: CopyJob
     put: Put
-    done: Callable[[Record, int], None]
+    done: Callable[[ZipRecord, int], None]
 
 
-def stream(tasks: Iterable[Task], workers: int) -> None:
+def stream(tasks: Iterable[StreamTask], workers: int) -> None:
     """Read the jobs one after the other and hand all their bytes on, block by block, to ``workers`` threads.
 
     Memory: one block more than there are workers, and as many converted ones, of up to twice the size.
 
     Raises:
-        UserError: a source file ends too early. What ``put`` and ``done`` raise is raised here.
+        ShardmakeError: a source file ends too early. What ``put`` and ``done`` raise is raised here.
     """
     with ThreadPoolExecutor(workers) as pool:
         reader = _Reader(pool, workers + 1)
@@ -77,7 +77,7 @@ class _Slot:
 class _Progress:
     """Of one task: the checksums of its blocks, and how many of them are still on their way."""
 
-    def __init__(self, task: Task, record: Record) -> None:
+    def __init__(self, task: StreamTask, record: ZipRecord) -> None:
         self.task, self.record = task, record
         self._on_the_way = 1  # the reader itself, until it has read everything
         self._sums: list[tuple[int, int, int]] = []
@@ -108,7 +108,7 @@ class _Reader:
             self._free.put(slot)
         self._factors: tuple[Update, Factors] | None = None
 
-    def read(self, task: Task) -> None:
+    def read(self, task: StreamTask) -> None:
         record = unbox(task.job.record, task.job.moves[0].entry.tensor.dtype)
         progress = _Progress(task, record)
         source = os.open(record.path, os.O_RDONLY)
@@ -151,7 +151,7 @@ class _Reader:
         return self._factors[1]
 
 
-def _read(slot: _Slot, source: int, record: Record, span: Span) -> Block:
+def _read(slot: _Slot, source: int, record: ZipRecord, span: Span) -> Block:
     """The bytes of ``span``, as far behind a page boundary in memory as they will be in the output file."""
     kept = all(ITEM_SIZE[part.move.entry.tensor.dtype] == ITEM_SIZE[part.move.entry.dtype] for part in span.parts)
     shift = span.shift if kept else 0
@@ -160,7 +160,7 @@ def _read(slot: _Slot, source: int, record: Record, span: Span) -> Block:
     while got < len(view):
         count = read_into(view[got:], source, record.offset + span.begin + got)
         if not count:
-            raise UserError(f"{record.path} ended at byte {record.offset + span.begin + got}: it is cut off.")
+            raise ShardmakeError(f"{record.path} ended at byte {record.offset + span.begin + got}: it is cut off.")
         got += count
     return view
 
@@ -199,17 +199,17 @@ def _put(content: Block, part: Part, put: Put) -> None:
         put(content[index * row : (index + 1) * row], part.offset + index * move.stride, move.entry)
 
 
-def check_record(record: Record) -> None:
-    """Read a small record whole and compare its CRC-32; a `UserError` if it is damaged."""
+def check_record(record: ZipRecord) -> None:
+    """Read a small record whole and compare its CRC-32; a `ShardmakeError` if it is damaged."""
     with record.path.open("rb") as file:
         content = os.pread(file.fileno(), record.size, record.offset)
     if record.crc is not None and crc32(content) != record.crc:
         raise damaged(str(record.path), record.offset, record.size)
 
 
-def damaged(file: str, offset: int, size: int) -> UserError:
+def damaged(file: str, offset: int, size: int) -> ShardmakeError:
     """The error for bytes that do not have the CRC-32 that their file records."""
-    return UserError(
+    return ShardmakeError(
         f"{file} is damaged: the {size} bytes from byte {offset} on do not have the CRC-32 that the file itself "
         "records for them (a flipped bit on the disk or on the way). Copy it again, or take an older checkpoint."
     )
@@ -217,12 +217,12 @@ def damaged(file: str, offset: int, size: int) -> UserError:
 
 def read_array(tensor: Tensor) -> Block:
     """A small tensor, whole, as a float32 array of its shape."""
-    entry = Entry(tensor, "F32", 0)
+    entry = PlannedTensor(tensor, "F32", 0)
     out = np.empty(tensor.numel * 4, np.uint8)
 
-    def put(content: Block, offset: int, _entry: Entry) -> None:
+    def put(content: Block, offset: int, _entry: PlannedTensor) -> None:
         out[offset : offset + len(content)] = content
 
-    jobs = plan_jobs([Shard("", b"", (entry,), len(out))])[0]
-    stream([Task(job, put, lambda _record, _crc: None) for job in jobs], 1)
+    jobs = plan_jobs([PlannedShard("", b"", (entry,), len(out))])[0]
+    stream([StreamTask(job, put, lambda _record, _crc: None) for job in jobs], 1)
     return out.view(np.float32).reshape(tensor.shape)

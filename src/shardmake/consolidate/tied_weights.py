@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from shardmake.checkpoint.formats.contents import Piece, Tensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.unpickle import unbox
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _BLOCK = 1 << 20
 
@@ -19,12 +19,12 @@ def without_aliases(tensors: dict[str, Tensor], ties: Iterable[tuple[str, str]])
         ties: Of each tied weight its name and the name of the weight that it shares.
 
     Raises:
-        UserError: two tied weights are not equal, so dropping one would lose it.
+        ShardmakeError: two tied weights are not equal, so dropping one would lose it.
     """
     aliases = {alias: owner for alias, owner in ties if alias in tensors and owner in tensors and alias != owner}
     for alias, owner in aliases.items():
         if not same_bytes(tensors[alias], tensors[owner]):
-            raise UserError(
+            raise ShardmakeError(
                 f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them. Set "
                 "tie_word_embeddings to false in the config.json if both are wanted."
             )

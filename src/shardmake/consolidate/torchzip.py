@@ -31,7 +31,7 @@ _STORAGE = {dtype: storage for storage, dtype in FROM_STORAGE.items()}
 
 
 @dataclass(frozen=True)
-class Record:
+class PlannedRecord:
     """One record: its name, where its local header begins, where its bytes begin, and how many they are."""
 
     name: str
@@ -41,12 +41,12 @@ class Record:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ZipPlan:
     """The file: what it starts with (all but the tensors), the records of all, and its size in bytes."""
 
     start: bytes
     small: Mapping[str, int]
-    records: tuple[Record, ...]
+    records: tuple[PlannedRecord, ...]
     size: int
 
     def closing(self, sums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
@@ -58,7 +58,7 @@ class Plan:
         yield end, _directory(self.records, [*self.small.values(), *sums], end)
 
 
-def plan(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> Plan:
+def plan(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> ZipPlan:
     """The file that holds ``tensors``, each given as its name, type, shape and size in bytes."""
     contents = {
         "data.pkl": _pickle(tensors),
@@ -69,23 +69,23 @@ def plan(tensors: Sequence[tuple[str, str, tuple[int, ...], int]]) -> Plan:
     }
     sizes = [(name, len(content)) for name, content in contents.items()]
     sizes += [(f"data/{index}", size) for index, (*_, size) in enumerate(tensors)]
-    records: list[Record] = []
+    records: list[PlannedRecord] = []
     at = 0
     for name, size in sizes:
         records.append(_place(name, at, size))
         at = records[-1].begin + size
     sums = {name: crc32(content) for name, content in contents.items()}
     start = b"".join(_local(record, sums[record.name]) + contents[record.name] for record in records[: len(contents)])
-    return Plan(start, sums, tuple(records), at + len(_directory(records, [0] * len(records), at)))
+    return ZipPlan(start, sums, tuple(records), at + len(_directory(records, [0] * len(records), at)))
 
 
-def _place(name: str, at: int, size: int) -> Record:
+def _place(name: str, at: int, size: int) -> PlannedRecord:
     """The record whose local header begins at ``at``; a field of padding before its bytes, as torch has it."""
     bare = at + _LOCAL.size + len(f"{_FOLDER}/{name}") + 20 + 4  # the zip64 field, the padding's own header
-    return Record(name, at, bare + -bare % _ALIGNMENT, size)
+    return PlannedRecord(name, at, bare + -bare % _ALIGNMENT, size)
 
 
-def _local(record: Record, crc: int) -> bytes:
+def _local(record: PlannedRecord, crc: int) -> bytes:
     name = f"{_FOLDER}/{record.name}".encode()
     extra = struct.pack("<2H2Q", 1, 16, record.size, record.size)
     padding = record.begin - record.header - _LOCAL.size - len(name) - len(extra) - 4
@@ -94,7 +94,7 @@ def _local(record: Record, crc: int) -> bytes:
     return _LOCAL.pack(b"PK\x03\x04", _VERSION, 0, 0, 0, _DATE, *sizes) + name + extra
 
 
-def _directory(records: Sequence[Record], sums: Sequence[int], at: int) -> bytes:
+def _directory(records: Sequence[PlannedRecord], sums: Sequence[int], at: int) -> bytes:
     """The directory, which begins at byte ``at``, and what ends the archive."""
     entries = b"".join(_entry(record, crc) for record, crc in zip(records, sums, strict=True))
     count, end = len(records), at + len(entries)
@@ -106,7 +106,7 @@ def _directory(records: Sequence[Record], sums: Sequence[int], at: int) -> bytes
     )
 
 
-def _entry(record: Record, crc: int) -> bytes:
+def _entry(record: PlannedRecord, crc: int) -> bytes:
     name = f"{_FOLDER}/{record.name}".encode()
     extra = struct.pack("<2H3Q", 1, 24, record.size, record.size, record.header)
     sizes = (crc, _IN_ZIP64, _IN_ZIP64, len(name), len(extra))

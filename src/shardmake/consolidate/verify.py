@@ -19,7 +19,7 @@ from shardmake.consolidate.blocks import Block, page_aligned, read_into
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.loading import Loading, try_loading
 from shardmake.core.atomic import read_json, sha256
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _BLOCK = 4 << 20
 _CHUNK = 1 << 16  # elements of bf16 that are looked at at once; they stay in the core's cache
@@ -71,7 +71,7 @@ def verify(
         trust_remote_code: Whether code in the folder may run.
 
     Raises:
-        UserError: all that is wrong, one line each.
+        ShardmakeError: all that is wrong, one line each.
     """
     adapted = config_folder([base]) if hf_folder.recognises_adapter(model) else None
     verification = verify_loaded(model, try_loading(model, trust_remote_code, adapted), workers)
@@ -90,7 +90,7 @@ def verify_loaded(model: Path, loading: Loading, workers: int = 4) -> Verificati
     problems += _stray_problems(model)
     problems += _receipt_problems(model, {found.name: found.sums for found in scans})
     if problems:
-        raise UserError("\n".join([f"{model} is not a whole model:", *(f"  {line}." for line in problems)]))
+        raise ShardmakeError("\n".join([f"{model} is not a whole model:", *(f"  {line}." for line in problems)]))
     return _summary(model, contents, loading, scans)
 
 
@@ -146,7 +146,7 @@ class _Hashed:
             self._buffers.reverse()
             got = read_into(self._buffers[0][: end - self.at], self._file, self.at)
             if not got:
-                raise UserError(f"{self.path} changed while it was read.")
+                raise ShardmakeError(f"{self.path} changed while it was read.")
             block = self._buffers[0][:got]
             self._hashing.result()
             self._hashing = self._pool.submit(self._hash.update, block.data)

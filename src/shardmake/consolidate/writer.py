@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 from isal.isal_zlib import crc32
 
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.consolidate.blocks import Block, is_cached
 from shardmake.consolidate.crc import combine
-from shardmake.consolidate.jobs import Job, plan_jobs
-from shardmake.consolidate.layout import Entry, Shard
+from shardmake.consolidate.jobs import CopyJob, plan_jobs
+from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.consolidate.output import OutputFile
-from shardmake.consolidate.stream import Task, damaged, stream
+from shardmake.consolidate.stream import StreamTask, damaged, stream
 from shardmake.core.atomic import digest, fsync_directory, read_json, write_json
 
 
@@ -32,15 +32,15 @@ class _Output:
     is made of.
     """
 
-    shard: Shard
-    jobs: list[Job]
+    shard: PlannedShard
+    jobs: list[CopyJob]
     left: int
     file: OutputFile | None = None
     sums: list[dict[str, Any]] = field(default_factory=list)
     written: dict[str, list[tuple[int, int, int]]] = field(default_factory=lambda: defaultdict(list))
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def take(self, job: Job, record: Record, crc: int) -> bool:
+    def take(self, job: CopyJob, record: ZipRecord, crc: int) -> bool:
         """Note that ``job`` is done, with the CRC-32 of its bytes; whether it was the last one."""
         place = {"file": str(record.path), "offset": record.offset, "size": record.size, "expected": record.crc}
         with self.lock:
@@ -53,7 +53,7 @@ class _Output:
 class ShardWriter:
     """Fills the files of a plan in a folder."""
 
-    def __init__(self, shards: Sequence[Shard], folder: Path) -> None:
+    def __init__(self, shards: Sequence[PlannedShard], folder: Path) -> None:
         self.folder = folder
         self._outputs = [_Output(shard, jobs, len(jobs)) for shard, jobs in zip(shards, plan_jobs(shards), strict=True)]
 
@@ -65,7 +65,7 @@ class ShardWriter:
             part: ``(i, n)``: write only every n-th file, from the i-th on, as one of n tasks.
 
         Raises:
-            UserError: a source file is shorter than planned, or cannot be read.
+            ShardmakeError: a source file is shorter than planned, or cannot be read.
             OSError: the folder cannot be written to.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -91,7 +91,7 @@ class ShardWriter:
             The number of source bytes so checked.
 
         Raises:
-            UserError: they differ; the file and the place in it are named.
+            ShardmakeError: they differ; the file and the place in it are named.
         """
         by_record: dict[tuple[str, int, int, int], list[tuple[int, int, int]]] = {}
         for output in self._outputs:
@@ -122,23 +122,23 @@ class ShardWriter:
             return False
         return bool(read_json(journal, "shardmake consolidate")["plan"] == _plan_digest(output))
 
-    def _task(self, output: _Output, job: Job) -> Task:
+    def _task(self, output: _Output, job: CopyJob) -> StreamTask:
         file = self._open(output)
         record = job.record
         comes_from_memory = is_cached(record.path, record.offset + job.begin, job.end - job.begin)
 
-        def put(content: Block, offset: int, entry: Entry) -> None:
+        def put(content: Block, offset: int, entry: PlannedTensor) -> None:
             file.write(content, offset, direct=comes_from_memory)
             if output.shard.archive is not None:
                 part = (offset, crc32(content.data), len(content))
                 with output.lock:
                     output.written[entry.tensor.name].append(part)
 
-        def done(record: Record, crc: int) -> None:
+        def done(record: ZipRecord, crc: int) -> None:
             if output.take(job, record, crc):
                 self._finish(output, file)
 
-        return Task(job, put, done)
+        return StreamTask(job, put, done)
 
     def _open(self, output: _Output) -> OutputFile:
         if output.file is None:

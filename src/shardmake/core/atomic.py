@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
@@ -46,9 +46,9 @@ def read_json(path: Path, made_by: str) -> Any:
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path} is not there yet. It is written by: {made_by}") from None
+        raise ShardmakeError(f"{path} is not there yet. It is written by: {made_by}") from None
     except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON ({error}). Remove it and run again: {made_by}") from None
+        raise ShardmakeError(f"{path} is not valid JSON ({error}). Remove it and run again: {made_by}") from None
 
 
 def fsync_directory(folder: Path) -> None:

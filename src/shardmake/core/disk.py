@@ -6,7 +6,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 GIB = 1 << 30
 _QUOTA_SECONDS = 20
@@ -14,7 +14,7 @@ _ADVICE = "Free some space (`shardmake clean` lists what can go), or keep fewer 
 
 
 @dataclass(frozen=True)
-class Room:
+class FreeSpace:
     """Bytes that may still be written, and what sets the limit."""
 
     free: int
@@ -28,38 +28,38 @@ def check_download(folder: Path, size: int) -> None:
 
 def check_save(folder: Path, size: int) -> None:
     """Refuse a save of ``size`` bytes into ``folder`` that will not fit."""
-    require_space(folder, size, f"The next checkpoint needs {readable(size)}")
+    require_space(folder, size, f"The next checkpoint needs {format_bytes(size)}")
 
 
-def readable(size: int) -> str:
+def format_bytes(size: int) -> str:
     """Bytes for people: GiB, or MiB of what is less."""
     return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
 
 
 def require_space(folder: Path, needed: int, sentence: str) -> str:
-    """Return ``sentence`` with what is left for ``folder``; raise `UserError` if ``needed`` bytes do not fit."""
-    room = room_in(folder)
-    both = f"{sentence}, and {folder} has {readable(room.free)} left ({room.limit})."
+    """Return ``sentence`` with what is left for ``folder``; raise `ShardmakeError` if ``needed`` bytes do not fit."""
+    room = free_space(folder)
+    both = f"{sentence}, and {folder} has {format_bytes(room.free)} left ({room.limit})."
     if needed > room.free:
-        raise UserError(f"{both} {_ADVICE}")
+        raise ShardmakeError(f"{both} {_ADVICE}")
     return both
 
 
-def room_in(folder: Path) -> Room:
+def free_space(folder: Path) -> FreeSpace:
     """What may still be written into ``folder``, which need not exist yet."""
     there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    rooms = [Room(shutil.disk_usage(there).free, "free on the file system"), *_quotas(there)]
+    rooms = [FreeSpace(shutil.disk_usage(there).free, "free on the file system"), *_quotas(there)]
     return min(rooms, key=lambda room: room.free)
 
 
-def _quotas(folder: Path) -> list[Room]:
+def _quotas(folder: Path) -> list[FreeSpace]:
     """What the user's quotas leave on the file system of ``folder``, as far as its own tools say."""
     device, point, kind = mount_of(folder, Path("/proc/mounts").read_text())
     if kind == "lustre" and shutil.which("lfs"):
         text = _ask("lfs", "quota", "-q", "-u", str(os.getuid()), point)
-        return [Room(left, f"your quota on {point}") for left in quota_left(text, point)]
+        return [FreeSpace(left, f"your quota on {point}") for left in quota_left(text, point)]
     if shutil.which("quota"):
-        return [Room(left, f"your quota on {point}") for left in quota_left(_ask("quota", "-w"), device)]
+        return [FreeSpace(left, f"your quota on {point}") for left in quota_left(_ask("quota", "-w"), device)]
     return []
 
 

@@ -1,14 +1,46 @@
-"""The one error type that people read: it says what is wrong and what to do about it."""
+"""The error tree: every error that a user can fix derives from `ShardmakeError`."""
 
 import difflib
 from collections.abc import Iterable
 
 
-class UserError(ValueError):
-    """Something the user can mend. The command line prints the message alone, without a traceback, and exits 2."""
+class ShardmakeError(ValueError):
+    """An error that the user can fix. The command line prints the message without a traceback and exits with 2."""
+
+
+class ConfigError(ShardmakeError):
+    """The configuration, the cluster file or a command-line option cannot be used."""
+
+
+class DataError(ShardmakeError):
+    """The training or evaluation data cannot be used."""
+
+
+class ModelError(ShardmakeError):
+    """A model folder, its config.json or its weights cannot be used."""
+
+
+class CheckpointError(ShardmakeError):
+    """A checkpoint is missing, incomplete, damaged or in a format that cannot be read."""
+
+
+class DiskFullError(ShardmakeError):
+    """The file system or the user's quota has no room left."""
+
+
+class SlurmError(ShardmakeError):
+    """Slurm rejected a request or did not answer."""
+
+
+class HubError(ShardmakeError):
+    """The Hugging Face hub rejected a request or did not answer."""
+
+
+class PushError(ShardmakeError):
+    """The final model could not be pushed, or what arrived is not what was sent."""
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """``" Did you mean 'zero3'?"`` for a near miss of one of ``allowed``, else an empty string."""
+    """Return ``" Did you mean 'zero3'?"`` for a near miss of one of ``allowed``, else an empty string."""
     matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ def git_object_id(path: Path) -> str:
     return hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
 
 
-def retried(action: Callable[[], T]) -> T:
+def with_retries(action: Callable[[], T]) -> T:
     """``action``, again after each of `RETRY_WAITS` as long as what went wrong may pass."""
     for wait in RETRY_WAITS:
         try:
@@ -67,18 +67,18 @@ def status_of(error: BaseException | None) -> int | None:
 
 
 @contextmanager
-def explained(what: str, advice: Mapping[int, str], otherwise: str) -> Iterator[None]:
-    """Turn the client's errors into a `UserError`: what failed, why, and the advice for its HTTP status."""
+def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -> Iterator[None]:
+    """Turn the client's errors into a `ShardmakeError`: what failed, why, and the advice for its HTTP status."""
     from httpx2 import HTTPError
 
     try:
         yield
-    except UserError:
+    except ShardmakeError:
         raise
     except (HTTPError, OSError, RuntimeError, ValueError) as error:  # ValueError: what the hub says of a bad upload
         told = first_line(error)
         todo = advice.get(_status_to_explain(error, told), otherwise)
-        raise UserError(f"{what} failed: {told}\n{todo}") from error
+        raise ShardmakeError(f"{what} failed: {told}\n{todo}") from error
 
 
 def _status_to_explain(error: BaseException, told: str) -> int:

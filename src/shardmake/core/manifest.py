@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardmake.core.atomic import sha256
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 SUMS = "SHA256SUMS"
 _READERS = 4
@@ -63,15 +63,15 @@ def format_sums(manifest: Manifest) -> str:
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Digest by file name, from text that `format_sums` wrote; `UserError` if it is anything else."""
+    """Digest by file name, from text that `format_sums` wrote; `ShardmakeError` if it is anything else."""
     pairs = [line.split("  ", 1) for line in text.splitlines()]
     if any(len(pair) != 2 or len(pair[0]) != 64 for pair in pairs):
-        raise UserError(
+        raise ShardmakeError(
             f"There is a {SUMS} that no push of Shardmake wrote. Choose another place in push.to, or move it away."
         )
     return {name: digest for digest, name in pairs}
 
 
-def as_json(manifest: Manifest) -> dict[str, dict[str, int | str]]:
+def manifest_json(manifest: Manifest) -> dict[str, dict[str, int | str]]:
     """``manifest`` as it stands in receipts."""
     return {name: asdict(entry) for name, entry in manifest.items()}

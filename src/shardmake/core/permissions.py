@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 UMASK = 0o002
 _FOLDER = stat.S_IRWXG | stat.S_ISGID
@@ -48,7 +48,7 @@ def refuse_job_of_others(owners: dict[str, str], run: str, stop_file: str) -> No
     me = getpass.getuser()
     for job, owner in owners.items():
         if owner != me:
-            raise UserError(
+            raise ShardmakeError(
                 f"Job {job} of {owner} is training {run}. It is not yours to adopt: wait until it ends, or ask it to "
                 f"save and stop (touch {stop_file}), and run the same command again."
             )

@@ -15,7 +15,7 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def hear(process: subprocess.Popen[str], seconds: float) -> str | None:
+def wait_for_output(process: subprocess.Popen[str], seconds: float) -> str | None:
     """What ``process`` prints to its end with status 0, within ``seconds``; else None.
 
     One that is late is killed and not waited for: a process that the kernel holds (state D) does not die.

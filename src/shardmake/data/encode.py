@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardmake.config.models import Data
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,7 +33,7 @@ def detect_format(data: Data, example: Mapping[str, Any], place: str) -> Format:
     for format, columns in COLUMNS.items():
         if all(column in example for column in columns):
             return format
-    raise UserError(
+    raise ShardmakeError(
         f"{place}: no columns that say a format. There are: {', '.join(example)}. Wanted: messages (chat), "
         "prompt and completion (prompt-completion), or text (text)."
     )
@@ -42,7 +42,9 @@ def detect_format(data: Data, example: Mapping[str, Any], place: str) -> Format:
 def loss_on_assistant(data: Data, format: Format) -> bool:
     """Whether only the assistant's (or completion's) tokens carry loss."""
     if data.loss_on == "assistant" and format == "text":
-        raise UserError("data.loss_on: 'assistant' needs examples in chat or prompt-completion format; these are text.")
+        raise ShardmakeError(
+            "data.loss_on: 'assistant' needs examples in chat or prompt-completion format; these are text."
+        )
     return data.loss_on == "assistant" or (data.loss_on == "auto" and format != "text")
 
 
@@ -57,11 +59,11 @@ class Encoder:
     def __call__(self, example: Mapping[str, Any], place: str) -> Tokens:
         """Token ids and loss mask of ``example``, equally long; ``place`` names it in errors.
 
-        Raises `UserError` where a column is missing or the tokenizer's chat template refuses the example.
+        Raises `ShardmakeError` where a column is missing or the tokenizer's chat template refuses the example.
         """
         missing = [column for column in COLUMNS[self.format] if column not in example]
         if missing:
-            raise UserError(
+            raise ShardmakeError(
                 f"{place}: no {' and no '.join(missing)} in this example ({self.format}). "
                 f"There are: {', '.join(example) or 'no keys'}."
             )
@@ -92,21 +94,21 @@ class Encoder:
             ids = apply_template(self.tokenizer, messages, tools)
             return ids, [True] * len(ids)
         except TemplateError as error:
-            raise UserError(f"{place}: the tokenizer's chat template refuses this conversation: {error}") from None
-        except UserError as error:
-            raise UserError(f"{place}: {error}") from None
+            raise ShardmakeError(f"{place}: the tokenizer's chat template refuses this conversation: {error}") from None
+        except ShardmakeError as error:
+            raise ShardmakeError(f"{place}: {error}") from None
 
 
 def _text(example: Mapping[str, Any], column: str, place: str) -> str:
     if not isinstance(example[column], str):
-        raise UserError(f"{place}: {column} is {type(example[column]).__name__}, not text.")
+        raise ShardmakeError(f"{place}: {column} is {type(example[column]).__name__}, not text.")
     return example[column]
 
 
 def _messages(example: Mapping[str, Any], column: str, place: str) -> list[Message]:
     messages = example[column]
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise UserError(f"{place}: {column} is not a list of messages, each with a role and a content.")
+        raise ShardmakeError(f"{place}: {column} is not a list of messages, each with a role and a content.")
     return messages
 
 
@@ -137,7 +139,7 @@ def encode_chat(
 
     ``learn_from`` is the index of the first message whose words may be learned. Where the template marks the
     assistant's words (`{% generation %}`), the marks decide; else the tokens that each assistant message adds to the
-    conversation before it and the assistant's header. Raises `UserError` where there is no template, and where it
+    conversation before it and the assistant's header. Raises `ShardmakeError` where there is no template, and where it
     writes earlier messages differently once later ones follow: then no difference tells the assistant's words.
     """
     if tokenizer.is_fast and _GENERATION.search(_template(tokenizer, tools)):
@@ -173,7 +175,7 @@ def _prefix_length(
         return 0
     prefix = apply_template(tokenizer, messages, tools, header=header)
     if ids[: len(prefix)] != prefix:
-        raise UserError(
+        raise ShardmakeError(
             "the chat template writes the first messages differently once others follow, so the assistant's words "
             "cannot be told apart. Give the tokenizer a template with {% generation %} marks, split the conversation "
             "so that it ends with its only assistant message, or set data.loss_on: all."
@@ -191,7 +193,7 @@ def apply_template(
 
 def _template(tokenizer: "PreTrainedTokenizerBase", tools: Any) -> str:
     if tokenizer.chat_template is None:
-        raise UserError(
+        raise ShardmakeError(
             "the tokenizer has no chat template. Save the model's tokenizer with one, take an instruction-tuned "
             "model's, or give the data as prompt and completion text."
         )

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.data.dataset import Collator
 
 _LENGTH = 16
@@ -17,7 +17,7 @@ _TOLERANCE = 1e-3
 
 
 def check_isolation(model: torch.nn.Module, collator: Collator, device: torch.device) -> None:
-    """Raise `UserError` if an example changes what ``model`` says of the next one in its sequence.
+    """Raise `ShardmakeError` if an example changes what ``model`` says of the next one in its sequence.
 
     Two forward passes of two short sequences; every rank has to take part where the model is sharded.
     """
@@ -28,7 +28,7 @@ def check_isolation(model: torch.nn.Module, collator: Collator, device: torch.de
     one, other = (_logits_of_second(model, collator, first, device) for first in (1, 2))
     model.train(was_training)
     if (one - other).abs().max() > _TOLERANCE * one.abs().max():
-        raise UserError(
+        raise ShardmakeError(
             "packing: this model does not keep packed examples apart with this attention kernel. "
             "Set packing: false, or try another `attention`."
         )

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
-from shardmake.core.errors import UserError, nearest
+from shardmake.core.errors import ShardmakeError, nearest
 
 if TYPE_CHECKING:
     import datasets
@@ -62,7 +62,7 @@ def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
     """What ``name`` stands for: a file, a folder of files, or a hub data set (`org/name` or `org/name:split`).
 
     ``data`` gives subset and revision of a hub data set; ``splits`` are its splits to try in order where ``name`` gives
-    none. Raises `UserError` for a path that is not there and for files of a kind that cannot be read.
+    none. Raises `ShardmakeError` for a path that is not there and for files of a kind that cannot be read.
     """
     path = Path(name)
     if path.is_dir():
@@ -71,7 +71,7 @@ def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
         return _one_file(path)
     match = _HUB_NAME.fullmatch(name)
     if match is None or path.suffix in (*_SUFFIXES, ".json", ".csv", ".txt"):
-        raise UserError(
+        raise ShardmakeError(
             f"data {name!r} does not exist (now in {Path.cwd()}). Name a .jsonl or .parquet file, a folder of such "
             "files, or a hub data set (org/name)."
         )
@@ -81,7 +81,7 @@ def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
 
 def _one_file(path: Path) -> Files:
     if path.suffix not in _SUFFIXES:
-        raise UserError(
+        raise ShardmakeError(
             f"{path}: files ending in {path.suffix!r} cannot be read. Use .jsonl (one JSON object a line) or .parquet."
         )
     return Files((path,))
@@ -91,9 +91,9 @@ def _files_in(folder: Path) -> Files:
     by_suffix = {suffix: sorted(folder.rglob(f"*{suffix}")) for suffix in _SUFFIXES}
     found = [paths for paths in by_suffix.values() if paths]
     if not found:
-        raise UserError(f"{folder} holds no .jsonl and no .parquet file.")
+        raise ShardmakeError(f"{folder} holds no .jsonl and no .parquet file.")
     if len(found) > 1:
-        raise UserError(f"{folder} holds both .jsonl and .parquet files; keep one kind in a folder.")
+        raise ShardmakeError(f"{folder} holds both .jsonl and .parquet files; keep one kind in a folder.")
     return Files(tuple(found[0]))
 
 
@@ -122,7 +122,7 @@ def file_record(path: Path, root: Path = Path()) -> dict[str, Any]:
 def read(source: Source, cache: Path) -> "datasets.Dataset":
     """All rows of ``source``, memory-mapped from ``cache``, or from the hub's own cache.
 
-    Raises `UserError` for a file that is no Parquet, for a hub data set that cannot be had, and for no rows at all.
+    Raises ShardmakeError for a file that is no Parquet, for a hub data set that cannot be had, and for no rows at all.
     """
     if isinstance(source, HubDataset):
         return _numbered(source, _read_hub(source))
@@ -143,7 +143,7 @@ def _read_jsonl(source: Files, cache: Path) -> "datasets.Dataset":
 
     paths = [str(path) for path in source.paths]
     if not any(_json_lines(paths)):
-        raise UserError(f"{source} holds no examples.")
+        raise ShardmakeError(f"{source} holds no examples.")
     features = datasets.Features({_PLACE: datasets.Value("string"), _LINE: datasets.Value("binary")})
     return datasets.Dataset.from_generator(
         _json_lines, features=features, cache_dir=str(cache), gen_kwargs={"paths": paths}
@@ -162,7 +162,7 @@ def _numbered(source: Source, rows: "datasets.Dataset") -> "datasets.Dataset":
     import numpy as np
 
     if not len(rows):
-        raise UserError(f"{source} holds no examples.")
+        raise ShardmakeError(f"{source} holds no examples.")
     return rows.add_column(_NUMBER, np.arange(1, len(rows) + 1))
 
 
@@ -184,11 +184,11 @@ def _check_parquet(paths: tuple[Path, ...]) -> None:
         try:
             schemas[path] = pyarrow.parquet.read_schema(path).names
         except pyarrow.ArrowInvalid as error:
-            raise UserError(f"{path} is not a Parquet file: {error}") from None
+            raise ShardmakeError(f"{path} is not a Parquet file: {error}") from None
     for path, names in schemas.items():
         if set(names) != set(schemas[paths[0]]):
             other = ", ".join(schemas[paths[0]])
-            raise UserError(f"{path} has the columns {', '.join(names)}; {paths[0]} has {other}.")
+            raise ShardmakeError(f"{path} has the columns {', '.join(names)}; {paths[0]} has {other}.")
 
 
 def _read_hub(source: HubDataset) -> "datasets.Dataset":
@@ -198,7 +198,7 @@ def _read_hub(source: HubDataset) -> "datasets.Dataset":
         there = datasets.get_dataset_split_names(source.repository, source.subset, revision=source.revision)
         split = next((split for split in source.splits if split in there), None)
         if split is None:
-            raise UserError(
+            raise ShardmakeError(
                 f"hub data set {source} has no split {' or '.join(source.splits)}, only {', '.join(there)}. "
                 f"Name one, as in {source.repository}:{there[0]}."
             )
@@ -210,12 +210,12 @@ def _hub_errors(source: HubDataset) -> Iterator[None]:
     """Say what to do where the hub does not give a data set."""
     try:
         yield
-    except UserError:
+    except ShardmakeError:
         raise
     except ValueError as error:
-        raise UserError(f"hub data set {source}: {_subset_mistake(source) or error}") from None
+        raise ShardmakeError(f"hub data set {source}: {_subset_mistake(source) or error}") from None
     except OSError as error:
-        raise UserError(
+        raise ShardmakeError(
             f"data {str(source)!r} is no file or folder here ({Path.cwd()}), and the hub does not give it: {error}"
         ) from None
 
@@ -238,7 +238,7 @@ def place_of(row: Mapping[str, Any]) -> str:
 
 
 def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The example in one row of `read`; `UserError` with file and line where it is no JSON object.
+    """The example in one row of `read`; `ShardmakeError` with file and line where it is no JSON object.
 
     Arrow gives a key that other rows have as None; such keys are left out, as in the file.
     """
@@ -247,9 +247,9 @@ def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
     try:
         example = json.loads(row[_LINE])
     except ValueError as error:
-        raise UserError(f"{place_of(row)} is not valid JSON: {error}") from None
+        raise ShardmakeError(f"{place_of(row)} is not valid JSON: {error}") from None
     if not isinstance(example, dict):
-        raise UserError(f"{place_of(row)} is not a JSON object but {type(example).__name__}.")
+        raise ShardmakeError(f"{place_of(row)} is not a JSON object but {type(example).__name__}.")
     return example
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import digest, fsync_directory, read_json, write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
 from shardmake.data.packing import KEPT, columns_of, count_outcomes, count_tokens, fit, pack
 from shardmake.data.sources import (
@@ -43,7 +43,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1, tell: Callable[[str], None]
 
     Does nothing where the receipt stands for the same sources, tokenizer and settings. ``cpus`` is the number of
     processes that tokenize; it does not change the result. The receipt's ``digest`` stands for what is trained on.
-    Raises `UserError` for data that cannot be used.
+    Raises `ShardmakeError` for data that cannot be used.
     """
     sources = _locate(run)
     tokenizer = _load_tokenizer(run)
@@ -68,7 +68,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1, tell: Callable[[str], None]
 
 
 def check_sources(run: Run) -> None:
-    """Read the run's local files to their end; `UserError` with file and line for what cannot be read."""
+    """Read the run's local files to their end; `ShardmakeError` with file and line for what cannot be read."""
     for source in _locate(run).values():
         check(source)
 
@@ -91,7 +91,7 @@ def _load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise UserError(f"model {run.model!r} gives no tokenizer: {error}") from None
+        raise ShardmakeError(f"model {run.model!r} gives no tokenizer: {error}") from None
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -149,7 +149,9 @@ def _build(
 def _set_aside(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
     """Part of the training rows, at least one, for evaluation."""
     if len(rows) < 2:
-        raise UserError(f"{run.data.train} holds one example; evaluation needs another. Give data.eval or more data.")
+        raise ShardmakeError(
+            f"{run.data.train} holds one example; evaluation needs another. Give data.eval or more data."
+        )
     count = max(1, round(len(rows) * run.data.eval_fraction))
     shuffled = rows.shuffle(seed=run.seed, keep_in_memory=True)
     return {"train": shuffled.select(range(count, len(rows))), "eval": shuffled.select(range(count))}
@@ -161,7 +163,9 @@ def _build_split(
     encoded = _encode(rows, encoder, run.sequence_length, work / "cache" / f"{split}-encoded.arrow", cpus)
     kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
     if not len(kept):
-        raise UserError(f"no example of the {split} data has a token to learn: {_outcomes(count_outcomes(encoded))}.")
+        raise ShardmakeError(
+            f"no example of the {split} data has a token to learn: {_outcomes(count_outcomes(encoded))}."
+        )
     kept = kept.remove_columns("outcome").shuffle(seed=run.seed, keep_in_memory=True)
     if run.packing:
         kept = kept.remove_columns("seq_lengths")
@@ -220,7 +224,7 @@ def _check_vocabulary(run: Run, largest: int) -> None:
     config = AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     size = config.get_text_config().vocab_size
     if largest >= size:
-        raise UserError(
+        raise ShardmakeError(
             f"the tokenizer of {run.model!r} gives token id {largest}, but the model's vocab_size is {size}. "
             "Tokenizer and model do not belong together, or the embedding was not resized for added tokens."
         )

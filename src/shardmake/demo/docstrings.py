@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 EVAL_FRACTION = 0.05
 _FEWEST = 1000
@@ -34,7 +34,7 @@ _Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 @dataclass(frozen=True)
-class Entry:
+class DocstringEntry:
     """A documented function, method or class."""
 
     name: str
@@ -58,22 +58,22 @@ class Entry:
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": self.answer}]}
 
 
-def collect(library: Path | None = None) -> list[Entry]:
+def collect(library: Path | None = None) -> list[DocstringEntry]:
     """Documented entries of the standard library (or of the modules in ``library``), each answer once, by name.
 
-    Raises `UserError` where there are too few, as with an interpreter that comes without its library's sources.
+    Raises `ShardmakeError` where there are too few, as with an interpreter that comes without its library's sources.
     """
     folder = library or Path(sysconfig.get_paths()["stdlib"])
-    by_answer: dict[str, Entry] = {}
+    by_answer: dict[str, DocstringEntry] = {}
     for path in _modules(folder):
         for entry in _entries(path, ".".join(path.relative_to(folder).with_suffix("").parts)):
             by_answer.setdefault(entry.answer, entry)
     if len(by_answer) < _FEWEST and library is None:
-        raise UserError(f"{folder} holds few Python sources; install the standard library's (libpython3-stdlib).")
+        raise ShardmakeError(f"{folder} holds few Python sources; install the standard library's (libpython3-stdlib).")
     return sorted(by_answer.values(), key=lambda entry: entry.name)
 
 
-def split(entries: Iterable[Entry], seed: int) -> tuple[list[Entry], list[Entry]]:
+def split(entries: Iterable[DocstringEntry], seed: int) -> tuple[list[DocstringEntry], list[DocstringEntry]]:
     """Training and evaluation entries in random order; an entry is in one of them only."""
     shuffled = sorted(entries, key=lambda entry: entry.name)
     random.Random(seed).shuffle(shuffled)
@@ -90,24 +90,24 @@ def _is_skipped(part: str) -> bool:
     return part in _SKIPPED or (part.startswith("_") and part != "__init__.py")
 
 
-def _entries(path: Path, module: str) -> Iterator[Entry]:
+def _entries(path: Path, module: str) -> Iterator[DocstringEntry]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         tree = ast.parse(path.read_bytes())
     yield from _entries_in(tree, module.removesuffix(".__init__"), "function")
 
 
-def _entries_in(node: ast.AST, prefix: str, kind: str) -> Iterator[Entry]:
+def _entries_in(node: ast.AST, prefix: str, kind: str) -> Iterator[DocstringEntry]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _Node) and not child.name.startswith("_"):
             yield from _entry(child, f"{prefix}.{child.name}", kind)
 
 
-def _entry(node: _Node, name: str, kind: str) -> Iterator[Entry]:
+def _entry(node: _Node, name: str, kind: str) -> Iterator[DocstringEntry]:
     is_class = isinstance(node, ast.ClassDef)
     answer = _opening(ast.get_docstring(node) or "")
     if len(answer) in _ANSWER_CHARACTERS:
-        yield Entry(name, "class" if is_class else kind, _signature(node), answer)
+        yield DocstringEntry(name, "class" if is_class else kind, _signature(node), answer)
     if is_class:
         yield from _entries_in(node, name, "method")
 

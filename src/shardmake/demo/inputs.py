@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from shardmake.core.atomic import write_bytes, write_text
-from shardmake.demo.docstrings import Entry, collect, split
+from shardmake.demo.docstrings import DocstringEntry, collect, split
 
 VOCABULARY_SIZE = 4096
 CONTEXT_LENGTH = 1024
@@ -27,7 +27,7 @@ def make_inputs(folder: Path = Path("resources/demo"), seed: int = 0) -> None:
     """Write ``train.jsonl``, ``eval.jsonl`` and ``base`` (model and tokenizer) into ``folder``.
 
     The files are the same, byte for byte, for one seed and one version of Python and the libraries; files that would
-    not change are left alone. Raises `UserError` where the standard library's sources are not installed.
+    not change are left alone. Raises `ShardmakeError` where the standard library's sources are not installed.
     """
     _say("reading the docstrings of Python's standard library")
     train, evaluation = split(collect(), seed)
@@ -43,11 +43,11 @@ def make_inputs(folder: Path = Path("resources/demo"), seed: int = 0) -> None:
     _say(f"untrained Llama of {parameters / 1e6:.1f} million parameters in {folder / 'base'}")
 
 
-def _as_jsonl(entries: Iterable[Entry]) -> str:
+def _as_jsonl(entries: Iterable[DocstringEntry]) -> str:
     return "".join(json.dumps(entry.conversation(), ensure_ascii=False) + "\n" for entry in entries)
 
 
-def _make_tokenizer(entries: Iterable[Entry], folder: Path) -> None:
+def _make_tokenizer(entries: Iterable[DocstringEntry], folder: Path) -> None:
     """Train a byte-level BPE on the conversations and save it as a Hugging Face tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

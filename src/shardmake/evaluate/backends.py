@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any, Literal
 
 from shardmake.core.environment import leave_collectives_to_gloo
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -35,7 +35,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     """The place of one rank; ``meeting`` is a file that the ranks find each other by, None where they need not."""
 
     rank: int
@@ -81,7 +81,7 @@ def weights_size(folder: Path) -> int:
 
 
 @contextmanager
-def meeting_of(backend: Backend, world_size: int) -> Iterator[str | None]:
+def rendezvous_of(backend: Backend, world_size: int) -> Iterator[str | None]:
     """A file that ranks of one node find each other by, where ``backend`` needs them to."""
     if backend not in _ZERO3:
         yield None
@@ -91,7 +91,7 @@ def meeting_of(backend: Backend, world_size: int) -> Iterator[str | None]:
 
 
 @contextmanager
-def joined(seat: Seat) -> Iterator[None]:
+def process_group(seat: RankInfo) -> Iterator[None]:
     """Take the seat: join the other ranks. A rank that fails leaves, which ends what the others wait for."""
     if seat.meeting is None:
         yield
@@ -121,7 +121,7 @@ def joined(seat: Seat) -> Iterator[None]:
 def load_model(
     model: str,
     backend: Backend = "whole",
-    seat: Seat = Seat(0, 1),
+    seat: RankInfo = RankInfo(0, 1),
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -129,7 +129,7 @@ def load_model(
 ) -> "PreTrainedModel":
     """``model`` in evaluation mode, as plain ``from_pretrained`` loads it; on CPUs in fp32.
 
-    Raises `UserError` for a model that does not load whole.
+    Raises `ShardmakeError` for a model that does not load whole.
     """
     import torch
 
@@ -160,7 +160,7 @@ def _load_whole(model: str, options: dict[str, Any]) -> "PreTrainedModel":
 
     network, info = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True, **options)
     if wrong := {kind: sorted(keys) for kind, keys in info.items() if keys}:
-        raise UserError(
+        raise ShardmakeError(
             f"{model} does not load whole: {'; '.join(f'{kind}: {keys[:3]}' for kind, keys in wrong.items())}. "
             "Make it again (shardmake consolidate), or check that the base model's files belong together."
         )
@@ -189,7 +189,7 @@ def _zero3_config(model: str, options: dict[str, Any], backend: Backend, nvme: s
         zero["offload_param"] = {"device": device, "pin_memory": torch.cuda.is_available()}
     if device == "nvme":
         if nvme is None:
-            raise UserError("evaluation.backend zero3-nvme needs nvme_path in the cluster file.")
+            raise ShardmakeError("evaluation.backend zero3-nvme needs nvme_path in the cluster file.")
         zero["offload_param"] |= {"nvme_path": nvme}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if torch.cuda.is_available():

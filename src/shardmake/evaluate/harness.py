@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Evaluation
-from shardmake.core.errors import UserError, nearest
+from shardmake.core.errors import ShardmakeError, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def prepare_tasks(evaluation: Evaluation) -> None:
     """Load the configured tasks, which fetches their data where there is internet.
 
-    Raises `UserError` where the package is not installed, a task is not known, or its data is not here.
+    Raises `ShardmakeError` where the package is not installed, a task is not known, or its data is not here.
     """
     if evaluation.lm_eval:
         _load(evaluation)
@@ -23,13 +23,13 @@ def _load(evaluation: Evaluation) -> dict[str, Any]:
     manager = _manager(evaluation)
     for name in evaluation.lm_eval:
         if name not in manager.all_tasks:
-            raise UserError(f"lm_eval has no task {name!r}.{nearest(name, manager.all_tasks)}")
+            raise ShardmakeError(f"lm_eval has no task {name!r}.{nearest(name, manager.all_tasks)}")
     from lm_eval.tasks import get_task_dict
 
     try:
         return dict(get_task_dict(list(evaluation.lm_eval), manager))
     except (OSError, ValueError) as error:  # what datasets raises for data that is neither here nor reachable
-        raise UserError(
+        raise ShardmakeError(
             f"The data of the lm_eval tasks {', '.join(evaluation.lm_eval)} cannot be read: {error}\n"
             "Run `shardmake fetch` for this run where there is internet."
         ) from error
@@ -39,7 +39,7 @@ def _manager(evaluation: Evaluation) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise UserError(
+        raise ShardmakeError(
             "evaluation.lm_eval names tasks, and the package lm_eval is not installed. "
             "Install it (pip install lm_eval), or take the key out."
         ) from None

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -52,10 +52,12 @@ class Scores:
     def as_json(self) -> dict[str, Any]:
         """The total, and each bucket that holds tokens by the most tokens of its examples (None: no limit).
 
-        Raises `UserError` where no token carries loss.
+        Raises `ShardmakeError` where no token carries loss.
         """
         if not self.total.tokens:
-            raise UserError("The evaluation split holds no tokens that carry loss. Check data.eval and data.loss_on.")
+            raise ShardmakeError(
+                "The evaluation split holds no tokens that carry loss. Check data.eval and data.loss_on."
+            )
         by_length = [
             {"up_to": up_to, **score.as_json()}
             for up_to, score in zip((*BUCKETS, None), self.buckets, strict=True)

@@ -16,12 +16,12 @@ from shardmake.core.atomic import write_json
 from shardmake.evaluate.backends import (
     Backend,
     Machine,
-    Seat,
+    RankInfo,
     choose_backend,
     count_ranks,
-    joined,
     load_model,
-    meeting_of,
+    process_group,
+    rendezvous_of,
     this_machine,
     weights_size,
 )
@@ -43,7 +43,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None, tell: Tel
     ``{"sequences", "tokens", "backend", "ranks", "base": {"loss", "perplexity", "tokens", "by_length"}, "tuned":
     {...}, "samples": [{"prompt", "base", "tuned"}], "tasks": [{"task", "metric", "base", "tuned"}]}``; losses in nats
     per loss token. The ranks share the sequences among them.
-    Raises `UserError` if a model cannot be loaded whole or the evaluation split holds no loss tokens.
+    Raises `ShardmakeError` if a model cannot be loaded whole or the evaluation split holds no loss tokens.
     """
     from transformers import AutoTokenizer
 
@@ -56,7 +56,10 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None, tell: Tel
     prompts = _prompts(run, tokenizer, examples)
     way = _choose_way(run, rundir, this_machine(cluster.nvme_path if cluster else None))
     tell(f"Measuring the base and the tuned model on {len(examples):,} sequences, {way}.")
-    models = [Task(run, rundir, run.model, run.revision, prompts), Task(run, rundir, str(rundir.model), None, prompts)]
+    models = [
+        EvaluationTask(run, rundir, run.model, run.revision, prompts),
+        EvaluationTask(run, rundir, str(rundir.model), None, prompts),
+    ]
     base, tuned = _assess(models, way)
     measured = {"base": base.scores.as_json(), "tuned": tuned.scores.as_json()}
     for name, found in measured.items():
@@ -75,7 +78,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None, tell: Tel
 
 
 @dataclass(frozen=True)
-class Way:
+class EvaluationSetup:
     """How the models are run: backend, processes, a folder on NVMe for what is offloaded there."""
 
     backend: Backend
@@ -86,14 +89,14 @@ class Way:
         return f"{self.backend} on {self.ranks} rank(s)"
 
 
-def _choose_way(run: Run, rundir: RunDir, machine: Machine) -> Way:
+def _choose_way(run: Run, rundir: RunDir, machine: Machine) -> EvaluationSetup:
     wanted = run.evaluation
     backend = choose_backend(weights_size(rundir.model), machine) if wanted.backend == "auto" else wanted.backend
-    return Way(backend, count_ranks(backend, machine, wanted.processes), machine.nvme)
+    return EvaluationSetup(backend, count_ranks(backend, machine, wanted.processes), machine.nvme)
 
 
 @dataclass(frozen=True)
-class Task:
+class EvaluationTask:
     """One model to measure, and prompts (token ids) for it to answer."""
 
     run: Run
@@ -112,10 +115,10 @@ class Assessment:
     tasks: dict[tuple[str, str], float]
 
 
-def _assess(tasks: list[Task], way: Way) -> list[Assessment]:
+def _assess(tasks: list[EvaluationTask], way: EvaluationSetup) -> list[Assessment]:
     """Measure models one after the other, here or in a process a rank."""
-    with meeting_of(way.backend, way.ranks) as meeting:
-        seats = [Seat(rank, way.ranks, meeting) for rank in range(way.ranks)]
+    with rendezvous_of(way.backend, way.ranks) as meeting:
+        seats = [RankInfo(rank, way.ranks, meeting) for rank in range(way.ranks)]
         if meeting is None and way.ranks == 1:
             return _assess_share(tasks, way, seats[0])
         spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
@@ -129,13 +132,13 @@ def _joined(shares: list[Assessment]) -> Assessment:
     return Assessment(Scores([add_up(scores) for scores in buckets]), shares[0].answers, shares[0].tasks)
 
 
-def _assess_share(tasks: list[Task], way: Way, seat: Seat) -> list[Assessment]:
+def _assess_share(tasks: list[EvaluationTask], way: EvaluationSetup, seat: RankInfo) -> list[Assessment]:
     """What one rank finds; it scores every ``world_size``-th sequence, and the first rank also answers."""
-    with joined(seat):
+    with process_group(seat):
         return [_assess_model(task, way, seat) for task in tasks]
 
 
-def _assess_model(task: Task, way: Way, seat: Seat) -> Assessment:
+def _assess_model(task: EvaluationTask, way: EvaluationSetup, seat: RankInfo) -> Assessment:
     """One rank's share of one model. Ranks that gather layers together all take the same steps."""
     import torch
 

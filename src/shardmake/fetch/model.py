@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmake.core.errors import UserError
-from shardmake.core.hub import explained, git_object_id, retried
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, record
-from shardmake.run.sources import Source
+from shardmake.run.sources import PinnedSource
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -20,23 +20,23 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
-def describe_model(api: "HfApi", repository: str, revision: str | None) -> Source:
+def describe_model(api: "HfApi", repository: str, revision: str | None) -> PinnedSource:
     """The model ``repository`` without its weights, in the hub's cache on this machine; the weights' sizes and digests
     are the hub's own.
 
-    Raises `UserError` for a model that does not exist, needs a token or a licence, is not whole, or arrives damaged.
+    Raises ShardmakeError for a model that does not exist, needs a token or a licence, is not whole, or arrives damaged.
     """
     with _advised(api, repository):
-        return retried(lambda: _describe_once(api, repository, revision))
+        return with_retries(lambda: _describe_once(api, repository, revision))
 
 
-def fetch_weights(api: "HfApi", source: Source) -> None:
+def fetch_weights(api: "HfApi", source: PinnedSource) -> None:
     """The weights of ``source`` beside what `describe_model` fetched; finished files are not fetched again.
 
-    Raises `UserError` as `describe_model` does.
+    Raises `ShardmakeError` as `describe_model` does.
     """
     with _advised(api, source.name):
-        retried(lambda: _fetch_weights_once(api, source))
+        with_retries(lambda: _fetch_weights_once(api, source))
 
 
 def _advised(api: "HfApi", repository: str) -> AbstractContextManager[None]:
@@ -47,10 +47,12 @@ def _advised(api: "HfApi", repository: str) -> AbstractContextManager[None]:
         403: f"The token's owner has not accepted the licence. Accept it at {page}, or log in as someone who has.",
         404: f"Check the name and the revision: {page}",
     }
-    return explained(f"Fetching {repository}", advice, "Check the network and fetch again: finished files are kept.")
+    return translate_hub_errors(
+        f"Fetching {repository}", advice, "Check the network and fetch again: finished files are kept."
+    )
 
 
-def _describe_once(api: "HfApi", repository: str, revision: str | None) -> Source:
+def _describe_once(api: "HfApi", repository: str, revision: str | None) -> PinnedSource:
     from huggingface_hub.hf_api import RepoFile
 
     commit = api.model_info(repository, revision=revision).sha
@@ -66,7 +68,7 @@ def _describe_once(api: "HfApi", repository: str, revision: str | None) -> Sourc
         raise RuntimeError(f"{repository} changed during the fetch")
     files = {name: later.get(name) or _checked(folder / name, listed[name]) for name in names}
     check_model_folder(folder, later)
-    return Source(name=repository, revision=revision, commit=commit, path=str(folder), files=files)
+    return PinnedSource(name=repository, revision=revision, commit=commit, path=str(folder), files=files)
 
 
 def _weights(names: Iterable[str], listed: Mapping[str, "RepoFile"]) -> dict[str, Any]:
@@ -79,27 +81,29 @@ def is_weights(name: str) -> bool:
     return name.endswith((".safetensors", ".bin"))
 
 
-def _fetch_weights_once(api: "HfApi", source: Source) -> None:
+def _fetch_weights_once(api: "HfApi", source: PinnedSource) -> None:
     names = [name for name in source.files if is_weights(name)]
     folder = Path(api.snapshot_download(source.name, revision=source.commit, allow_patterns=names))
     for name in names:
         _keep_if(record(folder / name) == source.files[name], folder / name)
 
 
-def find_in_cache(repository: str, revision: str | None) -> Source:
-    """The model as it lies in the hub's cache here, without asking the hub; `UserError` where it does not."""
+def find_in_cache(repository: str, revision: str | None) -> PinnedSource:
+    """The model as it lies in the hub's cache here, without asking the hub; `ShardmakeError` where it does not."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
-        raise UserError(
+        raise ShardmakeError(
             f"The model {repository} is not here, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
             f"Unset it where there is internet, or copy the model here and name its folder."
         ) from None
     check_model_folder(folder)
-    return Source(name=repository, revision=revision, commit=folder.name, path=str(folder), files=read_folder(folder))
+    return PinnedSource(
+        name=repository, revision=revision, commit=folder.name, path=str(folder), files=read_folder(folder)
+    )
 
 
 def choose_files(names: Iterable[str]) -> list[str]:
@@ -139,7 +143,7 @@ def check_model_folder(folder: Path, to_come: Container[str] = ()) -> None:
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         missing.append("a tokenizer (tokenizer.json or tokenizer.model)")
     if missing:
-        raise UserError(
+        raise ShardmakeError(
             f"The model in {folder} is not whole: it lacks {', '.join(missing)}. "
             "Copy the rest, or name the hub's id of the model instead of a folder."
         )

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Literal
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.disk import check_download
-from shardmake.core.errors import UserError
-from shardmake.core.hub import explained, is_hub_id, retried
-from shardmake.core.manifest import as_json, record
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
+from shardmake.core.manifest import manifest_json, record
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
-from shardmake.run.sources import Source, Sources, missing_files, read_sources
+from shardmake.run.sources import PinnedSource, Sources, missing_files, read_sources
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -33,24 +33,24 @@ def fetch(run: Run, rundir: RunDir, tell: Tell = lambda _: None, part: Part = "a
     """Fetch the model and the data of ``run``, or a part of them, check them, and write ``sources.json``.
 
     ``description`` is all but the model's weights, which may then be fetched as ``weights``.
-    Raises `UserError` where the hub refuses (with what to do), where a model folder is not whole, and where offline
+    Raises ShardmakeError where the hub refuses (with what to do), where a model folder is not whole, and where offline
     switches are set and something is not here yet.
     """
     sources = _describe(run, rundir, tell) if part != "weights" else _read(rundir)
     if part != "description":
         _bring_weights(sources.model, tell)
-        write_json(rundir.weights_receipt, {"files": as_json(sources.model.files)})
+        write_json(rundir.weights_receipt, {"files": manifest_json(sources.model.files)})
     return sources
 
 
 def _read(rundir: RunDir) -> Sources:
     sources = read_sources(rundir)
     if sources is None:
-        raise UserError(f"There is no {rundir.sources} yet. Make it first: shardmake fetch {rundir.name}")
+        raise ShardmakeError(f"There is no {rundir.sources} yet. Make it first: shardmake fetch {rundir.name}")
     return sources
 
 
-def _bring_weights(model: Source, tell: Tell) -> None:
+def _bring_weights(model: PinnedSource, tell: Tell) -> None:
     from huggingface_hub.constants import is_offline_mode
 
     missing = missing_files(model)
@@ -59,7 +59,7 @@ def _bring_weights(model: Source, tell: Tell) -> None:
         return
     size = sum(model.files[name].size for name in missing)
     if is_offline_mode():
-        raise UserError(
+        raise ShardmakeError(
             f"{len(missing)} files of {model.name} are not here ({', '.join(missing[:3])}), and HF_HUB_OFFLINE or "
             "TRANSFORMERS_OFFLINE is set. Unset it where there is internet."
         )
@@ -81,7 +81,7 @@ def _describe(run: Run, rundir: RunDir, tell: Tell) -> Sources:
     return sources
 
 
-def _model(run: Run, before: Source | None, tell: Tell) -> Source:
+def _model(run: Run, before: PinnedSource | None, tell: Tell) -> PinnedSource:
     from huggingface_hub.constants import is_offline_mode
 
     if _still_stands(before, run.model, run.revision):
@@ -90,20 +90,20 @@ def _model(run: Run, before: Source | None, tell: Tell) -> Source:
         return before
     if not is_hub_id(run.model):
         check_model_folder(Path(run.model))
-        return Source(name=run.model, path=run.model)
+        return PinnedSource(name=run.model, path=run.model)
     if is_offline_mode():
         return find_in_cache(run.model, run.revision)
     tell(f"Fetching config and tokenizer of {run.model}.")
     return describe_model(_connect(), run.model, run.revision)
 
 
-def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | None, tell: Tell) -> Source:
+def _examples(name: str, run: Run, rundir: RunDir, split: str, before: PinnedSource | None, tell: Tell) -> PinnedSource:
     """One split as a Parquet file in the run's folder, with the columns that the hub's data set has."""
     from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read
 
     source = locate(name, run.data, TRAIN_SPLITS if split == "train" else EVAL_SPLITS)
     if not isinstance(source, HubDataset):
-        return Source(name=name, path=name)
+        return PinnedSource(name=name, path=name)
     if _still_stands(before, name, source.revision, source.subset):
         assert before is not None
         tell(f"Data {name} is here, at commit {before.commit}.")
@@ -114,7 +114,7 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | 
     path = rundir.fetched / split / f"{split}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(str(path))
-    return Source(
+    return PinnedSource(
         name=name,
         subset=source.subset,
         revision=source.revision,
@@ -124,7 +124,7 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: Source | 
     )
 
 
-def _still_stands(before: Source | None, name: str, revision: str | None, subset: str | None = None) -> bool:
+def _still_stands(before: PinnedSource | None, name: str, revision: str | None, subset: str | None = None) -> bool:
     """Whether an earlier fetch of the same thing is here, whole but for weights."""
     return (
         before is not None
@@ -136,8 +136,8 @@ def _still_stands(before: Source | None, name: str, revision: str | None, subset
 
 def _commit_of_data(api: "HfApi", repository: str, revision: str | None) -> str:
     advice = "Check the name, the token (`hf auth login`) and the network."
-    with explained(f"Asking the hub for the data set {repository}", {}, advice):
-        commit = retried(lambda: api.dataset_info(repository, revision=revision)).sha
+    with translate_hub_errors(f"Asking the hub for the data set {repository}", {}, advice):
+        commit = with_retries(lambda: api.dataset_info(repository, revision=revision)).sha
     assert commit is not None, "the hub names the commit of every revision"
     return commit
 

@@ -1,8 +1,8 @@
 """The driver of a run's training: adopt or submit, watch, decide. It owns all retries.
 
-Neither Snakemake nor Slurm nor torchrun repeats anything; the driver reads why an attempt ended and resumes, takes
-the next rung of the plan's ladder, or stops with the one error that matters. It may die at any moment: the job lives,
-and the next driver adopts it.
+Neither Snakemake nor Slurm nor torchrun repeats anything; the driver determines why an attempt ended and resumes,
+takes the plan's next fallback, or stops with the error that matters. If the driver exits, the job keeps running and
+the next driver adopts it.
 """
 
 import contextlib
@@ -19,50 +19,50 @@ from typing import NoReturn
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.finished import is_last, write_receipt
-from shardmake.checkpoint.reshard.convert import find_route, reshard, tell_deepspeed
+from shardmake.checkpoint.reshard.convert import find_route, reshard, write_deepspeed_hint
 from shardmake.checkpoint.reshard.routes import Route, route
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import digest, read_json, write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import refuse_job_of_others
 from shardmake.launch import user_script
 from shardmake.launch.jobs import Jobs, attempt_settings, job_name, job_owners, make_jobs
-from shardmake.launch.low_memory_wait import LOCK_VARIABLE, WAITED_VARIABLE, doze_until_room, doze_until_started
-from shardmake.launch.outcome import Action, Evidence, History, Outcome, classify, decide
-from shardmake.launch.progress import Follower
+from shardmake.launch.low_memory_wait import LOCK_VARIABLE, WAITED_VARIABLE, wait_until_slot, wait_until_started
+from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
+from shardmake.launch.progress import ProgressPrinter
 from shardmake.launch.slurm_states import JobState, JobStatus
-from shardmake.launch.submission_limit import require_room, snapshot_file, turn, why
+from shardmake.launch.submission_limit import require_slot, snapshot_file, submission_slot, waiting_message
 from shardmake.render.stage import render
 from shardmake.run import set_aside
-from shardmake.run.attempt import AttemptDir, Record, write_record
+from shardmake.run.attempt import AttemptDir, RunRecord, write_record
 from shardmake.run.attempt_history import (
-    Chapter,
-    End,
+    AttemptRecord,
+    EndReason,
     excluded_nodes,
+    failing_nodes,
     hung_before,
     idle_attempts,
+    load_history,
     may_rewind,
-    next_rung,
-    read_story,
-    unfit_nodes,
+    next_fallback,
+    save_history,
     wants_all_memory,
-    write_story,
 )
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, Plan, as_json, read_plan
-from shardmake.run.recipe import recipe_digest
+from shardmake.run.plan import Choice, Plan, plan_json, read_plan
+from shardmake.run.recipe import settings_digest
 
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
-DOZE_SECONDS = 5.0
+LOW_MEMORY_WAIT_SECONDS = 5.0
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has seen the job's end."""
 Tell = Callable[[str], None]
 
 
-class Job(Record):
+class SubmittedJob(RunRecord):
     """The job that owns a run, as recorded in ``train/job.json``."""
 
     id: str
@@ -71,7 +71,7 @@ class Job(Record):
 
 
 def train(run: Run, cluster: Cluster, rundir: RunDir, tell: Tell) -> None:
-    """Bring the training of ``rundir`` to its end, or raise a `UserError` that says why it cannot go on."""
+    """Bring the training of ``rundir`` to its end, or raise a `ShardmakeError` that says why it cannot go on."""
     plan = read_plan(rundir.plan)
     rundir.train.mkdir(parents=True, exist_ok=True)
     with _sole_driver(rundir) as lock, _leaving_the_job_alone():
@@ -89,12 +89,12 @@ def _sole_driver(rundir: RunDir) -> Iterator[int]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise UserError(
+            raise ShardmakeError(
                 f"Another driver is already watching {rundir.name} ({lock.read().strip()}). Wait for it, or end it; "
                 "the job itself goes on without a driver."
             ) from None
         except OSError as error:
-            raise UserError(
+            raise ShardmakeError(
                 f"{rundir.train} is on a file system without locks ({error.strerror}), so two drivers could train the "
                 "same run. Have it mounted with them (Lustre: -o flock), or keep runs/ elsewhere."
             ) from None
@@ -133,10 +133,10 @@ class Driver:
         self.jobs: Jobs = make_jobs(rundir.root, cluster)
         settings = read_json(rundir.training, "shardmake render NAME")
         data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
-        self.plan_digest = digest(as_json(plan))
-        self.recipe = recipe_digest(settings, plan, data_receipt)
+        self.plan_digest = digest(plan_json(plan))
+        self.recipe = settings_digest(settings, plan, data_receipt)
         self.index = rundir.attempts / "index.json"
-        self.story = read_story(self.index)
+        self.history = load_history(self.index)
 
     def drive(self) -> None:
         """Adopt or submit, watch, decide, until the training is over."""
@@ -148,7 +148,7 @@ class Driver:
             self._watch(job)
             outcome = self._close(job)
             job = None
-            if outcome.end is End.FINISHED:
+            if outcome.end is EndReason.FINISHED:
                 self.tell(outcome.sentence)
             else:
                 self._answer(outcome)
@@ -157,7 +157,7 @@ class Driver:
         """Whether the last step is sealed; the receipt is made again if it was lost."""
         if self.run.script:
             return user_script.is_finished(self.rundir, self.recipe)
-        newest = next(store.sealed(self.rundir.checkpoints), None)
+        newest = next(store.committed(self.rundir.checkpoints), None)
         if newest is None or newest[0].recipe != self.recipe or not is_last(*newest):
             return False
         if not self.rundir.train_receipt.exists():
@@ -167,8 +167,8 @@ class Driver:
 
     # ---- jobs -------------------------------------------------------------------------------------------------
 
-    def _adopt(self) -> Job | None:
-        """The job of an earlier driver, if it is for the settings of today; one that runs for others is a `UserError`.
+    def _adopt(self) -> SubmittedJob | None:
+        """The job of an earlier driver, if it is for the settings of today; one that runs for others is ShardmakeError.
 
         It must not be judged by today's: it would end as something else than it was, or its model count as this one's.
         """
@@ -176,7 +176,7 @@ class Driver:
         if job is None or self._is_for_these_settings(job):
             return job
         if self.jobs.status(job.id).state not in (JobState.ENDED, JobState.GONE):
-            raise UserError(
+            raise ShardmakeError(
                 f"Job {job.id} (attempt {job.attempt}) still trains {self.rundir.name} with other settings than it has "
                 "now. Put them back to go on with it, or wait for its end, or end it "
                 f"({self.jobs.how_to_cancel(job.id)}), and run the same command again."
@@ -185,16 +185,16 @@ class Driver:
         self.rundir.job.unlink(missing_ok=True)
         return None
 
-    def _is_for_these_settings(self, job: Job) -> bool:
+    def _is_for_these_settings(self, job: SubmittedJob) -> bool:
         folder = self._folder(job)
         return folder.settings.exists() and folder.read().recipe == self.recipe
 
-    def _find_job(self) -> Job | None:
+    def _find_job(self) -> SubmittedJob | None:
         """The recorded job, or one that was submitted and not yet recorded."""
-        recorded = Job.model_validate_json(self.rundir.job.read_text()) if self.rundir.job.exists() else None
+        recorded = SubmittedJob.model_validate_json(self.rundir.job.read_text()) if self.rundir.job.exists() else None
         try:
             alive = self.jobs.find()
-        except UserError:
+        except ShardmakeError:
             if recorded is None:
                 raise
             alive = None
@@ -202,7 +202,7 @@ class Driver:
             self.tell(f"Adopting job {recorded.id} (attempt {recorded.attempt}).")
             return recorded
         if alive:
-            job = Job(id=alive, attempt=self._last_attempt(), submitted=time.time())
+            job = SubmittedJob(id=alive, attempt=self._last_attempt(), submitted=time.time())
             write_record(self.rundir.job, job)
             self.tell(f"Adopting job {job.id} (attempt {job.attempt}), which an earlier driver submitted.")
             return job
@@ -211,7 +211,7 @@ class Driver:
     def _await_room(self) -> None:
         """Doze until the user's trainings leave room in the queue, as far as the last look says."""
         if self.cluster.executor == "slurm":
-            require_room(job_name(self.rundir.root), self.cluster.trainings_per_user, self._wait)
+            require_slot(job_name(self.rundir.root), self.cluster.trainings_per_user, self._wait)
 
     def _turn(self, folder: AttemptDir) -> contextlib.AbstractContextManager[None]:
         """The turn to submit the attempt in ``folder``, which goes if another driver has taken the room meanwhile."""
@@ -222,17 +222,17 @@ class Driver:
             shutil.rmtree(folder.root)
             self._wait(ahead)
 
-        return turn(job_name(self.rundir.root), self.cluster.trainings_per_user, wait)
+        return submission_slot(job_name(self.rundir.root), self.cluster.trainings_per_user, wait)
 
     def _wait(self, ahead: list[str] | None) -> NoReturn:
         """Say once who is ahead, and doze."""
         limit = self.cluster.trainings_per_user
         if not self.waited:
-            self.tell(why(ahead, self.rundir.name, limit))
+            self.tell(waiting_message(ahead, self.rundir.name, limit))
         stop_file = str(self.rundir.stop_file.resolve())
-        doze_until_room(job_name(self.rundir.root), limit, stop_file, self.lock, str(snapshot_file()))
+        wait_until_slot(job_name(self.rundir.root), limit, stop_file, self.lock, str(snapshot_file()))
 
-    def _submit(self) -> Job:
+    def _submit(self) -> SubmittedJob:
         self._heed_stop_file()
         self._await_room()
         check_run(self.rundir)
@@ -244,7 +244,7 @@ class Driver:
             user_script.make_room(self.rundir, self.recipe, self.tell)
         resume_from = None if self.run.script else self._choose_checkpoint(plan.choice)
         if resume_from:
-            tell_deepspeed(folder.deepspeed, resume_from)
+            write_deepspeed_hint(folder.deepspeed, resume_from)
         settings = attempt_settings(
             number,
             self.rundir.root,
@@ -257,8 +257,8 @@ class Driver:
         )
         write_record(folder.settings, settings)
         with self._turn(folder):
-            id = self.jobs.submit(folder, plan, excluded_nodes(self.story))
-            job = Job(id=id, attempt=number, submitted=time.time())
+            id = self.jobs.submit(folder, plan, excluded_nodes(self.history))
+            job = SubmittedJob(id=id, attempt=number, submitted=time.time())
             write_record(self.rundir.job, job)
         self.waited = False
         start = f"resuming from {resume_from.name}" if resume_from else self.run.script or "from the base model"
@@ -269,16 +269,16 @@ class Driver:
         return job
 
     def _write_configuration(self, folder: AttemptDir) -> Plan:
-        """Put the files of this attempt's rung into its folder, so that it tells its own story."""
+        """Put the files of this attempt's fallback into its folder, so that it tells its own history."""
         plan = self._present_plan()
-        write_json(folder.plan, as_json(plan))
+        write_json(folder.plan, plan_json(plan))
         render(plan, self.run, self.cluster, folder.root)
         return plan
 
     def _present_plan(self) -> Plan:
-        """The plan on the rung, and with the memory, that the next attempt takes."""
-        plan = self.plan.at(next_rung(self.story, self.plan_digest))
-        return plan.asking(self._node_memory_gib) if wants_all_memory(self.story, self.plan_digest) else plan
+        """The plan on the fallback, and with the memory, that the next attempt takes."""
+        plan = self.plan.at(next_fallback(self.history, self.plan_digest))
+        return plan.asking(self._node_memory_gib) if wants_all_memory(self.history, self.plan_digest) else plan
 
     @property
     def _node_memory_gib(self) -> int:
@@ -289,7 +289,7 @@ class Driver:
         folder = self.rundir.checkpoints.resolve()
         found = store.recover(folder, self.tell)
         if found and found[0].recipe != self.recipe:
-            set_aside.swap(folder, found[0].recipe, self.recipe, self.tell)
+            set_aside.stash_and_restore(folder, found[0].recipe, self.recipe, self.tell)
             self.rundir.metrics.unlink(missing_ok=True)
             found = store.recover(folder, self.tell)
         return self._as_read_by(choice, *found) if found else None
@@ -313,16 +313,16 @@ class Driver:
     def _heed_stop_file(self) -> None:
         """Stop where it was asked for since this driver began."""
         if self.rundir.stop_file.exists():
-            raise UserError(
+            raise ShardmakeError(
                 f"{self.rundir.name} was asked to stop ({_short(self.rundir.stop_file)}). Nothing was submitted. Run "
                 "the same command again to go on."
             )
 
     # ---- watching ---------------------------------------------------------------------------------------------
 
-    def _watch(self, job: Job) -> None:
+    def _watch(self, job: SubmittedJob) -> None:
         """Wait until the job has ended, telling its progress."""
-        follower = Follower(self.rundir.metrics, self.tell)
+        follower = ProgressPrinter(self.rundir.metrics, self.tell)
         folder = self._folder(job)
         pause, last = POLL_SECONDS, JobState.UNKNOWN
         try:
@@ -348,13 +348,13 @@ class Driver:
             return POLL_SECONDS
         return min(pause * 1.5, self.jobs.slowest_poll)
 
-    def _doze_while_pending(self, job: Job, status: JobStatus, pause: float) -> None:
+    def _doze_while_pending(self, job: SubmittedJob, status: JobStatus, pause: float) -> None:
         """A job that waits for a while may wait for days: give the memory back (see `doze`)."""
-        if status.word == "PENDING" and pause >= DOZE_SECONDS:
+        if status.word == "PENDING" and pause >= LOW_MEMORY_WAIT_SECONDS:
             self.tell(f"The job waits in the queue {status.nodes}; the driver dozes until it starts.")
-            doze_until_started(job.id, self.lock, str(snapshot_file()))
+            wait_until_started(job.id, self.lock, str(snapshot_file()))
 
-    def _follow_for(self, seconds: float, follower: Follower, folder: AttemptDir) -> None:
+    def _follow_for(self, seconds: float, follower: ProgressPrinter, folder: AttemptDir) -> None:
         """Tell news from the run's folder, which cost Slurm nothing, until it is time to ask again."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
@@ -367,8 +367,8 @@ class Driver:
 
     # ---- deciding ---------------------------------------------------------------------------------------------
 
-    def _close(self, job: Job) -> Outcome:
-        """Read why the job ended, and add it to the story."""
+    def _close(self, job: SubmittedJob) -> Outcome:
+        """Read why the job ended, and add it to the history."""
         folder = self._folder(job)
         attempt = folder.read()
         plan = attempt.plan_digest or self.plan_digest
@@ -390,12 +390,12 @@ class Driver:
         )
         if not self.run.script:
             store.discard_unfinished(self.rundir.checkpoints, self.tell)  # on a full disk it is what is in the way
-        chapter = Chapter(
+        attempt_record = AttemptRecord(
             attempt=job.attempt,
             job=job.id,
             plan=plan,
             strategy=read_plan(folder.plan).choice.strategy,
-            rung=next_rung(self.story, plan),
+            fallback=next_fallback(self.history, plan),
             submitted=job.submitted,
             ended=time.time(),
             end=outcome.end.value,
@@ -405,11 +405,11 @@ class Driver:
             failed_step=outcome.error.step if outcome.error else None,
         )
         # A driver that died right here has written it already.
-        self._write([*(told for told in self.story if told.attempt != job.attempt), chapter])
+        self._write([*(told for told in self.history if told.attempt != job.attempt), attempt_record])
         self.rundir.job.unlink(missing_ok=True)
         return outcome
 
-    def _folder(self, job: Job) -> AttemptDir:
+    def _folder(self, job: SubmittedJob) -> AttemptDir:
         return AttemptDir(self.rundir.attempts / f"{job.attempt:03d}")
 
     def _await_records(self, folder: AttemptDir) -> None:
@@ -422,42 +422,42 @@ class Driver:
         """A number that grows with what an attempt leaves for the next one."""
         if self.run.script:
             return user_script.newest_file(self.rundir)
-        newest = next(store.sealed(self.rundir.checkpoints), None)
+        newest = next(store.committed(self.rundir.checkpoints), None)
         return newest[0].step if newest else 0
 
     def _answer(self, outcome: Outcome) -> None:
         """Prepare the next attempt, or raise."""
-        rung = next_rung(self.story, self.plan_digest)
-        out_of_memory = outcome.end in (End.GPU_OUT_OF_MEMORY, End.HOST_OUT_OF_MEMORY)
-        below = self._rung_below(rung, host=outcome.end is End.HOST_OUT_OF_MEMORY) if out_of_memory else None
+        fallback = next_fallback(self.history, self.plan_digest)
+        out_of_memory = outcome.end in (EndReason.GPU_OUT_OF_MEMORY, EndReason.HOST_OUT_OF_MEMORY)
+        below = self._rung_below(fallback, host=outcome.end is EndReason.HOST_OUT_OF_MEMORY) if out_of_memory else None
         asked = self._present_plan().resources["train"].memory_gib
         action = decide(
             outcome,
-            History(
-                idle_attempts=idle_attempts(self.story),
+            RetryState(
+                idle_attempts=idle_attempts(self.history),
                 has_rung=below is not None,
                 has_others=self.cluster.executor == "slurm",
                 has_memory=self.cluster.executor == "slurm" and not outcome.error and asked < self._node_memory_gib,
-                host_hung_before=hung_before(self.story),
-                unfit_nodes=unfit_nodes(self.story),
-                may_rewind=self.run.non_finite == "rewind" and may_rewind(self.story),
+                host_hung_before=hung_before(self.history),
+                unfit_nodes=failing_nodes(self.history),
+                may_rewind=self.run.non_finite == "rewind" and may_rewind(self.history),
             ),
             cap=IDLE_ATTEMPTS,
         )
         self.tell(f"{outcome.sentence} -> {action.value}")
         if action in (Action.STOP, Action.GIVE_UP):
-            raise UserError(self._last_words(outcome, action))
+            raise ShardmakeError(self._last_words(outcome, action))
         decision = {
-            "next_rung": below if action is Action.NEXT_RUNG else rung,
+            "next_fallback": below if action is Action.NEXT_FALLBACK else fallback,
             "all_memory": action is Action.MORE_MEMORY,
             "excluded": outcome.host if action is Action.EXCLUDE_AND_RESUME else None,
         }
-        self._write([*self.story[:-1], self.story[-1].model_copy(update=decision)])
+        self._write([*self.history[:-1], self.history[-1].model_copy(update=decision)])
 
-    def _rung_below(self, rung: int, *, host: bool) -> int | None:
-        """The next rung that needs less and can go on from the newest checkpoint."""
-        newest = None if self.run.script else next(store.sealed(self.rundir.checkpoints), None)
-        for below in self.plan.rungs_below(rung, host=host):
+    def _rung_below(self, fallback: int, *, host: bool) -> int | None:
+        """The next fallback that needs less and can go on from the newest checkpoint."""
+        newest = None if self.run.script else next(store.committed(self.rundir.checkpoints), None)
+        for below in self.plan.fallbacks_below(fallback, host=host):
             choice = self.plan.at(below).choice
             if newest is None:
                 return below
@@ -465,19 +465,21 @@ class Driver:
             way = route(record.strategy, record.world_size, choice.strategy, choice.world_size)
             if isinstance(way, Route):
                 return below
-            self.tell(f"The ladder's rung {below} ({choice.strategy}) cannot go on from {checkpoint.name}: {way}.")
+            self.tell(
+                f"The fallbacks's fallback {below} ({choice.strategy}) cannot go on from {checkpoint.name}: {way}."
+            )
         return None
 
-    def _write(self, story: list[Chapter]) -> None:
-        self.story = story
-        write_story(self.index, story)
+    def _write(self, history: list[AttemptRecord]) -> None:
+        self.history = history
+        save_history(self.index, history)
 
     def _last_words(self, outcome: Outcome, action: Action) -> str:
         """The one error that matters, and where to read on."""
         folder = self.rundir.attempts / f"{self._last_attempt():03d}"
         parts = [f"Training of {self.rundir.name} stopped: {outcome.sentence}"]
         if action is Action.GIVE_UP:
-            parts.append(f"{idle_attempts(self.story)} attempts, one after the other, brought no new checkpoint.")
+            parts.append(f"{idle_attempts(self.history)} attempts, one after the other, brought no new checkpoint.")
         if outcome.error:
             parts.append(outcome.error.traceback.rstrip())
         elif log_end := _tail(AttemptDir(folder).log(0)):
@@ -492,15 +494,15 @@ class Driver:
 
 _RUN_AGAIN = "Mend the cause and run the same command again; it resumes from the newest checkpoint."
 _ADVICE = {
-    End.STOP_REQUESTED: "Run the same command again to go on from there.",
-    End.CANCELLED: "Run the same command again to go on from the newest checkpoint.",
-    End.GPU_OUT_OF_MEMORY: "No rung of the ladder is left: take more nodes, a shorter sequence_length or method: lora.",
-    End.HOST_OUT_OF_MEMORY: "Give the job more memory (memory_gib_per_node), or take a strategy without offload.",
-    End.NON_FINITE: "Lower the learning rate or look at the data of that step. Steps before it are in the newest "
+    EndReason.STOP_REQUESTED: "Run the same command again to go on from there.",
+    EndReason.CANCELLED: "Run the same command again to go on from the newest checkpoint.",
+    EndReason.GPU_OUT_OF_MEMORY: "No fallback is left: take more nodes, a shorter sequence_length or method: lora.",
+    EndReason.HOST_OUT_OF_MEMORY: "Give the job more memory (memory_gib_per_node), or take a strategy without offload.",
+    EndReason.NON_FINITE: "Lower the learning rate or look at the data of that step. Steps before it are in the newest "
     "checkpoint; non_finite: rewind resumes from there by itself, which helps where a GPU miscalculated.",
-    End.PREFLIGHT: "Mend what the check found and run the same command again; nothing was trained.",
-    End.HANG: "The stacks of all ranks are in the folder's stacks. hang_seconds in the cluster file says how long a "
-    "step may take.",
+    EndReason.PREFLIGHT: "Mend what the check found and run the same command again; nothing was trained.",
+    EndReason.HANG: "The stacks of all ranks are in the folder's stacks. hang_seconds in the cluster file says "
+    "how long a step may take.",
 }
 
 

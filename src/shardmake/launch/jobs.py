@@ -19,10 +19,17 @@ from shardmake.checkpoint import store
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.atomic import digest
 from shardmake.core.environment import library_versions
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.launch.low_memory_wait import PREFIX
-from shardmake.launch.slurm_states import DISGUISES, JobState, JobStatus, is_no_such_job, parse_rows, parse_scontrol
-from shardmake.launch.squeue_cache import ask, look
+from shardmake.launch.slurm_states import (
+    PREEMPTION_ALIASES,
+    JobState,
+    JobStatus,
+    is_no_such_job,
+    parse_rows,
+    parse_scontrol,
+)
+from shardmake.launch.squeue_cache import cached_squeue, run_slurm
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
@@ -79,9 +86,9 @@ class SlurmJobs:
             try:
                 return str(self._executor(folder, plan, excluded).submit(run_slurm_task, str(folder.root)).job_id)
             except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
-                raise UserError(f"Slurm refused the job: {error}{_without(excluded)}") from None
+                raise ShardmakeError(f"Slurm refused the job: {error}{_without(excluded)}") from None
 
-        return submit_patiently(submit, self.find)
+        return submit_with_retry(submit, self.find)
 
     def script(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """The batch script that `submit` would hand to sbatch."""
@@ -97,9 +104,11 @@ class SlurmJobs:
 
     def find(self) -> str | None:
         """See `Jobs`."""
-        answer = ask(*_SQUEUE, f"--name={job_name(self.run_folder)}")
+        answer = run_slurm(*_SQUEUE, f"--name={job_name(self.run_folder)}")
         if answer.returncode != 0:
-            raise UserError(f"Slurm does not answer, so a running job cannot be ruled out: {answer.stderr.strip()}")
+            raise ShardmakeError(
+                f"Slurm does not answer, so a running job cannot be ruled out: {answer.stderr.strip()}"
+            )
         alive = [job for job, status in parse_rows(answer.stdout).items() if status.state is not JobState.ENDED]
         return alive[-1] if alive else None
 
@@ -111,11 +120,11 @@ class SlurmJobs:
         found = self._status(job)
         if found.name and found.name != job_name(self.run_folder):
             return JobStatus(JobState.GONE)
-        return self._unmask(job, found) if found.word in DISGUISES else found
+        return self._unmask(job, found) if found.word in PREEMPTION_ALIASES else found
 
     def _unmask(self, job: str, found: JobStatus) -> JobStatus:
         """Whether it was preempted in truth, and if not, by whom it was cancelled, as far as Slurm tells."""
-        control = ask("scontrol", "show", "job", job)
+        control = run_slurm("scontrol", "show", "job", job)
         if control.returncode == 0:
             found = replace(parse_scontrol(control.stdout), by=found.by)
         if found.word != "CANCELLED":
@@ -124,12 +133,12 @@ class SlurmJobs:
         return replace(found, by=_user(by)) if by else found
 
     def _status(self, job: str) -> JobStatus:
-        queue = look([*_SQUEUE, "--states=all"])
+        queue = cached_squeue([*_SQUEUE, "--states=all"])
         if found := parse_rows(queue.stdout).get(job):
             return found
         if queue.returncode != 0:
             return JobStatus(JobState.UNKNOWN)
-        control = ask("scontrol", "show", "job", job)
+        control = run_slurm("scontrol", "show", "job", job)
         if control.returncode == 0:
             return parse_scontrol(control.stdout)
         accounted = self._in_accounting(job)
@@ -139,7 +148,7 @@ class SlurmJobs:
 
     def _in_accounting(self, job: str) -> JobStatus:
         """What sacct knows, where there is accounting and it answers."""
-        answer = ask("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList,JobName")
+        answer = run_slurm("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList,JobName")
         return parse_rows(answer.stdout).get(job, JobStatus(JobState.UNKNOWN))
 
     def how_to_cancel(self, job: str) -> str:
@@ -149,13 +158,15 @@ class SlurmJobs:
 
 def job_owners(run_folder: Path) -> dict[str, str]:
     """Users by id of every queued or running job of the run, whoever submitted it."""
-    answer = ask("squeue", "--noheader", "--all", f"--name={job_name(run_folder)}", "--format=%i|%u")
+    answer = run_slurm("squeue", "--noheader", "--all", f"--name={job_name(run_folder)}", "--format=%i|%u")
     if answer.returncode != 0:
-        raise UserError(f"Slurm does not answer, so another member's job cannot be ruled out: {answer.stderr.strip()}")
+        raise ShardmakeError(
+            f"Slurm does not answer, so another member's job cannot be ruled out: {answer.stderr.strip()}"
+        )
     return dict(line.split("|") for line in answer.stdout.split())
 
 
-def submit_patiently(
+def submit_with_retry(
     submit: Callable[[], str], find: Callable[[], str | None], pauses: Sequence[float] = _PAUSES
 ) -> str:
     """The id of the job that ``submit`` submits, again after each of ``pauses`` (seconds) where Slurm is in trouble.
@@ -164,14 +175,14 @@ def submit_patiently(
     while that has no answer: two jobs would write to one run.
 
     Raises:
-        UserError: Slurm refuses the job, or is still in trouble at the end.
+        ShardmakeError: Slurm refuses the job, or is still in trouble at the end.
     """
-    trouble: UserError | None = None
+    trouble: ShardmakeError | None = None
     for pause in (0.0, *pauses):
         time.sleep(pause)
         try:
             return (trouble and find()) or submit()
-        except UserError as error:
+        except ShardmakeError as error:
             trouble = error
             if not _PASSING.search(str(error)):
                 raise
@@ -225,7 +236,7 @@ def lead_seconds(slurm: Slurm, run_folder: Path) -> int:
     Slurm may tell it up to a minute earlier. Without a checkpoint so far, and at least, ``signal_seconds``; at most a
     quarter of the limit, so that a short job trains at all.
     """
-    saves = [record.save_seconds for record, _ in store.sealed(RunDir(run_folder).checkpoints)]
+    saves = [record.save_seconds for record, _ in store.committed(RunDir(run_folder).checkpoints)]
     measured = math.ceil(2 * max(saves) + 60) if saves else 0
     return max(1, min(max(slurm.signal_seconds, measured), slurm.time_limit_minutes * 60 // 4))
 

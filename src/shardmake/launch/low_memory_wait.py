@@ -23,12 +23,12 @@ PREFIX = "shardmake-"
 _ANSWERED = "\nanswered\n"
 
 
-def doze_until_started(job: str, lock: int, snapshot: str) -> "NoReturn":
+def wait_until_started(job: str, lock: int, snapshot: str) -> "NoReturn":
     """Become a dozing driver of the pending ``job`` that holds the open file ``lock``; looks lie in ``snapshot``."""
     _become("start", job, snapshot, lock=lock)
 
 
-def doze_until_room(name: str, limit: int, stop_file: str, lock: int, snapshot: str) -> "NoReturn":
+def wait_until_slot(name: str, limit: int, stop_file: str, lock: int, snapshot: str) -> "NoReturn":
     """Become a dozing driver that has yet to submit its job ``name``.
 
     It wakes when fewer than ``limit`` other trainings of the user are in the queue, or when somebody creates
@@ -50,13 +50,13 @@ def await_start(job: str, snapshot: str) -> None:
 
     The shared look may be older than the job, so a look of now has to agree.
     """
-    while is_pending(job, look(snapshot)) or is_pending(job, look(snapshot, 0)):
+    while is_pending(job, read_queue(snapshot)) or is_pending(job, read_queue(snapshot, 0)):
         time.sleep(SECONDS)
 
 
-def await_room(name: str, limit: str, stop_file: str, snapshot: str) -> None:
+def await_slot(name: str, limit: str, stop_file: str, snapshot: str) -> None:
     """Wait until there is room in the queue, or a stop is asked for."""
-    while not (os.access(stop_file, os.F_OK) or claim(name, int(limit), snapshot)):
+    while not (os.access(stop_file, os.F_OK) or claim_slot(name, int(limit), snapshot)):
         time.sleep(SECONDS)
     os.environ[WAITED_VARIABLE] = "1"
 
@@ -66,18 +66,18 @@ def is_pending(job: str, queue: str | None) -> bool:
     return queue is None or f"\n{job}|PENDING|" in f"\n{queue}"
 
 
-def others(queue: str, name: str) -> list[str]:
+def other_trainings(queue: str, name: str) -> list[str]:
     """Names of the trainings in the queue beside ``name``."""
     names = [line.split("|", 2)[2] for line in queue.splitlines() if line.count("|") >= 2]
     return [found for found in names if found.startswith(PREFIX) and found != name]
 
 
-def claim(name: str, limit: int, snapshot: str) -> bool:
+def claim_slot(name: str, limit: int, snapshot: str) -> bool:
     """Whether there is room for ``name``, which is then noted in the snapshot: of many that wait, one is to wake."""
     file = _open(snapshot)
     try:
         queue = _look(file, SECONDS)
-        has_room = queue is not None and len(others(queue, name)) < limit
+        has_room = queue is not None and len(other_trainings(queue, name)) < limit
         if has_room:
             os.lseek(file, 0, os.SEEK_END)
             os.write(file, f"0|CLAIMED|{name}\n{_ANSWERED}".encode())
@@ -86,7 +86,7 @@ def claim(name: str, limit: int, snapshot: str) -> bool:
     return has_room
 
 
-def look(snapshot: str, seconds: float = SECONDS) -> str | None:
+def read_queue(snapshot: str, seconds: float = SECONDS) -> str | None:
     """The user's queue as it was at most ``seconds`` ago; None where Slurm does not answer."""
     file = _open(snapshot)
     try:
@@ -128,7 +128,7 @@ def main(count: str, *words: str) -> None:
         if what == "start":
             await_start(*details)
         else:
-            await_room(*details)
+            await_slot(*details)
     except KeyboardInterrupt:
         left = f"job {details[0]} goes on" if what == "start" else "nothing was submitted"
         sys.exit(f"The driver leaves, {left}. To go on, run the same command.")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardmake.run.attempt import Hang, NodeExit, RankError
-from shardmake.run.attempt_history import End
+from shardmake.run.attempt_history import EndReason
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Evidence:
 class Outcome:
     """Why the attempt ended."""
 
-    end: End
+    end: EndReason
     sentence: str
     error: RankError | None = None
     host: str | None = None
@@ -51,46 +51,46 @@ class Action(Enum):
     FINISH = "finish"
     RESUME = "resume"
     EXCLUDE_AND_RESUME = "resume without the node"
-    NEXT_RUNG = "take the next rung of the ladder"
+    NEXT_FALLBACK = "take the next fallback"
     MORE_MEMORY = "ask for all of a node's memory"
     STOP = "stop"
     GIVE_UP = "stop, for want of progress"
 
 
-UNFIT_NODES = 5
-_ERROR_PATTERNS: tuple[tuple[End, str], ...] = (
-    (End.GPU_OUT_OF_MEMORY, r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
-    (End.HOST_OUT_OF_MEMORY, r"^MemoryError|can't allocate memory|Cannot allocate memory|unable to mmap"),
-    (End.NON_FINITE, r"NonFinite"),
-    (End.PREFLIGHT, r"^MeetingError: Rank"),
+FAILING_NODES = 5
+_ERROR_PATTERNS: tuple[tuple[EndReason, str], ...] = (
+    (EndReason.GPU_OUT_OF_MEMORY, r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
+    (EndReason.HOST_OUT_OF_MEMORY, r"^MemoryError|can't allocate memory|Cannot allocate memory|unable to mmap"),
+    (EndReason.NON_FINITE, r"NonFinite"),
+    (EndReason.PREFLIGHT, r"^MeetingError: Rank"),
     (
-        End.NODE_FAILURE,
+        EndReason.NODE_FAILURE,
         r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|CUDA-capable device\(s\) is/are busy"
         r"|Stale file handle|Input/output error|Remote I/O error|Transport endpoint is not connected",
     ),
     (
-        End.COMMUNICATION,
+        EndReason.COMMUNICATION,
         r"^MeetingError|DistNetworkError|DistBackendError|DistStoreError|NCCL|[Gg]loo|Connection (closed|reset)"
         r"|Broken pipe|recvValue failed|Timed out waiting|heartbeat|timed out after",
     ),
 )
 _BY_WORD = {
-    "CANCELLED": End.CANCELLED,
-    "TIMEOUT": End.TIME_LIMIT,
-    "DEADLINE": End.TIME_LIMIT,
-    "PREEMPTED": End.PREEMPTED,
-    "NODE_FAIL": End.NODE_FAILURE,
-    "BOOT_FAIL": End.NODE_FAILURE,
-    "LAUNCH_FAILED": End.NODE_FAILURE,
-    "OUT_OF_MEMORY": End.HOST_OUT_OF_MEMORY,
+    "CANCELLED": EndReason.CANCELLED,
+    "TIMEOUT": EndReason.TIME_LIMIT,
+    "DEADLINE": EndReason.TIME_LIMIT,
+    "PREEMPTED": EndReason.PREEMPTED,
+    "NODE_FAIL": EndReason.NODE_FAILURE,
+    "BOOT_FAIL": EndReason.NODE_FAILURE,
+    "LAUNCH_FAILED": EndReason.NODE_FAILURE,
+    "OUT_OF_MEMORY": EndReason.HOST_OUT_OF_MEMORY,
 }
-_BY_SIGNAL = {"SIGUSR2": End.TIME_LIMIT, "SIGTERM": End.PREEMPTED, "SIGINT": End.CANCELLED}
+_BY_SIGNAL = {"SIGUSR2": EndReason.TIME_LIMIT, "SIGTERM": EndReason.PREEMPTED, "SIGINT": EndReason.CANCELLED}
 
 
-def error_end(error: RankError) -> End:
+def error_end(error: RankError) -> EndReason:
     """Which kind of end a rank's exception speaks for."""
     text = f"{error.kind}: {error.message}"
-    return next((end for end, pattern in _ERROR_PATTERNS if re.search(pattern, text)), End.USER_ERROR)
+    return next((end for end, pattern in _ERROR_PATTERNS if re.search(pattern, text)), EndReason.USER_ERROR)
 
 
 def classify(evidence: Evidence) -> Outcome:
@@ -101,9 +101,9 @@ def classify(evidence: Evidence) -> Outcome:
     other rank.
     """
     if evidence.finished:
-        return Outcome(End.FINISHED, "Training finished.")
+        return Outcome(EndReason.FINISHED, "Training finished.")
     if evidence.stop_file and evidence.stopped:
-        return Outcome(End.STOP_REQUESTED, "Training saved and stopped because somebody created the stop file.")
+        return Outcome(EndReason.STOP_REQUESTED, "Training saved and stopped because somebody created the stop file.")
     return (
         _by_person(evidence)
         or _by_own_error(evidence)
@@ -126,21 +126,21 @@ def _by_person(evidence: Evidence) -> Outcome | None:
     if evidence.job_word != "CANCELLED":
         return None
     own = _by_own_error(evidence)
-    return own if own and own.end is End.USER_ERROR else _by_slurm(evidence.job_word, evidence.cancelled_by)
+    return own if own and own.end is EndReason.USER_ERROR else _by_slurm(evidence.job_word, evidence.cancelled_by)
 
 
 def _by_own_error(evidence: Evidence) -> Outcome | None:
     """An error that names no cause of its own may be what the kernel's kill of another process left behind."""
-    own = next((error for error in evidence.errors if error_end(error) is not End.COMMUNICATION), None)
+    own = next((error for error in evidence.errors if error_end(error) is not EndReason.COMMUNICATION), None)
     if own is None:
         return None
     end, sentence = error_end(own), f"Rank {own.rank} on {own.host} failed: {own.kind}: {own.message}"
-    killed = _by_oom_kill(evidence.exits) if end is End.USER_ERROR else None
+    killed = _by_oom_kill(evidence.exits) if end is EndReason.USER_ERROR else None
     return killed or Outcome(end, sentence, own, own.blamed)
 
 
 def _by_hang(hang: Hang | None) -> Outcome | None:
-    return Outcome(End.HANG, hang.sentence, host=hang.host) if hang else None
+    return Outcome(EndReason.HANG, hang.sentence, host=hang.host) if hang else None
 
 
 def _by_oom_kill(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -148,7 +148,7 @@ def _by_oom_kill(exits: Sequence[NodeExit]) -> Outcome | None:
     if node is None:
         return None
     sentence = f"The kernel killed {node.oom_kills} process(es) on {node.host}: the job's memory was used up."
-    return Outcome(End.HOST_OUT_OF_MEMORY, sentence, host=node.host)
+    return Outcome(EndReason.HOST_OUT_OF_MEMORY, sentence, host=node.host)
 
 
 def _by_preflight(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -159,7 +159,7 @@ def _by_preflight(exits: Sequence[NodeExit]) -> Outcome | None:
     first = failed[0]
     blame_node = first.phase == "preflight" and (len(failed) < len(exits) or len(exits) == 1)
     sentence = f"{first.host} did not pass its checks: {first.message}."
-    return Outcome(End.PREFLIGHT, sentence, host=first.host if blame_node else None)
+    return Outcome(EndReason.PREFLIGHT, sentence, host=first.host if blame_node else None)
 
 
 def _by_slurm(word: str, cancelled_by: str) -> Outcome | None:
@@ -174,7 +174,7 @@ def _by_missing_worker(evidence: Evidence) -> Outcome | None:
     if evidence.job_word != "FAILED" or not missing or not any(node.stop_signal for node in evidence.exits):
         return None
     sentence = f"{missing} of {evidence.nodes} nodes left no record, and Slurm ended the others: a worker was killed."
-    return Outcome(End.KILLED, sentence)
+    return Outcome(EndReason.KILLED, sentence)
 
 
 def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -191,7 +191,7 @@ def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
 def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:
     failed = [node for node in exits if node.phase == "rendezvous" and node.message]
     # Where one node could not be reached the others only waited; the most telling message is the last node's.
-    return Outcome(End.RENDEZVOUS, failed[-1].message, host=failed[-1].blamed) if failed else None
+    return Outcome(EndReason.RENDEZVOUS, failed[-1].message, host=failed[-1].blamed) if failed else None
 
 
 def _by_silence(exits: Sequence[NodeExit], errors: Sequence[RankError]) -> Outcome | None:
@@ -206,7 +206,7 @@ def _by_connection(errors: Sequence[RankError]) -> Outcome | None:
         return None
     first = errors[0]
     said = first.message.partition("\n")[0]
-    return Outcome(End.COMMUNICATION, f"Rank {first.rank} on {first.host} lost its peers: {said}", first)
+    return Outcome(EndReason.COMMUNICATION, f"Rank {first.rank} on {first.host} lost its peers: {said}", first)
 
 
 def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -214,9 +214,9 @@ def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
     if failed is None:
         return None
     if failed.message:
-        return Outcome(End.KILLED, f"The worker on {failed.host} could not run the ranks: {failed.message}")
+        return Outcome(EndReason.KILLED, f"The worker on {failed.host} could not run the ranks: {failed.message}")
     return Outcome(
-        End.KILLED,
+        EndReason.KILLED,
         f"The ranks on {failed.host} ended with status {failed.returncode} and left no traceback; they were killed, "
         "by the kernel if the node ran out of memory.",
         host=failed.host,
@@ -225,34 +225,34 @@ def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
 
 def _without_record(last_words: str) -> Outcome:
     said = f" The last that Slurm's step printed: {last_words}" if last_words else ""
-    return Outcome(End.LOST, f"The job ended and left no record.{said}")
+    return Outcome(EndReason.LOST, f"The job ended and left no record.{said}")
 
 
 _ACTIONS = {
-    End.FINISHED: Action.FINISH,
-    End.STOP_REQUESTED: Action.STOP,
-    End.TIME_LIMIT: Action.RESUME,
-    End.PREEMPTED: Action.RESUME,
-    End.CANCELLED: Action.STOP,
-    End.NODE_FAILURE: Action.RESUME,
-    End.RENDEZVOUS: Action.EXCLUDE_AND_RESUME,
-    End.COMMUNICATION: Action.RESUME,
-    End.HANG: Action.RESUME,
-    End.KILLED: Action.RESUME,
-    End.NON_FINITE: Action.STOP,
-    End.USER_ERROR: Action.STOP,
-    End.LOST: Action.RESUME,
+    EndReason.FINISHED: Action.FINISH,
+    EndReason.STOP_REQUESTED: Action.STOP,
+    EndReason.TIME_LIMIT: Action.RESUME,
+    EndReason.PREEMPTED: Action.RESUME,
+    EndReason.CANCELLED: Action.STOP,
+    EndReason.NODE_FAILURE: Action.RESUME,
+    EndReason.RENDEZVOUS: Action.EXCLUDE_AND_RESUME,
+    EndReason.COMMUNICATION: Action.RESUME,
+    EndReason.HANG: Action.RESUME,
+    EndReason.KILLED: Action.RESUME,
+    EndReason.NON_FINITE: Action.STOP,
+    EndReason.USER_ERROR: Action.STOP,
+    EndReason.LOST: Action.RESUME,
 }
 
 
 @dataclass(frozen=True)
-class History:
+class RetryState:
     """What the story so far says about another attempt."""
 
     idle_attempts: int
     """Attempts since the newest checkpoint last advanced, the last one included; failed preflights do not count."""
     has_rung: bool
-    """The ladder has a rung below that needs less of the memory that ran out."""
+    """The fallbacks has a fallback below that needs less of the memory that ran out."""
     has_memory: bool = False
     """A node has more host RAM than the job had asked for, and the job was killed for reaching what it had."""
     host_hung_before: bool = False
@@ -265,7 +265,7 @@ class History:
     """The run wants to rewind, and this step's loss was never before not finite."""
 
 
-def decide(outcome: Outcome, history: History, *, cap: int, unfit_cap: int = UNFIT_NODES) -> Action:
+def decide(outcome: Outcome, history: RetryState, *, cap: int, unfit_cap: int = FAILING_NODES) -> Action:
     """What follows an outcome.
 
     Args:
@@ -275,18 +275,18 @@ def decide(outcome: Outcome, history: History, *, cap: int, unfit_cap: int = UNF
         unfit_cap: nodes that may fail the preflight one after the other; more, and it is not the nodes.
     """
     match outcome.end:
-        case End.HOST_OUT_OF_MEMORY if history.has_memory:
+        case EndReason.HOST_OUT_OF_MEMORY if history.has_memory:
             return Action.MORE_MEMORY
-        case End.GPU_OUT_OF_MEMORY | End.HOST_OUT_OF_MEMORY:
-            return Action.NEXT_RUNG if history.has_rung else Action.STOP
-        case End.PREFLIGHT:
+        case EndReason.GPU_OUT_OF_MEMORY | EndReason.HOST_OUT_OF_MEMORY:
+            return Action.NEXT_FALLBACK if history.has_rung else Action.STOP
+        case EndReason.PREFLIGHT:
             others = outcome.host is not None and history.has_others and history.unfit_nodes <= unfit_cap
             return Action.EXCLUDE_AND_RESUME if others else Action.STOP
-        case End.NODE_FAILURE if outcome.error:
+        case EndReason.NODE_FAILURE if outcome.error:
             action = Action.EXCLUDE_AND_RESUME  # Slurm takes nodes out of use by itself, and knows nothing of this one
-        case End.NON_FINITE if history.may_rewind:
+        case EndReason.NON_FINITE if history.may_rewind:
             action = Action.RESUME
-        case End.HANG if history.host_hung_before:
+        case EndReason.HANG if history.host_hung_before:
             action = Action.EXCLUDE_AND_RESUME
         case _:
             action = _ACTIONS[outcome.end]

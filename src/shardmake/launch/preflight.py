@@ -22,8 +22,8 @@ from shardmake.checkpoint import store
 from shardmake.core.atomic import read_json
 from shardmake.core.disk import GIB, check_save
 from shardmake.core.environment import library_versions
-from shardmake.core.errors import UserError
-from shardmake.core.process import hear
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.process import wait_for_output
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
 
@@ -42,7 +42,7 @@ class PreflightError(RuntimeError):
         self.blames_run = blames_run
 
 
-class Gpu(NamedTuple):
+class GpuStatus(NamedTuple):
     """One GPU as nvidia-smi lists it."""
 
     number: str
@@ -53,7 +53,7 @@ class Gpu(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Needs:
+class NodeRequirements:
     """What the ranks of a node will want."""
 
     attempt: Attempt
@@ -82,10 +82,10 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
     tell(f"preflight: this node is fit ({time.monotonic() - started:.2f} s)")
 
 
-def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> Needs:
+def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> NodeRequirements:
     model = Path(read_json(folder.training, "shardmake train NAME")["model"]["path"])
     resume = [Path(attempt.resume_from) / store.RECORD_NAME] if attempt.resume_from else []
-    return Needs(
+    return NodeRequirements(
         attempt=attempt,
         memory=plan.host_memory,  # what it asks of Slurm may be all that a node has
         files=[attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume],
@@ -93,7 +93,7 @@ def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> Needs:
     )
 
 
-def _node_findings(needs: Needs) -> list[str]:
+def _node_findings(needs: NodeRequirements) -> list[str]:
     attempt = needs.attempt
     findings = [
         *check_versions(library_versions(), attempt.versions),
@@ -132,7 +132,7 @@ def check_scratch(scratch: Path) -> list[str]:
     return [f"the scratch folder {scratch} has {free / GIB:.2f} GiB left"] if free < SCRATCH_BYTES else []
 
 
-def check_gpus(gpus: Sequence[Gpu] | None, visible: str | None, planned: int) -> list[str]:
+def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: int) -> list[str]:
     """GPUs that are missing, in use or broken.
 
     Args:
@@ -154,19 +154,19 @@ def check_gpus(gpus: Sequence[Gpu] | None, visible: str | None, planned: int) ->
     return findings
 
 
-def _names(name: str, gpu: Gpu) -> bool:
+def _names(name: str, gpu: GpuStatus) -> bool:
     """Whether ``name``, of ``CUDA_VISIBLE_DEVICES``, means ``gpu``."""
     return name == gpu.number or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
 
-def parse_gpus(text: str) -> list[Gpu]:
+def parse_gpus(text: str) -> list[GpuStatus]:
     """The rows of `nvidia-smi --query-gpu=index,uuid,memory.used,ecc... --format=csv,noheader,nounits`, in MiB.
 
     What it does not know or tell is in words: ``[N/A]``, ``[Insufficient Permissions]``.
     """
     rows = [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.strip()]
     return [
-        Gpu(
+        GpuStatus(
             number=row[0],
             uuid=row[1],
             used=int(row[2]) << 20 if row[2].isdigit() else None,
@@ -176,14 +176,14 @@ def parse_gpus(text: str) -> list[Gpu]:
     ]
 
 
-def _list_gpus() -> list[Gpu] | None:
+def _list_gpus() -> list[GpuStatus] | None:
     query = "--query-gpu=index,uuid,memory.used,ecc.errors.uncorrected.volatile.total"
     command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return None
-    answer = hear(process, _TOOL_SECONDS)
+    answer = wait_for_output(process, _TOOL_SECONDS)
     return None if answer is None else parse_gpus(answer)
 
 
@@ -211,9 +211,9 @@ def check_names(host: str) -> list[str]:
 
 def _check_room(attempt: Attempt) -> None:
     """Room for the next checkpoint, as large as the newest one, or as estimated before the first."""
-    newest = next(store.sealed(attempt.rundir.checkpoints), None)
+    newest = next(store.committed(attempt.rundir.checkpoints), None)
     size = sum(entry.size for entry in newest[0].files.values()) if newest else attempt.checkpoint_bytes
     try:
         check_save(attempt.rundir.train, size)
-    except UserError as error:
+    except ShardmakeError as error:
         raise PreflightError([str(error)], blames_run=True) from None

@@ -10,7 +10,7 @@ from shardmake.run.metrics import parse_metrics
 SECONDS_BETWEEN_LINES = 3.0
 
 
-class Follower:
+class ProgressPrinter:
     """Reads what was appended to ``metrics.jsonl`` since the last look, and tells it at a readable pace.
 
     A resumed attempt writes the file anew; where it has grown again since the last look, reading starts in a line.
@@ -32,7 +32,7 @@ class Follower:
         steps = [line for line in lines if "loss" in line]
         if steps and time.monotonic() - self.told_at >= SECONDS_BETWEEN_LINES:
             self.told_at = time.monotonic()
-            self.tell(describe(steps[-1]))
+            self.tell(describe_step(steps[-1]))
 
     def _new_lines(self) -> list[dict[str, Any]]:
         """Complete lines since the last call. A resumed attempt shortens the file; then reading starts at its end."""
@@ -47,7 +47,7 @@ class Follower:
         return parse_metrics(complete.decode(errors="replace"))
 
 
-def describe(line: dict[str, Any]) -> str:
+def describe_step(line: dict[str, Any]) -> str:
     """One line of metrics for people."""
     rate = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
     pace = f"  learning rate {line['learning_rate']:.2e}" if "learning_rate" in line else ""

@@ -30,7 +30,7 @@ class JobStatus:
     by: str = ""
 
 
-DISGUISES = ("CANCELLED", "TIMEOUT")
+PREEMPTION_ALIASES = ("CANCELLED", "TIMEOUT")
 """What Slurm may call a preempted job."""
 _PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 _RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -87,7 +87,7 @@ def parse_scontrol(text: str) -> JobStatus:
         if equals:
             fields.setdefault(key, value)
     state, word = parse_word(fields.get("JobState", ""))
-    if word in DISGUISES and fields.get("PreemptTime", "None") != "None":
+    if word in PREEMPTION_ALIASES and fields.get("PreemptTime", "None") != "None":
         word = "PREEMPTED"
     return JobStatus(state, word, fields.get("NodeList", ""), fields.get("JobName", ""))
 

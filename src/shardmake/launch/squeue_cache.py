@@ -24,7 +24,7 @@ BUSY = 20
 _QUERY_SECONDS = 60
 
 
-class Snapshot(BaseModel):
+class QueueSnapshot(BaseModel):
     """What squeue answered."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,7 +43,7 @@ class Snapshot(BaseModel):
         return 0 <= now - self.taken < max(least, BUSY * self.seconds)
 
 
-def ask(*command: str) -> subprocess.CompletedProcess[str]:
+def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's query commands; one that is missing, silent or cannot be started is an answer too."""
     try:
         return subprocess.run(
@@ -53,7 +53,7 @@ def ask(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
-def look(command: Sequence[str], folder: Path | None = None) -> Snapshot:
+def cached_squeue(command: Sequence[str], folder: Path | None = None) -> QueueSnapshot:
     """The answer to ``command`` that any driver of this user got a moment ago, or a new one.
 
     Drivers under another Slurm configuration keep a snapshot of their own.
@@ -62,15 +62,15 @@ def look(command: Sequence[str], folder: Path | None = None) -> Snapshot:
     found = _read(file)
     if found and found.is_fresh(time.time()):
         return found
-    with alone(file.with_suffix(".lock")):
+    with file_lock(file.with_suffix(".lock")):
         found = _read(file)  # another driver may have asked while this one waited
         return found if found and found.is_fresh(time.time()) else _take(command, file)
 
 
-def _take(command: Sequence[str], file: Path) -> Snapshot:
+def _take(command: Sequence[str], file: Path) -> QueueSnapshot:
     taken = time.time()
-    answer = ask(*command)
-    snapshot = Snapshot(
+    answer = run_slurm(*command)
+    snapshot = QueueSnapshot(
         taken=taken,
         seconds=time.time() - taken,
         returncode=answer.returncode,
@@ -82,14 +82,14 @@ def _take(command: Sequence[str], file: Path) -> Snapshot:
     return snapshot
 
 
-def _read(file: Path) -> Snapshot | None:
+def _read(file: Path) -> QueueSnapshot | None:
     with contextlib.suppress(OSError, ValidationError):
-        return Snapshot.model_validate_json(file.read_text())
+        return QueueSnapshot.model_validate_json(file.read_text())
     return None
 
 
 @contextlib.contextmanager
-def alone(lock: Path) -> Iterator[None]:
+def file_lock(lock: Path) -> Iterator[None]:
     """Hold the lock of a file, after whoever holds it now."""
     with lock.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
 
-from shardmake.launch.low_memory_wait import PREFIX, SECONDS, look, others
-from shardmake.launch.squeue_cache import alone, runtime_folder, slurm_in_use
+from shardmake.launch.low_memory_wait import PREFIX, SECONDS, other_trainings, read_queue
+from shardmake.launch.squeue_cache import file_lock, runtime_folder, slurm_in_use
 
-Wait = Callable[[list[str] | None], NoReturn]
+WaitUntilSlot = Callable[[list[str] | None], NoReturn]
 
 
 def snapshot_file() -> Path:
@@ -21,26 +21,26 @@ def snapshot_file() -> Path:
     return runtime_folder() / f"waiting-{slurm_in_use()}"
 
 
-def require_room(name: str, limit: int, wait: Wait, seconds: float = SECONDS) -> None:
+def require_slot(name: str, limit: int, wait: WaitUntilSlot, seconds: float = SECONDS) -> None:
     """Call ``wait`` unless fewer than ``limit`` trainings of the user beside ``name`` were queued ``seconds`` ago.
 
     ``wait`` gets their names, or None where Slurm does not answer, and does not come back.
     """
-    queue = look(str(snapshot_file()), seconds)
-    ahead = None if queue is None else others(queue, name)
+    queue = read_queue(str(snapshot_file()), seconds)
+    ahead = None if queue is None else other_trainings(queue, name)
     if ahead is None or len(ahead) >= limit:
         wait(ahead)
 
 
 @contextlib.contextmanager
-def turn(name: str, limit: int, wait: Wait) -> Iterator[None]:
+def submission_slot(name: str, limit: int, wait: WaitUntilSlot) -> Iterator[None]:
     """Hold the turn to submit the job ``name``, if there is room now; hold it no longer than that takes."""
-    with alone(snapshot_file().with_suffix(".turn")):
-        require_room(name, limit, wait, 0)
+    with file_lock(snapshot_file().with_suffix(".turn")):
+        require_slot(name, limit, wait, 0)
         yield
 
 
-def why(ahead: list[str] | None, run: str, limit: int) -> str:
+def waiting_message(ahead: list[str] | None, run: str, limit: int) -> str:
     """For people: why ``run`` waits, and for whom; ``ahead`` are names of jobs."""
     if ahead is None:
         return f"Slurm does not answer; {run} is submitted once it does."

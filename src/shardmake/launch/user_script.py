@@ -13,8 +13,8 @@ from shardmake.core.atomic import write_json
 from shardmake.core.environment import library_versions
 from shardmake.launch.outcome import Outcome
 from shardmake.run import set_aside
-from shardmake.run.attempt import AttemptDir, Record, write_record
-from shardmake.run.attempt_history import End
+from shardmake.run.attempt import AttemptDir, RunRecord, write_record
+from shardmake.run.attempt_history import EndReason
 from shardmake.run.metrics import parse_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import read_plan
@@ -22,7 +22,7 @@ from shardmake.run.plan import read_plan
 Tell = Callable[[str], None]
 
 
-class ScriptState(Record):
+class ScriptState(RunRecord):
     """``train/script.json``: whose checkpoints and output those are."""
 
     recipe: str = Field(description="Digest of the settings and of the script that made them.")
@@ -57,14 +57,14 @@ def judge(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
         return None
     if not any(rundir.script_output.iterdir()):
         return Outcome(
-            End.USER_ERROR,
+            EndReason.USER_ERROR,
             f"The script ended with status 0 and left no model: {rundir.script_output} is empty. Have it write there; "
             "the folder is in SHARDMAKE_OUTPUT, also in script_args.",
         )
     state = ScriptState(recipe=recipe, finished_by=attempt.number)
     _write_receipt(rundir, state)
     write_record(_state(rundir), state)
-    return Outcome(End.FINISHED, "The script finished.")
+    return Outcome(EndReason.FINISHED, "The script finished.")
 
 
 def newest_file(rundir: RunDir) -> int:
@@ -85,7 +85,7 @@ def _read(rundir: RunDir) -> ScriptState | None:
 def _set_aside(rundir: RunDir, theirs: str, ours: str, tell: Tell) -> None:
     for folder in (rundir.checkpoints, rundir.script_output):
         if folder.exists():
-            set_aside.swap(folder, theirs, ours, tell)
+            set_aside.stash_and_restore(folder, theirs, ours, tell)
     rundir.metrics.unlink(missing_ok=True)
 
 

@@ -21,11 +21,11 @@ from pathlib import Path
 import psutil
 
 from shardmake.core.atomic import write_json
-from shardmake.core.process import hear
-from shardmake.run.attempt import SILENT, AttemptDir, Beat, Hang, write_record
+from shardmake.core.process import wait_for_output
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Hang, Heartbeat, write_record
 from shardmake.run.timeouts import PATIENCE
 
-USUAL_STEPS = 5
+MEDIAN_STEPS = 5
 STACK_SIGNAL = signal.SIGUSR1
 ABANDONED_SECONDS = 15.0
 PAUSE_SECONDS = 20.0
@@ -40,23 +40,23 @@ _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runti
 class RankState:
     """What is known of a rank at a hang."""
 
-    beat: Beat
+    beat: Heartbeat
     stack: str
     """Text of its Python stacks; empty if it did not answer."""
     process: str = ""
     """State of its process, as `psutil` names it (running, sleeping, stopped, disk-sleep); gone if there is none."""
 
 
-def allowance(beat: Beat, hang_seconds: float) -> float:
+def allowance(beat: Heartbeat, hang_seconds: float) -> float:
     """Seconds for which a rank may be silent after ``beat``."""
-    if beat.phase == SILENT:
+    if beat.phase == USER_SCRIPT_PHASE:
         return float("inf")
     if beat.phase != "train":
         return PATIENCE * hang_seconds
-    return max(USUAL_STEPS * beat.usual, hang_seconds)
+    return max(MEDIAN_STEPS * beat.median_step_seconds, hang_seconds)
 
 
-def overdue(beats: Sequence[Beat], now: float, hang_seconds: float, awake_since: float = 0.0) -> Beat | None:
+def overdue(beats: Sequence[Heartbeat], now: float, hang_seconds: float, awake_since: float = 0.0) -> Heartbeat | None:
     """The heartbeat that has been overdue for longest at Unix time ``now``, if one is.
 
     No rank's silence counts from before ``awake_since``, the end of the last pause.
@@ -65,7 +65,7 @@ def overdue(beats: Sequence[Beat], now: float, hang_seconds: float, awake_since:
     return min(late, key=lambda beat: beat.time, default=None)
 
 
-def suspect(ranks: Sequence[RankState]) -> RankState | None:
+def find_culprit(ranks: Sequence[RankState]) -> RankState | None:
     """The rank that holds up the others: the only one that does not answer, is behind, or waits for nobody."""
     last_step = max(rank.beat.step for rank in ranks)
     for odd_ones in (
@@ -78,10 +78,10 @@ def suspect(ranks: Sequence[RankState]) -> RankState | None:
     return None
 
 
-def describe(missed: Beat, ranks: Sequence[RankState], now: float) -> Hang:
+def describe_hang(missed: Heartbeat, ranks: Sequence[RankState], now: float) -> Hang:
     """What to tell of a hang that ``missed`` gave away."""
     where = f"No progress for {now - missed.time:.0f} s in phase '{missed.phase}' after step {missed.step}"
-    odd = suspect(ranks)
+    odd = find_culprit(ranks)
     if odd is None:
         return Hang(rank=None, host=None, sentence=f"{where}; no rank stands out among the stacks.")
     reason = "waits for nobody" if odd.stack else f"does not answer (its process is {odd.process or 'out of reach'})"
@@ -92,7 +92,7 @@ def describe(missed: Beat, ranks: Sequence[RankState], now: float) -> Hang:
     )
 
 
-class Watch:
+class Watchdog:
     """Watches the heartbeats of one node's ranks."""
 
     def __init__(self, folder: AttemptDir, local_ranks: range, world_size: int, hang_seconds: float) -> None:
@@ -102,7 +102,7 @@ class Watch:
         self.hang_seconds = hang_seconds
         self.started = self.awake_since = time.time()
         self.looked = _clocks()
-        self.missed: Beat | None = None
+        self.missed: Heartbeat | None = None
         self.abandoned_since: float | None = None
 
     def has_hung(self) -> bool:
@@ -145,9 +145,9 @@ class Watch:
             self.abandoned_since = time.monotonic()
         return self.abandoned_since is not None and time.monotonic() - self.abandoned_since > ABANDONED_SECONDS
 
-    def _beat(self, rank: int) -> Beat:
+    def _beat(self, rank: int) -> Heartbeat:
         """The last heartbeat of a rank; the start of the watch for one that never came to life."""
-        silent = Beat(rank=rank, host=os.uname().nodename, pid=0, phase="start", step=0, time=self.started)
+        silent = Heartbeat(rank=rank, host=os.uname().nodename, pid=0, phase="start", step=0, time=self.started)
         return self.folder.beat(rank) or silent
 
     def collect(self, pipes: Path) -> None:
@@ -169,7 +169,7 @@ class Watch:
         nodes = self.world_size // len(self.local_ranks)
         _await(lambda: len(self._told()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
         ranks = [self._state(rank) for rank in range(self.world_size)]
-        write_record(self.folder.hang, describe(self.missed, ranks, time.time()))
+        write_record(self.folder.hang, describe_hang(self.missed, ranks, time.time()))
 
     def _has_stack(self, rank: int) -> bool:
         path = self.folder.stack(rank)
@@ -207,7 +207,7 @@ def _process_state(pid: int) -> str:
     return "gone"
 
 
-def _ask_for_stack(folder: AttemptDir, beat: Beat, pipes: Path) -> None:
+def _ask_for_stack(folder: AttemptDir, beat: Heartbeat, pipes: Path) -> None:
     """Have `faulthandler` write the rank's Python stacks, py-spy its own view of them, NCCL its flight recorder."""
     folder.stacks.mkdir(exist_ok=True)
     if not beat.pid:
@@ -234,7 +234,7 @@ def _spy(pid: int, target: Path) -> None:
         return
     with target.open("w") as file:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
-        hear(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True), _ANSWER_SECONDS)
+        wait_for_output(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True), _ANSWER_SECONDS)
 
 
 def flight_recorder(folder: AttemptDir, pipes: Path) -> dict[str, str]:

@@ -21,11 +21,11 @@ from typing import IO
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import kernel_caches
 from shardmake.core.nvme import remove_swapped
-from shardmake.core.process import die_with_parent, hear
+from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.launch.cgroup import oom_kills
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
-from shardmake.launch.watchdog import Watch, flight_recorder
+from shardmake.launch.watchdog import Watchdog, flight_recorder
 from shardmake.render.stage import launch_command
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name, write_record
 from shardmake.run.plan import Plan, read_plan
@@ -37,14 +37,14 @@ _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
-class Node:
+class WorkerNode:
     """Which node of the job this is."""
 
     rank: int
     start: int
 
     @classmethod
-    def from_slurm(cls) -> "Node":
+    def from_slurm(cls) -> "WorkerNode":
         """One task per node, so the task's rank is the node's; the restart count tells requeues apart."""
         return cls(int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
@@ -53,7 +53,9 @@ def name_of(rank: int) -> str | None:
     """Slurm's name of the node of that rank, which is its place in the step's list; None where Slurm does not tell."""
     command = ["scontrol", "show", "hostnames", os.environ.get("SLURM_STEP_NODELIST", "")]
     try:
-        answer = hear(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), 10)
+        answer = wait_for_output(
+            subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True), 10
+        )
     except OSError:
         return None
     names = (answer or "").split()
@@ -81,7 +83,7 @@ def run_slurm_task(attempt_folder: str) -> int:
     Raises:
         SystemExit: this node failed and another left no record, so that srun ends the step; submitit drops a status.
     """
-    status = main(Path(attempt_folder), Node.from_slurm())
+    status = main(Path(attempt_folder), WorkerNode.from_slurm())
     if status and not _others_told(AttemptDir(Path(attempt_folder))):
         sys.exit("Another node left no record: it may hang. The step ends.")
     return status
@@ -100,7 +102,7 @@ def _others_told(folder: AttemptDir) -> bool:
     return True
 
 
-def main(attempt_folder: Path, node: Node) -> int:
+def main(attempt_folder: Path, node: WorkerNode) -> int:
     """Run the ranks of this node to their end; return the launcher's exit status."""
     folder = AttemptDir(attempt_folder)
     attempt = folder.read()
@@ -159,7 +161,9 @@ def set_aside(folder: AttemptDir, start: int) -> None:
             path.replace(aside / path.name)
 
 
-def _run_ranks(folder: AttemptDir, attempt: Attempt, plan: Plan, node: Node, meeting: Rendezvous, log: IO[str]) -> int:
+def _run_ranks(
+    folder: AttemptDir, attempt: Attempt, plan: Plan, node: WorkerNode, meeting: Rendezvous, log: IO[str]
+) -> int:
     command = launch_command(plan, folder.root, node.rank, meeting.address, meeting.port)
     variables = rank_environment(attempt, meeting)
     _write_heading(log, command, variables, meeting, attempt, node)
@@ -186,13 +190,13 @@ def _remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     shutil.rmtree(attempt.saves, ignore_errors=True)
 
 
-def _watch(folder: AttemptDir, attempt: Attempt, node: Node) -> Watch:
+def _watch(folder: AttemptDir, attempt: Attempt, node: WorkerNode) -> Watchdog:
     first = node.rank * attempt.processes_per_node
     ranks = range(first, first + attempt.processes_per_node)
-    return Watch(folder, ranks, attempt.world_size, attempt.hang_seconds)
+    return Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds)
 
 
-def _wait(process: subprocess.Popen[bytes], watch: Watch, pipes: Path) -> int:
+def _wait(process: subprocess.Popen[bytes], watch: Watchdog, pipes: Path) -> int:
     """Wait for the launcher's end; bring it about if its ranks hang, others failed, or a later attempt has begun."""
     while True:
         try:
@@ -239,7 +243,7 @@ def _leave_signals_to_worker() -> None:
 
 
 def _write_heading(
-    log: IO[str], command: list[str], variables: dict[str, str], meeting: Rendezvous, attempt: Attempt, node: Node
+    log: IO[str], command: list[str], variables: dict[str, str], meeting: Rendezvous, attempt: Attempt, node: WorkerNode
 ) -> None:
     """What was started where, at the top of the node's log; the lines can be pasted into a shell."""
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
@@ -253,4 +257,4 @@ def _write_heading(
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), Node(rank=int(sys.argv[2]), start=0)))
+    sys.exit(main(Path(sys.argv[1]), WorkerNode(rank=int(sys.argv[2]), start=0)))

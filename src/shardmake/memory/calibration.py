@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory.model import cache_folder
 
 LARGEST = 8 << 30  # no context and no communicator takes as much: another process's memory was counted
@@ -53,13 +53,13 @@ def fit(
     """The calibration that steps of different sizes agree on; ``occupied`` is what others held on the GPU before.
 
     Context and pools are medians over the steps: they do not depend on the size, which is what tells them from errors
-    of the estimate. Raises `UserError` where they come out negative or beyond reason.
+    of the estimate. Raises `ShardmakeError` where they come out negative or beyond reason.
     """
     context = int(median(item.device - item.reserved for item in observations)) - occupied - (nccl or 0)
     pools = max(0, int(median(item.reserved - item.predicted_reserved for item in observations)))
     for name, size in (("CUDA's context", context), ("NCCL's buffers", nccl or 0)):
         if not 0 <= size < LARGEST:
-            raise UserError(
+            raise ShardmakeError(
                 f"The probe found {size / 2**30:.2f} GiB for {name}, which cannot be: another process used the GPU "
                 "meanwhile. Run it on a GPU of its own."
             )

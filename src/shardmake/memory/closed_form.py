@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.events import Script
+from shardmake.memory.events import StepEvents
 from shardmake.memory.model import Decoder, from_config, split
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
@@ -42,7 +42,7 @@ def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> P
 def _measure(scenario: Scenario) -> Profile:
     shape = scenario.model.decoder
     if shape is None or shape.layers <= SHORT[1]:
-        return of_script(micro_step(scenario) if shape else scaled(scenario), len(scenario.model.blocks))
+        return of_events(micro_step(scenario) if shape else scaled(scenario), len(scenario.model.blocks))
     short, longer = (_with_layers(scenario, shape, layers) for layers in SHORT)
     return Profile(
         *(a + (b - a) * (shape.layers - SHORT[0]) for a, b in zip(_figures(short), _figures(longer), strict=True))
@@ -52,14 +52,14 @@ def _measure(scenario: Scenario) -> Profile:
 def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
     model = from_config({**scenario.model.config, "num_hidden_layers": layers})
     part = split(model, scenario.method, scenario.lora_rank, scenario.lora_targets)
-    return of_script(micro_step(replace(scenario, model=model, split=part)), layers)
+    return of_events(micro_step(replace(scenario, model=model, split=part)), layers)
 
 
 def _figures(profile: Profile) -> tuple[int, int, int, int]:
     return profile.forward, profile.loss, profile.last_layer, profile.first_layer
 
 
-def of_script(script: Script, layers: int) -> Profile:
+def of_events(script: StepEvents, layers: int) -> Profile:
     """Peaks of a micro step's own allocations; a weight's gradient ends when it is whole."""
     sizes: dict[int, int] = {}
     peaks = {"forward": 0, "loss": 0, "last": 0, "first": 0}

@@ -1,6 +1,6 @@
 """What a training engine allocates around the model's own forward and backward pass.
 
-An `Engine` holds the states of one rank on a `Timeline` and reacts as the step goes by: before and after a layer, when
+A `MemoryEngine` holds the states of one rank on a `Timeline` and reacts during the step: before and after a layer, when
 a gradient is whole, at the end of a backward pass, at the optimizer's step. This one is DDP (``reducer.cpp``) or a
 single GPU; ZeRO and FSDP follow in modules of their own.
 """
@@ -17,7 +17,7 @@ FLAT = ("model buffers", "cuBLAS workspaces", "communication buffers", "weights 
 
 
 @dataclass
-class Engine:
+class MemoryEngine:
     """DDP or a single GPU: whole weights, whole gradients, whole optimizer states."""
 
     scenario: Scenario

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shardmake.memory import size_tensors
 from shardmake.memory.model import Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
-from shardmake.memory.size_tensors import Event, Ghost, Node, Parameter, Storage, Tape
+from shardmake.memory.size_tensors import GradNode, Parameter, SizeTensor, Storage, Tape, TensorEvent
 
 
 @dataclass
@@ -24,7 +24,7 @@ class Weights:
     dropout: float = 0.0
 
 
-def micro_step(scenario: Scenario) -> list[Event]:
+def micro_step(scenario: Scenario) -> list[TensorEvent]:
     """Events of one forward and backward pass of ``scenario``'s decoder."""
     assert scenario.model.decoder is not None
     return _Step(scenario, scenario.model.decoder).run()
@@ -62,7 +62,7 @@ class _Step:
         self.tape = Tape()
         self.tape.autocast = scenario.compute if scenario.autocast else None
 
-    def run(self) -> list[Event]:
+    def run(self) -> list[TensorEvent]:
         tape = self.tape
         cosine_and_sine = self._positions()
         mask = self._mask()
@@ -95,7 +95,7 @@ class _Step:
 
     # -- layers
 
-    def _embed(self) -> Ghost:
+    def _embed(self) -> SizeTensor:
         hidden = size_tensors.embedding(
             self.tape, self._parameter("model.embed_tokens.weight"), self.tokens, self.shape.h
         )
@@ -103,7 +103,7 @@ class _Step:
             hidden = size_tensors.root(hidden)  # enable_input_require_grads
         return size_tensors.scale(hidden) if self.shape.scaled_embedding else hidden
 
-    def _layer_with_marks(self, hidden: Ghost, index: int) -> Ghost:
+    def _layer_with_marks(self, hidden: SizeTensor, index: int) -> SizeTensor:
         self.tape.mark("forward", index)
         if self.scenario.checkpointing:
             out = self._checkpointed(hidden, index)
@@ -114,18 +114,18 @@ class _Step:
         self.tape.mark("forward end", index)
         return out
 
-    def _checkpointed(self, hidden: Ghost, index: int) -> Ghost:
+    def _checkpointed(self, hidden: SizeTensor, index: int) -> SizeTensor:
         """Keeps the input alone; the backward pass runs the layer again first (torch.utils.checkpoint)."""
         tape = self.tape
         tape.recording = False
         out = self._layer(hidden, index)
         tape.recording = True
-        kept: list[Ghost] = [hidden]
+        kept: list[SizeTensor] = [hidden]
 
-        def function(grad: Ghost) -> list[Ghost | None]:
+        def function(grad: SizeTensor) -> list[SizeTensor | None]:
             first = len(tape.nodes)
             source = kept.pop()
-            entry = size_tensors.root(Ghost(tape, source.numel, source.item, storage=source.storage))
+            entry = size_tensors.root(SizeTensor(tape, source.numel, source.item, storage=source.storage))
             inner = entry.node
             again = self._layer(entry, index, stops_early=True)
             tape.casts.clear()
@@ -136,12 +136,12 @@ class _Step:
             made, inner.grad = inner.grad, None
             return [made]
 
-        out.node = Node([hidden.node], function)
+        out.node = GradNode([hidden.node], function)
         out.node.mark = ("backward block", index)
         tape.nodes.append(out.node)
         return out
 
-    def _layer(self, hidden: Ghost, index: int, stops_early: bool = False) -> Ghost:
+    def _layer(self, hidden: SizeTensor, index: int, stops_early: bool = False) -> SizeTensor:
         """A layer; a recomputation stops once all is saved, before the last product and sum are made."""
         prefix = f"model.layers.{index}"
         attended = self._attention(self._norm(hidden, f"{prefix}.input_layernorm.weight"), f"{prefix}.self_attn")
@@ -152,10 +152,10 @@ class _Step:
         del normed
         return size_tensors.add(hidden, fed, made=not stops_early)
 
-    def _norm(self, hidden: Ghost, name: str) -> Ghost:
+    def _norm(self, hidden: SizeTensor, name: str) -> SizeTensor:
         return self._rms_norm(hidden, self._parameter(name), self.tokens)
 
-    def _rms_norm(self, hidden: Ghost, weight: Parameter, rows: int) -> Ghost:
+    def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
         """transformers' RMSNorm: computed in fp32, with an fp32 copy of the input."""
         if self.scenario.fused_layers:
             return size_tensors.fused_norm(hidden, weight, rows)
@@ -168,7 +168,7 @@ class _Step:
             return size_tensors.cast(normed, hidden.item)
         return size_tensors.scale_columns(size_tensors.cast(normed, hidden.item), weight)
 
-    def _attention(self, hidden: Ghost, prefix: str) -> Ghost:
+    def _attention(self, hidden: SizeTensor, prefix: str) -> SizeTensor:
         query, key, value = (self._linear(hidden, f"{prefix}.{name}_proj") for name in "qkv")
         del hidden
         if self.shape.qk_norm:
@@ -179,7 +179,7 @@ class _Step:
         del query, key, value
         return self._linear(mixed, f"{prefix}.o_proj")
 
-    def _rotary(self, tensor: Ghost) -> Ghost:
+    def _rotary(self, tensor: SizeTensor) -> SizeTensor:
         """``x cos + rotate_half(x) sin``; under autocast cos and sin are fp32, and so is the result.
 
         Liger's kernel turns in place.
@@ -192,7 +192,7 @@ class _Step:
         turned = size_tensors.scale(turned, item)
         return size_tensors.add(straight, turned)
 
-    def _mix(self, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+    def _mix(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scenario, shape = self.scenario, self.shape
         if scenario.attention == "eager":
             return self._eager(query, key, value)
@@ -208,15 +208,15 @@ class _Step:
         )
         return size_tensors.copy(out) if scenario.stack.copies_attention else out
 
-    def _repeat(self, tensor: Ghost) -> Ghost:
+    def _repeat(self, tensor: SizeTensor) -> SizeTensor:
         return size_tensors.repeat(tensor, self.shape.a // self.shape.k)
 
-    def _eager(self, query: Ghost, key: Ghost, value: Ghost) -> Ghost:
+    def _eager(self, query: SizeTensor, key: SizeTensor, value: SizeTensor) -> SizeTensor:
         scores = self.tokens * self.shape.a * self.scenario.sequence_length
         key, value = self._repeat(key), self._repeat(value)
         return size_tensors.eager_attention(query, key, value, scores, self.tape.autocast)
 
-    def _mlp(self, hidden: Ghost, prefix: str, made: bool) -> Ghost:
+    def _mlp(self, hidden: SizeTensor, prefix: str, made: bool) -> SizeTensor:
         gate = self._linear(hidden, f"{prefix}.gate_proj")
         if self.scenario.fused_layers:
             product = size_tensors.fused_product(gate, self._linear(hidden, f"{prefix}.up_proj"))
@@ -229,7 +229,7 @@ class _Step:
         del gate, up
         return self._linear(product, f"{prefix}.down_proj", made)
 
-    def _linear(self, hidden: Ghost, module: str, made: bool = True) -> Ghost:
+    def _linear(self, hidden: SizeTensor, module: str, made: bool = True) -> SizeTensor:
         weights = self.weights
         name = f"{module}.weight"
         rows, columns = weights.shapes[name]
@@ -239,7 +239,7 @@ class _Step:
         out = size_tensors.linear(hidden, base, rows, columns, bias, expanded=name in weights.quantized)
         return self._adapted(hidden, out, module, rows, columns)
 
-    def _adapted(self, hidden: Ghost, out: Ghost, module: str, rows: int, columns: int) -> Ghost:
+    def _adapted(self, hidden: SizeTensor, out: SizeTensor, module: str, rows: int, columns: int) -> SizeTensor:
         """PEFT's LoRA: the input is cast to the adapter's type, dropped out, and its product added to the base's."""
         weights, item = self.weights, out.item
         first, second = (weights.items[f"{module}.lora_{part}.weight"] for part in "AB")
@@ -254,14 +254,14 @@ class _Step:
 
     # -- loss
 
-    def _loss(self, hidden: Ghost) -> tuple[Ghost, Ghost | None]:
+    def _loss(self, hidden: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         self.tape.mark("loss")
         head = self.weights.items.get("lm_head.weight") or self._parameter("model.embed_tokens.weight")
         if self.scenario.loss == "fused":
             return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         return self._cross_entropy(size_tensors.linear(hidden, head, self.shape.v, self.shape.h))
 
-    def _cross_entropy(self, logits: Ghost) -> tuple[Ghost, Ghost | None]:
+    def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         """``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may hold on to the 16-bit logits."""
         stack = self.scenario.stack
         wide = logits if stack.keeps_logits_narrow else size_tensors.cast(logits, 4)
@@ -278,7 +278,7 @@ def layer_forward_bytes(scenario: Scenario) -> int:
     """Bytes that one layer holds after its forward pass: what it saved and its output."""
     assert scenario.model.decoder is not None
     step = _Step(scenario, scenario.model.decoder)
-    hidden = size_tensors.root(Ghost(step.tape, scenario.tokens * scenario.model.hidden_size, scenario.compute))
+    hidden = size_tensors.root(SizeTensor(step.tape, scenario.tokens * scenario.model.hidden_size, scenario.compute))
     first = len(step.tape.events)
     out = step._layer(hidden, 0)
     sizes = {event[1]: event[2] for event in step.tape.events[first:] if event[0] == "alloc"}

@@ -1,16 +1,16 @@
 """Which engine runs a scenario."""
 
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.ddp import Engine
+from shardmake.memory.ddp import MemoryEngine
 from shardmake.memory.fsdp import Fsdp, Fsdp1
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
 from shardmake.memory.zero import ZeroOneTwo, ZeroThree
 
-ZERO: dict[int, type[Engine]] = {0: Engine, 1: ZeroOneTwo, 2: ZeroOneTwo, 3: ZeroThree}
+ZERO: dict[int, type[MemoryEngine]] = {0: MemoryEngine, 1: ZeroOneTwo, 2: ZeroOneTwo, 3: ZeroThree}
 
 
-def make_engine(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> Engine:
+def make_engine(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> MemoryEngine:
     """The engine that runs ``scenario``."""
     if scenario.is_fsdp:
         return (Fsdp1 if scenario.stack.fsdp1 else Fsdp)(scenario, buckets, timeline)

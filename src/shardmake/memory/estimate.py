@@ -7,7 +7,7 @@ from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.engines import make_engine
-from shardmake.memory.events import Script, play
+from shardmake.memory.events import StepEvents, replay
 from shardmake.memory.hardware import GIB, Hardware
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
@@ -62,7 +62,9 @@ def from_json(values: dict[str, Any]) -> Estimate:
     return Estimate(Gpu(**values["gpu"]), *(values[place]["terms"] for place in ("host", "nvme", "disk")))
 
 
-def quick(scenario: Scenario, buckets: Buckets, activations: closed_form.Profile, kept: int = 2) -> Estimate:
+def estimate_closed_form(
+    scenario: Scenario, buckets: Buckets, activations: closed_form.Profile, kept: int = 2
+) -> Estimate:
     """The estimate in closed form."""
     by_phase = closed_form.phases(scenario, buckets, activations)
     phase = max(by_phase, key=lambda name: sum(by_phase[name].values()))
@@ -73,7 +75,9 @@ def quick(scenario: Scenario, buckets: Buckets, activations: closed_form.Profile
     return _estimate(scenario, buckets, figures, kept)
 
 
-def full(scenario: Scenario, buckets: Buckets, script: Script, kept: int = 2, capacity: int | None = None) -> Estimate:
+def estimate_simulated(
+    scenario: Scenario, buckets: Buckets, script: StepEvents, kept: int = 2, capacity: int | None = None
+) -> Estimate:
     """The estimate with the step acted out and the allocator's model."""
     return _estimate(scenario, buckets, gpu(scenario, buckets, script, capacity), kept)
 
@@ -87,9 +91,9 @@ def _estimate(scenario: Scenario, buckets: Buckets, figures: Gpu, kept: int) -> 
     )
 
 
-def gpu(scenario: Scenario, buckets: Buckets, script: Script | None = None, capacity: int | None = None) -> Gpu:
+def gpu(scenario: Scenario, buckets: Buckets, script: StepEvents | None = None, capacity: int | None = None) -> Gpu:
     """Memory of the fullest rank, acted out allocation by allocation, on a device of ``capacity`` bytes."""
-    timeline = act(scenario, buckets, script or script_of(scenario))
+    timeline = simulate(scenario, buckets, script or events_of(scenario))
     phase = timeline.highest()
     peak = timeline.peaks[phase]
     wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()
@@ -99,12 +103,12 @@ def gpu(scenario: Scenario, buckets: Buckets, script: Script | None = None, capa
     return Gpu(peak.total, reserved, wanted, reserved + outside(scenario), phase, peak.terms)
 
 
-def script_of(scenario: Scenario) -> Script:
+def events_of(scenario: Scenario) -> StepEvents:
     """The micro step in closed form where the family is known, else traced."""
     return micro_step(scenario) if scenario.model.decoder else scaled(scenario)
 
 
-def act(scenario: Scenario, buckets: Buckets, script: Script) -> Timeline:
+def simulate(scenario: Scenario, buckets: Buckets, script: StepEvents) -> Timeline:
     """Two optimizer steps, the second with up to two micro steps: it is like all that follow."""
     timeline = Timeline()
     engine = make_engine(scenario, buckets, timeline)
@@ -112,7 +116,7 @@ def act(scenario: Scenario, buckets: Buckets, script: Script) -> Timeline:
     timeline.enter("load")
     for micro_steps in (1, min(scenario.accumulation, 2)):
         for _ in range(micro_steps):
-            play(script, engine, timeline, last_block(scenario))
+            replay(script, engine, timeline, last_block(scenario))
         timeline.enter("optimizer step")
         engine.step()
     return timeline

@@ -7,13 +7,13 @@ Events, in order: ``alloc number bytes``, ``free number``, ``forward block``, ``
 from collections.abc import Sequence
 from typing import Any
 
-from shardmake.memory.ddp import Engine
+from shardmake.memory.ddp import MemoryEngine
 from shardmake.memory.timeline import Timeline
 
-Script = Sequence[Sequence[Any]]
+StepEvents = Sequence[Sequence[Any]]
 
 
-def play(script: Script, engine: Engine, timeline: Timeline, last_block: int) -> None:
+def replay(script: StepEvents, engine: MemoryEngine, timeline: Timeline, last_block: int) -> None:
     """One forward and backward pass."""
     keys: dict[int, int] = {}
     sizes: dict[int, int] = {}

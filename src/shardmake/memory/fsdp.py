@@ -8,7 +8,7 @@ from collections import deque
 from math import ceil
 
 from shardmake.memory import states
-from shardmake.memory.ddp import Engine
+from shardmake.memory.ddp import MemoryEngine
 from shardmake.memory.timeline import COMMUNICATION, REDUCTION, Pending
 from shardmake.memory.units import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
 
@@ -17,7 +17,7 @@ BROADCAST_BUCKET = 250 * MIB  # PARAM_BROADCAST_BUCKET_SIZE in FSDP1's _init_uti
 IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in FSDP1's _limiter_utils.py
 
 
-class Fsdp(Engine):
+class Fsdp(MemoryEngine):
     """FSDP2 as Accelerate prepares it: a unit per layer, the embedding, and norm with head, which stays gathered.
 
     An all-gather lands flat and is copied out into the weights; backwards, the next one is on its way meanwhile. A

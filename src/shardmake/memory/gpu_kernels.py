@@ -172,7 +172,7 @@ def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     return wrapped
 
 
-def act_like_the_gpu(softmax_saves_input: bool = False) -> None:
+def emulate_gpu_kernels(softmax_saves_input: bool = False) -> None:
     """Replace the functions whose CPU versions save something else. Function modes would not do: they are off while the
     backward pass recomputes a checkpointed layer."""
     nn.functional.dropout = _gpu_dropout

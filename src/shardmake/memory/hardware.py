@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shardmake.config.models import Cluster, Precision
-from shardmake.core.errors import UserError, nearest
+from shardmake.core.errors import ShardmakeError, nearest
 
 GIB = 1 << 30
 GB = 10**9
@@ -104,7 +104,7 @@ class Hardware:
 def find_accelerator(name: str) -> Accelerator:
     """The catalogue's entry for ``name``."""
     if name not in ACCELERATORS:
-        raise UserError(
+        raise ShardmakeError(
             f"There is no accelerator {name!r} in the catalogue.{nearest(name, ACCELERATORS)} "
             f"Known: {', '.join(ACCELERATORS)}. For another GPU name the nearest one and set gpu_memory_gib."
         )
@@ -134,7 +134,7 @@ def _gpu_memory(accelerator: Accelerator, cluster: Cluster, host: int) -> int:
     if cluster.gpu_memory_gib is None:
         return int(accelerator.memory * GIB)
     if not 1 <= cluster.gpu_memory_gib <= 1024:
-        raise UserError(
+        raise ShardmakeError(
             f"gpu_memory_gib is {cluster.gpu_memory_gib:g}; it is the memory of one GPU in GiB, such as 80 "
             "(nvidia-smi prints MiB: divide by 1024)."
         )

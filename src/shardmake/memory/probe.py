@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.calibration import Calibration, Observation, fit
 from shardmake.memory.estimate import gpu
@@ -30,9 +30,9 @@ MIB = 1 << 20
 
 
 def probe(model: Model) -> Calibration:
-    """Run the probe with ``model``'s shape. Raises `UserError` where there is no GPU, or a step fails."""
+    """Run the probe with ``model``'s shape. Raises `ShardmakeError` where there is no GPU, or a step fails."""
     if model.decoder is None:
-        raise UserError(
+        raise ShardmakeError(
             f"--probe runs models of the Llama, Mistral, Qwen and Gemma families, not {model.model_type}. What it "
             "measures does not depend on the model: probe with one of those, and it counts for this one too."
         )
@@ -70,7 +70,7 @@ def _predicted(shape: Model, ranks: int, tokens: int) -> int:
 def _occupied() -> list[int]:
     """Bytes in use on each GPU that this process may use."""
     if shutil.which("nvidia-smi") is None:
-        raise UserError(
+        raise ShardmakeError(
             "--probe needs a GPU on this machine, and there is no nvidia-smi. Run it on a compute node "
             "(srun --gpus=1 shardmake estimate ... --probe); its result is kept and used everywhere this home is."
         )
@@ -78,7 +78,9 @@ def _occupied() -> list[int]:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     used = [int(line) * MIB for line in done.stdout.split("\n") if line.strip().isdigit()]
     if done.returncode or not used:
-        raise UserError(f"--probe needs a GPU on this machine, and nvidia-smi finds none: {done.stdout.strip()[:200]}")
+        raise ShardmakeError(
+            f"--probe needs a GPU on this machine, and nvidia-smi finds none: {done.stdout.strip()[:200]}"
+        )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [int(index) for index in visible.split(",") if index.isdigit()] if visible else range(len(used))
     return [used[index] for index in chosen if index < len(used)] or used
@@ -113,14 +115,14 @@ def _answer(processes: Sequence["subprocess.Popen[str]"]) -> dict[str, Any]:
     try:
         answers = [process.communicate(timeout=SECONDS) for process in processes]
     except subprocess.TimeoutExpired:
-        raise UserError(f"The probe did not end within {SECONDS} s.") from None
+        raise ShardmakeError(f"The probe did not end within {SECONDS} s.") from None
     finally:
         for process in processes:
             process.kill()
     for process, (_, errors) in zip(processes, answers, strict=True):
         if process.returncode:
             last = (errors.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"The probe's step failed on the GPU: {last[:300]}")
+            raise ShardmakeError(f"The probe's step failed on the GPU: {last[:300]}")
     found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
     return found
 

@@ -10,7 +10,7 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 
 @dataclass(frozen=True)
-class Stack:
+class LibraryBehavior:
     """What differs between versions of the libraries; the defaults are those of transformers 5 and its Trainer."""
 
     keeps_output: bool = False
@@ -72,7 +72,7 @@ class Scenario:
     on_cpu: bool = False
     checkpoint_in_memory: bool = False
     """Saves go through a scratch folder that lies in RAM."""
-    stack: Stack = Stack()
+    stack: LibraryBehavior = LibraryBehavior()
     calibration: Calibration | None = None
     """What a probe has measured on this kind of GPU."""
 

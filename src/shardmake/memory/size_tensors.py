@@ -1,6 +1,6 @@
 """Ghost tensors: sizes without data, and an autograd over them, so that a training step can be acted out in Python.
 
-A `Ghost` has a number of elements and an element size. Its storage is announced to a `Tape` when it is made and when
+A `SizeTensor` has a number of elements and an element size. Its storage is added to a `Tape` when it is made and when
 its last reference ends, which CPython does at once, as in PyTorch. Each operator below allocates and saves what
 PyTorch's kernel does (``derivatives.yaml``); `backward` runs the nodes from the last to the first and drops what each
 saved, as the autograd engine does.
@@ -9,19 +9,19 @@ saved, as the autograd engine does.
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Event = tuple[Any, ...]
+TensorEvent = tuple[Any, ...]
 
 
 class Tape:
     """The events of a step in order, in the form of `shardmake.memory.events`."""
 
     def __init__(self) -> None:
-        self.events: list[Event] = []
-        self.nodes: list[Node] = []
+        self.events: list[TensorEvent] = []
+        self.nodes: list[GradNode] = []
         self.recording = True
         self.autocast: int | None = None
         self.casts: dict[str, Storage] = {}
-        self.pending: list[tuple[Parameter, Ghost]] = []
+        self.pending: list[tuple[Parameter, SizeTensor]] = []
         self._next = 0
 
     def alloc(self, size: int) -> int:
@@ -82,12 +82,14 @@ class _Nothing(Storage):
 NOTHING = _Nothing()
 
 
-class Ghost:
+class SizeTensor:
     """A tensor of ``numel`` elements of ``item`` bytes; ``node`` made it where a gradient flows back."""
 
     __slots__ = ("item", "node", "numel", "storage", "tape")
 
-    def __init__(self, tape: Tape, numel: int, item: int, node: "Node | None" = None, storage: Storage | None = None):
+    def __init__(
+        self, tape: Tape, numel: int, item: int, node: "GradNode | None" = None, storage: Storage | None = None
+    ):
         self.tape = tape
         self.numel = numel
         self.item = item
@@ -107,42 +109,42 @@ class Parameter:
         self.trained = trained
 
 
-Backward = Callable[[Ghost], Sequence[Ghost | None]]
+Backward = Callable[[SizeTensor], Sequence[SizeTensor | None]]
 
 
-class Node:
+class GradNode:
     """One operator of the graph: who gets its gradients, and how they are made from its output's."""
 
     __slots__ = ("backward", "grad", "inputs", "mark")
 
-    def __init__(self, inputs: "Sequence[Node | None]", backward: Backward | None) -> None:
+    def __init__(self, inputs: "Sequence[GradNode | None]", backward: Backward | None) -> None:
         self.inputs = inputs
         self.backward = backward
-        self.grad: Ghost | None = None
+        self.grad: SizeTensor | None = None
         self.mark: tuple[object, ...] | None = None
 
 
-def new(like: Ghost, numel: int | None = None, item: int | None = None) -> Ghost:
+def new(like: SizeTensor, numel: int | None = None, item: int | None = None) -> SizeTensor:
     """A fresh tensor, by default of the size of ``like``."""
-    return Ghost(like.tape, like.numel if numel is None else numel, like.item if item is None else item)
+    return SizeTensor(like.tape, like.numel if numel is None else numel, like.item if item is None else item)
 
 
-def derive(out: Ghost, inputs: Sequence[Ghost], backward: Backward) -> Ghost:
+def derive(out: SizeTensor, inputs: Sequence[SizeTensor], backward: Backward) -> SizeTensor:
     """Make ``out`` the result of ``inputs``, where one of them has a graph; ``backward`` holds what is saved."""
     if out.tape.recording and any(tensor.node is not None for tensor in inputs):
-        out.node = Node([tensor.node for tensor in inputs], backward)
+        out.node = GradNode([tensor.node for tensor in inputs], backward)
         out.tape.nodes.append(out.node)
     return out
 
 
-def root(tensor: Ghost) -> Ghost:
+def root(tensor: SizeTensor) -> SizeTensor:
     """Start a graph at ``tensor``: it wants a gradient and passes it to nobody."""
-    tensor.node = Node([], None)
+    tensor.node = GradNode([], None)
     tensor.tape.nodes.append(tensor.node)
     return tensor
 
 
-def backward(tape: Tape, loss: Ghost, first: int = 0) -> None:
+def backward(tape: Tape, loss: SizeTensor, first: int = 0) -> None:
     """Run the graph backwards from ``loss`` down to node ``first``."""
     assert loss.node is not None
     loss.node.grad = new(loss)
@@ -173,7 +175,7 @@ def run_backward(tape: Tape, first: int = 0) -> None:
 # Operators
 
 
-def cast(tensor: Ghost, item: int) -> Ghost:
+def cast(tensor: SizeTensor, item: int) -> SizeTensor:
     """``tensor.to(dtype)``: nothing where the type is the same."""
     source = tensor.item
     if source == item:
@@ -181,29 +183,29 @@ def cast(tensor: Ghost, item: int) -> Ghost:
     return derive(new(tensor, item=item), [tensor], lambda grad: [new(grad, item=source)])
 
 
-def copy(tensor: Ghost) -> Ghost:
+def copy(tensor: SizeTensor) -> SizeTensor:
     """``contiguous()`` or ``reshape`` where the layout asks for a copy."""
     return derive(new(tensor), [tensor], lambda grad: [grad])
 
 
-def add(left: Ghost, right: Ghost, made: bool = True) -> Ghost:
+def add(left: SizeTensor, right: SizeTensor, made: bool = True) -> SizeTensor:
     """A sum; both sides get the same gradient, cast to their type. Where it is not ``made``, only the graph is."""
     item = max(left.item, right.item)
     sides = (left.item, right.item)
-    out = Ghost(left.tape, left.numel, item, storage=None if made else NOTHING)
+    out = SizeTensor(left.tape, left.numel, item, storage=None if made else NOTHING)
     return derive(out, [left, right], lambda grad: [_as(grad, side) for side in sides])
 
 
-def _as(grad: Ghost, item: int) -> Ghost:
+def _as(grad: SizeTensor, item: int) -> SizeTensor:
     return grad if grad.item == item else new(grad, item=item)
 
 
-def multiply(left: Ghost, right: Ghost) -> Ghost:
+def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """A product; saves both factors."""
     saved = [left.storage, right.storage]
     out = new(left, item=max(left.item, right.item))
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         grads = [new(grad, item=left_item), new(grad, item=right_item)]
         saved.clear()
         return grads
@@ -212,23 +214,23 @@ def multiply(left: Ghost, right: Ghost) -> Ghost:
     return derive(out, [left, right], function)
 
 
-def scale(tensor: Ghost, item: int | None = None) -> Ghost:
+def scale(tensor: SizeTensor, item: int | None = None) -> SizeTensor:
     """A product with something that has no gradient and is small; saves nothing that counts."""
     source = tensor.item
     out = new(tensor, item=max(source, item or source))
     return derive(out, [tensor], lambda grad: [_scaled_grad(grad, source)])
 
 
-def _scaled_grad(grad: Ghost, item: int) -> Ghost:
+def _scaled_grad(grad: SizeTensor, item: int) -> SizeTensor:
     product = new(grad)
     return product if grad.item == item else new(product, item=item)
 
 
-def activation(tensor: Ghost) -> Ghost:
+def activation(tensor: SizeTensor) -> SizeTensor:
     """SiLU, GELU, tanh: saves its input, or an output of the same size."""
     saved = [tensor.storage]
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         out = new(grad)
         saved.clear()
         return [out]
@@ -236,20 +238,20 @@ def activation(tensor: Ghost) -> Ghost:
     return derive(new(tensor), [tensor], function)
 
 
-def announce(parameter: Parameter, grad: Ghost) -> None:
+def announce(parameter: Parameter, grad: SizeTensor) -> None:
     """The gradient of ``parameter`` is whole; who runs the step decides what becomes of it."""
     grad.tape.mark("grad", grad.storage.number, parameter.name)
 
 
 def linear(
-    tensor: Ghost,
+    tensor: SizeTensor,
     weight: Parameter,
     rows: int,
     columns: int,
     bias: Parameter | None = None,
     made: bool = True,
     expanded: bool = False,
-) -> Ghost:
+) -> SizeTensor:
     """``x W^T + b``; saves x only for a trained weight; the weight's gradient is made before x's.
 
     Under autocast the input is cast for this layer alone, a trained weight's cast is kept for the whole forward pass,
@@ -263,7 +265,7 @@ def linear(
     whole = Storage(tape, rows * columns * tensor.item) if expanded else None
     saved = [tensor.storage if weight.trained else None, cast_weight if wants else None]
 
-    def function(grad: Ghost) -> list[Ghost | None]:
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
         whole = Storage(tape, rows * columns * grad.item) if expanded and wants else None
         weight_grad = new(grad, rows * columns) if weight.trained else None
         bias_grad = new(grad, rows) if bias is not None and bias.trained else None
@@ -274,39 +276,39 @@ def linear(
         _announce(weight, weight_grad)
         return [input_grad]
 
-    out = Ghost(tape, tokens * rows, tensor.item, storage=None if made else NOTHING)
+    out = SizeTensor(tape, tokens * rows, tensor.item, storage=None if made else NOTHING)
     del whole
     if tape.recording and (wants or weight.trained):
-        out.node = Node([tensor.node], function)
+        out.node = GradNode([tensor.node], function)
         tape.nodes.append(out.node)
     return out
 
 
-def _announce(parameter: Parameter | None, grad: Ghost | None) -> None:
+def _announce(parameter: Parameter | None, grad: SizeTensor | None) -> None:
     """The gradient of ``parameter`` is whole once this node is done."""
     if parameter is not None and grad is not None:
         grad.tape.pending.append((parameter, grad))
 
 
-def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> Ghost:
+def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> SizeTensor:
     """Rows of a table; its gradient is dense."""
-    out = Ghost(tape, tokens * width, weight.item)
+    out = SizeTensor(tape, tokens * width, weight.item)
     if tape.recording and weight.trained:
 
-        def function(grad: Ghost) -> list[Ghost | None]:
+        def function(grad: SizeTensor) -> list[SizeTensor | None]:
             _announce(weight, new(grad, weight.numel))
             return []
 
-        out.node = Node([], function)
+        out.node = GradNode([], function)
         tape.nodes.append(out.node)
     return out
 
 
-def square(tensor: Ghost) -> Ghost:
+def square(tensor: SizeTensor) -> SizeTensor:
     """``x.pow(2)``: saves x; its gradient takes a power, a product and a sum of the same size at a time."""
     saved = [tensor.storage]
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         power = new(grad)
         doubled = new(grad)
         del power
@@ -318,19 +320,19 @@ def square(tensor: Ghost) -> Ghost:
     return derive(new(tensor), [tensor], function)
 
 
-def row_mean(tensor: Ghost, rows: int) -> Ghost:
+def row_mean(tensor: SizeTensor, rows: int) -> SizeTensor:
     """Mean over the last dimension; its gradient is expanded and divided."""
     numel = tensor.numel
     return derive(new(tensor, rows), [tensor], lambda grad: [new(grad, numel)])
 
 
-def row_rsqrt(tensor: Ghost) -> Ghost:
+def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
     """``rsqrt(x + eps)``: the sum is a tensor of its own; saves its result."""
     shifted = derive(new(tensor), [tensor], lambda grad: [grad])
     out = new(tensor)
     saved = [out.storage]
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         cubed = new(grad)
         half = new(grad)
         del cubed
@@ -342,12 +344,12 @@ def row_rsqrt(tensor: Ghost) -> Ghost:
     return derive(out, [shifted], function)
 
 
-def scale_rows(tensor: Ghost, factors: Ghost) -> Ghost:
+def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
     """Each row times its factor; saves both."""
     saved = [tensor.storage, factors.storage]
     rows = factors.numel
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         to_tensor = new(grad)
         product = new(grad)
         to_factors = new(grad, rows)
@@ -358,12 +360,12 @@ def scale_rows(tensor: Ghost, factors: Ghost) -> Ghost:
     return derive(new(tensor), [tensor, factors], function)
 
 
-def scale_columns(tensor: Ghost, weight: Parameter) -> Ghost:
+def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
     """Each column times a trained weight; saves the tensor for the weight's gradient."""
     saved = [tensor.storage] if weight.trained else []
     item, source, wants = max(tensor.item, weight.item), tensor.item, tensor.node is not None
 
-    def function(grad: Ghost) -> list[Ghost | None]:
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
         product = new(grad) if weight.trained else None
         weight_grad = new(grad, weight.numel) if weight.trained else None
         to_tensor = new(grad)
@@ -375,18 +377,18 @@ def scale_columns(tensor: Ghost, weight: Parameter) -> Ghost:
 
     out = new(tensor, item=item)
     if out.tape.recording and (wants or weight.trained):
-        out.node = Node([tensor.node], function)
+        out.node = GradNode([tensor.node], function)
         out.tape.nodes.append(out.node)
     return out
 
 
-def dropout(tensor: Ghost, probability: float) -> Ghost:
+def dropout(tensor: SizeTensor, probability: float) -> SizeTensor:
     """Saves a mask of one byte an element."""
     if not probability:
         return tensor
     saved = [Storage(tensor.tape, tensor.numel)] if tensor.tape.recording else []
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         out = new(grad)
         saved.clear()
         return [out]
@@ -394,10 +396,10 @@ def dropout(tensor: Ghost, probability: float) -> Ghost:
     return derive(new(tensor), [tensor], function)
 
 
-def rotate_half(tensor: Ghost) -> Ghost:
+def rotate_half(tensor: SizeTensor) -> SizeTensor:
     """``cat(-x2, x1)``: a negated half, then the whole; backwards two padded halves that are added."""
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         negated = new(grad, grad.numel // 2)
         first = new(grad)
         del negated
@@ -411,7 +413,7 @@ def rotate_half(tensor: Ghost) -> Ghost:
     return derive(out, [tensor], function)
 
 
-def repeat(tensor: Ghost, times: int) -> Ghost:
+def repeat(tensor: SizeTensor, times: int) -> SizeTensor:
     """``repeat_kv``: an expanded copy for grouped heads; its gradient is summed over the group."""
     if times == 1:
         return tensor
@@ -420,8 +422,8 @@ def repeat(tensor: Ghost, times: int) -> Ghost:
 
 
 def fused_attention(
-    query: Ghost, key: Ghost, value: Ghost, rows: int, width: int, heads: int, mask: int, *, flash: bool
-) -> Ghost:
+    query: SizeTensor, key: SizeTensor, value: SizeTensor, rows: int, width: int, heads: int, mask: int, *, flash: bool
+) -> SizeTensor:
     """FlashAttention-2, or the memory-efficient kernel with a ``mask`` of that many elements.
 
     Saves q, k, v, out, the mask and an fp32 log-sum-exp per row. Flash's backward pass has an fp32 accumulator of dq
@@ -434,7 +436,7 @@ def fused_attention(
     grouped = key.numel != query.numel
     key_numel = key.numel
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         delta = new(grad, rows, 4)
         to_query = new(grad)
         accumulator = new(grad, item=4) if flash else None
@@ -448,7 +450,9 @@ def fused_attention(
     return derive(out, [query, key, value], function)
 
 
-def eager_attention(query: Ghost, key: Ghost, value: Ghost, scores: int, autocast: int | None) -> Ghost:
+def eager_attention(
+    query: SizeTensor, key: SizeTensor, value: SizeTensor, scores: int, autocast: int | None
+) -> SizeTensor:
     """Scores, scaled and masked, an fp32 softmax and its cast, times the values."""
     raw = matmul(query, key, scores)
     scaled = scale(raw)
@@ -460,12 +464,12 @@ def eager_attention(query: Ghost, key: Ghost, value: Ghost, scores: int, autocas
     return copy(matmul(cast(probabilities, autocast or query.item), value, query.numel))
 
 
-def matmul(left: Ghost, right: Ghost, numel: int) -> Ghost:
+def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
     """A batched product; saves both sides."""
     saved = [left.storage, right.storage]
     sizes = (left.numel, right.numel)
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         grads = [new(grad, size) for size in sizes]
         saved.clear()
         return grads
@@ -473,13 +477,13 @@ def matmul(left: Ghost, right: Ghost, numel: int) -> Ghost:
     return derive(new(left, numel), [left, right], function)
 
 
-def softmax(tensor: Ghost, item: int) -> Ghost:
+def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
     """Softmax computed and saved in ``item`` bytes."""
     source = tensor.item
     out = new(tensor, item=item)
     saved = [out.storage]
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         wide = new(grad)
         saved.clear()
         return [_as(wide, source)]
@@ -487,23 +491,23 @@ def softmax(tensor: Ghost, item: int) -> Ghost:
     return derive(out, [tensor], function)
 
 
-def fused_product(gate: Ghost, up: Ghost) -> Ghost:
+def fused_product(gate: SizeTensor, up: SizeTensor) -> SizeTensor:
     """Liger's SwiGLU: saves gate and up, and writes their gradients over them."""
     saved = [gate, up]
 
-    def function(grad: Ghost) -> list[Ghost]:
-        grads = [Ghost(t.tape, t.numel, t.item, storage=t.storage) for t in saved]
+    def function(grad: SizeTensor) -> list[SizeTensor]:
+        grads = [SizeTensor(t.tape, t.numel, t.item, storage=t.storage) for t in saved]
         saved.clear()
         return grads
 
     return derive(new(gate), [gate, up], function)
 
 
-def fused_norm(tensor: Ghost, weight: Parameter, rows: int) -> Ghost:
+def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
     """Liger's RMSNorm: saves its input and a factor per row, and writes its gradient over the one it gets."""
     saved: list[object] = [tensor.storage, Storage(tensor.tape, 4 * rows)]
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         _announce(weight, new(grad, weight.numel) if weight.trained else None)
         saved.clear()
         return [grad]
@@ -511,7 +515,7 @@ def fused_norm(tensor: Ghost, weight: Parameter, rows: int) -> Ghost:
     return derive(new(tensor), [tensor], function)
 
 
-def nll_of_log_softmax(logits: Ghost, rows: int) -> Ghost:
+def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
     """Cross entropy: log-softmax is saved; backwards nll's gradient and the result stand beside it."""
     tape, numel = logits.tape, logits.numel
     labels = Storage(tape, 8 * rows)
@@ -519,7 +523,7 @@ def nll_of_log_softmax(logits: Ghost, rows: int) -> Ghost:
     saved = [log_probabilities.storage, labels]
     del log_probabilities
 
-    def function(grad: Ghost) -> list[Ghost]:
+    def function(grad: SizeTensor) -> list[SizeTensor]:
         of_nll = new(grad, numel)
         out = new(grad, numel)
         del of_nll
@@ -529,7 +533,7 @@ def nll_of_log_softmax(logits: Ghost, rows: int) -> Ghost:
     return derive(new(logits, 1), [logits], function)
 
 
-def fused_loss(hidden: Ghost, head: Parameter, vocabulary: int, width: int, rows: int) -> Ghost:
+def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
     """Liger's fused linear cross entropy: logits in chunks, gradients of x and of the head made in the forward pass."""
     tape = hidden.tape
     chunk = fused_chunk(rows, width, vocabulary)
@@ -541,14 +545,14 @@ def fused_loss(hidden: Ghost, head: Parameter, vocabulary: int, width: int, rows
     saved = [to_hidden, head_grad]
     del to_hidden, head_grad
 
-    def function(grad: Ghost) -> list[Ghost | None]:
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
         of_hidden, of_head = saved
         saved.clear()
         _announce(head, of_head)
         return [of_hidden]
 
-    loss = Ghost(tape, rows, 4)
-    loss.node = Node([hidden.node], function)
+    loss = SizeTensor(tape, rows, 4)
+    loss.node = GradNode([hidden.node], function)
     tape.nodes.append(loss.node)
     return loss
 

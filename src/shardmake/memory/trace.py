@@ -8,7 +8,7 @@ from typing import Any
 
 from shardmake.core.atomic import write_json
 from shardmake.memory.decoder import weight_bytes
-from shardmake.memory.events import Script
+from shardmake.memory.events import StepEvents
 from shardmake.memory.model import Model, cached_path, read_cached, run_helper
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.unroll import KEPT, unrolled
@@ -31,7 +31,7 @@ def trace_all(scenarios: Iterable[Scenario]) -> None:
             write_json(cached_path(TRACER, request), script)
 
 
-def scaled(scenario: Scenario) -> Script:
+def scaled(scenario: Scenario) -> StepEvents:
     """Events of one forward and backward pass of ``scenario``: every size is linear in the micro batch.
 
     A few layers are traced and repeated. Models whose layers differ are traced whole, and steps whose events differ
@@ -69,16 +69,16 @@ def _sizes(scenario: Scenario) -> tuple[int, ...]:
     return (1,) if scenario.micro_batch == 1 else (2, 3)
 
 
-def _traced(scenario: Scenario, layers: int | None) -> Script:
+def _traced(scenario: Scenario, layers: int | None) -> StepEvents:
     request = {**_request(scenario), "layers": layers}
     path = cached_path(TRACER, request)
     if not path.is_file():
         write_json(path, run_helper(TRACER, {"requests": [request]})[0])
-    script: Script = json.loads(path.read_text())
+    script: StepEvents = json.loads(path.read_text())
     return script
 
 
-def _same_events(one: Script, two: Script) -> bool:
+def _same_events(one: StepEvents, two: StepEvents) -> bool:
     return len(one) == len(two) and all(a[0] == b[0] for a, b in zip(one, two, strict=True))
 
 

@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmake.core.errors import UserError
-from shardmake.memory.gpu_kernels import act_like_the_gpu, register_attention
+from shardmake.core.errors import ShardmakeError
+from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.parameter_inventory import block_paths, build, plain_name
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -32,7 +32,7 @@ def main() -> int:
     requests = json.load(sys.stdin)["requests"]
     try:
         json.dump([_trace_or_say_why(request) for request in requests], sys.stdout)
-    except UserError as error:
+    except ShardmakeError as error:
         print(error)
         return 2
     return 0
@@ -43,12 +43,12 @@ def _trace_or_say_why(request: Mapping[str, Any]) -> list[Event]:
         return trace(request)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         model = request["config"]["model_type"]
-        raise UserError(f"A training step of this {model} cannot be traced: {error}") from None
+        raise ShardmakeError(f"A training step of this {model} cannot be traced: {error}") from None
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
     """Events of the second of two identical micro steps, in the form of `shardmake.memory.events`."""
-    act_like_the_gpu(request["softmax_saves_input"])
+    emulate_gpu_kernels(request["softmax_saves_input"])
     model = prepare(request)
     recorder = Recorder()
     with ExitStack() as stack:

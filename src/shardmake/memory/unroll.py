@@ -7,7 +7,7 @@ its neighbours, and to those outside of the layers. That is right only where lay
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardmake.memory.events import Script
+from shardmake.memory.events import StepEvents
 
 KEPT = 4  # layers that are traced: the first, two that must be alike, the last
 Place = tuple[str, int]  # a segment: "forward" or "backward" of a layer, or "start" and "loss" with 0
@@ -15,7 +15,7 @@ Origin = tuple[Place, int]  # the segment of an allocation and its ordinal there
 TEMPLATE = 1
 
 
-def unrolled(script: Script, layers: int, prefix: str) -> list[list[Any]] | None:
+def unrolled(script: StepEvents, layers: int, prefix: str) -> list[list[Any]] | None:
     """``script`` of `KEPT` layers for ``layers`` of them, whose weights' names begin with ``prefix`` and their index.
 
     None where the two middle layers differ, or refer to layers further away than the next.
@@ -26,7 +26,7 @@ def unrolled(script: Script, layers: int, prefix: str) -> list[list[Any]] | None
     return _Growing(segments, origins, layers, prefix).run()
 
 
-def _segments(script: Script) -> tuple[dict[Place, list[Sequence[Any]]], dict[int, Origin]]:
+def _segments(script: StepEvents) -> tuple[dict[Place, list[Sequence[Any]]], dict[int, Origin]]:
     """Events by place, in order, and where each number was allocated."""
     place: Place = ("start", 0)
     segments: dict[Place, list[Sequence[Any]]] = {place: []}

@@ -7,14 +7,14 @@ Sources: DeepSpeed 0.19, ``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``par
 from math import ceil
 
 from shardmake.memory import states
-from shardmake.memory.ddp import Engine
+from shardmake.memory.ddp import MemoryEngine
 from shardmake.memory.timeline import COMMUNICATION, Pending
 from shardmake.memory.units import EMBEDDING, HEAD, Unit, units
 
 PENDING = 2  # fetches that may be under way (``PartitionedParameterCoordinator.__max_ongoing_fetch_events``)
 
 
-class Zero(Engine):
+class Zero(MemoryEngine):
     """What all stages share: flat partitions, in groups, and an optimizer step group by group."""
 
     def load(self) -> None:

@@ -5,7 +5,7 @@ import subprocess
 from dataclasses import dataclass
 
 from shardmake.config.models import Cluster
-from shardmake.core.errors import UserError, nearest
+from shardmake.core.errors import ShardmakeError, nearest
 from shardmake.run.plan import Plan
 
 
@@ -64,13 +64,13 @@ def ask_partitions() -> dict[str, Partition]:
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except FileNotFoundError:
-        raise UserError(
+        raise ShardmakeError(
             "executor: slurm, but there is no sinfo on this machine. Run on a login node of the cluster, or name a "
             "cluster file with executor: local."
         ) from None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         words = getattr(error, "stderr", None) or str(error)
-        raise UserError(f"Slurm does not answer: {str(words).strip()}") from None
+        raise ShardmakeError(f"Slurm does not answer: {str(words).strip()}") from None
     return parse_partitions(answer.stdout)
 
 
@@ -79,23 +79,23 @@ def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]
     partition = _find(cluster.slurm.partition, partitions)
     wanted = plan.resources["train"]
     if plan.choice.nodes > partition.nodes:
-        raise UserError(
+        raise ShardmakeError(
             f"runs.{plan.run}.nodes: the plan takes {plan.choice.nodes} nodes, but partition {partition.name!r} has "
             f"{partition.nodes}. Take fewer nodes or another slurm.partition in the cluster file."
         )
     if wanted.memory_gib * 1024 > partition.memory_mib:
-        raise UserError(
+        raise ShardmakeError(
             f"The plan needs {wanted.memory_gib} GiB per node, but a node of partition {partition.name!r} has "
             f"{partition.memory_mib / 1024:.0f} GiB. Set memory_gib_per_node in the cluster file to what it has."
         )
     if wanted.cpus > partition.cpus:
-        raise UserError(
+        raise ShardmakeError(
             f"The plan asks for {wanted.cpus} cores per node, but a node of partition {partition.name!r} has "
             f"{partition.cpus}. Set cpus_per_node in the cluster file to what it has."
         )
     limit = partition.time_limit_minutes
     if limit is not None and cluster.slurm.time_limit_minutes > limit:
-        raise UserError(
+        raise ShardmakeError(
             f"slurm.time_limit: {cluster.slurm.time_limit} is longer than the {limit} minutes that partition "
             f"{partition.name!r} allows. Shorten it; training resumes in a new job by itself."
         )
@@ -106,10 +106,10 @@ def _find(name: str | None, partitions: dict[str, Partition]) -> Partition:
     if name is None:
         default = next((partition for partition in partitions.values() if partition.is_default), None)
         if default is None:
-            raise UserError(f"This cluster has no default partition; set slurm.partition to one of: {names}.")
+            raise ShardmakeError(f"This cluster has no default partition; set slurm.partition to one of: {names}.")
         return default
     if name not in partitions:
-        raise UserError(
+        raise ShardmakeError(
             f"slurm.partition: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: {names}."
         )
     return partitions[name]

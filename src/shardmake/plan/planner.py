@@ -1,4 +1,4 @@
-"""Candidates, verdicts, the choice with its reason, and the ladder that training climbs down after an out-of-memory."""
+"""Candidates, verdicts, the choice with its reason, and the fallbacks after an out-of-memory."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -6,18 +6,18 @@ from importlib.util import find_spec
 from typing import Any
 
 from shardmake.config.models import STRATEGIES, Attention, Cluster, Precision, Run, Strategy
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
-from shardmake.memory.estimate import COMFORT, Estimate, full, quick, script_of, verdict
-from shardmake.memory.events import Script
+from shardmake.memory.estimate import COMFORT, Estimate, estimate_closed_form, estimate_simulated, events_of, verdict
+from shardmake.memory.events import StepEvents
 from shardmake.memory.hardware import GIB, Hardware, from_cluster
 from shardmake.memory.model import Model, Split, read_model, split
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.trace import trace_all
 from shardmake.plan import step_time
 from shardmake.plan.tensor_parallel import check_tensor_parallel
-from shardmake.run.plan import Choice, Plan, Resources, Rung, Workload
+from shardmake.run.plan import Choice, Fallback, Plan, Resources, Workload
 
 CPU_STRATEGIES: tuple[Strategy, ...] = (
     "ddp",
@@ -29,7 +29,7 @@ CPU_STRATEGIES: tuple[Strategy, ...] = (
     "zero3-offload",
 )
 # DeepSpeed's guide, from the fastest to what saves most memory.
-LADDER: tuple[Strategy, ...] = (
+FALLBACK_ORDER: tuple[Strategy, ...] = (
     "ddp",
     "zero1",
     "zero2",
@@ -40,8 +40,8 @@ LADDER: tuple[Strategy, ...] = (
     "zero3-nvme",
 )
 ALMOST = 1.1  # of the GPU's memory: above it, the closed form is trusted to rule a candidate out
-LESS = 0.97  # of the memory of the rung before: less of a difference is no use
-FSDP_LADDER: tuple[Strategy, ...] = ("fsdp-grad-op", "fsdp-hybrid", "fsdp", "fsdp-offload")
+LESS = 0.97  # of the memory of the fallback before: less of a difference is no use
+FSDP_FALLBACK_ORDER: tuple[Strategy, ...] = ("fsdp-grad-op", "fsdp-hybrid", "fsdp", "fsdp-offload")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Candidate:
     acted: bool
     """Whether the step was acted out; else the figures are the closed form's."""
     halved: bool = False
-    """Whether it computes in 16 bits where the run says fp32: a rung of the ladder, never the first choice."""
+    """Whether it computes in 16 bits where the run says fp32: a fallback of the fallbacks, never the first choice."""
 
     @property
     def name(self) -> str:
@@ -79,7 +79,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Settings:
+class ResolvedRun:
     """A run with every `auto` that does not depend on memory resolved."""
 
     run: Run
@@ -104,10 +104,10 @@ class Settings:
         )
 
 
-class NothingFitsError(UserError):
+class NothingFitsError(ShardmakeError):
     """No candidate of ``settings`` fits."""
 
-    def __init__(self, message: str, settings: Settings) -> None:
+    def __init__(self, message: str, settings: ResolvedRun) -> None:
         super().__init__(message)
         self.settings = settings
 
@@ -115,29 +115,29 @@ class NothingFitsError(UserError):
 def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, Any]]:
     """The plan of run ``name`` on ``cluster``, and memory.json: every candidate with its bytes, term by term.
 
-    Raises `UserError` where settings contradict each other or nothing fits.
+    Raises `ShardmakeError` where settings contradict each other or nothing fits.
     """
     settings = resolve(run, cluster)
-    desk = Desk(settings)
+    desk = Planner(settings)
     possible = list(choices(settings))
     desk.prepare(possible)
     candidates = [desk.scan(choice) for choice in possible]
     chosen, candidates = choose(candidates, desk)
-    rungs, candidates = ladder(chosen, candidates, desk)
+    fallbacks, candidates = fallbacks_of(chosen, candidates, desk)
     plan = Plan(
         run=name,
         choice=chosen.choice,
         workload=settings.workload,
         reason=_reason(chosen, candidates),
         rejected=_rejected(chosen, candidates),
-        ladder=[_as_rung(candidate, settings.hardware) for candidate in rungs],
+        fallbacks=[_as_fallback(candidate, settings.hardware) for candidate in fallbacks],
         host_memory=_host_need(chosen, settings.hardware),
         resources=resources(settings, chosen),
     )
     return plan, memory_json(settings, candidates)
 
 
-def memory_json(settings: Settings, candidates: Iterable[Candidate]) -> dict[str, Any]:
+def memory_json(settings: ResolvedRun, candidates: Iterable[Candidate]) -> dict[str, Any]:
     """What is written to plan/memory.json."""
     return {
         "model": settings.model.architecture,
@@ -153,13 +153,13 @@ def memory_json(settings: Settings, candidates: Iterable[Candidate]) -> dict[str
 # What does not depend on memory
 
 
-def resolve(run: Run, cluster: Cluster) -> Settings:
+def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     """``run`` on ``cluster`` with precision and attention decided, and contradictions refused."""
     hardware = from_cluster(cluster)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     _check(run, cluster, hardware, model)
     check_tensor_parallel(run, cluster, model)
-    settings = Settings(
+    settings = ResolvedRun(
         run=run,
         model=model,
         split=split(model, run.method, run.lora.rank, run.lora.targets),
@@ -176,19 +176,19 @@ def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None
     if hardware.is_cpu:
         _check_cpu(run)
     if run.nodes is not None and run.nodes > cluster.max_nodes:
-        raise UserError(
+        raise ShardmakeError(
             f"The run asks for {run.nodes} nodes, the cluster file allows {cluster.max_nodes} (max_nodes). "
             "Lower nodes, or raise max_nodes if the cluster has them."
         )
     if model.max_positions is not None and run.sequence_length > model.max_positions:
-        raise UserError(
+        raise ShardmakeError(
             f"sequence_length is {run.sequence_length}, but {model.architecture} knows {model.max_positions} positions "
             "(max_position_embeddings). Lower sequence_length."
         )
     if run.strategy == "zero3-nvme" and hardware.nvme is None:
-        raise UserError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
+        raise ShardmakeError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
     if run.strategy != "auto" and (reason := _unfit(run, run.strategy)):
-        raise UserError(reason)
+        raise ShardmakeError(reason)
 
 
 def _unfit(run: Run, strategy: Strategy) -> str:
@@ -216,7 +216,9 @@ def _check_packages(run: Run) -> None:
     }
     for setting, (module, package, is_wanted) in wanted.items():
         if is_wanted and find_spec(module) is None:
-            raise UserError(f"{setting} needs the package {package}, which is not installed: pip install {package}")
+            raise ShardmakeError(
+                f"{setting} needs the package {package}, which is not installed: pip install {package}"
+            )
 
 
 def _check_cpu(run: Run) -> None:
@@ -229,7 +231,9 @@ def _check_cpu(run: Run) -> None:
     }
     for setting, wanted in needs_gpu.items():
         if wanted:
-            raise UserError(f"{setting} needs a GPU, and the cluster file says accelerator: cpu. Change one of them.")
+            raise ShardmakeError(
+                f"{setting} needs a GPU, and the cluster file says accelerator: cpu. Change one of them."
+            )
 
 
 def _precision(run: Run, hardware: Hardware) -> Precision:
@@ -237,7 +241,7 @@ def _precision(run: Run, hardware: Hardware) -> Precision:
     if run.precision == "auto":
         return "fp32" if hardware.is_cpu else "bf16" if has_bf16 else "fp16"
     if run.precision == "bf16" and not has_bf16:
-        raise UserError(
+        raise ShardmakeError(
             f"precision: bf16 needs Ampere or later, and {hardware.accelerator.name} is older. Use fp16, or auto."
         )
     return run.precision
@@ -246,7 +250,7 @@ def _precision(run: Run, hardware: Hardware) -> Precision:
 def _attention(run: Run, hardware: Hardware) -> Attention:
     has_flash = hardware.accelerator.capability >= 8.0
     if run.attention == "flash" and not has_flash:
-        raise UserError(
+        raise ShardmakeError(
             f"attention: flash needs Ampere or later, and {hardware.accelerator.name} is older. Use sdpa, or auto."
         )
     if run.attention == "auto":
@@ -258,13 +262,13 @@ def _attention(run: Run, hardware: Hardware) -> Attention:
 # Candidates
 
 
-def choices(settings: Settings) -> Iterator[Choice]:
+def choices(settings: ResolvedRun) -> Iterator[Choice]:
     """Every way to run ``settings``, fewest nodes first; the global batch size is the same in all."""
     run, hardware = settings.run, settings.hardware
     node_counts = [run.nodes] if run.nodes else range(1, hardware.max_nodes + 1)
     usable = [nodes for nodes in node_counts if run.global_batch_size % _readers(settings, nodes) == 0]
     if not usable:
-        raise UserError(_batch_advice(settings, list(node_counts)))
+        raise ShardmakeError(_batch_advice(settings, list(node_counts)))
     found = [
         Choice(
             strategy=strategy,
@@ -282,16 +286,16 @@ def choices(settings: Settings) -> Iterator[Choice]:
         for micro in _micro_batches(settings, run.global_batch_size // _readers(settings, nodes))
     ]
     if not found:
-        raise UserError(_micro_advice(settings, usable))
+        raise ShardmakeError(_micro_advice(settings, usable))
     yield from found
 
 
-def _readers(settings: Settings, nodes: int) -> int:
+def _readers(settings: ResolvedRun, nodes: int) -> int:
     """Ranks that see data of their own; those of one tensor-parallel group see the same."""
     return nodes * settings.hardware.processes_per_node // settings.run.tensor_parallel
 
 
-def _strategies(settings: Settings, nodes: int) -> Iterable[Strategy]:
+def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     run = settings.run
     if run.strategy != "auto":
         return [run.strategy]
@@ -311,14 +315,14 @@ def _checkpointing(run: Run) -> list[bool]:
     return [False, True] if run.gradient_checkpointing == "auto" else [run.gradient_checkpointing]
 
 
-def _micro_batches(settings: Settings, per_rank: int) -> list[int]:
+def _micro_batches(settings: ResolvedRun, per_rank: int) -> list[int]:
     """Divisors of a rank's share of the global batch, largest first, at most 64."""
     wanted = settings.run.micro_batch_size
     sizes = range(min(per_rank, 64), 0, -1) if wanted == "auto" else [wanted]
     return [size for size in sizes if per_rank % size == 0]
 
 
-def _batch_advice(settings: Settings, node_counts: list[int]) -> str:
+def _batch_advice(settings: ResolvedRun, node_counts: list[int]) -> str:
     run, ranks = settings.run, _readers(settings, node_counts[0])
     below, above = run.global_batch_size // ranks * ranks, -(-run.global_batch_size // ranks) * ranks
     sizes = " or ".join(str(size) for size in (below, above) if size)
@@ -328,7 +332,7 @@ def _batch_advice(settings: Settings, node_counts: list[int]) -> str:
     )
 
 
-def _micro_advice(settings: Settings, usable: list[int]) -> str:
+def _micro_advice(settings: ResolvedRun, usable: list[int]) -> str:
     run = settings.run
     ranks = _readers(settings, usable[0])
     step = ranks * int(run.micro_batch_size)
@@ -340,13 +344,13 @@ def _micro_advice(settings: Settings, usable: list[int]) -> str:
     )
 
 
-class Desk:
+class Planner:
     """Estimates candidates of one run, and remembers what they share."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ResolvedRun) -> None:
         self.settings = settings
         self._profiles: dict[tuple[object, ...], closed_form.Profile] = {}
-        self._scripts: dict[tuple[object, ...], Script] = {}
+        self._scripts: dict[tuple[object, ...], StepEvents] = {}
 
     def prepare(self, possible: Iterable[Choice]) -> None:
         """Trace at once what ``possible`` need, where the model has no closed form."""
@@ -357,18 +361,20 @@ class Desk:
         """``choice`` in closed form."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
         activations = closed_form.profile(scenario, self._profiles)
-        return self._judged(choice, scenario, quick(scenario, buckets, activations, self._kept), acted=False)
+        return self._judged(
+            choice, scenario, estimate_closed_form(scenario, buckets, activations, self._kept), acted=False
+        )
 
     def act(self, choice: Choice) -> Candidate:
         """``choice`` acted out, allocation by allocation."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
         key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
         if key not in self._scripts:
-            self._scripts[key] = script_of(scenario)
+            self._scripts[key] = events_of(scenario)
         return self._judged(
             choice,
             scenario,
-            full(scenario, buckets, self._scripts[key], self._kept, self.settings.hardware.gpu_memory),
+            estimate_simulated(scenario, buckets, self._scripts[key], self._kept, self.settings.hardware.gpu_memory),
             acted=True,
         )
 
@@ -385,7 +391,7 @@ class Desk:
         return Candidate(choice, memory, fits, tight, reason, seconds, acted, halved)
 
 
-def scenario_of(settings: Settings, choice: Choice) -> Scenario:
+def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
     """``choice`` as the memory formulas see it."""
     run = settings.run
     return Scenario(
@@ -413,7 +419,7 @@ def scenario_of(settings: Settings, choice: Choice) -> Scenario:
     )
 
 
-def buckets_of(settings: Settings, choice: Choice) -> Buckets:
+def buckets_of(settings: ResolvedRun, choice: Choice) -> Buckets:
     """DeepSpeed's buffer sizes for ``choice``: those of the file that is rendered."""
     if not choice.is_deepspeed:
         return Buckets()
@@ -424,7 +430,7 @@ def buckets_of(settings: Settings, choice: Choice) -> Buckets:
 # The choice
 
 
-def choose(candidates: list[Candidate], desk: Desk) -> tuple[Candidate, list[Candidate]]:
+def choose(candidates: list[Candidate], desk: Planner) -> tuple[Candidate, list[Candidate]]:
     """The fastest that fits with room to spare on the fewest nodes; a tight one only where nothing else fits.
 
     Candidates come in closed form; from the best on they are acted out until one holds. The second value is all of
@@ -463,7 +469,7 @@ def _order_of_trial(candidate: Candidate) -> tuple[int, tuple[float, int, bool, 
 def _preference(candidate: Candidate) -> tuple[float, int, bool, int]:
     """Faster first; within a percent the simpler strategy, then no checkpointing, then the smaller micro batch."""
     choice = candidate.choice
-    simplicity = LADDER.index(choice.strategy) if choice.strategy in LADDER else len(LADDER)
+    simplicity = FALLBACK_ORDER.index(choice.strategy) if choice.strategy in FALLBACK_ORDER else len(FALLBACK_ORDER)
     rounded = float(f"{candidate.step_seconds:.2g}")
     return rounded, simplicity, choice.gradient_checkpointing, choice.micro_batch_size
 
@@ -497,7 +503,7 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     return f"{ratio:.2f} times the time per step" if ratio > 1.005 else "no faster, and less simple"
 
 
-def _nothing_fits(candidates: list[Candidate], settings: Settings) -> str:
+def _nothing_fits(candidates: list[Candidate], settings: ResolvedRun) -> str:
     best = min(candidates, key=lambda candidate: candidate.memory.gpu.device + candidate.memory.host_total)
     subject = "Nothing fits" if settings.run.strategy == "auto" else f"Strategy {settings.run.strategy} does not fit"
     return (
@@ -507,31 +513,33 @@ def _nothing_fits(candidates: list[Candidate], settings: Settings) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The ladder
+# The fallbacks
 
 
-def ladder(chosen: Candidate, candidates: list[Candidate], desk: Desk) -> tuple[list[Candidate], list[Candidate]]:
-    """What follows the choice after each out-of-memory: each rung needs less GPU memory than the one before.
+def fallbacks_of(
+    chosen: Candidate, candidates: list[Candidate], desk: Planner
+) -> tuple[list[Candidate], list[Candidate]]:
+    """What follows the choice after each out-of-memory: each fallback needs less GPU memory than the one before.
 
     The order is that of DeepSpeed's guide: recomputation, ZeRO-2, its offload, ZeRO-3, its offloads, 16 bits, NVMe,
-    more nodes. The second value is all candidates, with acted figures for the rungs.
+    more nodes. The second value is all candidates, with acted figures for the fallbacks.
     """
-    rungs: list[Candidate] = []
-    candidates = [*candidates, *_halved(candidates, desk)]
+    fallbacks: list[Candidate] = []
+    candidates = [*candidates, *_half_precision(candidates, desk)]
     known = {candidate.name: candidate for candidate in candidates}
     below = chosen.memory.gpu.device
-    for candidate in sorted(candidates, key=_rung):
+    for candidate in sorted(candidates, key=_next_fallback):
         if not _is_below(candidate, chosen) or candidate.memory.gpu.device > LESS * below:
             continue
         acted = candidate if candidate.acted else desk.act(candidate.choice)
         known[acted.name] = acted
         if acted.fits and acted.memory.gpu.device < LESS * below:
-            rungs.append(acted)
+            fallbacks.append(acted)
             below = acted.memory.gpu.device
-    return rungs, list(known.values())
+    return fallbacks, list(known.values())
 
 
-def _halved(candidates: Iterable[Candidate], desk: Desk) -> list[Candidate]:
+def _half_precision(candidates: Iterable[Candidate], desk: Planner) -> list[Candidate]:
     """``candidates`` in 16 bits, where the run says fp32 and the GPU has them: bf16 from Ampere on, fp16 before."""
     settings = desk.settings
     if settings.hardware.is_cpu or settings.precision != "fp32":
@@ -541,11 +549,11 @@ def _halved(candidates: Iterable[Candidate], desk: Desk) -> list[Candidate]:
 
 
 def _order(strategy: Strategy) -> int:
-    family = FSDP_LADDER if strategy in FSDP_LADDER else LADDER
+    family = FSDP_FALLBACK_ORDER if strategy in FSDP_FALLBACK_ORDER else FALLBACK_ORDER
     return family.index(strategy)
 
 
-def _rung(candidate: Candidate) -> tuple[int, bool, bool, int, bool, int]:
+def _next_fallback(candidate: Candidate) -> tuple[int, bool, bool, int, bool, int]:
     choice = candidate.choice
     late = choice.nodes, choice.strategy == "zero3-nvme", candidate.halved
     return *late, _order(choice.strategy), choice.gradient_checkpointing, -choice.micro_batch_size
@@ -554,7 +562,7 @@ def _rung(candidate: Candidate) -> tuple[int, bool, bool, int, bool, int]:
 def _is_below(candidate: Candidate, chosen: Candidate) -> bool:
     """Same engine family, same or more nodes, and not before the choice in the guide's order."""
     mine, its = candidate.choice, chosen.choice
-    if (mine.strategy in FSDP_LADDER) != (its.strategy in FSDP_LADDER) or not candidate.fits:
+    if (mine.strategy in FSDP_FALLBACK_ORDER) != (its.strategy in FSDP_FALLBACK_ORDER) or not candidate.fits:
         return False
     if _order(mine.strategy) < _order(its.strategy) or mine.nodes < its.nodes:
         return False
@@ -566,7 +574,7 @@ def _is_below(candidate: Candidate, chosen: Candidate) -> bool:
 # What Slurm is asked for
 
 
-def resources(settings: Settings, chosen: Candidate) -> dict[str, Resources]:
+def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:
     """Memory and cores per node by stage; every figure with a quarter to spare and at most what a node has."""
     hardware, model = settings.hardware, settings.model
     weights = BYTES[settings.precision] * model.parameters
@@ -580,10 +588,10 @@ def resources(settings: Settings, chosen: Candidate) -> dict[str, Resources]:
     }
 
 
-def _as_rung(candidate: Candidate, hardware: Hardware) -> Rung:
+def _as_fallback(candidate: Candidate, hardware: Hardware) -> Fallback:
     need = _host_need(candidate, hardware)
     asked = _resources(hardware, need, hardware.cpus_per_node)
-    return Rung(choice=candidate.choice, host_memory=need, memory_gib=asked.memory_gib)
+    return Fallback(choice=candidate.choice, host_memory=need, memory_gib=asked.memory_gib)
 
 
 def _host_need(candidate: Candidate, hardware: Hardware) -> int:

@@ -7,17 +7,26 @@ from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lo
 from shardmake.config.models import Cluster, Run
 from shardmake.config.script import check_script
 from shardmake.core.atomic import read_json, write_json, write_text
-from shardmake.core.disk import readable
-from shardmake.core.errors import UserError
+from shardmake.core.disk import format_bytes
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory.hardware import GIB
 from shardmake.plan.figure import draw
 from shardmake.plan.limits import ask_partitions, check_request
-from shardmake.plan.planner import Candidate, Desk, NothingFitsError, Settings, choices, choose, make_plan, resolve
+from shardmake.plan.planner import (
+    Candidate,
+    NothingFitsError,
+    Planner,
+    ResolvedRun,
+    choices,
+    choose,
+    make_plan,
+    resolve,
+)
 from shardmake.plan.planner import describe as name_of
-from shardmake.plan.suggestions import Remedy, changes, remedies
+from shardmake.plan.suggestions import Suggestion, changes, suggestions
 from shardmake.run.disk_budget import check_plan, checkpoint_size
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Plan, as_json
+from shardmake.run.plan import Plan, plan_json
 
 WRITING = 1e9
 """Bytes per second that a file system is assumed to take before a save has been measured."""
@@ -27,7 +36,7 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """Make the plan of a run and write it with ``memory.json``.
 
     Raises:
-        UserError: nothing fits, or the cluster or the disk cannot give what the plan asks.
+        ShardmakeError: nothing fits, or the cluster or the disk cannot give what the plan asks.
     """
     if run.script:
         check_script("script", Path(run.script))
@@ -35,17 +44,19 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
         plan, memory = make_plan(rundir.name, run, cluster)
     except NothingFitsError as error:
         lines = [f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in _remedies(error.settings)]
-        raise UserError(f"{error}\nEach of these alone would do:{''.join(lines)}" if lines else str(error)) from None
+        raise ShardmakeError(
+            f"{error}\nEach of these alone would do:{''.join(lines)}" if lines else str(error)
+        ) from None
     if cluster.executor == "slurm":
         check_request(plan, cluster, ask_partitions())
     check_plan(rundir, memory, plan.choice)
     write_json(rundir.memory, memory)
     write_text(rundir.memory_figure, draw(memory, plan.choice))
-    write_json(rundir.plan, as_json(plan))
+    write_json(rundir.plan, plan_json(plan))
     return plan
 
 
-def _remedies(settings: Settings) -> list[Remedy]:
+def _remedies(settings: ResolvedRun) -> list[Suggestion]:
     """What alone would make something fit; for models with closed formulas, because tracing so much takes minutes."""
     run = settings.run
     if settings.model.decoder is None:
@@ -59,24 +70,26 @@ def _remedies(settings: Settings) -> list[Remedy]:
     def outcome(setting: str, value: Any) -> str | None:
         try:
             found = _choice_of(run.model_copy(update={setting: value}), settings.cluster)
-        except UserError:  # nothing fits, or another setting forbids it: the batch, a package that is not installed
+        except (
+            ShardmakeError
+        ):  # nothing fits, or another setting forbids it: the batch, a package that is not installed
             return None
         return f"{name_of(found.choice)}: {found.memory.gpu.device / GIB:.1f} GiB per GPU"
 
-    return remedies(kinds, outcome)
+    return suggestions(kinds, outcome)
 
 
 def _choice_of(run: Run, cluster: Cluster) -> Candidate:
     """What would be chosen, with as many nodes as ``run`` asks for."""
     most = max(cluster.max_nodes, run.nodes or 0)
-    desk = Desk(resolve(run, cluster.model_copy(update={"max_nodes": most})))
+    desk = Planner(resolve(run, cluster.model_copy(update={"max_nodes": most})))
     return choose([desk.scan(choice) for choice in choices(desk.settings)], desk)[0]
 
 
 def describe(plan: Plan, rundir: RunDir) -> str:
-    """The plan in a few lines for people, with the disk it takes and the ladder below it."""
+    """The plan in a few lines for people, with the disk it takes and the fallbacks below it."""
     choice, asked = plan.choice, plan.resources["train"]
-    below = "; ".join(name_of(rung.choice) for rung in plan.ladder)
+    below = "; ".join(name_of(fallback.choice) for fallback in plan.fallbacks)
     checkpointing = "with" if choice.gradient_checkpointing else "without"
     return "\n".join(
         [
@@ -98,7 +111,7 @@ def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir)
     wanted = run.checkpoints
     copies = wanted.most(run.max_steps)
     size = checkpoint_size(rundir, copies)
-    room = f"  a checkpoint takes {readable(size)}, {readable((copies + 1) * size)} with those that are kept"
+    room = f"  a checkpoint takes {format_bytes(size)}, {format_bytes((copies + 1) * size)} with those that are kept"
     if wanted.every_steps != "auto":
         return room
     mtbf = job_mtbf_seconds(cluster.node_mtbf_hours, plan.choice.nodes)

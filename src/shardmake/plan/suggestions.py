@@ -7,7 +7,7 @@ MOST_TIMES_NODES = 64
 SHORTEST = 128
 
 
-class Remedy(NamedTuple):
+class Suggestion(NamedTuple):
     """One setting with its new value, and what comes of it."""
 
     setting: str
@@ -25,10 +25,10 @@ def changes(nodes: int, sequence_length: int, method: str) -> Iterator[tuple[str
         yield "method", ["qlora"]
 
 
-def remedies(kinds: Iterable[tuple[str, list[Any]]], outcome: Callable[[str, Any], str | None]) -> list[Remedy]:
+def suggestions(kinds: Iterable[tuple[str, list[Any]]], outcome: Callable[[str, Any], str | None]) -> list[Suggestion]:
     """For each setting the first value with an ``outcome``, which is None where a value does not help."""
     found = []
     for setting, values in kinds:
         tried = ((value, outcome(setting, value)) for value in values)
-        found += [Remedy(setting, value, text) for value, text in tried if text][:1]
+        found += [Suggestion(setting, value, text) for value, text in tried if text][:1]
     return found

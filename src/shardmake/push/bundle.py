@@ -6,7 +6,7 @@ from typing import Any
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, write_bytes
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
 from shardmake.core.secrets import find_secrets, redact
 from shardmake.report.card import render_card
@@ -35,7 +35,7 @@ class Bundle:
 def make_bundle(run: Run, rundir: RunDir) -> Bundle:
     """Check the model against its receipt and add card and checksums.
 
-    Raises `UserError` if the model was not verified or is not what was verified.
+    Raises `ShardmakeError` if the model was not verified or is not what was verified.
     """
     manifest = _verified_model(rundir)
     paths = {name: rundir.model / name for name in manifest}
@@ -59,7 +59,7 @@ def _refuse_secrets(paths: dict[str, Path]) -> None:
         name for name, path in paths.items() if path.suffix in _TEXTS and find_secrets(path.read_text(errors="replace"))
     ]
     if leaking:
-        raise UserError(
+        raise ShardmakeError(
             f"{', '.join(leaking)} in the model holds what looks like a token or password, so nothing is pushed. "
             "Remove it where the file comes from (usually the base model's folder) and consolidate again."
         )
@@ -70,7 +70,7 @@ def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
     again = f"Make the model again: shardmake consolidate {rundir.name}"
     receipt = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")
     if "verification" not in receipt:
-        raise UserError(f"{rundir.model_receipt} holds no verification, so the model is not pushed. {again}")
+        raise ShardmakeError(f"{rundir.model_receipt} holds no verification, so the model is not pushed. {again}")
     expected = {name: _file_record(entry) for name, entry in receipt["verification"]["files"].items()}
     files = read_folder(rundir.model)
     found = {
@@ -78,7 +78,7 @@ def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
     }
     wrong = differences(expected, found) + [f"{name} is not in the receipt" for name in sorted(found.keys() - expected)]
     if wrong:
-        raise UserError(
+        raise ShardmakeError(
             f"{rundir.model} is not what its receipt says, so it is not pushed: {'; '.join(wrong)}.\n{again}"
         )
     return found

@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from shardmake.core.atomic import fsync_directory
-from shardmake.core.disk import readable, room_in
-from shardmake.core.errors import UserError
+from shardmake.core.disk import format_bytes, free_space
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import SUMS, differences, parse_sums, read_folder
 from shardmake.push.bundle import Bundle
 
@@ -15,7 +15,7 @@ from shardmake.push.bundle import Bundle
 def push_to_folder(bundle: Bundle, target: Path) -> None:
     """Make ``target`` hold exactly ``bundle``; a target that holds it already is not touched.
 
-    Raises `UserError` if the target is somebody else's or cannot be written.
+    Raises `ShardmakeError` if the target is somebody else's or cannot be written.
     """
     try:
         _settle_leftovers(target)
@@ -23,7 +23,7 @@ def push_to_folder(bundle: Bundle, target: Path) -> None:
         if not (target.is_dir() and read_folder(target) == bundle.manifest):
             _replace(bundle, target)
     except OSError as error:
-        raise UserError(
+        raise ShardmakeError(
             f"The model cannot be written to {target}: {error.strerror} ({error.filename}). "
             f"{_remedy(error)}, or choose another one in push.to, and push again."
         ) from error
@@ -39,12 +39,12 @@ def _refuse_foreign(target: Path) -> None:
     if not target.exists():
         return
     if not target.is_dir():
-        raise UserError(f"{target} is a file, so no model can be pushed there. {advice}")
+        raise ShardmakeError(f"{target} is a file, so no model can be pushed there. {advice}")
     names = {path.relative_to(target).as_posix() for path in target.rglob("*") if not path.is_dir()}
     sums = target / SUMS
     ours = {*parse_sums(sums.read_text()), SUMS} if sums.is_file() else set()
     if foreign := sorted(names - ours):
-        raise UserError(
+        raise ShardmakeError(
             f"{target} holds files that no push of Shardmake wrote ({', '.join(foreign[:3])}"
             f"{', ...' if len(foreign) > 3 else ''}), so it is not replaced. {advice}"
         )
@@ -86,14 +86,17 @@ def _copy(bundle: Bundle, staging: Path) -> None:
     for folder in {(staging / name).parent for name in bundle.paths}:
         fsync_directory(folder)
     if wrong := differences(bundle.manifest, read_folder(staging)):
-        raise UserError(f"The copy beside the target is damaged ({'; '.join(wrong)}). Check the disk and push again.")
+        raise ShardmakeError(
+            f"The copy beside the target is damaged ({'; '.join(wrong)}). Check the disk and push again."
+        )
 
 
 def _check_space(bundle: Bundle, folder: Path) -> None:
-    room = room_in(folder)
+    room = free_space(folder)
     if room.free < bundle.size:
-        raise UserError(
-            f"The model needs {readable(bundle.size)}, and {folder} has {readable(room.free)} left ({room.limit}). "
+        raise ShardmakeError(
+            f"The model needs {format_bytes(bundle.size)}, and {folder} has {format_bytes(room.free)} left "
+            f"({room.limit}). "
             "Free some space or choose another folder in push.to, and push again."
         )
 

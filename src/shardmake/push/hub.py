@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Push
-from shardmake.core.errors import UserError
-from shardmake.core.hub import explained, git_object_id, retried
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import SUMS, parse_sums
 from shardmake.push.bundle import CARD, Bundle
 
@@ -48,12 +48,14 @@ class _Place:
 def push_to_hub(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, str]:
     """Make ``repository`` hold ``bundle``; return its address and commit.
 
-    Raises `UserError` if the hub refuses, cannot be reached, or keeps losing files.
+    Raises `ShardmakeError` if the hub refuses, cannot be reached, or keeps losing files.
     """
     owner = repository.partition("/")[0]
     advice = {status: text.format(owner=owner) for status, text in _ADVICE.items()}
-    with explained(f"The push to hub:{repository}", advice, "Nothing is lost: what was uploaded stays. Push again."):
-        return retried(lambda: _push_once(bundle, repository, push, api))
+    with translate_hub_errors(
+        f"The push to hub:{repository}", advice, "Nothing is lost: what was uploaded stays. Push again."
+    ):
+        return with_retries(lambda: _push_once(bundle, repository, push, api))
 
 
 def _push_once(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, str]:
@@ -79,7 +81,7 @@ def _ensure_repository(repository: str, push: Push, api: "HfApi") -> None:
         api.create_repo(repository, private=push.private, exist_ok=True)
         is_private = push.private
     if push.private and not is_private:
-        raise UserError(
+        raise ShardmakeError(
             f"hub:{repository} is public, and push.private asks for a private repository. "
             "Make it private in its settings, or set `private: false` in push."
         )
@@ -128,7 +130,7 @@ def _names_of_last_push(place: _Place, commit: str) -> set[str]:
 def _refuse_foreign(repository: str, overwritten: list[str], ours: set[str]) -> None:
     """A card made on the web may be replaced; another model may not."""
     if foreign := sorted(set(overwritten) - ours - {CARD}):
-        raise UserError(
+        raise ShardmakeError(
             f"The name hub:{repository} is taken: it holds files that no push of Shardmake wrote "
             f"({', '.join(foreign[:3])}). Choose another name in push.to, or another push.revision."
         )

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardmake.core.errors import UserError
-from shardmake.core.hub import first_line, retried
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.hub import first_line, with_retries
 from shardmake.core.manifest import SUMS, FileRecord, parse_sums
 from shardmake.core.secrets import public_url, redact
 from shardmake.push.bundle import Bundle
@@ -68,10 +68,10 @@ def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
 
     Returns ``{"versions": {name: id}}`` where the place keeps versions (a bucket of S3 that was told to), else nothing.
 
-    Raises `UserError` if the place is somebody else's, cannot be reached or written, or loses what was sent.
+    Raises `ShardmakeError` if the place is somebody else's, cannot be reached or written, or loses what was sent.
     """
     with _explained(public_url(url)):
-        return retried(lambda: _push_once(bundle, _open(url), public_url(url)))
+        return with_retries(lambda: _push_once(bundle, _open(url), public_url(url)))
 
 
 def _open(url: str) -> _Place:
@@ -96,7 +96,7 @@ def _push_once(bundle: Bundle, place: _Place, url: str) -> dict[str, Any]:
 
 def _refuse_foreign(foreign: list[str], url: str) -> None:
     if foreign:
-        raise UserError(
+        raise ShardmakeError(
             f"{url} holds files that no push of Shardmake wrote ({', '.join(foreign[:3])}"
             f"{', ...' if len(foreign) > 3 else ''}). Choose another prefix in push.to, or move them away."
         )
@@ -136,10 +136,12 @@ def _explained(url: str) -> Iterator[None]:
     protocol = url.partition("://")[0]
     try:
         yield
-    except UserError:
+    except ShardmakeError:
         raise
     except Exception as error:
-        raise UserError(f"The push to {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}") from error
+        raise ShardmakeError(
+            f"The push to {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}"
+        ) from error
 
 
 def _advice(error: Exception, protocol: str) -> str:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Push, Run
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import UserError
-from shardmake.core.manifest import as_json
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.manifest import manifest_json
 from shardmake.core.secrets import public_url
 from shardmake.push.bundle import Bundle, make_bundle
 from shardmake.push.folder import push_to_folder
@@ -30,7 +30,7 @@ def push(run: Run, rundir: RunDir, tell: Tell = lambda _: None) -> dict[str, Any
     ``{"destinations": [{"to", ...}], "files": {name: {"size", "sha256"}}}``, sizes in bytes.
     """
     if run.push is None:
-        raise UserError(
+        raise ShardmakeError(
             f"Run {rundir.name} has no push.to. Add one, such as `push: {{to: file:published/{rundir.name}}}`."
         )
     bundle = make_bundle(run, rundir)
@@ -41,11 +41,11 @@ def push(run: Run, rundir: RunDir, tell: Tell = lambda _: None) -> dict[str, Any
         try:
             results.append({"to": public_url(destination), **_push_to(destination, run.push, bundle)})
             tell(f"{public_url(destination)} holds the model; every file was read back and compared.")
-        except UserError as error:
+        except ShardmakeError as error:
             complaints.append(str(error))
     if complaints:
-        raise UserError("\n".join(complaints))
-    receipt = {"destinations": results, "files": as_json(bundle.manifest)}
+        raise ShardmakeError("\n".join(complaints))
+    receipt = {"destinations": results, "files": manifest_json(bundle.manifest)}
     write_json(rundir.push_receipt, receipt)
     return receipt
 
@@ -65,12 +65,12 @@ def _connect(repository: str) -> "HfApi":
     from huggingface_hub import HfApi, constants, get_token
 
     if constants.is_offline_mode():
-        raise UserError(
+        raise ShardmakeError(
             f"hub:{repository} cannot be reached while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
             "Unset it for the push, on a machine with internet."
         )
     if get_token() is None:
-        raise UserError(
+        raise ShardmakeError(
             f"hub:{repository} needs a token with write permission. "
             "Run `hf auth login`, or set HF_TOKEN, and push again."
         )

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from shardmake.config.models import Run
 from shardmake.memory.model import Model
-from shardmake.run.plan import Choice, Plan, engine_of
+from shardmake.run.plan import Choice, Plan, spec_of
 
 IGNORED_IN_FILE: Final = ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
 """Keys that `accelerate launch` takes from its command line alone.
@@ -21,7 +21,7 @@ def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) 
     false also on CPU: with true, the launcher drops DeepSpeed without a word and starts one process only. That ranks
     run on the CPU is said in the training arguments.
     """
-    choice, engine = plan.choice, engine_of(plan.choice)
+    choice, engine = plan.choice, spec_of(plan.choice)
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": engine.distributed_type,
@@ -65,7 +65,7 @@ def _mesh(choice: Choice) -> dict[str, Any]:
 
 def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
     """FSDP's settings, by accelerate's names without their prefix ``fsdp_``."""
-    engine = engine_of(choice)
+    engine = spec_of(choice)
     values: dict[str, Any] = {
         "version": run.fsdp_version,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.core.environment import kernel_caches
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.render import parsers
-from shardmake.run.plan import Choice, engine_of
+from shardmake.run.plan import Choice, spec_of
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Files:
 
 
 def check_rendered(files: Files, choice: Choice, hidden_size: int, flags: list[str], scratch: str) -> None:
-    """Have the libraries read ``files``; a `UserError` lists everything that they refuse or understand differently.
+    """Have the libraries read ``files``; ShardmakeError lists everything that they refuse or understand differently.
 
     ``hidden_size`` is the model's, from which Trainer fills in bucket sizes. ``flags`` are the options of `accelerate
     launch` that stand beside the file; ``scratch`` is the folder for compiled kernels, of which DeepSpeed builds one
@@ -40,7 +40,9 @@ def check_rendered(files: Files, choice: Choice, hidden_size: int, flags: list[s
     request = {"files": asdict(files), "choice": choice.model_dump(), "hidden_size": hidden_size, "flags": flags}
     problems = ask_libraries("shardmake.render.check", request, choice.world_size, bool(files.deepspeed), scratch)
     if problems:
-        raise UserError("\n".join(["The rendered files do not fit together:", *(f"  {line}" for line in problems)]))
+        raise ShardmakeError(
+            "\n".join(["The rendered files do not fit together:", *(f"  {line}" for line in problems)])
+        )
 
 
 def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> list[str]:
@@ -56,7 +58,7 @@ def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deep
             check=False,
         )
         if not answer.is_file():
-            raise UserError(f"The files could not be checked:\n{process.stderr[-3000:]}")
+            raise ShardmakeError(f"The files could not be checked:\n{process.stderr[-3000:]}")
         return json.loads(answer.read_text())
 
 
@@ -104,7 +106,7 @@ def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Pa
     """Each key of the file must reach the launch arguments, and the launch must start the planned ranks."""
     launched, ignored = parsers.launch_arguments(files.accelerate, flags, folder)
     parsers.check_replicas(files.accelerate.get("parallelism_config", {}))
-    per_node, engine = launched.num_processes // launched.num_machines, engine_of(choice).distributed_type
+    per_node, engine = launched.num_processes // launched.num_machines, spec_of(choice).distributed_type
     flat = {key: value for key, value in _flat(files.accelerate).items() if key not in ignored}
     return [
         *(

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from shardmake.run.plan import Choice, engine_of
+from shardmake.run.plan import Choice, spec_of
 
 
 def expected_engine(choice: Choice, fsdp_version: int) -> dict[str, Any]:
     """What the ranks compare with the engine that came up, and refuse to train otherwise."""
-    engine = engine_of(choice)
+    engine = spec_of(choice)
     values = {
         "engine": engine.name,
         "zero_stage": engine.zero_stage,

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.render import parsers
 from shardmake.render.check import answer_request, ask_libraries, problems_of
 
@@ -68,7 +68,7 @@ REFUSED_BESIDE_DEEPSPEED_FILE: Final = (
 
 
 @dataclass(frozen=True)
-class Source:
+class ConfigFile:
     """One configuration file."""
 
     kind: Kind
@@ -85,7 +85,7 @@ class Finding:
 
 
 def check_files(paths: Sequence[Path], scratch: str = "/tmp") -> list[Finding]:
-    """Everything wrong within and between the files; `UserError` for what cannot be read or told apart."""
+    """Everything wrong within and between the files; `ShardmakeError` for what cannot be read or told apart."""
     sources = read_sources(paths)
     request = {"sources": [asdict(source) for source in sources.values()]}
     answers = ask_libraries("shardmake.render.lint", request, _world_size(sources), "deepspeed" in sources, scratch)
@@ -93,36 +93,36 @@ def check_files(paths: Sequence[Path], scratch: str = "/tmp") -> list[Finding]:
     return [*compare(sources), *libraries]
 
 
-def read_sources(paths: Sequence[Path]) -> dict[Kind, Source]:
+def read_sources(paths: Sequence[Path]) -> dict[Kind, ConfigFile]:
     """The files by kind, with the DeepSpeed file that another one refers to."""
-    found: dict[Kind, Source] = {}
+    found: dict[Kind, ConfigFile] = {}
     for path in paths:
         source = read_source(path)
         if other := found.get(source.kind):
-            raise UserError(f"{other.name} and {source.name} are both {TITLES[source.kind]}; give one of a kind.")
+            raise ShardmakeError(f"{other.name} and {source.name} are both {TITLES[source.kind]}; give one of a kind.")
         found[source.kind] = source
     if "deepspeed" not in found and (referred := _referred(found)):
         found["deepspeed"] = read_source(referred)
     return found
 
 
-def read_source(path: Path) -> Source:
+def read_source(path: Path) -> ConfigFile:
     """One file with its kind, known by its keys."""
     try:
         # YAML reads 5e8 as text, JSON as a number; each file is read as the libraries will.
         values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise UserError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
+        raise ShardmakeError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
     except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise ShardmakeError(f"{path} cannot be read: {error}") from None
     kinds = [
         kind for kind, signs in SIGNS.items() if isinstance(values, dict) and any(sign in values for sign in signs)
     ]
     if not kinds:
         wanted = "; ".join(f"{TITLES[kind]}: {', '.join(signs)}" for kind, signs in SIGNS.items())
-        raise UserError(f"{path} is no configuration file known here. It has none of the keys of: {wanted}.")
+        raise ShardmakeError(f"{path} is no configuration file known here. It has none of the keys of: {wanted}.")
     kind = kinds[0]
-    return Source(kind, str(path), values.get("arguments", values) if kind == "training" else values)
+    return ConfigFile(kind, str(path), values.get("arguments", values) if kind == "training" else values)
 
 
 def _kind_of(values: Any) -> Kind | None:
@@ -130,9 +130,9 @@ def _kind_of(values: Any) -> Kind | None:
     return next((kind for kind, signs in SIGNS.items() if any(sign in keys for sign in signs)), None)
 
 
-def _referred(sources: Mapping[Kind, Source]) -> Path | None:
+def _referred(sources: Mapping[Kind, ConfigFile]) -> Path | None:
     """The DeepSpeed file that training arguments or an Accelerate file name, where it exists."""
-    named: list[tuple[Source, Any]] = []
+    named: list[tuple[ConfigFile, Any]] = []
     if "training" in sources:
         named.append((sources["training"], sources["training"].values.get("deepspeed")))
     if "accelerate" in sources:
@@ -145,14 +145,14 @@ def _referred(sources: Mapping[Kind, Source]) -> Path | None:
     return None
 
 
-def _world_size(sources: Mapping[Kind, Source]) -> int:
+def _world_size(sources: Mapping[Kind, ConfigFile]) -> int:
     return int(sources["accelerate"].values.get("num_processes", 1)) if "accelerate" in sources else 1
 
 
 # --- comparing, pure --------------------------------------------------------------------------------------------------
 
 
-def compare(sources: Mapping[Kind, Source]) -> list[Finding]:
+def compare(sources: Mapping[Kind, ConfigFile]) -> list[Finding]:
     """What contradicts between the files, with both values and who would win."""
     accelerate, deepspeed, training = (sources.get(kind) for kind in ("accelerate", "deepspeed", "training"))
     found: list[Finding] = []
@@ -167,7 +167,7 @@ def compare(sources: Mapping[Kind, Source]) -> list[Finding]:
     return found
 
 
-def _deepspeed_against_training(deepspeed: Source, training: Source) -> Iterator[Finding]:
+def _deepspeed_against_training(deepspeed: ConfigFile, training: ConfigFile) -> Iterator[Finding]:
     written = dict(parsers.leaves(deepspeed.values))
     for key, argument in SHARED.items():
         ours = training.values.get(argument, TRAINING_DEFAULTS[argument])
@@ -196,7 +196,7 @@ def _type_hint(given: object, ours: object) -> str:
     return f" (types count: {type(given).__name__} is not {type(ours).__name__})" if str(given) == str(ours) else ""
 
 
-def _accelerate_against_deepspeed(accelerate: Source, deepspeed: Source) -> Iterator[Finding]:
+def _accelerate_against_deepspeed(accelerate: ConfigFile, deepspeed: ConfigFile) -> Iterator[Finding]:
     section = accelerate.values.get("deepspeed_config") or {}
     refused = [f"deepspeed_config.{key}" for key in REFUSED_BESIDE_DEEPSPEED_FILE if key in section]
     if accelerate.values.get("mixed_precision") and accelerate.values["distributed_type"] == "DEEPSPEED":
@@ -227,7 +227,7 @@ _DEEPSPEED_NAMES: Final = {
 }
 
 
-def _batch(accelerate: Source, deepspeed: Source) -> Iterator[Finding]:
+def _batch(accelerate: ConfigFile, deepspeed: ConfigFile) -> Iterator[Finding]:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     total, micro, accumulation = (deepspeed.values.get(name) for name in names)
     ranks = accelerate.values.get("num_processes")
@@ -242,7 +242,7 @@ def _batch(accelerate: Source, deepspeed: Source) -> Iterator[Finding]:
         )
 
 
-def _accelerate_against_training(accelerate: Source, training: Source) -> Iterator[Finding]:
+def _accelerate_against_training(accelerate: ConfigFile, training: ConfigFile) -> Iterator[Finding]:
     launched = accelerate.values.get("mixed_precision") or "no"
     asked = next((name for name in ("bf16", "fp16") if training.values.get(name)), "no")
     if launched != asked:
@@ -256,7 +256,7 @@ def _accelerate_against_training(accelerate: Source, training: Source) -> Iterat
         yield from _fsdp(accelerate, training)
 
 
-def _fsdp(accelerate: Source, training: Source) -> Iterator[Finding]:
+def _fsdp(accelerate: ConfigFile, training: ConfigFile) -> Iterator[Finding]:
     """Trainer hands its own values to the plugin; the launcher's count only for what Trainer leaves out."""
     launched = {key.removeprefix("fsdp_"): value for key, value in (accelerate.values.get("fsdp_config") or {}).items()}
     asked = {key.removeprefix("fsdp_"): value for key, value in (training.values.get("fsdp_config") or {}).items()}
@@ -271,7 +271,7 @@ def _fsdp(accelerate: Source, training: Source) -> Iterator[Finding]:
             )
 
 
-def _accelerate_alone(accelerate: Source) -> Iterator[Finding]:
+def _accelerate_alone(accelerate: ConfigFile) -> Iterator[Finding]:
     kind = accelerate.values.get("distributed_type")
     if accelerate.values.get("use_cpu") and kind not in ("NO", "MULTI_CPU"):
         yield Finding(
@@ -285,7 +285,7 @@ def _accelerate_alone(accelerate: Source) -> Iterator[Finding]:
 
 
 def _ask(request: dict[str, Any], folder: Path) -> list[str]:
-    sources: dict[str, Source] = {source["kind"]: Source(**source) for source in request["sources"]}
+    sources: dict[str, ConfigFile] = {source["kind"]: ConfigFile(**source) for source in request["sources"]}
     parsers.pretend_world(_world_size(sources))  # type: ignore[arg-type]
     checks = {"accelerate": _read_accelerate, "deepspeed": _read_deepspeed, "training": _read_training}
     return [
@@ -295,19 +295,19 @@ def _ask(request: dict[str, Any], folder: Path) -> list[str]:
     ]
 
 
-def _read_accelerate(source: Source, folder: Path) -> list[str]:
+def _read_accelerate(source: ConfigFile, folder: Path) -> list[str]:
     _, ignored = parsers.launch_arguments(source.values, [], folder)
     return [f"accelerate ignores {key}; give it on the command line" for key in ignored]
 
 
-def _read_deepspeed(source: Source, folder: Path) -> list[str]:
+def _read_deepspeed(source: ConfigFile, folder: Path) -> list[str]:
     filled = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     without_total = {key: value for key, value in source.values.items() if key != "train_batch_size"}
     _, ignored = parsers.deepspeed_settings(without_total, filled)
     return [f"DeepSpeed ignores {key}" for key in ignored]
 
 
-def _read_training(source: Source, folder: Path) -> list[str]:
+def _read_training(source: ConfigFile, folder: Path) -> list[str]:
     from transformers import TrainingArguments
 
     known = TrainingArguments.__dataclass_fields__

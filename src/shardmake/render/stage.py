@@ -11,7 +11,7 @@ import yaml
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import write_json, write_text
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory.model import Model, read_model
 from shardmake.render.accelerate_file import accelerate_config
 from shardmake.render.check import Files, check_rendered
@@ -27,8 +27,8 @@ def render(plan: Plan, run: Run, cluster: Cluster, folder: Path) -> list[str]:
     """Write the three files of ``plan`` into ``folder``, each only if its content changed.
 
     Before that the libraries' own parsers read them (`shardmake.render.check`). Returns a line for everything that the
-    run's own files changed. Raises `UserError` where run, plan and own files contradict each other or a library would
-    refuse a file.
+    run's own files changed. Raises ShardmakeError where run, plan and own files contradict each other or a library
+    would refuse a file.
     """
     _check_batch(plan.choice, run)
     _check_hybrid(plan.choice)
@@ -89,12 +89,12 @@ def threads_per_process(plan: Plan) -> int:
 
 def _check_hybrid(choice: Choice) -> None:
     if choice.strategy == "fsdp-hybrid" and choice.processes_per_node == 1:
-        raise UserError("fsdp-hybrid shards within a node, and this plan has one rank a node. Use fsdp or ddp.")
+        raise ShardmakeError("fsdp-hybrid shards within a node, and this plan has one rank a node. Use fsdp or ddp.")
 
 
 def _check_batch(choice: Choice, run: Run) -> None:
     if choice.global_batch_size != run.global_batch_size:
-        raise UserError(
+        raise ShardmakeError(
             f"global_batch_size is {run.global_batch_size}, but the plan makes {choice.global_batch_size}: "
             f"{choice.readers} x {choice.micro_batch_size} sequences x "
             f"{choice.gradient_accumulation_steps} accumulation steps. Run `shardmake plan` again, or choose a "

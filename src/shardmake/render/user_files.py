@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Run
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files
 from shardmake.render.lint import REFUSED_BESIDE_DEEPSPEED_FILE, SHARED, TITLES, Kind, read_source
 from shardmake.render.parsers import leaves
-from shardmake.run.plan import Choice, engine_of
+from shardmake.run.plan import Choice, spec_of
 
 STOPS: Final = "Transformers would have stopped, once the model is loaded on every rank."
 ACCELERATE_STOPS: Final = "Accelerate would have stopped: it refuses this key beside a DeepSpeed file."
@@ -64,7 +64,7 @@ _ADVICE: Final = 'Remove those keys from your file (or write "auto" in a DeepSpe
 def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list[str]]:
     """``files`` with what the run's own files add, and a line for everything taken over or left out.
 
-    Raises `UserError` with every contradiction.
+    Raises `ShardmakeError` with every contradiction.
     """
     conflicts: list[str] = []
     told: list[str] = []
@@ -73,13 +73,13 @@ def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list
     if run.accelerate_config:
         files = _merge_accelerate(run.accelerate_config, files, run, conflicts, told)
     if conflicts:
-        raise UserError("\n".join(["Your own files contradict the run and its plan:", *conflicts, _ADVICE]))
+        raise ShardmakeError("\n".join(["Your own files contradict the run and its plan:", *conflicts, _ADVICE]))
     return files, told
 
 
 def _merge_deepspeed(name: str, files: Files, choice: Choice, conflicts: list[str], told: list[str]) -> dict[str, Any]:
     if not choice.is_deepspeed:
-        raise UserError(
+        raise ShardmakeError(
             f"deepspeed_config names {name}, but strategy {choice.strategy} does not use DeepSpeed. Remove "
             "deepspeed_config, or set strategy to one of DeepSpeed's (zero1, zero2, zero3 ...)."
         )
@@ -108,13 +108,13 @@ def _merge_accelerate(name: str, files: Files, run: Run, conflicts: list[str], t
 def _read(path: str, kind: Kind) -> dict[str, Any]:
     source = read_source(Path(path))
     if source.kind != kind:
-        raise UserError(f"{kind}_config names {path}, which looks like {TITLES[source.kind]}.")
+        raise ShardmakeError(f"{kind}_config names {path}, which looks like {TITLES[source.kind]}.")
     return source.values
 
 
 def _planned_deepspeed(files: Files, choice: Choice) -> dict[str, Any]:
     """What the run says for each key that its own file may not change, "auto" resolved."""
-    engine, arguments = engine_of(choice), files.training["arguments"]
+    engine, arguments = spec_of(choice), files.training["arguments"]
     return {
         **{key: arguments[argument] for key, argument in SHARED.items()},
         "train_batch_size": choice.global_batch_size,

@@ -14,10 +14,10 @@ from shardmake.core.atomic import read_json
 from shardmake.core.hub import is_hub_id
 from shardmake.report.figures import length_name
 from shardmake.report.flops import utilization
-from shardmake.report.history import History, attempt_of, read_history
+from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import read_plan
-from shardmake.run.sources import Source, Sources, localize, read_sources
+from shardmake.run.sources import PinnedSource, Sources, localize, read_sources
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
@@ -39,7 +39,7 @@ _METHODS = {"full": "full fine-tuning", "lora": f"LoRA, {_MERGED}", "qlora": f"Q
 def render_card(run: Run, rundir: RunDir) -> str:
     """The card of a finished, evaluated run, as Markdown with a YAML header.
 
-    Raises `UserError` if a stage that the card tells of has not run.
+    Raises `ShardmakeError` if a stage that the card tells of has not run.
     """
     from huggingface_hub import ModelCard
 
@@ -123,7 +123,7 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str
     }
 
 
-def _hardware(world_size: int, history: History, rundir: RunDir) -> str:
+def _hardware(world_size: int, history: TrainingHistory, rundir: RunDir) -> str:
     """Devices of the last attempt, by the kind that the cluster file names."""
     last = attempt_of(rundir, history.spans[-1].number).read()
     kind = "CPU ranks" if last.accelerator == "cpu" else last.accelerator.upper()
@@ -141,7 +141,7 @@ def _course(run: Run, training: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def _commit(source: Source | None, revision: str | None) -> str | None:
+def _commit(source: PinnedSource | None, revision: str | None) -> str | None:
     """The commit that was fetched, else the revision that the configuration names."""
     return source.commit if source and source.commit else revision
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from shardmake.report.flops import Utilization
-from shardmake.report.history import History
+from shardmake.report.history import TrainingHistory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,7 +43,7 @@ class Memory:
     measured: int | None
 
 
-def loss(history: History) -> Drawing:
+def loss(history: TrainingHistory) -> Drawing:
     """Training loss, evaluation loss where it was taken, and where an attempt ended."""
 
     def draw(figure: "Figure") -> None:
@@ -57,7 +57,7 @@ def loss(history: History) -> Drawing:
     return draw
 
 
-def optimizer(history: History) -> Drawing:
+def optimizer(history: TrainingHistory) -> Drawing:
     """Learning rate above, gradient norm before clipping below."""
 
     def draw(figure: "Figure") -> None:
@@ -71,7 +71,7 @@ def optimizer(history: History) -> Drawing:
     return draw
 
 
-def speed(history: History, used: Utilization | None) -> Drawing:
+def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
     """Tokens a second over all ranks, and on the right what share of the peak that is."""
 
     def draw(figure: "Figure") -> None:
@@ -131,7 +131,7 @@ def length_name(bucket: Mapping[str, Any]) -> str:
     return "longer" if bucket["up_to"] is None else f"up to {bucket['up_to']:,}"
 
 
-def _mark_interruptions(axes: "Axes", history: History) -> None:
+def _mark_interruptions(axes: "Axes", history: TrainingHistory) -> None:
     for number, interruption in enumerate(history.interruptions):
         axes.axvline(
             interruption.after_step, color=GREY, linestyle=":", linewidth=1, label=None if number else "interrupted"

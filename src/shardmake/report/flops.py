@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from shardmake.config.models import Method, Run
 from shardmake.memory.hardware import find_accelerator
 from shardmake.memory.model import Model, Tensor, read_model
-from shardmake.report.history import History, attempt_of
+from shardmake.report.history import TrainingHistory, attempt_of
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import read_plan
 from shardmake.run.sources import localize
@@ -25,7 +25,7 @@ class Utilization:
     """1 is the dense peak of all ranks' devices."""
 
 
-def utilization(run: Run, rundir: RunDir, history: History) -> Utilization | None:
+def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilization | None:
     """The MFU of a training; None on CPUs, which have no peak worth the name, and where no speed was logged."""
     lines = [line for line in history.lines if "tokens_per_second" in line]
     peaks = {span.number: _peak(rundir, span.number) for span in history.spans}

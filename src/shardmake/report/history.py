@@ -39,7 +39,7 @@ class Interruption:
 
 
 @dataclass(frozen=True)
-class History:
+class TrainingHistory:
     """The attempts of a training, in order."""
 
     spans: list[Span]
@@ -74,7 +74,7 @@ class History:
         return [step for step, _ in found], [value for _, value in found]
 
 
-def read_history(rundir: RunDir) -> History:
+def read_history(rundir: RunDir) -> TrainingHistory:
     """The history of a run; attempts that neither logged a step nor left an exit record are not in it."""
     text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
     lines = [line for line in parse_metrics(text) if {"attempt", "time"} <= line.keys()]
@@ -84,7 +84,7 @@ def read_history(rundir: RunDir) -> History:
     spans = [
         _span(AttemptDir(folder), [x for x in lines if x["attempt"] == int(folder.name)], ends) for folder in folders
     ]
-    return History([span for span in spans if span is not None])
+    return TrainingHistory([span for span in spans if span is not None])
 
 
 def _span(folder: AttemptDir, lines: list[Line], ends: dict[int, str]) -> Span | None:

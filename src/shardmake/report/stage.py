@@ -12,7 +12,7 @@ from shardmake.report import figures
 from shardmake.report.card import public_name
 from shardmake.report.figures import GIB, Memory, length_name
 from shardmake.report.flops import Utilization, utilization
-from shardmake.report.history import History, read_history
+from shardmake.report.history import TrainingHistory, read_history
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan, read_plan
 
@@ -22,7 +22,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 def write_report(run: Run, rundir: RunDir) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
 
-    Raises `UserError` if a stage that the report tells of has not run.
+    Raises `ShardmakeError` if a stage that the report tells of has not run.
     """
     facts = _read(run, rundir)
     drawings = {name: figures.as_svg(name, drawing) for name, drawing in _draw(facts).items()}
@@ -43,7 +43,7 @@ class _Facts:
 
     plan: Plan
     training: dict[str, Any]
-    history: History
+    history: TrainingHistory
     used: Utilization | None
     memory: Memory
     evaluation: dict[str, Any]
@@ -92,7 +92,7 @@ def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> 
     )
 
 
-def memory_of(estimates: dict[str, Any], plan: Plan, history: History) -> Memory:
+def memory_of(estimates: dict[str, Any], plan: Plan, history: TrainingHistory) -> Memory:
     """The estimate of what was chosen, beside the most that the allocator held (None on CPUs)."""
     chosen = next(item for item in estimates["candidates"] if Choice.model_validate(item["choice"]) == plan.choice)
     measured = [line["memory"]["reserved"] for line in history.lines if "memory" in line]

@@ -20,13 +20,13 @@ from shardmake.core.atomic import digest, read_json, write_json
 from shardmake.run.paths import RunDir
 
 
-class Record(BaseModel):
+class RunRecord(BaseModel):
     """A value that one process writes as JSON and another reads."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-class Attempt(Record):
+class Attempt(RunRecord):
     """What the driver decided for one submission."""
 
     number: int = Field(description="1 for the first attempt of the run.")
@@ -44,7 +44,7 @@ class Attempt(Record):
     planned_bandwidth: float | None = Field(
         None, description="Bytes per second that one node should reach to others; None where there are no others."
     )
-    plan_digest: str = Field("", description="Digest of the plan whose ladder the attempt's rung belongs to.")
+    plan_digest: str = Field("", description="Digest of the plan whose fallbacks the attempt's fallback belongs to.")
     hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
     checkpoint_bytes: int = Field(0, description="Estimated size of a checkpoint; 0 if there is no estimate.")
     rendezvous_seconds: float = Field(300, description="How long nodes wait for each other.")
@@ -66,7 +66,7 @@ class Attempt(Record):
         return Path(self.scratch, f"shardmake-{os.getuid()}", "saves", name)
 
 
-class NodeExit(Record):
+class NodeExit(RunRecord):
     """The last thing a worker writes: how its node's ranks ended."""
 
     node_rank: int = Field(description="Rank of the node in the job.")
@@ -86,7 +86,7 @@ class NodeExit(Record):
     oom_kills: int = Field(0, description="Processes of this job that the kernel killed here for want of memory.")
 
 
-class RankError(Record):
+class RankError(RunRecord):
     """The exception that ended a rank."""
 
     rank: int = Field(description="Global rank.")
@@ -99,11 +99,11 @@ class RankError(Record):
     step: int | None = Field(None, description="Step that failed, where the error says so.")
 
 
-SILENT = "script"
+USER_SCRIPT_PHASE = "script"
 """Phase of a rank that runs a script of the user's: no further sign is to be expected."""
 
 
-class Beat(Record):
+class Heartbeat(RunRecord):
     """A rank's heartbeat: the last sign of progress."""
 
     rank: int = Field(description="Global rank.")
@@ -114,10 +114,10 @@ class Beat(Record):
     )
     step: int = Field(description="Optimizer steps done.")
     time: float = Field(description="Unix time of the progress.")
-    usual: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
+    median_step_seconds: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
 
 
-class Hang(Record):
+class Hang(RunRecord):
     """What the workers found when the ranks made no progress any more."""
 
     rank: int | None = Field(description="The rank that held up the others; None if none stands out.")
@@ -138,7 +138,7 @@ class AttemptDir:
 
     @property
     def plan(self) -> Path:
-        """The plan of this attempt; its choice may be a later rung of the ladder."""
+        """The plan of this attempt; its choice may be a later fallback of the fallbacks."""
         return self.root / "plan.json"
 
     @property
@@ -210,13 +210,13 @@ class AttemptDir:
         return self.stacks / f"rank-{rank}.txt"
 
     def heartbeat(self, rank: int) -> Path:
-        """The `Beat` of a rank."""
+        """The `Heartbeat` of a rank."""
         return self.root / "heartbeat" / f"rank-{rank}.json"
 
-    def beat(self, rank: int) -> Beat | None:
+    def beat(self, rank: int) -> Heartbeat | None:
         """The last heartbeat of a rank; None before its first."""
         with contextlib.suppress(FileNotFoundError):
-            return Beat.model_validate_json(self.heartbeat(rank).read_text())
+            return Heartbeat.model_validate_json(self.heartbeat(rank).read_text())
         return None
 
     def is_superseded(self) -> bool:
@@ -256,7 +256,7 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
-def write_record(path: Path, record: Record) -> None:
+def write_record(path: Path, record: RunRecord) -> None:
     """Write ``record`` atomically."""
     write_json(path, record.model_dump(mode="json"))
 
@@ -277,9 +277,17 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
     write_record(folder.errors / f"rank-{rank}.json", record)
 
 
-def write_beat(folder: AttemptDir, rank: int, phase: str, step: int, usual: float = 0.0) -> None:
+def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median_step_seconds: float = 0.0) -> None:
     """Replace the heartbeat of ``rank``; atomic, and not synced: it is written every few seconds, and read here."""
-    beat = Beat(rank=rank, host=host_name(), pid=os.getpid(), phase=phase, step=step, time=time.time(), usual=usual)
+    beat = Heartbeat(
+        rank=rank,
+        host=host_name(),
+        pid=os.getpid(),
+        phase=phase,
+        step=step,
+        time=time.time(),
+        median_step_seconds=median_step_seconds,
+    )
     path = folder.heartbeat(rank)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".rank-{rank}.tmp")

@@ -47,7 +47,7 @@ class RunDir:
 
     @property
     def plan(self) -> Path:
-        """The choice, the reason, the ladder (`shardmake.run.plan.Plan`)."""
+        """The choice, the reason, the fallbacks (`shardmake.run.plan.Plan`)."""
         return self.plan_folder / "plan.json"
 
     @property

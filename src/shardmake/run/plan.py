@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.config.models import Attention, Loss, Method, Optimizer, Precision, Strategy
-from shardmake.config.strategies import ENGINES, Engine
+from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.atomic import read_json
 
 
@@ -85,8 +85,8 @@ class Resources(Frozen):
     cpus: int = Field(gt=0, description="Cores per node.")
 
 
-class Rung(Frozen):
-    """A choice further down the ladder, and its host RAM, which may be more than that of the choice above."""
+class Fallback(Frozen):
+    """A choice further down the fallbacks, and its host RAM, which may be more than that of the choice above."""
 
     choice: Choice = Field(description="What training takes next.")
     host_memory: int = Field(gt=0, description="Host RAM per node that it needs, bytes.")
@@ -101,15 +101,15 @@ class Plan(Frozen):
     workload: Workload = Field(description="What is trained.")
     reason: str = Field(description="One sentence: why this choice.")
     rejected: dict[str, str] = Field(description="Each candidate not taken, with the reason.")
-    ladder: list[Rung] = Field(description="What training takes next after each out-of-memory, in order.")
+    fallbacks: list[Fallback] = Field(description="What training takes next after each out-of-memory, in order.")
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
     resources: dict[str, Resources] = Field(description="By stage: train, consolidate, evaluate, data.")
 
-    def at(self, rung: int) -> "Plan":
-        """The plan of an attempt on that rung, from 1 on; 0 is the choice."""
-        if rung == 0:
+    def at(self, fallback: int) -> "Plan":
+        """The plan of an attempt on that fallback, from 1 on; 0 is the choice."""
+        if fallback == 0:
             return self
-        below = self.ladder[rung - 1]
+        below = self.fallbacks[fallback - 1]
         changed = self.model_copy(update={"choice": below.choice, "host_memory": below.host_memory})
         return changed.asking(below.memory_gib)
 
@@ -118,26 +118,26 @@ class Plan(Frozen):
         train = self.resources["train"].model_copy(update={"memory_gib": memory_gib})
         return self.model_copy(update={"resources": {**self.resources, "train": train}})
 
-    def rungs_below(self, rung: int, *, host: bool) -> Iterator[int]:
-        """The rungs that may follow ``rung`` after an out-of-memory of the GPU or, with ``host``, of the node.
+    def fallbacks_below(self, fallback: int, *, host: bool) -> Iterator[int]:
+        """The fallbacks that may follow ``fallback`` after an out-of-memory of the GPU or, with ``host``, of the node.
 
-        A rung that needs less GPU memory because it offloads needs more of the node's.
+        A fallback that needs less GPU memory because it offloads needs more of the node's.
         """
-        needs = self.at(rung).host_memory
-        below = range(rung + 1, len(self.ladder) + 1)
-        return (number for number in below if not host or self.ladder[number - 1].host_memory < needs)
+        needs = self.at(fallback).host_memory
+        below = range(fallback + 1, len(self.fallbacks) + 1)
+        return (number for number in below if not host or self.fallbacks[number - 1].host_memory < needs)
 
 
 def read_plan(path: Path) -> Plan:
-    """The plan at ``path``; a `UserError` if it is not there yet."""
+    """The plan at ``path``; a `ShardmakeError` if it is not there yet."""
     return Plan.model_validate(read_json(path, "shardmake plan NAME"))
 
 
-def as_json(value: Frozen) -> Any:
+def plan_json(value: Frozen) -> Any:
     """``value`` as JSON data, keys in the order of the fields."""
     return value.model_dump(mode="json")
 
 
-def engine_of(choice: Choice) -> Engine:
+def spec_of(choice: Choice) -> StrategySpec:
     """The engine behind a choice's strategy."""
-    return ENGINES[choice.strategy]
+    return STRATEGY_SPECS[choice.strategy]

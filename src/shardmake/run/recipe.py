@@ -21,7 +21,7 @@ _RESULT_ARGUMENTS = (
 )
 
 
-def recipe_digest(settings: Mapping[str, Any], plan: Plan, data_receipt: Mapping[str, Any]) -> str:
+def settings_digest(settings: Mapping[str, Any], plan: Plan, data_receipt: Mapping[str, Any]) -> str:
     """Digest of model, method, data and hyperparameters.
 
     Checkpoints of equal digests may be resumed under another strategy, node count or micro batch; checkpoints of

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
-def swap(folder: Path, theirs: str, ours: str, tell: Callable[[str], None]) -> None:
+def stash_and_restore(folder: Path, theirs: str, ours: str, tell: Callable[[str], None]) -> None:
     """Put aside ``folder``, made under the recipe ``theirs``, and take back what was once made there under ``ours``."""
     aside = next(place for place in _places(folder, theirs) if not place.exists())
     tell(f"{folder.name} belongs to other settings; it is now {aside.name}.")

@@ -10,12 +10,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import RunDir
 
 
-class Source(BaseModel):
+class PinnedSource(BaseModel):
     """A model or data set as it lies on this machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -33,9 +33,9 @@ class Sources(BaseModel):
     """``sources.json``: everything that a run starts from."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
-    model: Source = Field(description="The base model.")
-    train: Source = Field(description="The training examples.")
-    eval: Source | None = Field(None, description="The evaluation examples, where they are given apart.")
+    model: PinnedSource = Field(description="The base model.")
+    train: PinnedSource = Field(description="The training examples.")
+    eval: PinnedSource | None = Field(None, description="The evaluation examples, where they are given apart.")
 
 
 def read_sources(rundir: RunDir) -> Sources | None:
@@ -46,7 +46,7 @@ def read_sources(rundir: RunDir) -> Sources | None:
 def localize(run: Run, rundir: RunDir) -> Run:
     """``run`` with its hub ids replaced by the local copies; unchanged where nothing was fetched.
 
-    Raises `UserError` where the configuration names something else than what was fetched.
+    Raises `ShardmakeError` where the configuration names something else than what was fetched.
     """
     sources = read_sources(rundir)
     if sources is None:
@@ -66,11 +66,11 @@ def localize(run: Run, rundir: RunDir) -> Run:
     return run.model_copy(update={"model": sources.model.path, "revision": None, "data": data})
 
 
-def _check_same(named: tuple[str | None, ...], source: Source | None, rundir: RunDir) -> None:
+def _check_same(named: tuple[str | None, ...], source: PinnedSource | None, rundir: RunDir) -> None:
     """Refuse a source that is not what the configuration names: (name, subset, revision); of a path, only the name."""
     fetched = (source.name, source.subset, source.revision) if source else (None, None, None)
     if fetched[0] != named[0] or (source and source.commit and fetched != named):
-        raise UserError(
+        raise ShardmakeError(
             f"The configuration names {_said(named)}, and {rundir.sources} was made for {_said(fetched)}. "
             f"Fetch again: shardmake fetch {rundir.name}"
         )
@@ -80,7 +80,7 @@ def _said(named: tuple[str | None, ...]) -> str:
     return " ".join(part for part in named if part) or "nothing"
 
 
-def missing_files(source: Source) -> list[str]:
+def missing_files(source: PinnedSource) -> list[str]:
     """The fetched files of ``source`` that are not here, or not at their size."""
     paths = {name: Path(source.path, name) for name in source.files}
     return [
@@ -92,7 +92,7 @@ def require_weights(rundir: RunDir) -> None:
     """Refuse to go on where the fetched model is not here, whole: found now, not on all the ranks."""
     sources = read_sources(rundir)
     if sources and (missing := missing_files(sources.model)):
-        raise UserError(
+        raise ShardmakeError(
             f"{len(missing)} files of {sources.model.name} are not here ({', '.join(missing[:3])}). "
             f"Fetch them first: shardmake fetch {rundir.name}"
         )

@@ -36,18 +36,18 @@ def main() -> None:
     folder = Path(sys.argv[1]).resolve()
     rank = int(os.environ.get("RANK", "0"))
 
-    from shardmake.run.attempt import AttemptDir, record_error, write_beat
+    from shardmake.run.attempt import AttemptDir, record_error, write_heartbeat
 
     attempt = AttemptDir(folder)
     _show_stacks_on_request(attempt.stack(rank))
     try:
-        write_beat(attempt, rank, "start", 0)
+        write_heartbeat(attempt, rank, "start", 0)
         _meet(attempt)
         program(folder)(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
         last = attempt.beat(rank)
-        write_beat(attempt, rank, "failed", last.step if last else 0)  # it may take its time to end
+        write_heartbeat(attempt, rank, "failed", last.step if last else 0)  # it may take its time to end
         raise
     from shardmake.train.process_group import end_process
 
@@ -56,12 +56,12 @@ def main() -> None:
 
 def _meet(folder: "AttemptDir") -> None:
     """Find out in a second whether the network between all ranks works; name the node of a rank that did not come."""
-    from shardmake.train.network_check import MeetingError, meet_ranks
+    from shardmake.train.network_check import NetworkCheckError, check_all_reduce
 
     settings = folder.read()
     try:
-        meet_ranks(settings.accelerator == "cpu", settings.planned_bandwidth, print)
-    except MeetingError as error:
+        check_all_reduce(settings.accelerator == "cpu", settings.planned_bandwidth, print)
+    except NetworkCheckError as error:
         beats = [folder.beat(rank) for rank in error.missing]
         error.host = error.host or next((beat.host for beat in beats if beat), None)
         raise

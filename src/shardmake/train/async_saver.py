@@ -11,7 +11,7 @@ from typing import Any
 
 from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory.scenario import BYTES
 from shardmake.run.plan import Choice
 from shardmake.train.upload import Order
@@ -33,7 +33,7 @@ def share_of_node(choice: Choice, node: int) -> float:
 
 
 @dataclass(frozen=True)
-class Scratch:
+class ScratchFolder:
     """Where the ranks of one node write a checkpoint that is saved asynchronously."""
 
     folder: Path
@@ -51,7 +51,7 @@ class Scratch:
         try:
             self.folder.mkdir(parents=True)
             disk.check_save(self.folder, int(size * self.share) + MARGIN)
-        except (OSError, UserError) as error:
+        except (OSError, ShardmakeError) as error:
             return str(error)
         return ""
 

@@ -16,14 +16,14 @@ import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.checkpoint.interval import interval_seconds
-from shardmake.run.attempt import AttemptDir, write_beat
+from shardmake.run.attempt import AttemptDir, write_heartbeat
 from shardmake.train.checkpoint_saver import Saver
 
 HEARTBEAT_SECONDS = 2.0
-USUAL_OVER_STEPS = 20
+MEDIAN_OVER_STEPS = 20
 
 
-class _Spare:
+class BestEffortWriter:
     """Writes that training can do without: a file system that others have filled does not end it."""
 
     def __init__(self, what: str) -> None:
@@ -41,7 +41,7 @@ class _Spare:
             self.has_told = True
 
 
-class Metrics(TrainerCallback):
+class MetricsCallback(TrainerCallback):
     """One JSON object a line in ``metrics.jsonl``, written by rank 0, stitched across attempts by step.
 
     ``tokens`` counts the tokens of all ranks since step 0, padding included; ``tokens_per_second`` is the rate since
@@ -53,7 +53,7 @@ class Metrics(TrainerCallback):
         self.tokens_per_step = tokens_per_step
         self.attempt = attempt
         self.last = (time.time(), 0)
-        self.spare = _Spare("Metrics")
+        self.spare = BestEffortWriter("Metrics")
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -117,10 +117,10 @@ def _device_memory() -> dict[str, int]:
     return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
 
 
-class Pace(TrainerCallback):
+class SaveScheduler(TrainerCallback):
     """Sets how many steps lie between two saves, and lets each saved step be evaluated where the best one is kept.
 
-    It comes after `Stop`, because a stop that was asked for saves at once and evaluates nothing.
+    It comes after `StopOnRequest`, because a stop that was asked for saves at once and evaluates nothing.
 
     Trainer saves at the multiples of ``state.save_steps``, which it takes from the checkpoint it resumes from; here it
     is what the configuration says now. With ``mtbf_seconds`` it is Young's interval for the measured time that a save
@@ -179,7 +179,7 @@ class Pace(TrainerCallback):
         state.save_steps = int(steps.item())
 
 
-class Stop(TrainerCallback):
+class StopOnRequest(TrainerCallback):
     """Save and stop when a stop file appears. Rank 0 looks, at a step's end; all ranks act on what it saw."""
 
     def __init__(self, files: list[Path]) -> None:
@@ -197,7 +197,7 @@ class Stop(TrainerCallback):
             control.should_training_stop = True
 
 
-class Heartbeat(TrainerCallback):
+class HeartbeatCallback(TrainerCallback):
     """Write this rank's step, phase and time, at most every `HEARTBEAT_SECONDS` within a phase.
 
     The node's worker reads it: a rank that is silent for too long hangs (`shardmake.launch.watchdog`).
@@ -207,19 +207,19 @@ class Heartbeat(TrainerCallback):
         self.folder = folder
         self.rank = rank
         self.last = ("", 0.0)
-        self.spare = _Spare("Heartbeats")
+        self.spare = BestEffortWriter("Heartbeats")
         self.step_began = 0.0
         self.first_step = 0.0
-        self.step_seconds: deque[float] = deque(maxlen=USUAL_OVER_STEPS)
+        self.step_seconds: deque[float] = deque(maxlen=MEDIAN_OVER_STEPS)
 
     def beat(self, phase: str, step: int) -> None:
         """Say where this rank is."""
         before, when = self.last
         if phase != before or time.time() - when >= HEARTBEAT_SECONDS:
             self.last = (phase, time.time())
-            usual = median(self.step_seconds) if self.step_seconds else self.first_step
+            median_step_seconds = median(self.step_seconds) if self.step_seconds else self.first_step
             with self.spare.write():
-                write_beat(self.folder, self.rank, phase, step, usual)
+                write_heartbeat(self.folder, self.rank, phase, step, median_step_seconds)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -25,10 +25,10 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.environment import library_versions
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.train import nvme_restore
 from shardmake.train.adam_state import fit_states
-from shardmake.train.async_saver import MARGIN, Scratch, failure
+from shardmake.train.async_saver import MARGIN, ScratchFolder, failure
 
 _POLL_SECONDS = 0.1
 T = TypeVar("T")
@@ -52,7 +52,7 @@ class Saver:
         describe: Describe,
         retention: Retention,
         expected_bytes: int = 0,
-        scratch: Scratch | None = None,
+        scratch: ScratchFolder | None = None,
     ) -> None:
         self.folder = folder
         self.describe = describe
@@ -78,7 +78,7 @@ class Saver:
         Yields None where there is no room and ``must`` is false.
 
         Raises:
-            UserError: there is no room and ``must`` is true, or the disk filled up meanwhile.
+            ShardmakeError: there is no room and ``must`` is true, or the disk filled up meanwhile.
             RuntimeError: the upload before failed and ``must`` is false.
         """
         self._settle_before(step, must)
@@ -86,7 +86,7 @@ class Saver:
         complaint, size, self.upload_seconds = _from_first(self._make_room)
         if complaint:
             if must:
-                raise UserError(complaint)
+                raise ShardmakeError(complaint)
             if _rank() == 0:
                 print(f"WARNING: checkpoint-{step} is left out. {complaint}", flush=True)
             yield None
@@ -111,7 +111,7 @@ class Saver:
         """`settle`; where this save is the last chance, a failed upload is no reason to leave it out."""
         try:
             self.settle()
-        except (RuntimeError, UserError) as error:
+        except (RuntimeError, ShardmakeError) as error:
             if not must:
                 raise
             if _rank() == 0:
@@ -152,17 +152,17 @@ class Saver:
         the time that this one took.
         """
         shutil.rmtree(self.folder / store.STAGING, ignore_errors=True)
-        newest = next(store.sealed(self.folder), None)
+        newest = next(store.committed(self.folder), None)
         needed = newest[0].size if newest else self.expected_bytes
         seconds = newest[0].save_seconds if newest and self.scratch else 0.0
         self.folder.mkdir(parents=True, exist_ok=True)
         for free in (lambda: None, self._remove_damaged, self._remove_older):
             free()
-            if needed <= disk.room_in(self.folder).free:
+            if needed <= disk.free_space(self.folder).free:
                 return "", needed, seconds
         try:
             disk.check_save(self.folder, needed)
-        except UserError as error:
+        except ShardmakeError as error:
             return str(error), needed, seconds
         return "", needed, seconds
 
@@ -173,7 +173,7 @@ class Saver:
 
     def _remove_older(self) -> None:
         """Keep the newest checkpoint alone (and the best), but only after a look at every byte of it."""
-        newest = next(store.sealed(self.folder), None)
+        newest = next(store.committed(self.folder), None)
         if newest and not store.problems(newest[1]):
             for path in store.prune(self.folder, self.retention.scarce()):
                 print(f"Removed {path.name} to make room for the next checkpoint.", flush=True)
@@ -215,21 +215,21 @@ class Saver:
         except BaseException as error:  # a failed write of torch's distributed checkpoint is no Exception
             if complaint := self._full_disk(error, written):
                 shutil.rmtree(written, ignore_errors=True)
-                raise UserError(complaint) from error
+                raise ShardmakeError(complaint) from error
             raise
 
     def _full_disk(self, error: BaseException, written: Path) -> str:
         """What to do where ``error`` comes from a full disk; torch says "unexpected pos" then. Else nothing."""
         folder = self.folder if written.is_relative_to(self.folder) else written.parent
-        room = disk.room_in(folder)
+        room = disk.free_space(folder)
         full = any(getattr(it, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for it in (error, error.__cause__))
-        if isinstance(error, UserError | KeyboardInterrupt | SystemExit) or not (full or room.free < MARGIN):
+        if isinstance(error, ShardmakeError | KeyboardInterrupt | SystemExit) or not (full or room.free < MARGIN):
             return ""
-        newest = next(store.sealed(self.folder), None)
+        newest = next(store.committed(self.folder), None)
         resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
         return (
             f"The disk filled up while {written.name} was written: {folder} has "
-            f"{disk.readable(room.free)} left ({room.limit}). Free some space (`shardmake clean` lists what can "
+            f"{disk.format_bytes(room.free)} left ({room.limit}). Free some space (`shardmake clean` lists what can "
             f"go) and run the same command again; it {resume}."
         )
 
@@ -279,7 +279,7 @@ def _sync_together(staged: Path) -> dict[str, store.FileEntry]:
     return {name: found[name] for name in names}
 
 
-class SealedTrainer(Trainer):
+class CommittingTrainer(Trainer):
     """A Trainer whose saves go through its ``saver``, which is set before training starts."""
 
     saver: Saver

@@ -33,16 +33,16 @@ from shardmake.data.dataset import collator, load
 from shardmake.run.attempt import AttemptDir, rank_report
 from shardmake.run.plan import read_plan
 from shardmake.train import checkpoint_files
-from shardmake.train.callbacks import Heartbeat
+from shardmake.train.callbacks import HeartbeatCallback
 from shardmake.train.data_order import WholeBatches
 from shardmake.train.engine_check import environment_report
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.setup import (
-    Watch,
+    TrainingCallbacks,
     check_ready,
     load_model,
     load_tokenizer,
-    make_watch,
+    make_callbacks,
     named_optimizer,
     training_arguments,
     write_end,
@@ -57,7 +57,7 @@ def train(attempt_folder: Path) -> None:
     attempt, plan = folder.read(), read_plan(folder.plan)
     settings = read_json(folder.training, "shardmake train NAME")
     rank = int(os.environ.get("RANK", "0"))
-    heartbeat = Heartbeat(folder, rank)
+    heartbeat = HeartbeatCallback(folder, rank)
     heartbeat.beat("load", 0)
     rank_report(folder, rank, environment_report())
 
@@ -73,7 +73,7 @@ def train(attempt_folder: Path) -> None:
     eval_batches = accelerator.prepare(eval_data)
     model, optimizer = accelerator.prepare(model, optimizer)
     extend_timeouts(arguments.ddp_timeout_delta)
-    watch = make_watch(folder, attempt, plan, settings, heartbeat)
+    watch = make_callbacks(folder, attempt, plan, settings, heartbeat)
 
     loop = Loop(accelerator, model, optimizer, batches, eval_batches, arguments, tokenizer, watch)
     check_ready(folder, rank, settings["expected"], model, accelerator.mixed_precision, collate, accelerator.device)
@@ -142,7 +142,7 @@ class Loop:
         eval_batches: Any,
         arguments: TrainingArguments,
         tokenizer: Any,
-        watch: Watch,
+        watch: TrainingCallbacks,
     ) -> None:
         self.accelerator, self.model, self.optimizer, self.arguments = accelerator, model, optimizer, arguments
         self.batches, self.eval_batches, self.tokenizer = batches, eval_batches, tokenizer

@@ -32,7 +32,7 @@ _LEAVE_SECONDS = 10.0
 _CPU_BYTES, _GPU_BYTES = 1 << 20, 64 << 20
 
 
-class MeetingError(RuntimeError):
+class NetworkCheckError(RuntimeError):
     """The ranks could not add up a tensor together; ``missing`` did not even come. ``host`` is to blame, if known."""
 
     def __init__(self, message: str, missing: Sequence[int] = (), host: str | None = None) -> None:
@@ -41,7 +41,7 @@ class MeetingError(RuntimeError):
         self.host = host
 
 
-def meet_ranks(
+def check_all_reduce(
     on_cpu: bool, planned: float | None, tell: Callable[[str], None], deadline: float = DEADLINE_SECONDS
 ) -> None:
     """All-reduce over all ranks; rank 0 tells the bandwidth.
@@ -58,11 +58,11 @@ def meet_ranks(
     """
     if os.environ["WORLD_SIZE"] == "1":
         return
-    for line in apart(lambda: _meet(on_cpu, planned, deadline), 3 * deadline + LINGER_SECONDS):
+    for line in run_in_fork(lambda: _meet(on_cpu, planned, deadline), 3 * deadline + LINGER_SECONDS):
         tell(line)
 
 
-def apart(work: Callable[[], list[str]], seconds: float) -> list[str]:
+def run_in_fork(work: Callable[[], list[str]], seconds: float) -> list[str]:
     """What ``work`` returns in a fork of this process, which must not have used a GPU yet.
 
     Raises:
@@ -75,15 +75,15 @@ def apart(work: Callable[[], list[str]], seconds: float) -> list[str]:
     sender.close()
     try:
         if not answer.poll(seconds):
-            raise MeetingError(f"The ranks' work did not end within {seconds:.0f} s")
+            raise NetworkCheckError(f"The ranks' work did not end within {seconds:.0f} s")
         told = answer.recv()
         child.join(_LEAVE_SECONDS)  # what it holds of the GPU is free then
     except EOFError:
         child.join(_LEAVE_SECONDS)
-        raise MeetingError(f"A library ended the process of the ranks' work: status {child.exitcode}") from None
+        raise NetworkCheckError(f"A library ended the process of the ranks' work: status {child.exitcode}") from None
     finally:
         child.kill()
-    if isinstance(told, MeetingError):
+    if isinstance(told, NetworkCheckError):
         raise told
     return told
 
@@ -92,10 +92,10 @@ def _work_and_tell(work: Callable[[], list[str]], sender: Connection) -> None:
     die_with_parent()
     try:
         sender.send(work())
-    except MeetingError as error:
+    except NetworkCheckError as error:
         sender.send(error)
     except Exception as error:  # not every exception of torch's can be sent
-        sender.send(MeetingError(f"{type(error).__name__}: {error}"))
+        sender.send(NetworkCheckError(f"{type(error).__name__}: {error}"))
 
 
 def _meet(on_cpu: bool, planned: float | None, deadline: float) -> list[str]:
@@ -124,9 +124,9 @@ def _try_gpu(rank: int) -> None:
         torch.ones(_GPU_BYTES // 4, device=_device(on_cpu=False)).sum().item()
     except torch.OutOfMemoryError:
         # In other words than torch's: a smaller training would not help.
-        raise MeetingError(f"Rank {rank} found no free memory on its GPU", host=host_name()) from None
+        raise NetworkCheckError(f"Rank {rank} found no free memory on its GPU", host=host_name()) from None
     except RuntimeError as error:
-        raise MeetingError(f"Rank {rank} cannot use its GPU: {error}", host=host_name()) from None
+        raise NetworkCheckError(f"Rank {rank} cannot use its GPU: {error}", host=host_name()) from None
 
 
 def describe(seconds: float, size: int, world_size: int, planned: float | None) -> str:
@@ -168,7 +168,7 @@ def _measure(store: Any, on_cpu: bool, planned: float | None, deadline: float) -
         _add(tensor.fill_(1), deadline)
     seconds = (time.perf_counter() - started) / _REPEATS
     if tensor[0].item() != world_size:
-        raise MeetingError(f"The all-reduce over {world_size} ranks gave {tensor[0].item()}.")
+        raise NetworkCheckError(f"The all-reduce over {world_size} ranks gave {tensor[0].item()}.")
     slow = _compare_links(store, tensor, deadline)
     _add(tensor.fill_(1), deadline)  # nobody leaves while others still measure
     return [describe(seconds, size, world_size, planned), *slow] if rank == 0 else []
@@ -207,15 +207,15 @@ def _finish(work: Any, tensor: torch.Tensor, deadline: float) -> None:
         torch.cuda.synchronize(tensor.device)
 
 
-def _explain(error: Exception, store: Any, world_size: int) -> MeetingError:
+def _explain(error: Exception, store: Any, world_size: int) -> NetworkCheckError:
     """Whether somebody did not come or the network is at fault."""
     try:
         missing = [rank for rank in range(world_size) if not store.check([f"here-{rank}"])]
     except dist.DistError:
-        return MeetingError(f"The store of node 0 is out of reach: {error}")
+        return NetworkCheckError(f"The store of node 0 is out of reach: {error}")
     if missing:
-        return MeetingError(f"Rank(s) {missing} did not come: {error}", missing)
-    return MeetingError(f"All ranks came, and the network failed them: {error}")
+        return NetworkCheckError(f"Rank(s) {missing} did not come: {error}", missing)
+    return NetworkCheckError(f"All ranks came, and the network failed them: {error}")
 
 
 def _outlast_others(store: Any, rank: int, world_size: int) -> None:

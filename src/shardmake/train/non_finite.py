@@ -15,7 +15,7 @@ class NonFiniteError(FloatingPointError):
         self.step = step
 
 
-class FiniteGuard(TrainerCallback):
+class NonFiniteCheck(TrainerCallback):
     """Checks each step, before anything is saved. The trainer hands it the losses and gradient norms.
 
     A gradient norm is the same on all ranks, so all of them look for the rank with the bad loss together; a loss

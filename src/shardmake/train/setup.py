@@ -16,12 +16,12 @@ from shardmake.data.dataset import Collator
 from shardmake.data.isolation import check_isolation
 from shardmake.run.attempt import Attempt, AttemptDir, rank_report
 from shardmake.run.plan import Plan
-from shardmake.train.async_saver import Scratch, share_of_node
-from shardmake.train.callbacks import Heartbeat, Metrics, Pace, Stop
+from shardmake.train.async_saver import ScratchFolder, share_of_node
+from shardmake.train.callbacks import HeartbeatCallback, MetricsCallback, SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
 from shardmake.train.load_model import load_base
-from shardmake.train.non_finite import FiniteGuard
+from shardmake.train.non_finite import NonFiniteCheck
 from shardmake.train.trackers import PROJECT, prepare_trackers
 
 
@@ -85,18 +85,18 @@ def descriptions(model: Any) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Watch:
+class TrainingCallbacks:
     """What watches the steps, in the order in which it is asked, two of them by name; and what saves."""
 
     callbacks: list[TrainerCallback]
-    stop: Stop
-    guard: FiniteGuard
+    stop: StopOnRequest
+    guard: NonFiniteCheck
     saver: Saver
 
 
-def make_watch(
-    folder: AttemptDir, attempt: Attempt, plan: Plan, settings: dict[str, Any], heartbeat: Heartbeat
-) -> Watch:
+def make_callbacks(
+    folder: AttemptDir, attempt: Attempt, plan: Plan, settings: dict[str, Any], heartbeat: HeartbeatCallback
+) -> TrainingCallbacks:
     """The callbacks of one attempt on this rank."""
     rundir, tokens_per_step = attempt.rundir, plan.choice.global_batch_size * plan.workload.sequence_length
 
@@ -111,20 +111,22 @@ def make_watch(
             "recipe": attempt.recipe,
         }
 
-    guard, stop = FiniteGuard(heartbeat.rank), Stop([rundir.stop_file, folder.stop_file])
-    metrics = Metrics(rundir.metrics, tokens_per_step, attempt.number)
+    guard, stop = NonFiniteCheck(heartbeat.rank), StopOnRequest([rundir.stop_file, folder.stop_file])
+    metrics = MetricsCallback(rundir.metrics, tokens_per_step, attempt.number)
     checkpoints = settings["checkpoints"]
     retention = store.Retention(**checkpoints["retention"])
     scratch = _scratch(folder, attempt, plan, heartbeat.rank) if checkpoints.get("asynchronous") else None
     saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes, scratch)
-    return Watch([guard, metrics, stop, Pace(saver, checkpoints["mtbf_seconds"]), heartbeat], stop, guard, saver)
+    return TrainingCallbacks(
+        [guard, metrics, stop, SaveScheduler(saver, checkpoints["mtbf_seconds"]), heartbeat], stop, guard, saver
+    )
 
 
-def _scratch(folder: AttemptDir, attempt: Attempt, plan: Plan, rank: int) -> Scratch:
+def _scratch(folder: AttemptDir, attempt: Attempt, plan: Plan, rank: int) -> ScratchFolder:
     """That of this rank's node; nodes may lie on one machine."""
     node = rank // attempt.processes_per_node
     share = share_of_node(plan.choice, node)
-    return Scratch(attempt.saves / f"node-{node}", folder.root, node, attempt.nodes, share)
+    return ScratchFolder(attempt.saves / f"node-{node}", folder.root, node, attempt.nodes, share)
 
 
 def check_ready(
@@ -142,7 +144,7 @@ def check_ready(
 
 def write_end(folder: AttemptDir, attempt: Attempt, state: TrainerState, *, stopped: bool) -> None:
     """The receipt if the last step is done and sealed; otherwise a note that the stop was asked for."""
-    sealed = next(store.sealed(attempt.rundir.checkpoints), None)
+    sealed = next(store.committed(attempt.rundir.checkpoints), None)
     step = sealed[0].step if sealed else 0
     if state.global_step < state.max_steps:
         assert stopped, f"training ended at step {state.global_step} of {state.max_steps} without being asked to"

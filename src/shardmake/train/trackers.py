@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from shardmake.core.atomic import digest, write_text
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import Attempt
 
 _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -30,7 +30,7 @@ def check_trackers(names: Iterable[str]) -> None:
     for name in names:
         complaints = [_complaint(package) for package in _PACKAGES[name]]
         if all(complaints):
-            raise UserError(
+            raise ShardmakeError(
                 f"report_to names {name}, and its package cannot be used: {complaints[0]}. "
                 f"Install it (pip install {_PACKAGES[name][0]}), or take {name} out of report_to."
             )
@@ -87,7 +87,7 @@ def tracker_environment(attempt: Attempt, names: Container[str], environment: Ma
 def _one_mlflow_run(note: Path, name: str) -> dict[str, str]:
     """Variables that have MLflow's client go on with the run in the file ``note``; without one, it is begun.
 
-    Parameters of a run cannot change, and those of a later attempt do (the ladder's next rung), so only the first
+    Parameters of a run cannot change, and those of a later attempt do (the next fallback), so only the first
     attempt that gets so far tells them.
     """
     from mlflow import MlflowClient, set_experiment

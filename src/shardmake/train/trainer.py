@@ -12,25 +12,25 @@ from shardmake.core.atomic import read_json
 from shardmake.data.dataset import collator, load
 from shardmake.run.attempt import Attempt, AttemptDir, rank_report
 from shardmake.run.plan import Plan, read_plan
-from shardmake.train.callbacks import Heartbeat, Stop
-from shardmake.train.checkpoint_saver import SealedTrainer
+from shardmake.train.callbacks import HeartbeatCallback, StopOnRequest
+from shardmake.train.checkpoint_saver import CommittingTrainer
 from shardmake.train.data_order import WholeBatches
 from shardmake.train.engine_check import environment_report
-from shardmake.train.non_finite import FiniteGuard
+from shardmake.train.non_finite import NonFiniteCheck
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.setup import (
     check_ready,
     descriptions,
     load_model,
     load_tokenizer,
-    make_watch,
+    make_callbacks,
     named_optimizer,
     training_arguments,
     write_end,
 )
 
 
-class ShardedTrainer(SealedTrainer):
+class ShardedTrainer(CommittingTrainer):
     """A Trainer whose checkpoints of a sharded engine hold the weights once.
 
     Transformers saves them a second time, gathered on rank 0 (ZeRO-1, ZeRO-2) or as a second sharded checkpoint
@@ -38,7 +38,7 @@ class ShardedTrainer(SealedTrainer):
     gradient norm.
     """
 
-    guard: FiniteGuard
+    guard: NonFiniteCheck
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Forward and backward of one micro batch; the loss is shown to the guard."""
@@ -72,7 +72,7 @@ def train(attempt_folder: Path) -> None:
     folder = AttemptDir(attempt_folder)
     attempt = folder.read()
     rank = int(os.environ.get("RANK", "0"))
-    heartbeat = Heartbeat(folder, rank)
+    heartbeat = HeartbeatCallback(folder, rank)
     heartbeat.beat("load", 0)
     rank_report(folder, rank, environment_report())
     plan = read_plan(folder.plan)
@@ -86,13 +86,13 @@ def train(attempt_folder: Path) -> None:
 
 
 def _make_trainer(
-    folder: AttemptDir, attempt: Attempt, plan: Plan, settings: dict[str, Any], heartbeat: Heartbeat
-) -> tuple[ShardedTrainer, Stop]:
+    folder: AttemptDir, attempt: Attempt, plan: Plan, settings: dict[str, Any], heartbeat: HeartbeatCallback
+) -> tuple[ShardedTrainer, StopOnRequest]:
     rundir = attempt.rundir
     # The arguments come before the model: they tell Transformers to load it sharded.
     arguments = training_arguments(settings, folder, attempt)
     model = load_model(settings)
-    watch = make_watch(folder, attempt, plan, settings, heartbeat)
+    watch = make_callbacks(folder, attempt, plan, settings, heartbeat)
     trainer = ShardedTrainer(
         model=model,
         args=arguments,

@@ -21,13 +21,13 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.store import FileEntry, Retention
 from shardmake.core.atomic import write_json
 from shardmake.core.process import die_with_parent
-from shardmake.run.attempt import AttemptDir, Record
+from shardmake.run.attempt import AttemptDir, RunRecord
 
 _WORKERS = 4
 _LISTING = TypeAdapter(dict[str, FileEntry])
 
 
-class Order(Record):
+class Order(RunRecord):
     """What one node's upload has to do."""
 
     local: Path = Field(description="The checkpoint as this node's ranks wrote it.")

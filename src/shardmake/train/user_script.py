@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from shardmake.core.atomic import read_json
-from shardmake.run.attempt import SILENT, Attempt, AttemptDir, rank_report, write_beat
+from shardmake.run.attempt import USER_SCRIPT_PHASE, Attempt, AttemptDir, rank_report, write_heartbeat
 from shardmake.run.plan import read_plan
 from shardmake.train.engine_check import EngineMismatchError, environment_report
 from shardmake.train.process_group import leave_together
@@ -38,7 +38,7 @@ def train(attempt_folder: Path) -> None:
     program, engine, rank = settings["program"], settings["expected"]["engine"], int(os.environ.get("RANK", "0"))
     prepare_trackers(attempt, settings["arguments"]["report_to"])
     os.environ.update(variables(folder, attempt, settings))
-    write_beat(folder, rank, SILENT, 0)
+    write_heartbeat(folder, rank, USER_SCRIPT_PHASE, 0)
     rank_report(folder, rank, environment_report())
     _watch_accelerator(folder, rank, engine)
     if attempt.accelerator == "cpu":

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardmake.checkpoint import store
 from shardmake.checkpoint.finished import STATE, is_last
 from shardmake.checkpoint.store import CheckpointRecord, FileEntry, Retention
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 
 def make_record(checkpoint: Path, step: int, eval_loss: float | None = None) -> CheckpointRecord:
@@ -44,7 +44,7 @@ FILES = {"global_step1/rank0.pt": b"0" * 5000, "global_step1/rank1.pt": b"1" * 5
 
 def newest(folder: Path) -> tuple[int, list[str]]:
     heard: list[str] = []
-    found = store.newest_whole(folder, heard.append)
+    found = store.newest_valid(folder, heard.append)
     return (found[0].step if found else 0), heard
 
 
@@ -129,7 +129,7 @@ def test_what_belongs_to_another_member_is_neither_damaged_nor_passed_over(
 
     monkeypatch.setattr(store, "fingerprint", lambda path: refuse(path) or read(path))
     monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path) or read_bytes(path))
-    with pytest.raises(UserError, match=rf"{closed} is not yours to read.*Nothing was removed"):
+    with pytest.raises(ShardmakeError, match=rf"{closed} is not yours to read.*Nothing was removed"):
         store.recover(tmp_path, print)
     assert newest_one.exists()
 
@@ -166,7 +166,7 @@ def test_a_kill_while_pruning_leaves_nothing_that_lies(tmp_path: Path, monkeypat
     monkeypatch.setattr(store.shutil, "rmtree", die)
     with pytest.raises(KeyboardInterrupt):
         store.prune(tmp_path, Retention(keep=1))
-    assert [record.step for record, _ in store.sealed(tmp_path)] == [10]
+    assert [record.step for record, _ in store.committed(tmp_path)] == [10]
 
 
 def test_what_is_being_written_is_no_checkpoint_until_it_is_moved(tmp_path: Path) -> None:
@@ -247,7 +247,7 @@ def test_what_cannot_be_removed_is_told_and_does_not_count(
     (staged.parent / ".nfs0001").touch()
     described = make_record(staged, 15).model_dump(exclude={"saved_at", "save_seconds", "rng_states", "files"})
     store.finish(staged, make_record(staged, 15).files, described, 0.0, Retention(keep=1))
-    assert [record.step for record, _ in store.sealed(tmp_path)] == [15]
+    assert [record.step for record, _ in store.committed(tmp_path)] == [15]
     assert "checkpoint-10 could not be removed (Directory not empty)" in capsys.readouterr().out
 
 
@@ -260,7 +260,7 @@ def test_a_checkpoint_whose_record_cannot_be_read_is_set_aside_and_not_removed(
         record = write(tmp_path, step, FILES) / store.RECORD_NAME
         record.unlink()
         record.write_bytes(content) if content is not None else record.symlink_to(record.name)
-    assert [record.step for record, _ in store.sealed(tmp_path)] == [5]
+    assert [record.step for record, _ in store.committed(tmp_path)] == [5]
     heard: list[str] = []
     found = store.recover(tmp_path, heard.append)
     assert found is not None and found[0].step == 5

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.checkpoint.store import CheckpointRecord, fingerprint, seal, sealed
+from shardmake.checkpoint.store import CheckpointRecord, committed, fingerprint, seal
 from shardmake.commands.clean import clean
 from shardmake.core.atomic import write_json
 from shardmake.push.stage import push
@@ -80,7 +80,7 @@ def test_the_newest_checkpoint_and_the_model_stay(rundir: RunDir) -> None:
     model = sorted(rundir.model.iterdir())
     listed(rundir.root.parent, remove=True)
     assert names(rundir) == {"checkpoint-40"}
-    assert [record.step for record, _ in sealed(rundir.checkpoints)] == [40]
+    assert [record.step for record, _ in committed(rundir.checkpoints)] == [40]
     assert sorted(rundir.model.iterdir()) == model and not (rundir.root / ".model.partial").exists()
     assert [path.name for path in rundir.fetched.iterdir()] == ["train.parquet"]
     assert listed(rundir.root.parent)[0] == set()

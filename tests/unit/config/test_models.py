@@ -22,7 +22,7 @@ from shardmake.config.models import (
     read_yaml,
     stage_digest,
 )
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 RUN: dict[str, Any] = {
     "model": "org/base",
@@ -60,7 +60,7 @@ def write(path: Path, values: Any) -> Path:
 
 def refusal_of_config(tmp_path: Path, values: Any) -> list[str]:
     path = write(tmp_path / "config.yaml", values)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         load_config(path)
     first, *lines = str(error.value).splitlines()
     assert first == f"{path} cannot be used:"
@@ -68,7 +68,7 @@ def refusal_of_config(tmp_path: Path, values: Any) -> list[str]:
 
 
 def refusal_of_cluster(tmp_path: Path, changes: dict[str, Any]) -> list[str]:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         load_cluster(write(tmp_path / "cluster.yaml", merged(CLUSTER, changes)))
     return str(error.value).splitlines()[1:]
 
@@ -204,7 +204,7 @@ def test_a_cluster_is_refused(changes: dict[str, Any], expected: list[str], tmp_
 )  # fmt: skip
 def test_what_yaml_makes_of_a_value_is_explained(line: str, expected: str, tmp_path: Path) -> None:
     path = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER) + line + "\n")
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         load_cluster(path)
     assert str(error.value) == f"{path} cannot be used:\n  {expected}"
 
@@ -235,7 +235,7 @@ def test_truth_values_may_be_spelt_as_yaml_spells_them(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_broken_yaml_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", text)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         read_yaml(path)
     assert str(error.value) == message.format(path=path)
 
@@ -243,7 +243,7 @@ def test_broken_yaml_is_refused_with_its_line(text: str, message: str, tmp_path:
 def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"cluster: \xff\n")
-    with pytest.raises(UserError, match=f"^{path} is not valid YAML: "):
+    with pytest.raises(ShardmakeError, match=f"^{path} is not valid YAML: "):
         read_yaml(path)
 
 
@@ -254,7 +254,7 @@ def test_yaml_may_reuse_a_part(tmp_path: Path) -> None:
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         load_cluster(Path("c.yaml"))
     assert str(error.value) == f"c.yaml does not exist. Name an existing file (now in {tmp_path})."
 
@@ -345,7 +345,7 @@ def test_only_what_a_stage_reads_changes_its_digest() -> None:
 def test_a_run_that_is_not_there_is_refused() -> None:
     config = Config.model_validate({"cluster": "c", "runs": {"docs-chat": RUN, "other": RUN}})
     assert get_run(config, "other") == make_run()
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         get_run(config, "doc-chat")
     expected = "There is no run 'doc-chat'; the runs are docs-chat, other. Did you mean 'docs-chat'?"
     assert str(error.value) == expected
@@ -374,11 +374,13 @@ def test_files_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     run = make_run(model="base", data={"train": "org/data", "eval": "data/eval.jsonl"})
     assert local_files(run, "model") == ["base/config.json"]
     assert local_files(run, "data") == ["data/eval.jsonl"]
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         check_inputs("chat", run)
     assert str(error.value) == (
         "runs.chat.data: 'data/eval.jsonl' does not exist. Name an existing file or folder, or a hub data set."
     )
     (tmp_path / "base" / "config.json").unlink()
-    with pytest.raises(UserError, match=r"^runs\.chat\.model: 'base' is no model folder: it has no config\.json\. "):
+    with pytest.raises(
+        ShardmakeError, match=r"^runs\.chat\.model: 'base' is no model folder: it has no config\.json\. "
+    ):
         check_inputs("chat", run)

@@ -24,14 +24,14 @@ from safetensors.torch import load_file
 from shardmake.checkpoint.formats.contents import Piece, Tensor, box
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.registry import read_checkpoint
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.consolidate import blocks, jobs, output, stream
 from shardmake.consolidate.blocks import PAGE, Block, page_aligned
 from shardmake.consolidate.convert import Converter
 from shardmake.consolidate.crc import combine
-from shardmake.consolidate.layout import Entry, parse_size, plan_shards
+from shardmake.consolidate.layout import PlannedTensor, parse_size, plan_shards
 from shardmake.consolidate.writer import ShardWriter
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 SHAPE = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 GROUPS = st.lists(st.lists(SHAPE, min_size=1, max_size=5), min_size=1, max_size=3)
@@ -77,7 +77,7 @@ def test_boxes_of_a_grid_make_up_the_tensor(data: st.DataObject) -> None:
         spans = [edge[index] for edge, index in zip(edges, cell, strict=True)]
         stored = whole[tuple(slice(*span) for span in spans)].reshape(-1)
         sizes = tuple(high - low for low, high in spans)
-        for piece in box(Record(Path(), 0, stored.size, None), 0, 1, shape, tuple(low for low, _ in spans), sizes):
+        for piece in box(ZipRecord(Path(), 0, stored.size, None), 0, 1, shape, tuple(low for low, _ in spans), sizes):
             for run in range(piece.runs):
                 first = piece.start + run * piece.count
                 to = piece.at + run * piece.stride
@@ -110,7 +110,7 @@ def test_sizes(text: str, size: int) -> None:
 
 @pytest.mark.parametrize("text", ["", "5 apples", "-1GB", "0GB", "GB"])
 def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(UserError, match="not understood"):
+    with pytest.raises(ShardmakeError, match="not understood"):
         parse_size(text)
 
 
@@ -206,7 +206,7 @@ def a_file(folder: Path, counts: list[int], gap: int) -> tuple[list[Tensor], byt
     """Float32 vectors of so many elements, one after the other in a file, with ``gap`` elements behind each."""
     content = np.random.default_rng(0).integers(0, 256, 4 * sum(count + gap for count in counts), np.uint8).tobytes()
     (folder / "source").write_bytes(content)
-    record = Record(folder / "source", 0, len(content), zlib.crc32(content))
+    record = ZipRecord(folder / "source", 0, len(content), zlib.crc32(content))
     tensors, at = [], 0
     for index, count in enumerate(counts):
         tensors.append(Tensor(f"t{index}", "F32", (count,), (Piece(record, at, 0, count),)))
@@ -239,14 +239,14 @@ def test_what_goes_wrong_in_a_worker_ends_the_reading(tmp_path: Path) -> None:
     tensors, _ = a_file(tmp_path, [16] * 50, 0)
     put, done = [], []
 
-    def fail(content: Block, offset: int, entry: Entry) -> None:
+    def fail(content: Block, offset: int, entry: PlannedTensor) -> None:
         put.append(offset)
         if len(put) == 7:
             raise OSError("no space")
 
     planned = jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]
     with pytest.raises(OSError, match="no space"):
-        stream.stream([stream.Task(job, fail, lambda *end: done.append(end)) for job in planned], 2)
+        stream.stream([stream.StreamTask(job, fail, lambda *end: done.append(end)) for job in planned], 2)
     assert len(put) < 12 and len(done) < len(planned)
 
 
@@ -254,7 +254,7 @@ def test_checksums_are_told_with_the_job(tmp_path: Path) -> None:
     tensors, content = a_file(tmp_path, [16, 3, 90], 5)
     (job,) = jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0][:1]
     done: list[int] = []
-    stream.stream([stream.Task(job, lambda *_: None, lambda _, crc: done.append(crc))], 3)
+    stream.stream([stream.StreamTask(job, lambda *_: None, lambda _, crc: done.append(crc))], 3)
     assert done == [zlib.crc32(content[job.begin : job.end])]
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmake.core.atomic import digest, read_json, sha256, write_bytes, write_json, write_text
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -84,7 +84,7 @@ def test_json_is_readable_and_keeps_the_order(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_yet_names_its_stage(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         read_json(tmp_path / "plan.json", "shardmake plan chat")
     assert str(error.value) == f"{tmp_path}/plan.json is not there yet. It is written by: shardmake plan chat"
 
@@ -92,7 +92,7 @@ def test_what_is_not_there_yet_names_its_stage(tmp_path: Path) -> None:
 def test_what_is_no_json_is_to_be_made_again(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"a": ')
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         read_json(path, "shardmake plan chat")
     assert str(error.value) == (
         f"{path} is not valid JSON (Expecting value: line 1 column 7 (char 6)). "

@@ -5,8 +5,8 @@ import pytest
 
 from shardmake.config.models import Cluster
 from shardmake.core.atomic import write_json
-from shardmake.core.disk import check_save, mount_of, quota_left, room_in, tree_size
-from shardmake.core.errors import UserError
+from shardmake.core.disk import check_save, free_space, mount_of, quota_left, tree_size
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.stage import describe_checkpoints
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir
@@ -23,7 +23,9 @@ def with_disk_terms(rundir: RunDir, **terms: int) -> None:
 def test_a_run_that_does_not_fit_is_refused_with_its_parts(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     with_disk_terms(rundir, checkpoints=900_000 * TIB, model=TIB)
-    with pytest.raises(UserError, match=r"will need .* GiB more \(checkpoints .* model 1024\.0 GiB\).*shardmake clean"):
+    with pytest.raises(
+        ShardmakeError, match=r"will need .* GiB more \(checkpoints .* model 1024\.0 GiB\).*shardmake clean"
+    ):
         check_run(rundir)
 
 
@@ -52,7 +54,7 @@ def test_what_a_checkpoint_costs_is_said_with_the_plan(tmp_path: Path) -> None:
 
 def test_a_save_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     check_save(tmp_path, 1)
-    with pytest.raises(UserError, match="The next checkpoint needs"):
+    with pytest.raises(ShardmakeError, match="The next checkpoint needs"):
         check_save(tmp_path, 900_000 * TIB)
 
 
@@ -65,7 +67,7 @@ def test_a_quota_below_the_free_space_is_the_limit(tmp_path: Path, monkeypatch: 
     )
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
-    assert (room_in(tmp_path).free, room_in(tmp_path).limit) == (100 * 1024, f"your quota on {point}")
+    assert (free_space(tmp_path).free, free_space(tmp_path).limit) == (100 * 1024, f"your quota on {point}")
 
 
 @pytest.mark.parametrize(

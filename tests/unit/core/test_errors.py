@@ -2,7 +2,7 @@
 
 import pytest
 
-from shardmake.core.errors import UserError, nearest
+from shardmake.core.errors import ShardmakeError, nearest
 
 
 @pytest.mark.parametrize(
@@ -24,4 +24,4 @@ def test_the_allowed_words_may_come_from_anything() -> None:
 
 
 def test_a_user_error_is_its_message() -> None:
-    assert str(UserError("what is wrong and what to do")) == "what is wrong and what to do"
+    assert str(ShardmakeError("what is wrong and what to do")) == "what is wrong and what to do"

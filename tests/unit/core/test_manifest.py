@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import FileRecord, differences, format_sums, parse_sums, read_folder
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -33,5 +33,5 @@ def test_sums_are_those_of_coreutils(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["a file of mine\n", "0" * 64 + " one-space\n", "{}"])
 def test_a_file_that_only_has_the_name_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="SHA256SUMS that no push of Shardmake wrote"):
+    with pytest.raises(ShardmakeError, match="SHA256SUMS that no push of Shardmake wrote"):
         parse_sums(text)

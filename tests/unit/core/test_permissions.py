@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import refuse_job_of_others, share, share_tree
 
 
@@ -48,5 +48,5 @@ def test_my_own_job_may_be_adopted() -> None:
 
 
 def test_somebody_elses_job_may_not() -> None:
-    with pytest.raises(UserError, match=r"Job 7 of ada is training chat.*touch runs/chat/train/STOP"):
+    with pytest.raises(ShardmakeError, match=r"Job 7 of ada is training chat.*touch runs/chat/train/STOP"):
         refuse_job_of_others({"7": "ada"}, "chat", "runs/chat/train/STOP")

@@ -3,11 +3,11 @@
 import subprocess
 import time
 
-from shardmake.core.process import hear
+from shardmake.core.process import wait_for_output
 
 
 def ask(script: str, seconds: float = 10) -> str | None:
-    return hear(subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True), seconds)
+    return wait_for_output(subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, text=True), seconds)
 
 
 def test_what_a_program_says_counts_if_it_ends_well() -> None:
@@ -21,7 +21,7 @@ def test_a_program_that_cannot_be_killed_holds_nobody_up() -> None:
     killed: list[bool] = []
     process.kill = lambda: killed.append(True)  # type: ignore[method-assign]
     started = time.monotonic()
-    assert hear(process, 0.2) is None
+    assert wait_for_output(process, 0.2) is None
     assert killed and time.monotonic() - started < 3
     process.terminate()
     process.communicate()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.secrets import find_secrets, public_url, redact
 from shardmake.push.stage import push
 from shardmake.report.stage import write_report
@@ -45,7 +45,7 @@ def test_no_secret_reaches_any_output(
     push(run, rundir)
     write_report(run, rundir)
     hub.fail(".*", times=99, status=403, message="no")
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(ShardmakeError) as refused:
         push(run, rundir)
     written = [path for path in tmp_path.rglob("*") if path.is_file() and path not in planted]
     assert {"README.md", "report.html", "receipt.json"} <= {path.name for path in written}
@@ -58,7 +58,9 @@ def test_no_secret_reaches_any_output(
 def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     write_model(rundir, {**MODEL, "tokenizer_config.json": f'{{"auth": "{TOKEN}"}}'.encode()})
-    with pytest.raises(UserError, match=r"tokenizer_config\.json in the model holds what looks like a token") as error:
+    with pytest.raises(
+        ShardmakeError, match=r"tokenizer_config\.json in the model holds what looks like a token"
+    ) as error:
         push(make_run(push={"to": "file:published/chat"}), rundir)
     assert TOKEN not in str(error.value) and not Path("published").exists()
 

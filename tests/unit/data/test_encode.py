@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from shardmake.config.models import Data
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
 
 MARKED = (
@@ -132,7 +132,7 @@ REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("template", "format", "example", "message"), REFUSED)
 def test_what_cannot_be_encoded_is_refused(template: str | None, format: Any, example: Any, message: str) -> None:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         Encoder(make_tokenizer(template), format, assistant_only=True)(example, "here")
     assert str(error.value) == message
 
@@ -152,7 +152,7 @@ def test_the_columns_say_the_format(columns: set[str], format: str) -> None:
 
 def test_columns_that_say_nothing_are_listed() -> None:
     with pytest.raises(
-        UserError, match=r"^f\.jsonl, line 1: no columns that say a format\. There are: question, answer\. "
+        ShardmakeError, match=r"^f\.jsonl, line 1: no columns that say a format\. There are: question, answer\. "
     ):
         detect_format(Data(train="x"), {"question": "", "answer": ""}, "f.jsonl, line 1")
 
@@ -172,5 +172,5 @@ def test_loss_is_where_the_config_says(loss_on: Any, format: Any, expected: bool
 
 
 def test_text_has_no_assistant() -> None:
-    with pytest.raises(UserError, match="these are text"):
+    with pytest.raises(ShardmakeError, match="these are text"):
         loss_on_assistant(Data(train="x", loss_on="assistant"), "text")

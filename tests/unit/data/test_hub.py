@@ -25,7 +25,7 @@ import json, sys
 from pathlib import Path
 from shardmake.config.models import Data
 from shardmake.data import sources
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 for name, splits, data in json.loads(sys.argv[1]):
     try:
@@ -33,7 +33,7 @@ for name, splits, data in json.loads(sys.argv[1]):
         commit = sources.identity(source)["commit"]
         rows = sources.read(source, Path("cache"))
         print(json.dumps([commit, [[sources.place_of(row), sources.example_in(row)] for row in rows]]))
-    except UserError as error:
+    except ShardmakeError as error:
         print(json.dumps(str(error)))
 """
 

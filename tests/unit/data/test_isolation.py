@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, Qwen3Config
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.data.dataset import Collator
 from shardmake.data.isolation import check_isolation
 
@@ -37,7 +37,7 @@ def test_models_that_keep_examples_apart_pass(config: LlamaConfig, attention: st
 @pytest.mark.parametrize("config", [MambaConfig(**SIZE)], ids=["mamba"])
 def test_models_that_do_not_are_refused(config: MambaConfig) -> None:
     model = make_model(config)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         check_isolation(model, Collator(256, 0, packing=True, flat=False), CPU)
     assert str(error.value) == (
         "packing: this model does not keep packed examples apart with this attention kernel. "

@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 
 from shardmake.config.models import Data
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.data.sources import TRAIN_SPLITS, Files, HubDataset, example_in, identity, locate, place_of, read
 
 ROWS: list[dict[str, Any]] = [
@@ -36,7 +36,7 @@ def examples(name: Path, cache: Path) -> list[Any]:
 
 
 def refusal(name: Path | str, cache: Path) -> str:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         examples(Path(name), cache)
     return str(error.value)
 

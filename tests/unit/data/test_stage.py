@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from shardmake.config.models import Run, parse_config
 from shardmake.core.atomic import read_json, sha256
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.data import check_sources, prepare, stage
 from shardmake.data.dataset import IGNORED, collator, load
 from shardmake.run.paths import RunDir
@@ -160,13 +160,13 @@ def test_a_failure_leaves_what_was_there(model: Path, tmp_path: Path) -> None:
     prepare(run, rundir)
     before = files_of(rundir.root)
     path.write_text(path.read_text() + "{\n")
-    with pytest.raises(UserError, match="line 21 is not valid JSON"):
+    with pytest.raises(ShardmakeError, match="line 21 is not valid JSON"):
         prepare(run, rundir)
     assert files_of(rundir.root) == before
 
 
 def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
-    with pytest.raises(UserError) as error:
+    with pytest.raises(ShardmakeError) as error:
         prepare(run, rundir, cpus=cpus)
     return str(error.value)
 
@@ -188,7 +188,7 @@ def test_sources_are_checked_without_a_model(tmp_path: Path) -> None:
     run = make_run(tmp_path / "nowhere", data)
     check_sources(run)
     path.write_text(path.read_text() + "{\n")
-    with pytest.raises(UserError, match=r"e\.jsonl, line 3 is not valid JSON: "):
+    with pytest.raises(ShardmakeError, match=r"e\.jsonl, line 3 is not valid JSON: "):
         check_sources(run)
 
 

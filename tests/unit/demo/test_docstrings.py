@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.demo.docstrings import Entry, collect, split
+from shardmake.demo.docstrings import DocstringEntry, collect, split
 
 SOURCE = '''
 """Module text is no answer."""
@@ -60,21 +60,23 @@ def library(tmp_path: Path) -> Path:
 
 def test_public_documented_names_are_found_once(library: Path) -> None:
     assert collect(library) == [
-        Entry("geometry.Shape", "class", "", "The base class of all shapes there are."),
-        Entry("geometry.Shape.scale", "method", "(self, factor)", "Make the shape larger by a factor."),
-        Entry(
+        DocstringEntry("geometry.Shape", "class", "", "The base class of all shapes there are."),
+        DocstringEntry("geometry.Shape.scale", "method", "(self, factor)", "Make the shape larger by a factor."),
+        DocstringEntry(
             "geometry.area",
             "function",
             "(width, height=1)",
             "Return the area of a rectangle.\n\nBoth sides are lengths in metres.",
         ),
-        Entry("geometry.wait", "function", "(seconds: float)", "Sleep without blocking the event loop."),
-        Entry("geometry.wordy", "function", "", "a" * 300 + "."),
+        DocstringEntry("geometry.wait", "function", "(seconds: float)", "Sleep without blocking the event loop."),
+        DocstringEntry("geometry.wordy", "function", "", "a" * 300 + "."),
     ]
 
 
 def test_a_question_and_its_answer() -> None:
-    messages = Entry("shutil.copy", "function", "(src, dst)", "Copy data and mode bits.").conversation()["messages"]
+    messages = DocstringEntry("shutil.copy", "function", "(src, dst)", "Copy data and mode bits.").conversation()[
+        "messages"
+    ]
     assert [message["role"] for message in messages] == ["user", "assistant"]
     assert "shutil.copy(src, dst)" in messages[0]["content"]
     assert messages[1]["content"] == "Copy data and mode bits."

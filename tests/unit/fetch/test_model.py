@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from shardmake.core.atomic import read_json
-from shardmake.core.disk import Room
-from shardmake.core.errors import UserError
+from shardmake.core.disk import FreeSpace
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import read_folder
 from shardmake.fetch.model import check_model_folder, choose_files
 from shardmake.fetch.stage import fetch
@@ -62,7 +62,9 @@ def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir) -> None:
     folder = Path(described.model.path)
     assert not hub.asked("resolve.*safetensors$")
     assert {path.name for path in folder.iterdir()} == FILES.keys() - SHARDS.keys()
-    with pytest.raises(UserError, match=r"2 files of lab/base are not here .*Fetch them first: shardmake fetch chat"):
+    with pytest.raises(
+        ShardmakeError, match=r"2 files of lab/base are not here .*Fetch them first: shardmake fetch chat"
+    ):
         require_weights(rundir)
     said: list[str] = []
     assert fetch(RUN, rundir, said.append, part="weights") == described
@@ -77,14 +79,14 @@ def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir) -> None:
 def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("lab/base", FILES)
     fetch(RUN, rundir, part="description")
-    monkeypatch.setattr("shardmake.core.disk.room_in", lambda _: Room(1000, "your quota on /home"))
-    with pytest.raises(UserError, match=r"The base model's weights need .* left \(your quota on /home\)"):
+    monkeypatch.setattr("shardmake.core.disk.room_in", lambda _: FreeSpace(1000, "your quota on /home"))
+    with pytest.raises(ShardmakeError, match=r"The base model's weights need .* left \(your quota on /home\)"):
         fetch(RUN, rundir, part="weights")
     assert not hub.asked("resolve.*safetensors$")
 
 
 def test_weights_before_anything_else(hub: FakeHub, rundir: RunDir) -> None:
-    with pytest.raises(UserError, match="Make it first: shardmake fetch chat"):
+    with pytest.raises(ShardmakeError, match="Make it first: shardmake fetch chat"):
         fetch(RUN, rundir, part="weights")
 
 
@@ -117,7 +119,9 @@ def test_a_configuration_that_changed_since_asks_for_another_fetch(
 ) -> None:
     hub.add("lab/base", FILES)
     fetch(RUN, rundir)
-    with pytest.raises(UserError, match=r"The configuration names .* was made for .*Fetch again: shardmake fetch chat"):
+    with pytest.raises(
+        ShardmakeError, match=r"The configuration names .* was made for .*Fetch again: shardmake fetch chat"
+    ):
         localize(make_run(**{"model": "lab/base", "data": {"train": "train.jsonl"}, **changes}), rundir)
 
 
@@ -163,7 +167,7 @@ def test_finished_files_are_not_fetched_again(hub: FakeHub, rundir: RunDir) -> N
 def test_a_fetch_that_failed_leaves_no_receipt(hub: FakeHub, rundir: RunDir, lost: str) -> None:
     hub.add("lab/base", FILES)
     hub.fail(f"GET /lab/base/resolve/.*{lost}", times=99, status=404)
-    with pytest.raises(UserError, match="Fetching lab/base failed"):
+    with pytest.raises(ShardmakeError, match="Fetching lab/base failed"):
         fetch(RUN, rundir)
     assert (read_sources(rundir) is None) == (lost == "README.md")
     assert not rundir.weights_receipt.exists()
@@ -191,13 +195,13 @@ def test_a_gated_model_says_where_to_accept_its_licence(
     if token:
         monkeypatch.setenv("HF_TOKEN", token)
     with pytest.raises(
-        UserError, match=f"Fetching lab/base failed: Access to model lab/base is restricted.*\n.*{advice}"
+        ShardmakeError, match=f"Fetching lab/base failed: Access to model lab/base is restricted.*\n.*{advice}"
     ):
         fetch(RUN, rundir)
 
 
 def test_a_misspelt_model(hub: FakeHub, rundir: RunDir) -> None:
-    with pytest.raises(UserError, match=r"Fetching lab/base failed: Repository not found.*\n.*Check the name"):
+    with pytest.raises(ShardmakeError, match=r"Fetching lab/base failed: Repository not found.*\n.*Check the name"):
         fetch(RUN, rundir)
 
 
@@ -209,7 +213,7 @@ def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert fetch(RUN, rundir) == online
     assert not hub.requests
-    with pytest.raises(UserError, match=r"lab/other is not here, and HF_HUB_OFFLINE"):
+    with pytest.raises(ShardmakeError, match=r"lab/other is not here, and HF_HUB_OFFLINE"):
         fetch(make_run(model="lab/other", data={"train": "train.jsonl"}), rundir)
 
 
@@ -226,12 +230,12 @@ def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path, removed: st
         (tmp_path / name).write_bytes(content)
     check_model_folder(tmp_path)
     (tmp_path / removed).unlink()
-    with pytest.raises(UserError, match=complaint):
+    with pytest.raises(ShardmakeError, match=complaint):
         check_model_folder(tmp_path)
 
 
 def test_an_empty_folder_lacks_its_weights(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"config\.json, its weights"):
+    with pytest.raises(ShardmakeError, match=r"config\.json, its weights"):
         check_model_folder(tmp_path)
 
 

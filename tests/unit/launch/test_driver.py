@@ -14,13 +14,13 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.store import CheckpointRecord
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.launch import driver as driver_module
-from shardmake.launch.driver import Driver, Job
+from shardmake.launch.driver import Driver, SubmittedJob
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError, write_record
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Plan, Rung, as_json
+from shardmake.run.plan import Fallback, Plan, plan_json
 from tests.unit.plans import make_cluster, make_plan, make_run
 
 End = Callable[[AttemptDir], None]
@@ -75,7 +75,7 @@ class Lab:
             "method": "full",
         }
         write_json(self.rundir.training, settings)
-        write_json(self.rundir.plan, as_json(self.plan))
+        write_json(self.rundir.plan, plan_json(self.plan))
         made = Driver(run or make_run(), make_cluster(**cluster), self.rundir, self.plan, self.told.append, 0)
         made.jobs = jobs
         return made
@@ -127,7 +127,7 @@ BROKEN = fails("AcceleratorError", "CUDA error: uncorrectable ECC error encounte
 
 def test_it_gives_up_after_three_attempts_without_a_checkpoint_and_says_so(lab: Lab) -> None:
     for start in (1, 2):
-        with pytest.raises(UserError, match="3 attempts, one after the other, brought no new checkpoint"):
+        with pytest.raises(ShardmakeError, match="3 attempts, one after the other, brought no new checkpoint"):
             lab.driver(FakeJobs(*[PREEMPTED] * 3)).drive()
         assert len(list(lab.rundir.attempts.glob("[0-9]*"))) == 3 * start, "who starts again has three more"
 
@@ -137,9 +137,9 @@ def test_a_stop_that_was_asked_for_is_not_forgotten_because_the_ranks_could_not_
         lab.rundir.stop_file.touch()
         PREEMPTED(folder)
 
-    with pytest.raises(UserError, match=r"demo was asked to stop \(runs/demo/train/STOP\). Nothing was submitted"):
+    with pytest.raises(ShardmakeError, match=r"demo was asked to stop \(runs/demo/train/STOP\). Nothing was submitted"):
         lab.driver(FakeJobs(end)).drive()
-    with pytest.raises(UserError, match="ValueError"):
+    with pytest.raises(ShardmakeError, match="ValueError"):
         lab.driver(FakeJobs(fails("ValueError", "bad label"))).drive()
     assert "Removing the stop file runs/demo/train/STOP of an earlier request." in lab.told
 
@@ -150,10 +150,10 @@ def test_a_job_for_other_settings_is_not_taken_for_one_for_these(lab: Lab) -> No
     lab.rate = 5e-4
     running = FakeJobs()
     running.state = JobState.RUNNING
-    with pytest.raises(UserError, match=r"Job 1 \(attempt 1\) still trains demo with other settings .*scancel 1"):
+    with pytest.raises(ShardmakeError, match=r"Job 1 \(attempt 1\) still trains demo with other settings .*scancel 1"):
         lab.driver(running).drive()
     lab.rate = 1e-3
-    assert lab.driver(running)._adopt() == Job.model_validate_json(lab.rundir.job.read_text())
+    assert lab.driver(running)._adopt() == SubmittedJob.model_validate_json(lab.rundir.job.read_text())
     lab.rate = 5e-4
     assert lab.driver(FakeJobs())._adopt() is None and not lab.rundir.job.exists()
     assert lab.told[-1] == "Job 1 (attempt 1), which was for other settings, has ended."
@@ -161,14 +161,14 @@ def test_a_job_for_other_settings_is_not_taken_for_one_for_these(lab: Lab) -> No
 
 def test_a_recorded_job_is_adopted_while_slurm_does_not_answer(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(self: FakeJobs) -> None:
-        raise UserError("Slurm does not answer, so a running job cannot be ruled out")
+        raise ShardmakeError("Slurm does not answer, so a running job cannot be ruled out")
 
     lab.driver(FakeJobs(PREEMPTED))._submit()
     monkeypatch.setattr(FakeJobs, "find", silent)
     adopted = lab.driver(FakeJobs())._adopt()
     assert adopted and adopted.id == "1"
     lab.rundir.job.unlink()
-    with pytest.raises(UserError, match="cannot be ruled out"):
+    with pytest.raises(ShardmakeError, match="cannot be ruled out"):
         lab.driver(FakeJobs())._adopt()
 
 
@@ -178,7 +178,7 @@ def test_an_attempt_is_told_once_also_if_the_driver_died_after_it_wrote_so(lab: 
     for _ in range(2):
         driver._watch(job)
         driver._close(job)
-    assert [chapter.attempt for chapter in driver.story] == [1]
+    assert [attempt_record.attempt for attempt_record in driver.history] == [1]
 
 
 def test_checkpoints_of_other_settings_are_kept_and_taken_back(lab: Lab) -> None:
@@ -198,43 +198,45 @@ def test_checkpoints_of_other_settings_are_kept_and_taken_back(lab: Lab) -> None
 def test_a_broken_node_is_left_out_until_a_person_starts_again(lab: Lab) -> None:
     jobs = FakeJobs(BROKEN, fails("ValueError", "bad label"), fails("ValueError", "bad label"))
     for _ in range(2):
-        with pytest.raises(UserError, match="bad label"):
+        with pytest.raises(ShardmakeError, match="bad label"):
             lab.driver(jobs, executor="local").drive()
     assert jobs.excluded == [[], ["c1"], []]
 
 
 def test_a_check_that_fails_on_this_machine_is_not_repeated(lab: Lab) -> None:
-    with pytest.raises(UserError, match=r"(?s)old torch.*Mend what the check found"):
+    with pytest.raises(ShardmakeError, match=r"(?s)old torch.*Mend what the check found"):
         lab.driver(FakeJobs(exits(phase="preflight", returncode=None, message="old torch"))).drive()
 
 
 def test_rungs_that_cannot_go_on_from_the_checkpoint_are_left_out(lab: Lab) -> None:
-    below = [Rung(choice=make_plan(name).choice, host_memory=1 << 30, memory_gib=2) for name in ("zero1", "zero3")]
-    lab.plan = make_plan("ddp").model_copy(update={"ladder": below})
+    below = [Fallback(choice=make_plan(name).choice, host_memory=1 << 30, memory_gib=2) for name in ("zero1", "zero3")]
+    lab.plan = make_plan("ddp").model_copy(update={"fallbacks": below})
 
     def saves(folder: AttemptDir) -> None:
         lab.seal(5, AttemptDir(folder.root).read().recipe, "ddp")
         OUT_OF_MEMORY(folder)
 
-    with pytest.raises(UserError, match="CUDA out of memory"):
+    with pytest.raises(ShardmakeError, match="CUDA out of memory"):
         lab.driver(FakeJobs(saves)).drive()
-    left = [line for line in lab.told if line.startswith("The ladder's rung")]
+    left = [line for line in lab.told if line.startswith("The fallbacks's fallback")]
     assert left[0] == (
-        "The ladder's rung 1 (zero1) cannot go on from checkpoint-5: checkpoints of ddp are not converted, only those "
+        "The fallbacks's fallback 1 (zero1) cannot go on from checkpoint-5: checkpoints of ddp are not converted, only those "
         "of ZeRO and FSDP."
     )
     assert len(left) == 2
 
 
 def test_the_plan_that_a_job_was_made_for_has_its_out_of_memory(lab: Lab) -> None:
-    lab.plan = lab.plan.model_copy(update={"ladder": [Rung(choice=lab.plan.choice, host_memory=1, memory_gib=2)]})
+    lab.plan = lab.plan.model_copy(
+        update={"fallbacks": [Fallback(choice=lab.plan.choice, host_memory=1, memory_gib=2)]}
+    )
     first = lab.driver(FakeJobs(OUT_OF_MEMORY))
     job = first._submit()
     lab.plan = lab.plan.model_copy(update={"reason": "planned anew"})
     second = lab.driver(FakeJobs())
     second._watch(job)
     second._answer(second._close(job))
-    assert second.story[-1].plan == first.plan_digest != second.plan_digest
+    assert second.history[-1].plan == first.plan_digest != second.plan_digest
     assert second._present_plan() == lab.plan, "the new plan begins at its top"
 
 
@@ -244,7 +246,7 @@ def test_a_file_system_without_locks_is_named(lab: Lab, monkeypatch: pytest.Monk
 
     lab.rundir.train.mkdir(parents=True)
     monkeypatch.setattr("fcntl.flock", no_locks)
-    refused = pytest.raises(UserError, match=r"without locks \(Function not implemented\).*-o flock")
+    refused = pytest.raises(ShardmakeError, match=r"without locks \(Function not implemented\).*-o flock")
     with refused, driver_module._sole_driver(lab.rundir):
         pass
 

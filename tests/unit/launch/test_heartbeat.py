@@ -11,9 +11,9 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerControl, TrainerState
 
-from shardmake.run.attempt import AttemptDir, Beat
+from shardmake.run.attempt import AttemptDir, Heartbeat
 from shardmake.train import callbacks
-from shardmake.train.callbacks import Heartbeat, Metrics
+from shardmake.train.callbacks import HeartbeatCallback, MetricsCallback
 from shardmake.train.loop import Loop
 
 ARGUMENTS: Any = None
@@ -32,26 +32,26 @@ def fill_up(*args: object, **kwargs: object) -> None:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def last(heartbeat: Heartbeat) -> Beat:
+def last(heartbeat: HeartbeatCallback) -> Heartbeat:
     beat = heartbeat.folder.beat(heartbeat.rank)
     assert beat
     return beat
 
 
 def test_the_first_step_is_the_usual_one_until_there_are_others(tmp_path: Path, clock: Any) -> None:
-    heartbeat, state, control = Heartbeat(AttemptDir(tmp_path), 0), TrainerState(), TrainerControl()
+    heartbeat, state, control = HeartbeatCallback(AttemptDir(tmp_path), 0), TrainerState(), TrainerControl()
     heartbeat.on_train_begin(ARGUMENTS, state, control)
-    assert (last(heartbeat).phase, last(heartbeat).usual) == ("first step", 0)
+    assert (last(heartbeat).phase, last(heartbeat).median_step_seconds) == ("first step", 0)
     for seconds, usual in ((700, 700), (400, 400), (500, 450)):
         clock.now += seconds
         heartbeat.on_step_end(ARGUMENTS, state, control)
-        assert (last(heartbeat).phase, last(heartbeat).usual) == ("train", usual)
+        assert (last(heartbeat).phase, last(heartbeat).median_step_seconds) == ("train", usual)
 
 
 def test_a_full_disk_does_not_end_training(
     tmp_path: Path, clock: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    heartbeat, metrics = Heartbeat(AttemptDir(tmp_path), 0), Metrics(tmp_path / "metrics.jsonl", 64, 1)
+    heartbeat, metrics = HeartbeatCallback(AttemptDir(tmp_path), 0), MetricsCallback(tmp_path / "metrics.jsonl", 64, 1)
     state, control = TrainerState(is_world_process_zero=True), TrainerControl()
 
     def step() -> None:

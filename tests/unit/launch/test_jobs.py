@@ -10,11 +10,11 @@ import pytest
 
 from shardmake.checkpoint.store import CheckpointRecord, seal
 from shardmake.config.models import Slurm
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.launch import jobs
-from shardmake.launch.jobs import SlurmJobs, job_name, lead_seconds, submit_patiently
+from shardmake.launch.jobs import SlurmJobs, job_name, lead_seconds, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
-from shardmake.launch.squeue_cache import Snapshot, ask, look
+from shardmake.launch.squeue_cache import QueueSnapshot, cached_squeue, run_slurm
 from shardmake.run.attempt import AttemptDir
 from tests.unit.plans import make_cluster, make_plan
 
@@ -58,33 +58,33 @@ def test_the_batch_script_restates_cpus_and_sends_a_wckey_only_where_the_site_wa
 
 
 def test_a_job_that_slurm_was_too_busy_to_take_is_submitted_again() -> None:
-    passing = UserError(
+    passing = ShardmakeError(
         "Slurm refused the job: sbatch: error: Batch job submission failed: Socket timed out on send/recv"
     )
-    answers: list[str | UserError] = [passing, passing, "7"]
+    answers: list[str | ShardmakeError] = [passing, passing, "7"]
 
     def submit() -> str:
         answer = answers.pop(0)
-        if isinstance(answer, UserError):
+        if isinstance(answer, ShardmakeError):
             raise answer
         return answer
 
     def silent() -> str | None:
-        raise UserError("Slurm does not answer")
+        raise ShardmakeError("Slurm does not answer")
 
-    assert submit_patiently(submit, lambda: None, pauses=(0, 0)) == "7"
+    assert submit_with_retry(submit, lambda: None, pauses=(0, 0)) == "7"
     answers[:] = [passing, "7"]
-    with pytest.raises(UserError, match="does not answer"):
-        submit_patiently(submit, silent, pauses=(0, 0))
+    with pytest.raises(ShardmakeError, match="does not answer"):
+        submit_with_retry(submit, silent, pauses=(0, 0))
     assert answers == ["7"], "not submitted again while nobody knows whether it was taken"
     answers[:] = [passing]
-    assert submit_patiently(submit, lambda: "6", pauses=(0,)) == "6", "it had taken it all the same"
+    assert submit_with_retry(submit, lambda: "6", pauses=(0,)) == "6", "it had taken it all the same"
     answers[:] = [passing, passing]
-    with pytest.raises(UserError, match="Socket timed out"):
-        submit_patiently(submit, lambda: None, pauses=(0,))
-    answers[:] = [UserError("Slurm refused the job: Invalid account"), "8"]
-    with pytest.raises(UserError, match="Invalid account"):
-        submit_patiently(submit, lambda: None, pauses=(0, 0))
+    with pytest.raises(ShardmakeError, match="Socket timed out"):
+        submit_with_retry(submit, lambda: None, pauses=(0,))
+    answers[:] = [ShardmakeError("Slurm refused the job: Invalid account"), "8"]
+    with pytest.raises(ShardmakeError, match="Invalid account"):
+        submit_with_retry(submit, lambda: None, pauses=(0, 0))
 
 
 @pytest.mark.parametrize(
@@ -106,20 +106,20 @@ def test_accounting_that_missed_a_jobs_end(
         return subprocess.CompletedProcess(command, 1, "", control)
 
     monkeypatch.setattr(jobs, "ask", answer)
-    monkeypatch.setattr(jobs, "look", lambda _: Snapshot(taken=0, seconds=0, returncode=0, stdout="", stderr=""))
+    monkeypatch.setattr(jobs, "look", lambda _: QueueSnapshot(taken=0, seconds=0, returncode=0, stdout="", stderr=""))
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).status("7").state is state
 
 
 def test_a_question_that_cannot_be_asked_is_an_answer_too(tmp_path: Path) -> None:
     program = tmp_path / "squeue"
     program.write_bytes(b"#!/bin/sh\nprintf '7|RUNNING|c1|caf\xe9\\n'\n")
-    assert ask(str(program)).returncode == 127, "not executable"
+    assert run_slurm(str(program)).returncode == 127, "not executable"
     program.chmod(0o700)
-    assert parse_rows(ask(str(program)).stdout)["7"].state is JobState.RUNNING
+    assert parse_rows(run_slurm(str(program)).stdout)["7"].state is JobState.RUNNING
 
 
 def test_how_long_an_answer_counts() -> None:
-    quick = Snapshot(taken=100, seconds=0.01, returncode=0, stdout="", stderr="")
+    quick = QueueSnapshot(taken=100, seconds=0.01, returncode=0, stdout="", stderr="")
     assert quick.is_fresh(101.9) and not quick.is_fresh(102.1) and not quick.is_fresh(99)
     slow = quick.model_copy(update={"seconds": 3.0})
     assert slow.is_fresh(159) and not slow.is_fresh(161)
@@ -142,7 +142,7 @@ def test_many_processes_share_one_question(tmp_path: Path) -> None:
     """Six processes ask for two seconds, twenty times a second each; the program behind runs at most twice."""
     program = tmp_path / "program.sh"
     program.write_text(f"echo asked >> {tmp_path}/count; echo '7|RUNNING|c1|x'")
-    look(["sh", str(program)], tmp_path)
+    cached_squeue(["sh", str(program)], tmp_path)
     command = [sys.executable, "-c", LOOK, "1.5", str(program), str(tmp_path)]
     drivers = [subprocess.Popen(command) for _ in range(6)]
     started = time.monotonic()

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shardmake.launch.low_memory_wait import SECONDS, claim, is_pending, look, others
+from shardmake.launch.low_memory_wait import SECONDS, claim_slot, is_pending, other_trainings, read_queue
 
 DRIVER = """
 import fcntl, sys
@@ -64,7 +64,7 @@ def start(lock: Path, *words: str) -> "subprocess.Popen[str]":
 
 def test_a_look_from_before_the_submission_wakes_nobody(slurm: Path) -> None:
     (slurm / "queue").write_text("")
-    assert look(str(slurm / "snapshot")) is not None
+    assert read_queue(str(slurm / "snapshot")) is not None
     (slurm / "queue").write_text("7|PENDING|mine\n")
     with start(slurm / "lock", "start", "7", str(slurm / "snapshot")) as driver:
         wait_for(lambda: asked(slurm) == 2)
@@ -99,32 +99,32 @@ def test_only_an_answer_without_the_job_wakes_the_driver(queue: str | None, pend
     ],
 )
 def test_only_other_trainings_count(queue: str, found: list[str]) -> None:
-    assert others(queue, "shardmake-mine-0") == found
+    assert other_trainings(queue, "shardmake-mine-0") == found
 
 
 def test_one_look_serves_many_and_a_new_one_can_be_asked_for(slurm: Path) -> None:
     snapshot = str(slurm / "snapshot")
     (slurm / "queue").write_text("7|RUNNING|shardmake-chat-1\n")
-    assert [look(snapshot) for _ in range(3)] == ["7|RUNNING|shardmake-chat-1\n\n"] * 3
+    assert [read_queue(snapshot) for _ in range(3)] == ["7|RUNNING|shardmake-chat-1\n\n"] * 3
     assert asked(slurm) == 1
     (slurm / "queue").write_text("")
-    assert look(snapshot, 0) == "\n" == look(snapshot)
+    assert read_queue(snapshot, 0) == "\n" == read_queue(snapshot)
     assert asked(slurm) == 2
     (slurm / "queue").unlink()
-    assert look(snapshot, 0) is None
+    assert read_queue(snapshot, 0) is None
 
 
 def test_a_place_is_claimed_once_until_the_next_look(slurm: Path) -> None:
     snapshot = slurm / "snapshot"
     (slurm / "queue").write_text("1|RUNNING|shardmake-a-1\n")
-    assert not claim("shardmake-b-1", 1, str(snapshot))
-    assert claim("shardmake-b-1", 2, str(snapshot)) and claim("shardmake-b-1", 2, str(snapshot))
-    assert not claim("shardmake-c-1", 2, str(snapshot))
+    assert not claim_slot("shardmake-b-1", 1, str(snapshot))
+    assert claim_slot("shardmake-b-1", 2, str(snapshot)) and claim_slot("shardmake-b-1", 2, str(snapshot))
+    assert not claim_slot("shardmake-c-1", 2, str(snapshot))
     os.utime(snapshot, (0, time.time() - SECONDS))
-    assert claim("shardmake-c-1", 2, str(snapshot)), "b never came"
+    assert claim_slot("shardmake-c-1", 2, str(snapshot)), "b never came"
     os.utime(snapshot, (0, 0))
     (slurm / "queue").unlink()
-    assert not claim("shardmake-c-1", 2, str(snapshot)), "no answer is no room"
+    assert not claim_slot("shardmake-c-1", 2, str(snapshot)), "no answer is no room"
 
 
 def test_a_dozing_driver_is_small_and_holds_the_lock(slurm: Path) -> None:

@@ -9,7 +9,7 @@ from shardmake.launch.cgroup import oom_kills
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.preflight import (
     GIB,
-    Gpu,
+    GpuStatus,
     PreflightError,
     check_gpus,
     check_memory,
@@ -28,7 +28,7 @@ ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n
 
 def test_gpus_as_nvidia_smi_prints_them() -> None:
     gpus = parse_gpus(ROWS)
-    assert gpus[1] == Gpu("1", "GPU-b", 40 * GIB, 0)
+    assert gpus[1] == GpuStatus("1", "GPU-b", 40 * GIB, 0)
     assert [gpu.uncorrected_errors for gpu in gpus] == [0, 0, 0, 2]
 
 

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from shardmake.launch.progress import Follower
+from shardmake.launch.progress import ProgressPrinter
 from shardmake.run.metrics import parse_metrics
 
 
@@ -13,7 +13,7 @@ def line(step: int, **values: object) -> str:
 
 def test_a_script_may_log_what_it_likes(tmp_path: Path) -> None:
     metrics, told = tmp_path / "metrics.jsonl", list[str]()
-    follower = Follower(metrics, told.append)
+    follower = ProgressPrinter(metrics, told.append)
     metrics.write_text('{"step": 1, "loss": 2.5}\n"words"\nno JSON\n[1]\n{"loss": 1.0}\n{"step": 9, "lo')
     follower.tell_news()
     assert told == ["step      1  loss 2.5000"]
@@ -22,7 +22,7 @@ def test_a_script_may_log_what_it_likes(tmp_path: Path) -> None:
 def test_a_file_that_was_written_anew_between_two_looks(tmp_path: Path) -> None:
     metrics, told = tmp_path / "metrics.jsonl", list[str]()
     metrics.write_text(line(10) * 3)
-    follower = Follower(metrics, told.append)
+    follower = ProgressPrinter(metrics, told.append)
     metrics.write_text(line(5) + line(6, eval_loss=1.5) * 4)
     follower.tell_news()
     assert told[0] == "step      6  evaluation loss 1.5000"
@@ -30,7 +30,7 @@ def test_a_file_that_was_written_anew_between_two_looks(tmp_path: Path) -> None:
 
 def test_bytes_that_are_no_text_do_not_end_the_driver(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    follower = Follower(metrics, print)
+    follower = ProgressPrinter(metrics, print)
     metrics.write_bytes(b"\xff\xfe\n" + line(1).encode())
     follower.tell_news()
     assert [found["step"] for found in parse_metrics(metrics.read_text(errors="replace"))] == [1]

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from shardmake.launch.submission_limit import require_room, turn, why
+from shardmake.launch.submission_limit import require_slot, submission_slot, waiting_message
 
 MINE = "shardmake-mine-00000000"
 
@@ -41,28 +41,28 @@ def queue(*runs: str) -> str:
 @pytest.mark.parametrize("runs", [(), ("a",), ("a", "b")])
 def test_there_is_room_up_to_the_limit(slurm: Path, runs: tuple[str, ...]) -> None:
     (slurm / "queue").write_text(queue(*runs) + f"7|COMPLETING|{MINE}\n8|RUNNING|notebook\n")
-    with turn(MINE, 3, wait):
+    with submission_slot(MINE, 3, wait):
         pass
-    with pytest.raises(WaitsError) as waits, turn(MINE, len(runs), wait):
+    with pytest.raises(WaitsError) as waits, submission_slot(MINE, len(runs), wait):
         pytest.fail("there was no room")
     assert waits.value.args[0] == [f"shardmake-{run}-12345678" for run in runs]
 
 
 def test_a_slurm_that_does_not_answer_gives_no_room(slurm: Path) -> None:
     (slurm / "queue").unlink()
-    with pytest.raises(WaitsError, match="None"), turn(MINE, 3, wait):
+    with pytest.raises(WaitsError, match="None"), submission_slot(MINE, 3, wait):
         pytest.fail("it may be full")
 
 
 def test_what_was_submitted_a_moment_ago_counts(slurm: Path) -> None:
     """The shared snapshot still says that there is room; under the lock Slurm itself is asked."""
-    with turn(MINE, 1, wait):
+    with submission_slot(MINE, 1, wait):
         (slurm / "queue").write_text(queue("a"))
-    require_room("shardmake-other-1", 1, wait)
-    with pytest.raises(WaitsError), turn("shardmake-other-1", 1, wait):
+    require_slot("shardmake-other-1", 1, wait)
+    with pytest.raises(WaitsError), submission_slot("shardmake-other-1", 1, wait):
         pytest.fail("the place is taken")
     with pytest.raises(WaitsError, match="shardmake-a-12345678"):
-        require_room("shardmake-third-1", 1, wait)
+        require_slot("shardmake-third-1", 1, wait)
 
 
 SUBMIT = """
@@ -91,8 +91,8 @@ def test_eight_drivers_at_once_take_two_places(slurm: Path) -> None:
 
 def test_the_reason_names_runs_and_setting() -> None:
     ahead = ["shardmake-docs-chat-1a2b3c4d", "shardmake-code-00000000"]
-    assert why(ahead, "mine", 2) == (
+    assert waiting_message(ahead, "mine", 2) == (
         "You have 2 training(s) in the queue (code, docs-chat), and trainings_per_user in the cluster file is 2: mine "
         "waits for one of them to end."
     )
-    assert "Slurm does not answer" in why(None, "mine", 2)
+    assert "Slurm does not answer" in waiting_message(None, "mine", 2)

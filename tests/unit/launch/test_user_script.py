@@ -10,14 +10,14 @@ import pytest
 from shardmake.config.models import Cluster, check_inputs
 from shardmake.config.script import check_script
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings
 from shardmake.render.stage import render_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error, write_record
-from shardmake.run.attempt_history import End
+from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import as_json
+from shardmake.run.plan import plan_json
 from shardmake.train.user_script import _run, variables
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
@@ -40,9 +40,9 @@ def test_a_script_must_be_there_and_be_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     check_script("script", tmp_path / "train.py")
     (tmp_path / "train.sh").write_text("#!/bin/bash\nset -e\naccelerate launch train.py\n")
-    with pytest.raises(UserError, match=r"runs.x.script: .*train.sh, line 3 is not Python"):
+    with pytest.raises(ShardmakeError, match=r"runs.x.script: .*train.sh, line 3 is not Python"):
         check_inputs("x", make_run(script=str(tmp_path / "train.sh")))
-    with pytest.raises(UserError, match=r"runs.x.script: 'nowhere.py' does not exist"):
+    with pytest.raises(ShardmakeError, match=r"runs.x.script: 'nowhere.py' does not exist"):
         check_inputs("x", make_run(script="nowhere.py"))
 
 
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> AttemptDir:
     plan, cluster = make_plan("zero2"), make_cluster()
     settings = attempt_settings(2, tmp_path / "runs/lab", cluster, plan, resume_from=None, recipe="r")
     write_record(folder.settings, settings)
-    write_json(folder.plan, as_json(plan))
+    write_json(folder.plan, plan_json(plan))
     return folder
 
 
@@ -104,11 +104,11 @@ def test_status_0_everywhere_and_a_model_make_a_receipt(folder: AttemptDir) -> N
     assert user_script.judge(rundir, folder, "r") is None
     leave(folder, 0, 0)
     empty = user_script.judge(rundir, folder, "r")
-    assert empty is not None and empty.end is End.USER_ERROR and "SHARDMAKE_OUTPUT" in empty.sentence
+    assert empty is not None and empty.end is EndReason.USER_ERROR and "SHARDMAKE_OUTPUT" in empty.sentence
     (rundir.script_output / "model.safetensors").touch()
     rundir.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0, "tokens": 64}\n')
     judged = user_script.judge(rundir, folder, "r")
-    assert judged is not None and judged.end is End.FINISHED
+    assert judged is not None and judged.end is EndReason.FINISHED
     receipt = json.loads(rundir.train_receipt.read_text())
     assert (receipt["steps"], receipt["loss"], receipt["tokens"], receipt["attempts"]) == (2, 2.0, 64, 2)
     assert receipt["checkpoint"] == "train/output"

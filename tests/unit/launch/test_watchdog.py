@@ -12,16 +12,26 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import watchdog
-from shardmake.launch.watchdog import RankState, Watch, allowance, describe, flight_recorder, overdue, suspect
-from shardmake.run.attempt import AttemptDir, Beat, NodeExit, write_beat, write_record
+from shardmake.launch.watchdog import (
+    RankState,
+    Watchdog,
+    allowance,
+    describe_hang,
+    find_culprit,
+    flight_recorder,
+    overdue,
+)
+from shardmake.run.attempt import AttemptDir, Heartbeat, NodeExit, write_heartbeat, write_record
 from shardmake.run.timeouts import collective_timeout
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
 BUSY = 'File "data.py", line 7 in __getitem__'
 
 
-def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.0, usual: float = 1.0) -> Beat:
-    return Beat(rank=rank, host=f"c{rank + 1}", pid=0, phase=phase, step=step, time=time, usual=usual)
+def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.0, usual: float = 1.0) -> Heartbeat:
+    return Heartbeat(
+        rank=rank, host=f"c{rank + 1}", pid=0, phase=phase, step=step, time=time, median_step_seconds=usual
+    )
 
 
 @pytest.mark.parametrize(
@@ -36,7 +46,7 @@ def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.
     ],
 )
 def test_allowances(phase: str, usual: float, seconds: float) -> None:
-    assert allowance(beat(phase=phase, usual=usual), 600) == seconds
+    assert allowance(beat(phase=phase, median_step_seconds=usual), 600) == seconds
 
 
 @pytest.mark.parametrize(("hang_seconds", "timeout"), [(600, 7200), (1.5, 1800)])
@@ -61,9 +71,9 @@ def test_the_longest_silence_is_found() -> None:
     ],
 )
 def test_who_is_named(ranks: list[RankState], named: int | None) -> None:
-    found = suspect(ranks)
+    found = find_culprit(ranks)
     assert (found.beat.rank if found else None) == named
-    told = describe(ranks[0].beat, ranks, now=1700)
+    told = describe_hang(ranks[0].beat, ranks, now=1700)
     assert told.rank == named and "No progress for 700 s in phase 'train' after step 9" in told.sentence
     assert told.host == (None if named is None else f"c{named + 1}")
 
@@ -90,7 +100,7 @@ def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
         while not all(folder.beat(rank) for rank in (0, 1)):
             time.sleep(0.05)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        nodes = [Watch(folder, range(rank, rank + 1), 2, seconds) for rank, seconds in ((0, 0.1), (1, 600))]
+        nodes = [Watchdog(folder, range(rank, rank + 1), 2, seconds) for rank, seconds in ((0, 0.1), (1, 600))]
         assert not nodes[1].has_hung()
         time.sleep(0.2)
         assert [node.has_hung() for node in nodes] == [True, True]
@@ -122,13 +132,13 @@ def test_stacks_are_out_before_their_node_says_so(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(watchdog.os, "fsync", sync)
     monkeypatch.setattr(watchdog, "write_json", lambda path, states: synced.append(path))
-    Watch(folder, range(2), 2, 600).collect(tmp_path)
+    Watchdog(folder, range(2), 2, 600).collect(tmp_path)
     assert synced == [folder.stack(0), folder.stacks / "states-from-0.json"]
 
 
 def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path) -> None:
-    watch = Watch(AttemptDir(tmp_path), range(2), 2, hang_seconds=0.01)
-    write_beat(AttemptDir(tmp_path), 0, "load", 0)
+    watch = Watchdog(AttemptDir(tmp_path), range(2), 2, hang_seconds=0.01)
+    write_heartbeat(AttemptDir(tmp_path), 0, "load", 0)
     time.sleep(0.1)
     assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load")
 
@@ -138,8 +148,8 @@ def test_a_pause_of_ranks_and_worker_is_no_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clocks: tuple[str, ...]
 ) -> None:
     folder = AttemptDir(tmp_path)
-    write_beat(folder, 0, "train", 3)
-    watch = Watch(folder, range(1), 1, hang_seconds=600)
+    write_heartbeat(folder, 0, "train", 3)
+    watch = Watchdog(folder, range(1), 1, hang_seconds=600)
 
     def jump(seconds: float) -> None:
         for name in clocks:
@@ -156,7 +166,7 @@ def test_a_pause_of_ranks_and_worker_is_no_hang(
 
 
 def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(AttemptDir(tmp_path), range(1), 1, hang_seconds=0.05)
+    watch = Watchdog(AttemptDir(tmp_path), range(1), 1, hang_seconds=0.05)
     time.sleep(0.4)
 
     def fill_up(path: Path, data: bytes) -> None:
@@ -172,7 +182,7 @@ def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeyp
 
 def test_ranks_whose_peers_failed_on_another_node_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = AttemptDir(tmp_path)
-    watch = Watch(folder, range(1, 2), 2, hang_seconds=600)
+    watch = Watchdog(folder, range(1, 2), 2, hang_seconds=600)
     record = NodeExit(node_rank=0, host="c1", started=0, ended=1, phase="training", returncode=0, stop_signal=None)
     write_record(folder.exit_record(0), record)
     monkeypatch.setattr(watchdog, "ABANDONED_SECONDS", 0.2)

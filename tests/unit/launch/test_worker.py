@@ -9,7 +9,7 @@ import pytest
 from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import RendezvousError
-from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_beat, write_record
+from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_heartbeat, write_record
 from tests.unit.plans import make_cluster, make_plan
 
 
@@ -63,7 +63,7 @@ def test_a_record_that_finds_no_room_is_printed(
     monkeypatch.setattr(worker, "write_record", fill_up)
     monkeypatch.setattr(worker, "meet", fail)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
-    assert worker.main(folder.root, worker.Node(rank=1, start=0)) == 1
+    assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
     said = capsys.readouterr().out
     assert "No space left on device" in said and '"phase":"rendezvous"' in said and "nobody came" in said
 
@@ -81,7 +81,7 @@ def test_a_node_that_waited_in_vain_blames_the_one_that_did_not_come(
     monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
     monkeypatch.setattr(worker, "meet", wait)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
-    worker.main(folder.root, worker.Node(rank=0, start=0))
+    worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
     assert [node.blamed for node in folder.exits()] == ["c2"]
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -96,7 +96,7 @@ def test_a_requeued_job_reads_nothing_of_its_earlier_start(folder: AttemptDir, m
         path.touch()
     write_record(folder.hang, Hang(rank=None, host=None, sentence="old"))
     record_error(folder, 3, ValueError("old"))
-    write_beat(folder, 3, "train", 7)
+    write_heartbeat(folder, 3, "train", 7)
     seen: list[Path] = []
 
     def meet(*args: object) -> None:
@@ -105,7 +105,7 @@ def test_a_requeued_job_reads_nothing_of_its_earlier_start(folder: AttemptDir, m
 
     monkeypatch.setattr(worker, "meet", meet)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
-    worker.main(folder.root, worker.Node(rank=0, start=2))
+    worker.main(folder.root, worker.WorkerNode(rank=0, start=2))
     assert set(seen) == {folder.settings, folder.log(0), folder.root / "start-1"}
     assert [node.message for node in folder.exits()] == ["nobody came"]
     assert (folder.root / "start-1/errors/rank-3.json").exists()

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.closed_form import Profile, of_script
+from shardmake.memory.closed_form import Profile, of_events
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import gpu
-from shardmake.memory.events import Script
+from shardmake.memory.events import StepEvents
 from shardmake.memory.model import from_config, split
-from shardmake.memory.scenario import Scenario, Stack
+from shardmake.memory.scenario import LibraryBehavior, Scenario
 from shardmake.memory.trace import _prefix, _request
 from shardmake.memory.unroll import unrolled
 from tests.unit.memory.test_model import OTHERS
@@ -55,7 +55,7 @@ CASES: dict[str, Scenario] = {
     "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
     "fp32": scenario(precision="fp32"),
     "lora": scenario(method="lora"),
-    "lora in fp32": scenario(method="lora", strategy="ddp", stack=Stack(autocast=False)),
+    "lora in fp32": scenario(method="lora", strategy="ddp", stack=LibraryBehavior(autocast=False)),
     "lora under autocast": scenario(method="lora", **AUTOCAST),
     "lora with dropout": scenario(method="lora", lora_dropout=0.1, **AUTOCAST),
     "lora on q and v": scenario(method="lora", lora_targets=("q_proj", "v_proj")),
@@ -65,7 +65,7 @@ CASES: dict[str, Scenario] = {
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "tied": scenario({"tie_word_embeddings": True}),
-    "output held": scenario(stack=Stack(keeps_output=True)),
+    "output held": scenario(stack=LibraryBehavior(keeps_output=True)),
 }
 
 
@@ -91,7 +91,7 @@ def test_closed_form_is_the_trace(name: str, tracer: Any) -> None:
     traced = tracer.trace(_request(case))
     acted = micro_step(case)
     assert saved(acted) == pytest.approx(saved(traced), rel=2e-3)
-    assert figures(of_script(acted, LAYERS)) == pytest.approx(figures(of_script(traced, LAYERS)), rel=0.03)
+    assert figures(of_events(acted, LAYERS)) == pytest.approx(figures(of_events(traced, LAYERS)), rel=0.03)
     assert gradients(acted) == gradients(traced)
 
 
@@ -99,7 +99,7 @@ def figures(profile: Profile) -> list[int]:
     return [max(profile.loss, profile.last_layer, profile.first_layer)]
 
 
-def saved(script: Script) -> int:
+def saved(script: StepEvents) -> int:
     """Bytes alive when the backward pass begins."""
     sizes: dict[int, int] = {}
     for event in script:
@@ -112,7 +112,7 @@ def saved(script: Script) -> int:
     return sum(sizes.values())
 
 
-def gradients(script: Script) -> set[str]:
+def gradients(script: StepEvents) -> set[str]:
     """Weights that got a gradient, by the model's own names."""
     return {event[2] for event in script if event[0] == "grad"}
 
@@ -146,7 +146,7 @@ def test_a_few_layers_grow_into_the_whole_trace(kind: str, more: dict[str, Any],
     whole = tracer.trace({**_request(case), "layers": None})
     assert grown is not None
     assert sorted(map(plain, grown)) == sorted(map(plain, whole))
-    assert of_script(grown, 7) == of_script(whole, 7)
+    assert of_events(grown, 7) == of_events(whole, 7)
 
 
 def plain(event: Any) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from shardmake.config.models import STRATEGIES
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets, read_buckets
-from shardmake.memory.estimate import gpu, quick, script_of
+from shardmake.memory.estimate import estimate_closed_form, events_of, gpu
 from shardmake.memory.model import Model, from_config, split
 from shardmake.memory.scenario import Scenario
 
@@ -94,7 +94,7 @@ def test_adapters_leave_the_base_in_16_or_4_bits() -> None:
 def test_closed_form_and_the_acted_step_agree(strategy: str, checkpointing: bool) -> None:
     case = scenario(strategy=strategy, checkpointing=checkpointing, accumulation=2)
     acted = gpu(case, BUCKETS)
-    scanned = quick(case, BUCKETS, closed_form.profile(case, {})).gpu
+    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu
     assert scanned.allocated == pytest.approx(acted.allocated, rel=0.08)
     assert acted.allocated <= acted.reserved <= acted.device
 
@@ -198,7 +198,7 @@ def test_an_architecture_without_a_closed_form_is_traced(tmp_path: Any, monkeypa
     model = from_config(config)
     assert model.decoder is None
     cases = [scenario(model, strategy="ddp", ranks_per_node=1, micro_batch=b, sequence_length=64) for b in (3, 4)]
-    three, four = (gpu(case, Buckets(), script_of(case)).allocated for case in cases)
+    three, four = (gpu(case, Buckets(), events_of(case)).allocated for case in cases)
     assert 0 < four - three < three
     assert len(list(tmp_path.rglob("tracer-*.json"))) == 2
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory import parameter_inventory
 from shardmake.memory.model import FAMILIES, from_config, read_model, split
 
@@ -32,7 +32,7 @@ VARIANTS = [
 def test_what_is_written_down_is_what_transformers_builds(variant: dict) -> None:
     config = {**SIZES, **variant}
     written = from_config(config)
-    built = parameter_inventory.census(parameter_inventory.build(config, "test"))
+    built = parameter_inventory.inventory(parameter_inventory.build(config, "test"))
     assert written.decoder is not None
     assert [(t.name, list(t.shape), t.kind, t.block) for t in written.tensors] == [
         (t["name"], list(t["shape"]), t["kind"], t["block"]) for t in built["tensors"]
@@ -58,7 +58,7 @@ OTHERS = [
 @pytest.mark.parametrize(("config", "blocks"), OTHERS, ids=lambda value: str(value)[:24])
 def test_census_of_other_architectures(config: dict, blocks: int) -> None:
     built = parameter_inventory.build(config, "test")
-    values = parameter_inventory.census(built)
+    values = parameter_inventory.inventory(built)
     assert sum(_numel(t["shape"]) for t in values["tensors"]) == sum(p.numel() for p in built.parameters())
     assert sorted({t["block"] for t in values["tensors"]} - {None}) == list(range(blocks))
 
@@ -110,16 +110,16 @@ BAD = [
 def test_bad_configs_are_refused_with_a_sentence(config: dict, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(ShardmakeError, match=sentence):
         read_model(str(path))
 
 
 def test_missing_models_are_refused_with_a_sentence(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"no config\.json"):
+    with pytest.raises(ShardmakeError, match=r"no config\.json"):
         read_model(str(tmp_path))
-    with pytest.raises(UserError, match="no model at"):
+    with pytest.raises(ShardmakeError, match="no model at"):
         read_model("./nowhere")
-    with pytest.raises(UserError, match="No layer of"):
+    with pytest.raises(ShardmakeError, match="No layer of"):
         split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, ["q_prjo"])
 
 
@@ -143,5 +143,5 @@ BAD_SIZES = [
 
 @pytest.mark.parametrize(("change", "sentence"), BAD_SIZES, ids=str)
 def test_sizes_that_are_missing_or_clash_are_refused(change: dict, sentence: str) -> None:
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(ShardmakeError, match=sentence):
         from_config({"model_type": "llama", **SIZES, **change}, source="config.json")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.commands.estimate import Question, estimate, print_table
-from shardmake.core.errors import UserError
+from shardmake.commands.estimate import EstimateRequest, estimate, print_table
+from shardmake.core.errors import ShardmakeError
 from shardmake.memory import calibration
 from shardmake.memory.calibration import Calibration, Observation, fit
 from shardmake.memory.model import from_config
@@ -51,18 +51,18 @@ def test_less_reserved_than_modelled_is_no_negative_pool() -> None:
 
 
 def test_figures_that_cannot_be_are_refused() -> None:
-    with pytest.raises(UserError, match="another process used the GPU"):
+    with pytest.raises(ShardmakeError, match="another process used the GPU"):
         fit([Observation(512, 1, GIB, GIB // 2, GIB)], None, 0, "", "", "")
 
 
 def test_no_gpu_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(UserError, match=r"no nvidia-smi. Run it on a compute node"):
+    with pytest.raises(ShardmakeError, match=r"no nvidia-smi. Run it on a compute node"):
         probe(from_config(CONFIG))
 
 
 def test_other_architectures_are_refused() -> None:
-    with pytest.raises(UserError, match="not gpt2"):
+    with pytest.raises(ShardmakeError, match="not gpt2"):
         probe(replace(from_config(CONFIG), model_type="gpt2", decoder=None))
 
 
@@ -71,7 +71,7 @@ def test_the_estimate_uses_what_was_found_and_says_so(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    question = Question(str(tmp_path / "config.json"), accelerator="h100", strategies=["ddp", "fsdp"])
+    question = EstimateRequest(str(tmp_path / "config.json"), accelerator="h100", strategies=["ddp", "fsdp"])
     before = estimate(question)
     calibration.keep("h100", FOUND)
     after = estimate(question)
@@ -82,7 +82,7 @@ def test_the_estimate_uses_what_was_found_and_says_so(
     assert before.as_json()["calibration"] is None
     print_table(after)
     assert "as measured on node7" in " ".join(capsys.readouterr().out.split())
-    other = estimate(Question(str(tmp_path / "config.json"), accelerator="a100-80gb", strategies=["ddp"]))
+    other = estimate(EstimateRequest(str(tmp_path / "config.json"), accelerator="a100-80gb", strategies=["ddp"]))
     assert other.measured is None
 
 

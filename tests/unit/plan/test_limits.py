@@ -3,7 +3,7 @@
 import pytest
 
 from shardmake.config.models import Cluster
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.limits import check_request, parse_partitions
 from shardmake.run.plan import Choice, Plan, Resources, Workload
 
@@ -21,7 +21,7 @@ def plan(nodes: int = 2, memory_gib: int = 4, cpus: int = 2) -> Plan:
         workload=Workload(
             model="m", sequence_length=8, packing=True, method="full", optimizer="adamw", attention="sdpa", loss="plain"
         ),
-        reason="", rejected={}, ladder=[], host_memory=1 << 30,
+        reason="", rejected={}, fallbacks=[], host_memory=1 << 30,
         resources={"train": Resources(memory_gib=memory_gib, cpus=cpus)},
     )  # fmt: skip
 
@@ -65,5 +65,5 @@ def test_what_fits_passes() -> None:
     ],
 )
 def test_what_can_never_run_is_refused(asked: Plan, slurm: dict[str, object], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(ShardmakeError, match=words):
         check_request(asked, cluster(**slurm), PARTITIONS)

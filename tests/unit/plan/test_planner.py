@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.planner import make_plan
 from shardmake.run.plan import Plan
 
@@ -71,7 +71,7 @@ def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> 
     assert (made.choice.strategy, made.choice.precision, made.workload.attention) == ("ddp", "fp32", "sdpa")
     assert made.choice.global_batch_size == 32
     assert made.reason.startswith("ddp")
-    assert all(rung.choice.strategy.startswith(("ddp", "zero")) for rung in made.ladder)
+    assert all(fallback.choice.strategy.startswith(("ddp", "zero")) for fallback in made.fallbacks)
 
 
 def test_an_8b_on_one_node_of_h100_is_sharded_and_fits(folders: dict[str, str]) -> None:
@@ -90,11 +90,11 @@ def test_the_plan_is_the_same_every_time(folders: dict[str, str]) -> None:
 def test_a_named_strategy_is_respected(strategy: str, folders: dict[str, str]) -> None:
     made = plan(folders["eight"], gpus(max_nodes=4), strategy=strategy, nodes=4)
     assert made.choice.strategy == strategy
-    assert {rung.choice.strategy for rung in made.ladder} <= {strategy}
+    assert {fallback.choice.strategy for fallback in made.fallbacks} <= {strategy}
 
 
 def test_a_named_strategy_that_does_not_fit_is_refused_with_figures(folders: dict[str, str]) -> None:
-    with pytest.raises(UserError, match=r"Strategy ddp does not fit.* GiB"):
+    with pytest.raises(ShardmakeError, match=r"Strategy ddp does not fit.* GiB"):
         plan(folders["eight"], gpus(), strategy="ddp", nodes=1)
 
 
@@ -102,15 +102,15 @@ def test_a_script_never_swaps_to_nvme(folders: dict[str, str]) -> None:
     """DeepSpeed alone saves what cannot be merged, and resumes without the moments."""
     cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
     made = plan(folders["eight"], cluster, script="train.py", micro_batch_size=1)
-    assert "zero3-nvme" not in {made.choice.strategy, *(rung.choice.strategy for rung in made.ladder)}
-    with pytest.raises(UserError, match=r"zero3-nvme is not for a script: .* Take zero3-offload"):
+    assert "zero3-nvme" not in {made.choice.strategy, *(fallback.choice.strategy for fallback in made.fallbacks)}
+    with pytest.raises(ShardmakeError, match=r"zero3-nvme is not for a script: .* Take zero3-offload"):
         plan(folders["eight"], cluster, script="train.py", strategy="zero3-nvme")
 
 
 def test_adafactor_is_not_for_fsdp2(folders: dict[str, str]) -> None:
     made = plan(folders["eight"], gpus(), optimizer="adafactor")
     assert not [name for name in (made.choice.strategy, *made.rejected) if name.startswith("fsdp")]
-    with pytest.raises(UserError, match="adafactor fails at the first step under FSDP2"):
+    with pytest.raises(ShardmakeError, match="adafactor fails at the first step under FSDP2"):
         plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp")
     assert plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp", fsdp_version=1)
 
@@ -119,7 +119,7 @@ def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
     values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())
     by_choice = {json.dumps(c["choice"]): c["gpu"]["device"] for c in memory["candidates"]}
-    taken = [made.choice, *(rung.choice for rung in made.ladder)]
+    taken = [made.choice, *(fallback.choice for fallback in made.fallbacks)]
     needs = [by_choice[json.dumps(choice.model_dump())] for choice in taken]
     assert len(needs) > 2
     assert needs == sorted(needs, reverse=True)
@@ -129,16 +129,18 @@ def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
 def test_a_rung_with_offload_asks_for_more_host_memory(folders: dict[str, str]) -> None:
     """It needs less of the GPU's memory and more of the node's, so that it is no answer to a node's out-of-memory."""
     made = plan(folders["eight"], gpus(), sequence_length=4096)
-    offloads = next(number for number, rung in enumerate(made.ladder, 1) if rung.choice.strategy.endswith("offload"))
+    offloads = next(
+        number for number, fallback in enumerate(made.fallbacks, 1) if fallback.choice.strategy.endswith("offload")
+    )
     here, there = made.at(offloads - 1), made.at(offloads)
-    assert there.choice == made.ladder[offloads - 1].choice
+    assert there.choice == made.fallbacks[offloads - 1].choice
     assert there.host_memory > here.host_memory + 16 * 2**30
     asked = [its.resources["train"].memory_gib for its in (here, there)]
     assert there.host_memory < asked[1] * 2**30 and asked[0] < asked[1]
-    assert next(made.rungs_below(offloads - 1, host=False)) == offloads
-    below = next(made.rungs_below(offloads - 1, host=True), None)
+    assert next(made.fallbacks_below(offloads - 1, host=False)) == offloads
+    below = next(made.fallbacks_below(offloads - 1, host=True), None)
     assert below is None or made.at(below).host_memory < here.host_memory
-    assert not list(made.rungs_below(len(made.ladder), host=False))
+    assert not list(made.fallbacks_below(len(made.fallbacks), host=False))
     assert made.at(0) == made
 
 
@@ -148,12 +150,12 @@ def test_the_ladder_comes_to_16_bits_before_nvme_and_more_nodes(folders: dict[st
         folders["eight"], cluster, sequence_length=2048, precision="fp32", global_batch_size=64, strategy="auto"
     )
     assert made.choice.precision == "fp32"
-    below = [rung.choice for rung in made.ladder]
+    below = [fallback.choice for fallback in made.fallbacks]
     steps = [(choice.nodes, choice.strategy == "zero3-nvme", choice.precision != "fp32") for choice in below]
     assert steps == sorted(steps)
     assert any(choice.precision == "bf16" for choice in below)
     old = plan(folders["tiny"], gpus(accelerator="v100-32gb"), precision="fp32")
-    assert {rung.choice.precision for rung in old.ladder} <= {"fp32", "fp16"}
+    assert {fallback.choice.precision for fallback in old.fallbacks} <= {"fp32", "fp16"}
 
 
 def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -> None:
@@ -204,7 +206,7 @@ REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
 def test_contradictions_are_refused_with_what_to_do(
     cluster: Cluster, settings: dict[str, Any], sentence: str, folders: dict[str, str]
 ) -> None:
-    with pytest.raises(UserError, match=sentence):
+    with pytest.raises(ShardmakeError, match=sentence):
         plan(folders["tiny"], cluster, **settings)
 
 

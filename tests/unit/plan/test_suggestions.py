@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.stage import plan_run
-from shardmake.plan.suggestions import Remedy, changes, remedies
+from shardmake.plan.suggestions import Suggestion, changes, suggestions
 from shardmake.run.paths import RunDir
 from tests.unit.plan.test_planner import folders, gpus, run_of
 
@@ -23,14 +23,14 @@ def test_each_setting_is_changed_by_as_little_as_helps() -> None:
         }
         return "fits" if helps[setting]() else None
 
-    found = remedies(changes(2, 2048, "full"), outcome)
-    assert found == [Remedy(setting, value, "fits") for setting, value in enough.items()]
-    assert remedies(changes(2, 2048, "lora"), lambda setting, value: None) == []
+    found = suggestions(changes(2, 2048, "full"), outcome)
+    assert found == [Suggestion(setting, value, "fits") for setting, value in enough.items()]
+    assert suggestions(changes(2, 2048, "lora"), lambda setting, value: None) == []
 
 
 def test_the_plan_says_what_alone_would_do_where_nothing_fits(folders: dict[str, str], tmp_path: Path) -> None:
     run = run_of(folders["eight"], strategy="ddp", nodes=1, global_batch_size=64)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(ShardmakeError) as caught:
         plan_run(run, gpus(), RunDir(tmp_path / "chat"))
     said = str(caught.value)
     assert "Strategy ddp does not fit" in said

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.planner import choices, resolve
 from shardmake.plan.tensor_parallel import check_tensor_parallel
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
@@ -30,7 +30,7 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
     ],
 )
 def test_refused(run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(ShardmakeError, match=words):
         check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(**cluster), make_model(**model))
 
 

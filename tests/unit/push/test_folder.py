@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.atomic import read_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import read_folder
 from shardmake.push.stage import push
 from tests.finished_run import MODEL, PLOTS, make_run, make_rundir, write_model
@@ -78,7 +78,9 @@ def test_a_folder_with_other_files_is_refused_and_stays(tmp_path: Path, foreign:
     file = tmp_path / "published" / "chat" / foreign
     file.parent.mkdir(parents=True)
     file.write_text("mine")
-    with pytest.raises(UserError, match=rf"published/chat holds files .*{foreign}.*Choose another folder in push\.to"):
+    with pytest.raises(
+        ShardmakeError, match=rf"published/chat holds files .*{foreign}.*Choose another folder in push\.to"
+    ):
         push(RUN, make_rundir(tmp_path))
     assert file.read_text() == "mine"
 
@@ -88,7 +90,7 @@ def test_a_file_added_to_a_published_model_is_not_lost(tmp_path: Path) -> None:
     push(RUN, rundir)
     Path("published/chat/notes.txt").write_text("mine")
     write_model(rundir, {"config.json": b"{}"})
-    with pytest.raises(UserError, match=r"notes\.txt"):
+    with pytest.raises(ShardmakeError, match=r"notes\.txt"):
         push(RUN, rundir)
 
 
@@ -96,7 +98,7 @@ def test_an_unwritable_place_says_so(tmp_path: Path) -> None:
     (tmp_path / "published").write_text("a file where a folder should be")
     rundir = make_rundir(tmp_path)
     with pytest.raises(
-        UserError, match=r"cannot be written to published/chat: File exists \(published\)\. Make that folder"
+        ShardmakeError, match=r"cannot be written to published/chat: File exists \(published\)\. Make that folder"
     ):
         push(RUN, rundir)
     assert not rundir.push_receipt.exists()
@@ -108,7 +110,8 @@ def test_a_place_without_room_says_what_it_lacks(tmp_path: Path) -> None:
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", point], check=True)
     try:
         with pytest.raises(
-            UserError, match=r"The model needs 0 MiB, and published has 0 MiB left \(free on the file system\)\. Free"
+            ShardmakeError,
+            match=r"The model needs 0 MiB, and published has 0 MiB left \(free on the file system\)\. Free",
         ):
             push(RUN, make_rundir(tmp_path))
         assert not list(point.iterdir())
@@ -125,7 +128,7 @@ def test_a_quota_that_runs_out_in_the_middle_leaves_nothing(tmp_path: Path, monk
         return copy(source, target)
 
     monkeypatch.setattr("shutil.copyfile", run_out)
-    with pytest.raises(UserError, match=r"Disk quota exceeded .*\. Free some space there, or choose another"):
+    with pytest.raises(ShardmakeError, match=r"Disk quota exceeded .*\. Free some space there, or choose another"):
         push(RUN, make_rundir(tmp_path))
     assert not list(Path("published").iterdir())
 
@@ -161,10 +164,10 @@ def test_what_a_killed_push_left_is_settled(tmp_path: Path) -> None:
 def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.model_receipt.write_text('{"files": {}}')
-    with pytest.raises(UserError, match=r"holds no verification.*shardmake consolidate chat"):
+    with pytest.raises(ShardmakeError, match=r"holds no verification.*shardmake consolidate chat"):
         push(RUN, rundir)
     rundir.model_receipt.unlink()
-    with pytest.raises(UserError, match="shardmake consolidate chat"):
+    with pytest.raises(ShardmakeError, match="shardmake consolidate chat"):
         push(RUN, rundir)
     assert not Path("published").exists()
 
@@ -182,10 +185,10 @@ def test_a_model_that_is_not_the_verified_one_is_not_pushed(tmp_path: Path, chan
     rundir = make_rundir(tmp_path)
     assert callable(change)
     change(rundir.model)
-    with pytest.raises(UserError, match=complaint):
+    with pytest.raises(ShardmakeError, match=complaint):
         push(RUN, rundir)
 
 
 def test_a_run_without_a_destination_says_what_to_add(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"has no push\.to"):
+    with pytest.raises(ShardmakeError, match=r"has no push\.to"):
         push(make_run(), make_rundir(tmp_path))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
@@ -134,7 +134,7 @@ def test_a_network_that_goes_in_the_middle_costs_one_file_at_most(
     lost = hashlib.sha256(shards["model-4.safetensors"]).hexdigest()
     hub.transfer = transfer
     hub.cut(f"P[OU][ST]T? /(put|part)/{lost}", times=99)
-    with pytest.raises(UserError, match=r"The push to hub:lab/chat failed.*\nNothing is lost.*Push again"):
+    with pytest.raises(ShardmakeError, match=r"The push to hub:lab/chat failed.*\nNothing is lost.*Push again"):
         push(RUN, rundir)
     assert not contents(hub)
     sizes = {hashlib.sha256(content).hexdigest(): len(content) for content in shards.values()}
@@ -164,7 +164,7 @@ def test_a_hub_that_keeps_losing_files_is_an_error(
 ) -> None:
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     hub.lose.append("config.json")
-    with pytest.raises(UserError, match=r"lacks or holds other content for: config\.json"):
+    with pytest.raises(ShardmakeError, match=r"lacks or holds other content for: config\.json"):
         push(RUN, rundir)
     assert not rundir.push_receipt.exists()
 
@@ -193,7 +193,7 @@ def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir:
 
 def test_another_model_under_the_name_is_not_overwritten(hub: FakeHub, rundir: RunDir) -> None:
     hub.add("lab/chat", {"config.json": b"{}", "README.md": b"theirs"}, private=True)
-    with pytest.raises(UserError, match=r"The name hub:lab/chat is taken.*config\.json.*Choose another name"):
+    with pytest.raises(ShardmakeError, match=r"The name hub:lab/chat is taken.*config\.json.*Choose another name"):
         push(RUN, rundir)
     assert contents(hub)["config.json"] == b"{}"
 
@@ -206,7 +206,7 @@ def test_a_card_written_on_the_web_is_replaced(hub: FakeHub, rundir: RunDir) -> 
 
 def test_a_public_repository_is_refused_where_private_was_asked(hub: FakeHub, rundir: RunDir) -> None:
     hub.add("lab/chat", {"README.md": b""})
-    with pytest.raises(UserError, match=r"is public.*private: false"):
+    with pytest.raises(ShardmakeError, match=r"is public.*private: false"):
         push(RUN, rundir)
     push(make_run(push={"to": "hub:lab/chat", "private": False}), rundir)
     assert contents(hub).keys() > MODEL.keys()
@@ -223,7 +223,7 @@ def test_a_token_that_does_not_do(
     hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, token: str, advice: str
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", token)
-    with pytest.raises(UserError, match=advice) as caught:
+    with pytest.raises(ShardmakeError, match=advice) as caught:
         push(RUN, rundir)
     assert token not in str(caught.value)
 
@@ -231,34 +231,38 @@ def test_a_token_that_does_not_do(
 def test_no_token(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
-    with pytest.raises(UserError, match=r"needs a token with write permission. Run `hf auth login`, or set HF_TOKEN"):
+    with pytest.raises(
+        ShardmakeError, match=r"needs a token with write permission. Run `hf auth login`, or set HF_TOKEN"
+    ):
         push(RUN, rundir)
 
 
 def test_offline_switches_are_named(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"):
+    with pytest.raises(ShardmakeError, match="HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set"):
         push(RUN, rundir)
 
 
 @pytest.mark.parametrize(("request_", "status"), [("POST .*/preupload/", 402), ("POST .*/objects/batch", 403)])
 def test_storage_used_up_says_so(hub: FakeHub, rundir: RunDir, request_: str, status: int) -> None:
     hub.fail(request_, status=status, message="Private repository storage limit reached, please upgrade your plan")
-    with pytest.raises(UserError, match=r"storage limit reached.*\n.*Free some space"):
+    with pytest.raises(ShardmakeError, match=r"storage limit reached.*\n.*Free some space"):
         push(RUN, rundir)
 
 
 def test_metadata_that_the_hub_does_not_take(hub: FakeHub, rundir: RunDir) -> None:
     hub.card_errors.append('"license" must be one of ...')
     with pytest.raises(
-        UserError, match=r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub does not take'
+        ShardmakeError, match=r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub does not take'
     ):
         push(RUN, rundir)
 
 
 def test_a_hub_that_is_gone(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match=r"The push to hub:lab/chat failed: .*refused.*\nNothing is lost.*Push again"):
+    with pytest.raises(
+        ShardmakeError, match=r"The push to hub:lab/chat failed: .*refused.*\nNothing is lost.*Push again"
+    ):
         push(RUN, rundir)
 
 
@@ -268,7 +272,7 @@ def test_one_destination_down_does_not_keep_the_others_waiting(
     monkeypatch.chdir(tmp_path)
     run = make_run(push={"to": ["hub:lab/chat", "file:published/chat"]})
     hub.fail("POST /api/repos/create", times=9, status=403, message="no right")
-    with pytest.raises(UserError, match="no right"):
+    with pytest.raises(ShardmakeError, match="no right"):
         push(run, rundir)
     assert Path("published/chat/config.json").exists() and not rundir.push_receipt.exists()
     hub.faults.clear()

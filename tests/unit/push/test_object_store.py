@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from moto.server import ThreadedMotoServer
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.push import object_store
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
@@ -88,7 +88,7 @@ def test_a_new_model_replaces_the_old_one(bucket: Any, rundir: RunDir) -> None:
 
 def test_a_prefix_with_other_files_is_refused(bucket: Any, rundir: RunDir) -> None:
     bucket.put_object(Key="models/chat/notes.txt", Body=b"mine")
-    with pytest.raises(UserError, match=r"s3://lab/models/chat holds files .*notes\.txt.*Choose another prefix"):
+    with pytest.raises(ShardmakeError, match=r"s3://lab/models/chat holds files .*notes\.txt.*Choose another prefix"):
         push(RUN, rundir)
     assert contents(bucket) == {"notes.txt": b"mine"}
 
@@ -108,7 +108,7 @@ def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(object_store, "_send", cut)
-        with pytest.raises(UserError, match=r"the network is gone\nNothing is lost.*Push again"):
+        with pytest.raises(ShardmakeError, match=r"the network is gone\nNothing is lost.*Push again"):
             push(RUN, rundir)
     assert "SHA256SUMS" not in contents(bucket)
     assert (contents(bucket)["config.json"] == b"new") is False, "what loaders look at first comes after the weights"
@@ -119,7 +119,7 @@ def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
 
 def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store._Place, "digest", lambda *_: "0" * 64)
-    with pytest.raises(UserError, match="does not read back as it was sent"):
+    with pytest.raises(ShardmakeError, match="does not read back as it was sent"):
         push(RUN, rundir)
     assert "SHA256SUMS" not in contents(bucket) and not rundir.push_receipt.exists()
 
@@ -140,7 +140,7 @@ def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: pytest.Mo
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(UserError, match=r"credentials.*\nGive credentials that may list, .* run `aws configure`"):
+    with pytest.raises(ShardmakeError, match=r"credentials.*\nGive credentials that may list, .* run `aws configure`"):
         push(RUN, rundir)
 
 
@@ -160,17 +160,17 @@ def test_what_a_store_refuses_is_answered_with_what_to_do(
         raise error
 
     monkeypatch.setattr(object_store, "_send", refuse)
-    with pytest.raises(UserError, match=rf"The push to s3://lab/models/chat failed: .*\n{advice}"):
+    with pytest.raises(ShardmakeError, match=rf"The push to s3://lab/models/chat failed: .*\n{advice}"):
         push(RUN, rundir)
 
 
 def test_a_bucket_that_is_not_there(bucket: Any, rundir: RunDir) -> None:
-    with pytest.raises(UserError, match=r"The push to s3://other/chat failed.*\nMake the bucket first"):
+    with pytest.raises(ShardmakeError, match=r"The push to s3://other/chat failed.*\nMake the bucket first"):
         push(make_run(push={"to": "s3://other/chat"}), rundir)
 
 
 def test_a_protocol_whose_package_is_missing(bucket: Any, rundir: RunDir) -> None:
-    with pytest.raises(UserError, match=r"Install the package that fsspec needs for gs://"):
+    with pytest.raises(ShardmakeError, match=r"Install the package that fsspec needs for gs://"):
         push(make_run(push={"to": "gs://lab/chat"}), rundir)
 
 

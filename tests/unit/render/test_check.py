@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES, Strategy
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.plan.tensor_parallel import AUTOTP, FSDP
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files, check_rendered
@@ -110,7 +110,7 @@ def test_every_parser_complains_about_its_own_file() -> None:
         | {"gradient_accumulation_steps": 3, "gradient_clipping": "auto", "zero_optimisation": {}},
         training={**files.training, "arguments": files.training["arguments"] | {"bf16": False}},
     )
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(ShardmakeError) as refusal:
         check("zero2", broken)
     message = str(refusal.value)
     assert "accelerate.yaml: processes per node is understood as 1; planned is 2" in message
@@ -131,7 +131,7 @@ def test_misspelt_keys_are_refused() -> None:
         deepspeed=files.deepspeed | {"zero_optimization": zero},
         training={**files.training, "arguments": files.training["arguments"] | {"learnig_rate": 1.0}},
     )
-    with pytest.raises(UserError, match=r"(?s)num_machine.*stage3_prefetch_bucket.*learnig_rate"):
+    with pytest.raises(ShardmakeError, match=r"(?s)num_machine.*stage3_prefetch_bucket.*learnig_rate"):
         check("zero3", broken)
 
 

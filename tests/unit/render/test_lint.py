@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.render.lint import (
     REFUSED_BESIDE_DEEPSPEED_FILE,
     SHARED,
     TRAINING_DEFAULTS,
+    ConfigFile,
     Finding,
-    Source,
     check_files,
     compare,
     read_sources,
@@ -26,7 +26,7 @@ TRAINING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, 
 
 def texts(accelerate: Any = None, deepspeed: Any = None, training: Any = None) -> list[str]:
     given = {"accelerate": accelerate, "deepspeed": deepspeed, "training": training}
-    sources = {kind: Source(kind, f"{kind}.file", values) for kind, values in given.items() if values is not None}
+    sources = {kind: ConfigFile(kind, f"{kind}.file", values) for kind, values in given.items() if values is not None}
     return [finding.text for finding in compare(sources)]  # type: ignore[arg-type]
 
 
@@ -115,14 +115,14 @@ def test_reading(tmp_path: Path) -> None:
     sources = read_sources([tmp_path / "args.yaml"])
     assert set(sources) == {"training", "deepspeed"}
     (tmp_path / "odd.yaml").write_text("a: 1")
-    with pytest.raises(UserError, match="no configuration file known here"):
+    with pytest.raises(ShardmakeError, match="no configuration file known here"):
         read_sources([tmp_path / "odd.yaml"])
-    with pytest.raises(UserError, match="are both DeepSpeed file"):
+    with pytest.raises(ShardmakeError, match="are both DeepSpeed file"):
         read_sources([tmp_path / "ds.json", tmp_path / "ds.json"])
-    with pytest.raises(UserError, match="does not exist"):
+    with pytest.raises(ShardmakeError, match="does not exist"):
         read_sources([tmp_path / "none.yaml"])
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be read"):
+    with pytest.raises(ShardmakeError, match="cannot be read"):
         read_sources([tmp_path / "broken.json"])
 
 

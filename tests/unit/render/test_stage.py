@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES, Cluster, Strategy
-from shardmake.config.strategies import ENGINES
-from shardmake.core.errors import UserError
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.nvme import remove_swapped, swap_folder
 from shardmake.memory.buckets import param_buffer_size
 from shardmake.render.check import Files
@@ -77,14 +77,16 @@ def test_golden_files_are_those_of_the_cases() -> None:
 
 
 def test_batch_of_another_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="global_batch_size is 24, but the plan makes 16: 4 ranks x 2 sequences x 2"):
+    with pytest.raises(
+        ShardmakeError, match="global_batch_size is 24, but the plan makes 16: 4 ranks x 2 sequences x 2"
+    ):
         render(make_plan("ddp"), make_run(global_batch_size=24), make_cluster(), tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_hybrid_sharding_needs_ranks_to_shard_over(tmp_path: Path) -> None:
     plan = make_plan("fsdp-hybrid", processes_per_node=1, gradient_accumulation_steps=4)
-    with pytest.raises(UserError, match="one rank a node"):
+    with pytest.raises(ShardmakeError, match="one rank a node"):
         render(plan, make_run(), make_cluster(), tmp_path)
 
 
@@ -114,7 +116,7 @@ def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster
     files = render_files(plan, run, cluster, model, FOLDER)
     arguments, expected = files.training["arguments"], files.training["expected"]
     assert files.accelerate["num_processes"] == expected["world_size"] == choice.world_size
-    assert files.accelerate["distributed_type"] == ENGINES[choice.strategy].distributed_type
+    assert files.accelerate["distributed_type"] == STRATEGY_SPECS[choice.strategy].distributed_type
     assert arguments["per_device_train_batch_size"] == choice.micro_batch_size
     assert bool(files.deepspeed) == (expected["engine"] == "deepspeed")
     if files.deepspeed:

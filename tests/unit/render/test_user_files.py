@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from shardmake.config.models import Strategy
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.render.check import Files, check_rendered
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.render.user_files import merge_own_files
@@ -75,7 +75,7 @@ def test_every_contradiction_is_listed_with_both_values_and_the_winner(tmp_path:
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
     own = written(tmp_path, "ds.json", values)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(ShardmakeError) as refusal:
         merge("zero2", deepspeed_config=own)
     lines = str(refusal.value).splitlines()
     assert lines[1:-1] == [
@@ -110,7 +110,7 @@ def test_the_questionnaires_accelerate_file_fits(tmp_path: Path) -> None:
 def test_contradictions_of_an_accelerate_file(tmp_path: Path) -> None:
     fsdp = {"fsdp_version": 1, "fsdp_offload_params": True}
     own = written(tmp_path, "a.yaml", QUESTIONNAIRE | {"num_processes": 8, "use_cpu": True, "fsdp_config": fsdp})
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(ShardmakeError) as refusal:
         merge("fsdp", accelerate_config=own)
     assert [line.split(":")[0].strip() for line in str(refusal.value).splitlines()[1:-1]] == [
         "fsdp_config.fsdp_offload_params",
@@ -125,7 +125,7 @@ def test_keys_that_accelerate_refuses_beside_a_deepspeed_file(tmp_path: Path) ->
     values = QUESTIONNAIRE | {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
     del values["fsdp_config"]
     own = written(tmp_path, "a.yaml", values)
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(ShardmakeError) as refusal:
         merge("zero2", accelerate_config=own)
     message = str(refusal.value)
     assert "deepspeed_config.gradient_accumulation_steps: 2" in message
@@ -134,9 +134,9 @@ def test_keys_that_accelerate_refuses_beside_a_deepspeed_file(tmp_path: Path) ->
 
 
 def test_a_file_of_the_wrong_kind_or_engine_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="does not use DeepSpeed"):
+    with pytest.raises(ShardmakeError, match="does not use DeepSpeed"):
         merge("ddp", deepspeed_config=written(tmp_path, "ds.json", ZERO2))
-    with pytest.raises(UserError, match="looks like Accelerate file"):
+    with pytest.raises(ShardmakeError, match="looks like Accelerate file"):
         merge("zero2", deepspeed_config=written(tmp_path, "a.yaml", QUESTIONNAIRE))
 
 

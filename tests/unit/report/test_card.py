@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.report.card import public_name, render_card
 from shardmake.report.stage import card_plots
-from shardmake.run.sources import Source, Sources
+from shardmake.run.sources import PinnedSource, Sources
 from tests.finished_run import PLOTS, make_run, make_rundir, write_history
 
 
@@ -115,7 +115,7 @@ def test_adapters_are_named_as_the_method_and_loaded_like_any_model(tmp_path: Pa
 def test_a_run_that_was_not_evaluated_names_the_stage(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.evaluation.unlink()
-    with pytest.raises(UserError, match="shardmake evaluate chat"):
+    with pytest.raises(ShardmakeError, match="shardmake evaluate chat"):
         render_card(make_run(), rundir)
 
 
@@ -139,8 +139,8 @@ def test_what_was_fetched_is_named_by_its_commit(tmp_path: Path) -> None:
     base.mkdir()
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
     sources = Sources(
-        model=Source(name="lab/base", revision="main", commit="c0ffee", path=str(base)),
-        train=Source(name="resources/demo/train.jsonl", path="resources/demo/train.jsonl"),
+        model=PinnedSource(name="lab/base", revision="main", commit="c0ffee", path=str(base)),
+        train=PinnedSource(name="resources/demo/train.jsonl", path="resources/demo/train.jsonl"),
     )
     rundir.sources.write_text(sources.model_dump_json())
     card = ModelCard(render_card(make_run(revision="main"), rundir))

@@ -6,7 +6,7 @@ from xml.etree import ElementTree
 import pytest
 
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.report.stage import duration, write_report
 from tests.finished_run import EVALUATED, make_run, make_rundir
 
@@ -100,7 +100,7 @@ def test_where_it_was_pushed_is_told_once_it_was(tmp_path: Path) -> None:
 def test_a_stage_that_has_not_run_is_named(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.evaluation.unlink()
-    with pytest.raises(UserError, match="shardmake evaluate chat"):
+    with pytest.raises(ShardmakeError, match="shardmake evaluate chat"):
         write_report(make_run(), rundir)
 
 

@@ -17,9 +17,9 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.store import Retention
 from shardmake.config.models import Strategy
 from shardmake.core import disk
-from shardmake.core.disk import Room
-from shardmake.train.async_saver import Scratch, share_of_node
-from shardmake.train.callbacks import Pace
+from shardmake.core.disk import FreeSpace
+from shardmake.train.async_saver import ScratchFolder, share_of_node
+from shardmake.train.callbacks import SaveScheduler
 from shardmake.train.checkpoint_saver import Saver
 from tests.unit.plans import make_plan
 
@@ -32,7 +32,7 @@ def make_saver(root: Path, node: int = 0, nodes: int = 1) -> Saver:
     """That of the first rank of a node with a scratch folder of its own."""
     attempt = root / "attempts/001"
     attempt.mkdir(parents=True, exist_ok=True)
-    scratch = Scratch(root / f"scratch-of-{node}", attempt, node, nodes, 1 / nodes)
+    scratch = ScratchFolder(root / f"scratch-of-{node}", attempt, node, nodes, 1 / nodes)
     return Saver(root / "checkpoints", describe, Retention(keep=2), scratch=scratch)
 
 
@@ -47,7 +47,7 @@ def save(saver: Saver, step: int, *, must: bool = False, rank: int = 0, content:
 
 
 def steps(root: Path) -> list[int]:
-    return [record.step for record, path in store.sealed(root / "checkpoints") if not store.problems(path)]
+    return [record.step for record, path in store.committed(root / "checkpoints") if not store.problems(path)]
 
 
 def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path) -> None:
@@ -59,7 +59,7 @@ def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path)
     assert saver.under_way is not None and saver.upload_seconds == 0
     save(saver, 2)
     assert steps(tmp_path)[-1] == 1, "its upload had to end first"
-    (record,) = [record for record, _ in store.sealed(saver.folder) if record.step == 1]
+    (record,) = [record for record, _ in store.committed(saver.folder) if record.step == 1]
     assert record.blocked_seconds is not None and 0 < record.blocked_seconds < record.save_seconds
     assert saver.upload_seconds == record.save_seconds
     assert set(record.files) == {"latest", "rng_state_0.pth"}
@@ -73,8 +73,8 @@ def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path)
 def test_where_the_scratch_is_full_saves_are_synchronous_and_it_is_told_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def room(folder: Path) -> Room:
-        return Room(10 << 20 if "scratch" in str(folder) else 1 << 40, "free on the file system")
+    def room(folder: Path) -> FreeSpace:
+        return FreeSpace(10 << 20 if "scratch" in str(folder) else 1 << 40, "free on the file system")
 
     monkeypatch.setattr(disk, "room_in", room)
     saver = make_saver(tmp_path)
@@ -103,8 +103,8 @@ def test_the_first_of_four_nodes_needs_room_for_what_is_not_sharded(
     assert [share_of_node(choice, node) for node in range(4)] == pytest.approx([first, second, second, second])
 
     size = 12 << 30
-    monkeypatch.setattr(disk, "room_in", lambda folder: Room(int(first * size) + (63 << 20), "free"))
-    scratches = [Scratch(tmp_path / str(node), tmp_path, node, 4, share_of_node(choice, node)) for node in (0, 1)]
+    monkeypatch.setattr(disk, "room_in", lambda folder: FreeSpace(int(first * size) + (63 << 20), "free"))
+    scratches = [ScratchFolder(tmp_path / str(node), tmp_path, node, 4, share_of_node(choice, node)) for node in (0, 1)]
     refused = [bool(scratch.make_room(size)) for scratch in scratches]
     assert refused == [True, first == second]
 
@@ -182,7 +182,7 @@ def test_two_nodes_agree_on_what_failed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("upload_seconds", "expected"), [(0.0, 20), (150.0, 150)])
 def test_the_interval_is_never_shorter_than_an_upload(upload_seconds: float, expected: int) -> None:
     """Steps of one second; Young's interval for 0.2 s and a failure every 1000 s is 20 s."""
-    pace = Pace(SimpleNamespace(seconds=0.2, upload_seconds=upload_seconds), 1000.0)  # type: ignore[arg-type]
+    pace = SaveScheduler(SimpleNamespace(seconds=0.2, upload_seconds=upload_seconds), 1000.0)  # type: ignore[arg-type]
     pace.steps, pace.stepping = 11, 10.0
     arguments, state = TrainingArguments(use_cpu=True), TrainerState()
     pace.on_save(arguments, state, TrainerControl())

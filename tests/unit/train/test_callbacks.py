@@ -7,7 +7,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from shardmake.checkpoint.store import Retention
-from shardmake.train.callbacks import Pace, Stop
+from shardmake.train.callbacks import SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 
 
@@ -34,8 +34,8 @@ def test_a_stop_saves_without_an_evaluation_before_it(
     stop_file = tmp_path / "STOP"
     if asked:
         stop_file.touch()
-    pace = Pace(Saver(tmp_path, lambda step: {}, Retention(best=True)), None)
-    watching = CallbackHandler([DefaultFlowCallback(), Stop([stop_file]), pace], None, None, None, None)
+    pace = SaveScheduler(Saver(tmp_path, lambda step: {}, Retention(best=True)), None)
+    watching = CallbackHandler([DefaultFlowCallback(), StopOnRequest([stop_file]), pace], None, None, None, None)
     control = watching.on_step_end(arguments, state, TrainerControl())
     assert (control.should_evaluate, control.should_save) == (evaluates, saves)
     assert control.should_training_stop == (asked or step == 10)

@@ -7,8 +7,8 @@ import pytest
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.store import Retention
-from shardmake.core.disk import Room
-from shardmake.core.errors import UserError
+from shardmake.core.disk import FreeSpace
+from shardmake.core.errors import ShardmakeError
 from shardmake.train import checkpoint_saver
 from shardmake.train.checkpoint_saver import Saver
 from tests.unit.checkpoint.test_store import FILES, stubborn, write
@@ -25,11 +25,11 @@ def describe(step: int) -> dict[str, Any]:
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that holds five checkpoints and a half."""
 
-    def room(folder: Path) -> Room:
+    def room(folder: Path) -> FreeSpace:
         held = sum(
             path.stat().st_size for path in folder.rglob("*") if path.is_file() and path.name != "shardmake.json"
         )
-        return Room(DISK - held, "your quota")
+        return FreeSpace(DISK - held, "your quota")
 
     monkeypatch.setattr(checkpoint_saver.disk, "room_in", room)
     return tmp_path / "checkpoints"
@@ -88,7 +88,7 @@ def test_the_only_good_one_never_goes(small: Path, capsys: pytest.CaptureFixture
     (small / "checkpoint-5/latest").write_bytes(b"x" * len(FILES["latest"]))
     assert not save(saver, 6)
     assert "WARNING: checkpoint-6 is left out. The next checkpoint needs" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"The next checkpoint needs 0 MiB.*\(your quota\)"):
+    with pytest.raises(ShardmakeError, match=r"The next checkpoint needs 0 MiB.*\(your quota\)"):
         save(saver, 7, must=True)
     assert steps(small) == [5, 4, 3, 2, 1]
 
@@ -102,7 +102,7 @@ def test_a_write_that_fails_says_that_the_disk_is_full(small: Path) -> None:
     saver = Saver(small, describe, Retention())
     save(saver, 1)
     with (
-        pytest.raises(UserError, match=r"filled up while checkpoint-2 was written.*resumes from checkpoint-1"),
+        pytest.raises(ShardmakeError, match=r"filled up while checkpoint-2 was written.*resumes from checkpoint-1"),
         saver.saving(2, must=False),
     ):
         raise RuntimeError("unexpected pos 4176960 vs 4176848")

@@ -9,11 +9,11 @@ import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.run.attempt_history import may_rewind
-from shardmake.train.non_finite import FiniteGuard, NonFiniteError
-from tests.unit.run.test_attempt_history import chapter
+from shardmake.train.non_finite import NonFiniteCheck, NonFiniteError
+from tests.unit.run.test_attempt_history import attempt_record
 
 
-def step(tmp_path: Path, guard: FiniteGuard, **arguments: Any) -> None:
+def step(tmp_path: Path, guard: NonFiniteCheck, **arguments: Any) -> None:
     state = TrainerState(global_step=7)
     guard.on_step_end(TrainingArguments(str(tmp_path), use_cpu=True, **arguments), state, TrainerControl())
 
@@ -31,7 +31,7 @@ def step(tmp_path: Path, guard: FiniteGuard, **arguments: Any) -> None:
 def test_the_step_and_the_cause_are_named(
     tmp_path: Path, losses: list[float], norm: float | None, words: str | None
 ) -> None:
-    guard = FiniteGuard(rank=3)
+    guard = NonFiniteCheck(rank=3)
     for loss in losses:
         guard.see_loss(torch.tensor(loss))
     guard.see_norm(norm)
@@ -44,7 +44,7 @@ def test_the_step_and_the_cause_are_named(
 
 
 def test_an_overflow_under_loss_scaling_is_no_error(tmp_path: Path) -> None:
-    guard = FiniteGuard(rank=0)
+    guard = NonFiniteCheck(rank=0)
     guard.see_norm(math.inf)
     arguments = TrainingArguments(str(tmp_path), use_cpu=True)
     arguments.fp16 = True
@@ -52,7 +52,7 @@ def test_an_overflow_under_loss_scaling_is_no_error(tmp_path: Path) -> None:
 
 
 def test_a_step_is_rewound_once() -> None:
-    assert may_rewind([chapter(failed_step=7)])
-    assert may_rewind([chapter(failed_step=7), chapter(failed_step=9)])
-    assert not may_rewind([chapter(failed_step=7), chapter(), chapter(failed_step=7)])
-    assert not may_rewind([chapter()])
+    assert may_rewind([attempt_record(failed_step=7)])
+    assert may_rewind([attempt_record(failed_step=7), attempt_record(failed_step=9)])
+    assert not may_rewind([attempt_record(failed_step=7), attempt_record(), attempt_record(failed_step=7)])
+    assert not may_rewind([attempt_record()])

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import Attempt
 from shardmake.run.paths import RunDir
 from shardmake.train.trackers import check_trackers, tracker_environment
@@ -22,7 +22,7 @@ def test_installed_trackers_pass() -> None:
 def test_a_missing_package_is_named_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(
-        UserError, match=r"report_to names wandb, .* Install it \(pip install wandb\), or take wandb out"
+        ShardmakeError, match=r"report_to names wandb, .* Install it \(pip install wandb\), or take wandb out"
     ):
         check_trackers(["wandb"])
 
@@ -33,7 +33,7 @@ def test_a_package_that_does_not_load_is_found_before_the_job_is_queued(
     (tmp_path / "trackio.py").write_text("import something_that_trackio_needs\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "trackio", raising=False)
-    with pytest.raises(UserError, match=r"cannot be used: No module named 'something_that_trackio_needs'"):
+    with pytest.raises(ShardmakeError, match=r"cannot be used: No module named 'something_that_trackio_needs'"):
         check_trackers(["trackio"])
 
 

@@ -17,7 +17,7 @@ import pytest
 from shardmake.checkpoint import store
 from shardmake.checkpoint.store import FileEntry, Retention
 from shardmake.train import upload
-from shardmake.train.async_saver import Scratch, failure
+from shardmake.train.async_saver import ScratchFolder, failure
 from shardmake.train.upload import Order, put_together
 from tests.kill_at_write import Killer, points
 
@@ -36,7 +36,7 @@ class Site:
         self.attempt = root / "attempts/001"
         self.shared = root / "checkpoints"
         self.staged = store.staging(self.shared, 4)
-        self.scratch = [Scratch(root / f"scratch/node-{node}", self.attempt, node, 2, 0.5) for node in (0, 1)]
+        self.scratch = [ScratchFolder(root / f"scratch/node-{node}", self.attempt, node, 2, 0.5) for node in (0, 1)]
 
     def save(self, files: dict[int, dict[str, bytes]] = FILES) -> "Site":
         self.attempt.mkdir(parents=True)
@@ -90,7 +90,7 @@ def site(tmp_path: Path) -> Site:
 def test_two_nodes_bring_their_parts_and_one_seals(site: Site, first: int) -> None:
     uploads = [site.send(node) for node in (first, 1 - first)]
     assert [process.wait() for process in uploads] == [0, 0], [process.stderr for process in uploads]
-    ((record, path),) = store.sealed(site.shared)
+    ((record, path),) = store.committed(site.shared)
     assert {name: (path / name).read_bytes() for name in record.files} == FILES[0] | FILES[1]
     assert (record.step, record.rng_states, record.blocked_seconds) == (4, 2, 0.5)
     assert 60 <= record.save_seconds < 120

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class Piece:
     ``stride`` elements further. A plain piece has one run.
     """
 
-    record: Record
+    record: ZipRecord
     start: int
     at: int
     count: int
@@ -61,10 +61,10 @@ class Tensor:
         return self.numel * ITEM_SIZE[self.dtype]
 
     def check(self) -> "Tensor":
-        """The tensor itself, if its pieces hold exactly its elements; a `UserError` if not."""
+        """The tensor itself, if its pieces hold exactly its elements; a `ShardmakeError` if not."""
         held = sum(piece.numel for piece in self.pieces)
         if held != self.numel:
-            raise UserError(
+            raise ShardmakeError(
                 f"The checkpoint holds {held} of the {self.numel} elements of {self.name} {list(self.shape)}: "
                 "its files do not belong together."
             )
@@ -104,7 +104,7 @@ class Contents:
 def whole(name: str, ref: TensorRef) -> Tensor:
     """A tensor that is stored in one piece."""
     if not ref.is_contiguous:
-        raise UserError(
+        raise ShardmakeError(
             f"{ref.record.path} stores {name} transposed or with gaps (stride {list(ref.stride)}), which is not "
             "supported: call .contiguous() on it before saving."
         )
@@ -131,7 +131,12 @@ class Flat:
 
 
 def box(
-    record: Record, start: int, itemsize: int, shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...]
+    record: ZipRecord,
+    start: int,
+    itemsize: int,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
 ) -> tuple[Piece, ...]:
     """The box ``sizes`` at ``offsets`` of a tensor of ``shape``, stored contiguously from byte ``start`` on.
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from shardmake.checkpoint.formats.contents import Contents, Piece, Tensor, box
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import Inert, load_plain, numel
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _METADATA = ".metadata"
 _MODEL = "model"
@@ -28,14 +28,16 @@ def read(folder: Path) -> Contents:
     """The checkpoint in ``folder`` (the one with ``.metadata``).
 
     Raises:
-        UserError: a file is missing, cut off or of another save, or a tensor is stored in a way that is not merged.
+        ShardmakeError: a file is missing, cut off or of another save, or a tensor is stored in an unsupported way.
     """
     if not (folder / _METADATA).is_file():
-        raise UserError(f"{folder} has no .metadata: the checkpoint was not written to its end. Take an older one.")
+        raise ShardmakeError(
+            f"{folder} has no .metadata: the checkpoint was not written to its end. Take an older one."
+        )
     metadata = load_plain(folder / _METADATA)
     described, stored = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(described, Mapping) or not isinstance(stored, Mapping):
-        raise UserError(f"{folder / _METADATA} is not what torch writes there.")
+        raise ShardmakeError(f"{folder / _METADATA} is not what torch writes there.")
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.items()}
     names = _model_names(described, metadata.planner_data or {})
     _check_files(folder, list(stored.values()))
@@ -64,14 +66,16 @@ def _check_files(folder: Path, infos: list[Any]) -> None:
     ends: dict[str, int] = {}
     for info in infos:
         if info.transform_descriptors:
-            raise UserError(f"{folder / info.relative_path} is compressed or encrypted, which is not supported.")
+            raise ShardmakeError(f"{folder / info.relative_path} is compressed or encrypted, which is not supported.")
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         path = folder / name
         if "/" in name or not path.is_file():
-            raise UserError(f"{path} is missing: the checkpoint is not complete. Take an older one, or copy it again.")
+            raise ShardmakeError(
+                f"{path} is missing: the checkpoint is not complete. Take an older one, or copy it again."
+            )
         if path.stat().st_size != end:
-            raise UserError(
+            raise ShardmakeError(
                 f"{path} has {path.stat().st_size} bytes, but .metadata describes {end}: it was cut off, or comes from "
                 "another save. Take an older checkpoint, or copy it again."
             )
@@ -79,7 +83,9 @@ def _check_files(folder: Path, infos: list[Any]) -> None:
 
 def _tensor(folder: Path, name: str, fqn: str, described: Any, places: Mapping[Any, Any]) -> Tensor:
     if described.chunks is None or described.size is None:
-        raise UserError(f"{folder}: {fqn} is no tensor but an object; such state cannot be merged into safetensors.")
+        raise ShardmakeError(
+            f"{folder}: {fqn} is no tensor but an object; such state cannot be merged into safetensors."
+        )
     dtype, shape = _dtype(folder, fqn, described.properties), tuple(described.size)
     return Tensor(name, dtype, shape, tuple(_pieces(folder, fqn, dtype, shape, described.chunks, places))).check()
 
@@ -87,7 +93,7 @@ def _tensor(folder: Path, name: str, fqn: str, described: Any, places: Mapping[A
 def _dtype(folder: Path, fqn: str, properties: Inert) -> str:
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.dtype
     if dtype not in ITEM_SIZE:
-        raise UserError(f"{folder}: the type of {fqn} ({dtype}) is not known.")
+        raise ShardmakeError(f"{folder}: the type of {fqn} ({dtype}) is not known.")
     return str(dtype)
 
 
@@ -98,7 +104,7 @@ def _pieces(
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         info = places.get((fqn, offsets))
         if info is None:
-            raise UserError(f"{folder}: .metadata does not say where {fqn} at {list(offsets)} lies.")
+            raise ShardmakeError(f"{folder}: .metadata does not say where {fqn} at {list(offsets)} lies.")
         size = numel(sizes) * ITEM_SIZE[dtype]
-        record = Record(folder / info.relative_path, info.offset, size, None, box=info.length)
+        record = ZipRecord(folder / info.relative_path, info.offset, size, None, box=info.length)
         yield from box(record, 0, ITEM_SIZE[dtype], shape, offsets, sizes)

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 Target = Literal["keep", "bf16", "fp16", "fp32"]
 
@@ -46,6 +46,6 @@ def converted(dtype: str, target: Target) -> str:
 
 
 def check_target(target: str) -> None:
-    """A `UserError` for a ``--dtype`` that there is not."""
+    """A `ShardmakeError` for a ``--dtype`` that there is not."""
     if target not in ("keep", *_TARGETS):
-        raise UserError(f"dtype {target!r} is not known; use one of keep, {', '.join(_TARGETS)}.")
+        raise ShardmakeError(f"dtype {target!r} is not known; use one of keep, {', '.join(_TARGETS)}.")

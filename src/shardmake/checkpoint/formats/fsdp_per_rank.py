@@ -14,7 +14,7 @@ from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, Tensor, box, whole
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.unpickle import ShardRef, TensorRef
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _FILE = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
 
@@ -28,15 +28,15 @@ def read(folder: Path) -> Contents:
     """The checkpoint in ``folder``.
 
     Raises:
-        UserError: a rank's file is missing or damaged, the ranks do not agree, or the mesh is not a plain one.
+        ShardmakeError: a rank's file is missing or damaged, the ranks do not agree, or the mesh is not a plain one.
     """
     found = {int(match[1]): path for path in folder.iterdir() if (match := _FILE.fullmatch(path.name))}
     missing = sorted(set(range(max(found))) - set(found))
     if missing:
-        raise UserError(f"{folder} lacks the file of rank {missing[0]}: the checkpoint is not complete.")
+        raise ShardmakeError(f"{folder} lacks the file of rank {missing[0]}: the checkpoint is not complete.")
     ranks = [_load(found[rank]) for rank in sorted(found)]
     if any(state.keys() != ranks[0].keys() for state in ranks):
-        raise UserError(f"The per-rank files in {folder} do not hold the same tensors. Take another checkpoint.")
+        raise ShardmakeError(f"The per-rank files in {folder} do not hold the same tensors. Take another checkpoint.")
     tensors = {name: _tensor(folder, name, [state[name] for state in ranks]) for name in ranks[0]}
     return Contents("Accelerate per-rank FSDP", folder, None, len(ranks), tensors)
 
@@ -44,7 +44,7 @@ def read(folder: Path) -> Contents:
 def _load(path: Path) -> Mapping[str, Any]:
     state = unpickle.load(path)
     if not isinstance(state, Mapping):
-        raise UserError(f"{path} is no per-rank file of Accelerate.")
+        raise ShardmakeError(f"{path} is no per-rank file of Accelerate.")
     return state
 
 
@@ -53,10 +53,12 @@ def _tensor(folder: Path, name: str, parts: Sequence[Any]) -> Tensor:
     if isinstance(first, TensorRef):
         return whole(name, first)
     if not all(isinstance(part, ShardRef) and part.local.is_contiguous for part in parts):
-        raise UserError(f"{folder}: {name} is stored in a way that is not supported.")
+        raise ShardmakeError(f"{folder}: {name} is stored in a way that is not supported.")
     placements = first.spec.placements
     if len(placements) != 1 or type(placements[0]).__name__ not in ("Shard", "Replicate"):
-        raise UserError(f"{folder}: {name} lies on a mesh of several dimensions. Save with DCP instead (use_dcp=True).")
+        raise ShardmakeError(
+            f"{folder}: {name} lies on a mesh of several dimensions. Save with DCP instead (use_dcp=True)."
+        )
     if type(placements[0]).__name__ == "Replicate":
         return whole(name, first.local)
     pieces: list[Piece] = []

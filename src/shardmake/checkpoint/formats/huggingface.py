@@ -10,9 +10,9 @@ from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, Tensor, whole
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.naming import ADAPTER, ADAPTER_BIN, MODEL, MODEL_BIN, Naming
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
 
@@ -39,7 +39,7 @@ def read(folder: Path) -> Contents:
     """The model or adapter in ``folder``.
 
     Raises:
-        UserError: a file of the index is missing, a header is damaged, or index and files do not agree.
+        ShardmakeError: a file of the index is missing, a header is damaged, or index and files do not agree.
     """
     names = shard_names(folder)
     tensors = {tensor.name: tensor for name in names for tensor in read_file(folder / name)}
@@ -61,7 +61,7 @@ def shard_names(folder: Path) -> list[str]:
         return [(naming_of(folder) or MODEL).single]
     names = sorted(set(_weight_map(folder).values()))
     if any("/" in name for name in names):
-        raise UserError(f"{_index(folder)} names files outside its folder.")
+        raise ShardmakeError(f"{_index(folder)} names files outside its folder.")
     return names
 
 
@@ -74,7 +74,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
         index = json.loads(_index(folder).read_text())
         return dict(index["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{_index(folder)} is no index of weight files ({error}).") from None
+        raise ShardmakeError(f"{_index(folder)} is no index of weight files ({error}).") from None
 
 
 def _check_index(folder: Path, pieces: dict[str, tuple[Piece, ...]]) -> None:
@@ -82,14 +82,14 @@ def _check_index(folder: Path, pieces: dict[str, tuple[Piece, ...]]) -> None:
     wrong = list(weight_map.keys() ^ pieces.keys())
     wrong += [name for name, held in pieces.items() if held and held[0].record.path.name != weight_map.get(name)]
     if wrong:
-        raise UserError(f"{_index(folder)} and its files do not agree about {sorted(wrong)[0]}.")
+        raise ShardmakeError(f"{_index(folder)} and its files do not agree about {sorted(wrong)[0]}.")
 
 
 def read_file(path: Path) -> Iterator[Tensor]:
     """The tensors of one file of weights, in the order of their bytes.
 
     Raises:
-        UserError: the file is missing, cut off or damaged.
+        ShardmakeError: the file is missing, cut off or damaged.
     """
     return _read_torch(path) if path.suffix == ".bin" else _read_safetensors(path)
 
@@ -97,10 +97,10 @@ def read_file(path: Path) -> Iterator[Tensor]:
 def _read_torch(path: Path) -> Iterator[Tensor]:
     """What ``torch.save`` wrote; without running anything from it."""
     if not path.is_file():
-        raise UserError(f"{path} is missing: the model is not complete.")
+        raise ShardmakeError(f"{path} is missing: the model is not complete.")
     state = unpickle.load(path)
     if not isinstance(state, Mapping) or not all(isinstance(ref, TensorRef) for ref in state.values()):
-        raise UserError(f"{path} holds something else than a model's tensors by name.")
+        raise ShardmakeError(f"{path} holds something else than a model's tensors by name.")
     return (whole(name, ref) for name, ref in state.items())
 
 
@@ -117,10 +117,10 @@ def _read_safetensors(path: Path) -> Iterator[Tensor]:
             if begin != at or end - begin != numel(shape) * ITEM_SIZE[entry["dtype"]]:
                 raise _damaged(path, f"{name} does not fit its place")
             at = end
-            record = Record(path, start + begin, end - begin, None)
+            record = ZipRecord(path, start + begin, end - begin, None)
             yield Tensor(name, entry["dtype"], shape, (Piece(record, 0, 0, numel(shape)),) if numel(shape) else ())
     except (KeyError, TypeError, ValueError) as error:
-        raise error if isinstance(error, UserError) else _damaged(path, f"its header: {error}") from None
+        raise error if isinstance(error, ShardmakeError) else _damaged(path, f"its header: {error}") from None
     if start + at != size:
         raise _damaged(path, f"it has {size} bytes, its header describes {start + at}")
 
@@ -135,10 +135,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
                 raise _damaged(path, "it has no header")
             return json.loads(file.read(length)), 8 + length, path.stat().st_size
     except FileNotFoundError:
-        raise UserError(f"{path} is missing: the model is not complete.") from None
+        raise ShardmakeError(f"{path} is missing: the model is not complete.") from None
     except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, UserError) else _damaged(path, "its header is no JSON") from None
+        raise error if isinstance(error, ShardmakeError) else _damaged(path, "its header is no JSON") from None
 
 
-def _damaged(path: Path, what: str) -> UserError:
-    return UserError(f"{path} is no whole safetensors file: {what}. Write or copy it again.")
+def _damaged(path: Path, what: str) -> ShardmakeError:
+    return ShardmakeError(f"{path} is no whole safetensors file: {what}. Write or copy it again.")

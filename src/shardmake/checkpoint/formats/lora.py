@@ -13,7 +13,7 @@ from typing import Any
 
 from shardmake.checkpoint.formats.contents import Contents, Tensor, Update
 from shardmake.core.atomic import read_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -47,7 +47,7 @@ def split(contents: Contents) -> Adapter:
     """Tell adapter and base weights apart.
 
     Raises:
-        UserError: a layer has A without B or the other way round, or a kind of layer that is not supported.
+        ShardmakeError: a layer has A without B or the other way round, or a kind of layer that is not supported.
     """
     factors: dict[str, dict[str, Tensor]] = {}
     saved, base = {}, {}
@@ -56,14 +56,14 @@ def split(contents: Contents) -> Adapter:
         if factor := _FACTOR.fullmatch(plain):
             factors.setdefault(factor[1], {})[factor[2]] = tensor
         elif ".lora_" in plain:
-            raise UserError(f"{contents.folder}: {name} belongs to a kind of adapter that is not merged.")
+            raise ShardmakeError(f"{contents.folder}: {name} belongs to a kind of adapter that is not merged.")
         elif whole := _SAVED.fullmatch(plain):
             saved[f"{whole[1]}.{whole[2]}"] = tensor
         elif not _ORIGINAL.fullmatch(plain):
             base[plain.replace(".base_layer.", ".")] = tensor
     for module, pair in factors.items():
         if len(pair) != 2:
-            raise UserError(f"{contents.folder}: {module} has lora_{''.join(pair)} but not the other factor.")
+            raise ShardmakeError(f"{contents.folder}: {module} has lora_{''.join(pair)} but not the other factor.")
     if contents.format == "PEFT adapter":  # PEFT's own file holds no base weights, only some trained whole
         saved, base = {**saved, **base}, {}
     return Adapter({module: (pair["A"], pair["B"]) for module, pair in factors.items()}, saved, base)
@@ -77,13 +77,13 @@ def merge(contents: Contents, base: Contents | None) -> Contents:
         base: The base model, for a checkpoint without base weights.
 
     Raises:
-        UserError: there are no base weights, the adapter is of another model, or of a kind that is not merged.
+        ShardmakeError: there are no base weights, the adapter is of another model, or of a kind that is not merged.
     """
     adapter = split(contents)
     config = read_config(contents.folder)
     weights = adapter.base or (base.tensors if base is not None else {})
     if not weights:
-        raise UserError(f"{contents.folder} holds an adapter alone. Name the base model's folder with --base.")
+        raise ShardmakeError(f"{contents.folder} holds an adapter alone. Name the base model's folder with --base.")
     tensors = {**weights, **adapter.saved}
     for module, (a, b) in adapter.factors.items():
         tensors[f"{module}.weight"] = _updated(tensors.get(f"{module}.weight"), module, a, b, config)
@@ -94,10 +94,10 @@ def alone(contents: Contents) -> Contents:
     """The adapter in ``contents`` with the names that PEFT gives its tensors in a file.
 
     Raises:
-        UserError: there is no adapter, or one of a kind that is not supported.
+        ShardmakeError: there is no adapter, or one of a kind that is not supported.
     """
     if not is_adapter(contents):
-        raise UserError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
+        raise ShardmakeError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
     adapter = split(contents)
     tensors = dict(adapter.saved)
     for module, (a, b) in adapter.factors.items():
@@ -109,18 +109,18 @@ def config_file(folder: Path) -> Path:
     """``adapter_config.json`` in the checkpoint's folder or the one above."""
     found = [path for path in (folder / CONFIG, folder.parent / CONFIG) if path.is_file()]
     if not found:
-        raise UserError(f"There is no {CONFIG} in {folder} or above it, so the adapter's scale is not known.")
+        raise ShardmakeError(f"There is no {CONFIG} in {folder} or above it, so the adapter's scale is not known.")
     return found[0]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``adapter_config.json`` in the checkpoint's folder or the one above; a `UserError` for what is not merged."""
+    """``adapter_config.json`` in the checkpoint's folder or the one above; ShardmakeError for what is not merged."""
     path = config_file(folder)
     config: dict[str, Any] = read_json(path, "the training")
     strange = [key for key in _UNSUPPORTED if config.get(key)]
     if config.get("peft_type") != "LORA" or strange:
         what = ", ".join(strange) or str(config.get("peft_type"))
-        raise UserError(f"{path}: adapters with {what} are not merged. Use PEFT's merge_and_unload for them.")
+        raise ShardmakeError(f"{path}: adapters with {what} are not merged. Use PEFT's merge_and_unload for them.")
     return config
 
 
@@ -128,12 +128,14 @@ def _updated(weight: Tensor | None, module: str, a: Tensor, b: Tensor, config: M
     fits = weight is not None and weight.shape == (b.shape[0], a.shape[1]) and a.shape[0] == b.shape[1]
     if weight is None or not fits:
         shape = "no such weight" if weight is None else f"a weight of {list(weight.shape)}"
-        raise UserError(
+        raise ShardmakeError(
             f"The adapter has {list(b.shape)} x {list(a.shape)} for {module}, the base model {shape}: it was trained "
             "on another model."
         )
     if any(piece.runs > 1 for piece in weight.pieces):
-        raise UserError(f"{module} is cut in two dimensions; merge the base model first, then the adapter into it.")
+        raise ShardmakeError(
+            f"{module} is cut in two dimensions; merge the base model first, then the adapter into it."
+        )
     return replace(weight, update=Update(a, b, scale(module, a.shape[0], config)))
 
 

@@ -15,10 +15,10 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import Record
+from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 FOLDER = "offloaded_tensors"
 _INDEX = TypeAdapter(list[str])
@@ -48,7 +48,7 @@ def with_swapped(
         ranks: Over how many each parameter is cut.
 
     Raises:
-        UserError: a swap file is missing or too short, or nothing says which is which.
+        ShardmakeError: a swap file is missing or too short, or nothing says which is which.
     """
     groups = state["fp32_flat_groups"]
     if not (folder / FOLDER).is_dir() or all(group.numel for group in groups):
@@ -77,14 +77,14 @@ def _read_index(folder: Path, sub_groups: int) -> list[str]:
     try:
         ids = _INDEX.validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise UserError(
+        raise ShardmakeError(
             f"{folder} holds what DeepSpeed kept on NVMe, and no {path.name} that says which of it is whose. "
             "Shardmake's trainings write it: resume from there with Shardmake, and merge the next checkpoint."
         ) from None
     except ValidationError:
         ids = []
     if len(ids) != sub_groups or not all(re.fullmatch(r"\d+_\d+", id) for id in ids):
-        raise UserError(f"{path} is damaged. Take an older checkpoint.")
+        raise ShardmakeError(f"{path} is damaged. Take an older checkpoint.")
     return ids
 
 
@@ -93,5 +93,5 @@ def _swap_file(path: Path, elements: int) -> TensorRef:
     size = elements * ITEM_SIZE[_DTYPE]
     held = path.stat().st_size if path.is_file() else 0
     if held < size:
-        raise UserError(f"{path} has {held} of {size} bytes: the checkpoint is not complete. Take an older one.")
-    return TensorRef(Record(path, 0, size, None), 0, _DTYPE, (elements,), (1,))
+        raise ShardmakeError(f"{path} has {held} of {size} bytes: the checkpoint is not complete. Take an older one.")
+    return TensorRef(ZipRecord(path, 0, size, None), 0, _DTYPE, (elements,), (1,))

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 from shardmake.run.paths import RunDir
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
@@ -46,10 +46,10 @@ def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
     In a folder of several checkpoints the newest one that can be read is taken.
 
     Raises:
-        UserError: there is none, or none can be read; the message says why of each.
+        ShardmakeError: there is none, or none can be read; the message says why of each.
     """
     if not path.is_dir():
-        raise UserError(f"{path} is no folder. Name a run, a checkpoint, or the folder with its files.")
+        raise ShardmakeError(f"{path} is no folder. Name a run, a checkpoint, or the folder with its files.")
     reader = _reader(path, target)
     if reader is not None:
         return reader()
@@ -64,11 +64,11 @@ def _newest(path: Path, candidates: list[Path], target: Target) -> Contents:
             if reader is not None:
                 return replace(reader(), notes=tuple(reasons))
             reasons.append(f"{candidate} holds no weights.")
-        except UserError as error:
+        except ShardmakeError as error:
             reasons.append(str(error))
     if reasons:
-        raise UserError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
-    raise UserError(
+        raise ShardmakeError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
+    raise ShardmakeError(
         f"{path} holds no checkpoint: no global_step*, no *_states.pt, no .metadata, no model.safetensors, "
         "no checkpoint-*. Name a run, a checkpoint, or the folder with its files."
     )
@@ -120,10 +120,12 @@ def _deepspeed_tag(path: Path) -> Path | None:
     if latest.is_file():
         tag = path / latest.read_text().strip()
         if not tag.is_dir() or not zero.recognises(tag):
-            raise UserError(f"{latest} names {tag.name}, which is no complete checkpoint. Take an older checkpoint.")
+            raise ShardmakeError(
+                f"{latest} names {tag.name}, which is no complete checkpoint. Take an older checkpoint."
+            )
         return tag
     tags = [entry for entry in _folders(path) if zero.recognises(entry)]
     if len(tags) > 1:
         names = ", ".join(sorted(tag.name for tag in tags))
-        raise UserError(f"{path} holds several checkpoints ({names}) and no file 'latest'. Name one of them.")
+        raise ShardmakeError(f"{path} holds several checkpoints ({names}) and no file 'latest'. Name one of them.")
     return tags[0] if tags else None

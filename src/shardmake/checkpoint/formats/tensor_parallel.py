@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 CONVERTER = "deepspeed.checkpoint.ds_to_universal"
 _PROCESSES = "2"
@@ -31,9 +31,9 @@ def readable(checkpoint: Path, scratch: Path, tell: Callable[[str], None]) -> It
 
 
 def _convert(source: Path, target: Path) -> None:
-    """Run DeepSpeed's converter; a `UserError` with its last words if it fails."""
+    """Run DeepSpeed's converter; a `ShardmakeError` with its last words if it fails."""
     folders = ["--input_folder", str(source), "--output_folder", str(target)]
     counts = ["--num_extract_workers", _PROCESSES, "--num_merge_workers", _PROCESSES]
     done = subprocess.run([sys.executable, "-m", CONVERTER, *folders, *counts], capture_output=True, text=True)
     if done.returncode:
-        raise UserError(f"DeepSpeed could not convert {source}:\n{done.stderr[-2000:]}")
+        raise ShardmakeError(f"DeepSpeed could not convert {source}:\n{done.stderr[-2000:]}")

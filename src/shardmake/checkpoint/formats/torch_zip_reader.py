@@ -9,7 +9,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _END = struct.Struct("<4s4H2LH")
 _LOCATOR = struct.Struct("<4sLQL")
@@ -19,7 +19,7 @@ _LOCAL = struct.Struct("<4s5H3L2H")
 
 
 @dataclass(frozen=True)
-class Record:
+class ZipRecord:
     """A byte range on disk that is read as one: the storage of a tensor.
 
     Attributes:
@@ -45,11 +45,11 @@ class _Entry:
     crc: int
 
 
-class Archive:
+class ZipArchive:
     """One ``torch.save`` archive, a file or (in DCP) a range ``[start, start + length)`` of one."""
 
     def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
-        """Read the directory of the archive; a `UserError` names a file that is empty, cut off or of another kind."""
+        """Read the directory of the archive; ShardmakeError names a file that is empty, cut off or of another kind."""
         self.path, self.start = path, start
         self._file = os.open(path, os.O_RDONLY)
         try:
@@ -59,22 +59,22 @@ class Archive:
             os.close(self._file)
             raise
 
-    def __enter__(self) -> "Archive":
+    def __enter__(self) -> "ZipArchive":
         return self
 
     def __exit__(self, *_: object) -> None:
         os.close(self._file)
 
-    def record(self, name: str) -> Record:
+    def record(self, name: str) -> ZipRecord:
         """Where the record ``name`` (without the archive's own folder, such as ``data/0``) lies in the file."""
         if name not in self._entries:
-            raise UserError(f"{self.path} holds no record {name!r}: the file is damaged or not from torch.save.")
+            raise ShardmakeError(f"{self.path} holds no record {name!r}: the file is damaged or not from torch.save.")
         entry = self._entries[name]
         magic, *_, name_length, extra_length = _LOCAL.unpack(self._read(entry.header, _LOCAL.size))
         offset = entry.header + _LOCAL.size + name_length + extra_length
         if magic != b"PK\x03\x04" or offset + entry.size > self.length:
             raise self._damaged(f"record {name} does not lie where the directory says")
-        return Record(self.path, self.start + offset, entry.size, entry.crc)
+        return ZipRecord(self.path, self.start + offset, entry.size, entry.crc)
 
     def read(self, name: str) -> bytes:
         """The bytes of a small record."""
@@ -90,8 +90,8 @@ class Archive:
             raise self._damaged("it is cut off")
         return content
 
-    def _damaged(self, what: str) -> UserError:
-        return UserError(
+    def _damaged(self, what: str) -> ShardmakeError:
+        return ShardmakeError(
             f"{self.path} is damaged ({what}; {self.length} bytes): the checkpoint was not written to its end, "
             "or not copied whole. Take an older checkpoint, or copy this file again."
         )
@@ -100,7 +100,7 @@ class Archive:
         if self.length == 0:
             raise self._damaged("it is empty")
         if self._read(0, min(4, self.length)) != b"PK\x03\x04":
-            raise UserError(
+            raise ShardmakeError(
                 f"{self.path} is no zip archive as torch.save writes them. Files in the format from before torch 1.6 "
                 "are not read: load the file with torch and save it again."
             )

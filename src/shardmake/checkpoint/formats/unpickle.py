@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import Archive, Record
-from shardmake.core.errors import UserError
+from shardmake.checkpoint.formats.torch_zip_reader import ZipArchive, ZipRecord
+from shardmake.core.errors import ShardmakeError
 
 
 @dataclass(frozen=True)
 class Storage:
     """A storage in an archive: its record and, where the pickle says it, the element type."""
 
-    record: Record
+    record: ZipRecord
     dtype: str | None
 
 
@@ -30,7 +30,7 @@ class Storage:
 class TensorRef:
     """A tensor whose bytes are still on disk: ``offset`` is in bytes from the start of ``record``."""
 
-    record: Record
+    record: ZipRecord
     offset: int
     dtype: str
     shape: tuple[int, ...]
@@ -113,16 +113,16 @@ def load(path: Path) -> Any:
     """What ``torch.save`` put into the archive ``path``, tensors as `TensorRef`.
 
     Raises:
-        UserError: the file is damaged, or its pickle names something that is not in the allowlist.
+        ShardmakeError: the file is damaged, or its pickle names something that is not in the allowlist.
     """
-    with Archive(path) as archive:
+    with ZipArchive(path) as archive:
         return load_archive(archive)
 
 
-def load_archive(archive: Archive) -> Any:
+def load_archive(archive: ZipArchive) -> Any:
     """`load` for an archive that is already open."""
     if "byteorder" in archive and archive.read("byteorder") != b"little":
-        raise UserError(f"{archive.path} was written on a big-endian machine; such checkpoints are not read.")
+        raise ShardmakeError(f"{archive.path} was written on a big-endian machine; such checkpoints are not read.")
     return _unpickle(_Unpickler(archive.read("data.pkl"), archive.path, archive))
 
 
@@ -131,34 +131,34 @@ def load_plain(path: Path) -> Any:
     return _unpickle(_Unpickler(path.read_bytes(), path, None))
 
 
-def unbox(record: Record, dtype: str) -> Record:
+def unbox(record: ZipRecord, dtype: str) -> ZipRecord:
     """Where the bytes of a boxed ``record`` are, after a look into its archive; any other record as it is.
 
     Raises:
-        UserError: the archive does not hold one contiguous tensor of ``dtype`` and the expected size.
+        ShardmakeError: the archive does not hold one contiguous tensor of ``dtype`` and the expected size.
     """
     if record.box is None:
         return record
-    with Archive(record.path, record.offset, record.box) as archive:
+    with ZipArchive(record.path, record.offset, record.box) as archive:
         ref = load_archive(archive)
     if not isinstance(ref, TensorRef) or (ref.dtype, ref.nbytes) != (dtype, record.size) or not ref.is_contiguous:
-        raise UserError(f"{record.path} holds another tensor at byte {record.offset} than its .metadata says.")
+        raise ShardmakeError(f"{record.path} holds another tensor at byte {record.offset} than its .metadata says.")
     if ref.record.size != record.size:
-        return Record(record.path, ref.record.offset + ref.offset, record.size, None)
+        return ZipRecord(record.path, ref.record.offset + ref.offset, record.size, None)
     return ref.record
 
 
 def _unpickle(unpickler: "_Unpickler") -> Any:
     try:
         return unpickler.load()
-    except UserError:
+    except ShardmakeError:
         raise
     except Exception as error:  # whatever a damaged or hostile pickle makes of the inert classes
-        raise UserError(f"{unpickler.path} cannot be read: {type(error).__name__}: {error}") from None
+        raise ShardmakeError(f"{unpickler.path} cannot be read: {type(error).__name__}: {error}") from None
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, path: Path, archive: Archive | None) -> None:
+    def __init__(self, content: bytes, path: Path, archive: ZipArchive | None) -> None:
         super().__init__(io.BytesIO(content))
         self.path, self._archive = path, archive
         self._storages: dict[str, Storage] = {}
@@ -173,7 +173,7 @@ class _Unpickler(pickle.Unpickler):
             return Dtype(FROM_STORAGE.get(name, ""))
         if name in _INERT.get(module, ()):
             return type(name, (Inert,), {})
-        raise UserError(
+        raise ShardmakeError(
             f"{self.path} is refused: its pickle asks for {module}.{name}, which no checkpoint of DeepSpeed or torch "
             "needs. Loading it could run code of whoever wrote the file. Nothing was run."
         )
@@ -181,7 +181,7 @@ class _Unpickler(pickle.Unpickler):
     def persistent_load(self, pid: Any) -> Storage:
         """A storage, by ``("storage", type, key, location, number of elements)``."""
         if self._archive is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise UserError(f"{self.path} is refused: its pickle refers to something that is no storage of torch.")
+            raise ShardmakeError(f"{self.path} is refused: its pickle refers to something that is no storage of torch.")
         dtype, key = str(pid[1]) or None, str(pid[2])
         if key not in self._storages:
             self._storages[key] = Storage(self._archive.record(f"data/{key}"), dtype)
@@ -190,7 +190,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _tensor(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> TensorRef:
     if storage.dtype is None:
-        raise UserError(f"{storage.record.path} holds a tensor without a data type.")
+        raise ShardmakeError(f"{storage.record.path} holds a tensor without a data type.")
     return _tensor_of(storage, offset, shape, stride, storage.dtype)
 
 
@@ -206,7 +206,9 @@ def _tensor_of(storage: Storage, offset: int, shape: tuple[int, ...], stride: tu
     itemsize = ITEM_SIZE[dtype]
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if numel(shape) else 0
     if offset < 0 or min((*shape, *stride), default=0) < 0 or last * itemsize > storage.record.size:
-        raise UserError(f"{storage.record.path} is damaged: a tensor of shape {list(shape)} lies outside its storage.")
+        raise ShardmakeError(
+            f"{storage.record.path} is damaged: a tensor of shape {list(shape)} lies outside its storage."
+        )
     return TensorRef(storage.record, offset * itemsize, str(dtype), shape, stride)
 
 

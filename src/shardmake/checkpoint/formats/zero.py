@@ -25,7 +25,7 @@ from shardmake.checkpoint.formats.contents import Contents, Flat, Piece, Tensor,
 from shardmake.checkpoint.formats.dtypes import Target, converted
 from shardmake.checkpoint.formats.nvme_swap import with_swapped
 from shardmake.checkpoint.formats.unpickle import Inert, TensorRef, numel
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -73,7 +73,7 @@ def read(folder: Path, target: Target = "keep") -> Contents:
             taken from there, else from the fp32 master weights.
 
     Raises:
-        UserError: a file is missing, damaged, of another step or world size, or the layout is one that is not merged.
+        ShardmakeError: a file is missing, damaged, of another step or world size, or the layout is not supported.
     """
     shards = _load(folder)
     _check_same_step(shards)
@@ -105,7 +105,7 @@ def read_states(folder: Path) -> dict[str, dict[str, Tensor]]:
     The moments lie in the ranks' files as the fp32 weights do, but that ZeRO-1 and 2 keep the padding at their end.
 
     Raises:
-        UserError: as `read`; or the optimizer keeps other states than Adam's.
+        ShardmakeError: as `read`; or the optimizer keeps other states than Adam's.
     """
     shards = _load(folder)
     _check_same_step(shards)
@@ -131,7 +131,9 @@ def _moments(shards: _Shards, state: Mapping[str, Any], key: str, moment: str) -
         ref = (held.get(index) or {}).get(moment)
         if not isinstance(ref, TensorRef) or ref.numel < weights.numel:
             names = ", ".join(sorted(held.get(index) or {})) or "nothing"
-            raise UserError(f"{shards.folder}: the optimizer is not Adam, it keeps {names}; it cannot be resharded.")
+            raise ShardmakeError(
+                f"{shards.folder}: the optimizer is not Adam, it keeps {names}; it cannot be resharded."
+            )
         found.append(replace(ref, shape=(weights.numel,), stride=(1,)))
     return found
 
@@ -167,11 +169,11 @@ def read_universal(folder: Path) -> Contents:
 def _universal(folder: Path, name: str, shape: tuple[int, ...] | None) -> Tensor:
     path = folder / "zero" / name / "fp32.pt"
     if not path.is_file():
-        raise UserError(f"{path} is missing: the universal checkpoint is not complete. Convert it again.")
+        raise ShardmakeError(f"{path} is missing: the universal checkpoint is not complete. Convert it again.")
     held = unpickle.load(path)
     ref = held.get("param") if isinstance(held, Mapping) else held
     if not isinstance(ref, TensorRef) or (shape is not None and ref.numel != numel(shape)):
-        raise UserError(
+        raise ShardmakeError(
             f"{path} does not hold the {list(shape or ())} elements of {name}. Convert the checkpoint again."
         )
     return replace(whole(name, ref), shape=tuple(ref.shape if shape is None else shape))
@@ -185,23 +187,23 @@ def _load(folder: Path, grouped: bool = False) -> _Shards:
     for pattern, what in _REFUSED.items():
         for name in names:
             if re.fullmatch(pattern, name):
-                raise UserError(
+                raise ShardmakeError(
                     f"{folder / name} belongs to {what}, which Shardmake does not merge. Convert the checkpoint with "
                     "DeepSpeed's ds_to_universal.py and point to the result."
                 )
     optimizer = _by_rank(folder, names, _OPTIMIZER_FILE)
     model = _by_rank(folder, names, _MODEL_FILE)
     if not model:
-        raise UserError(f"{folder} holds no *_model_states.pt: the checkpoint is not complete. Take an older one.")
+        raise ShardmakeError(f"{folder} holds no *_model_states.pt: the checkpoint is not complete. Take an older one.")
     return _Shards(folder, [_load_model(path) for path in model], [_load_optimizer(path) for path in optimizer])
 
 
 def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
-    """The files that match, by rank; a `UserError` names the rank that is missing."""
+    """The files that match, by rank; a `ShardmakeError` names the rank that is missing."""
     found = {int(match[1] or 0): folder / match[0] for name in names if (match := pattern.fullmatch(name))}
     missing = sorted(set(range(max(found, default=-1))) - set(found))
     if missing:
-        raise UserError(
+        raise ShardmakeError(
             f"{folder} lacks the files of rank {', '.join(map(str, missing))} (such as the one beside "
             f"{found[max(found)].name}): the checkpoint is not complete. Take an older one."
         )
@@ -220,9 +222,9 @@ def _swapped_in(shards: _Shards) -> _Shards:
 def _load_model(path: Path) -> Mapping[str, Any]:
     state = unpickle.load(path)
     if not isinstance(state, Mapping) or not isinstance(state.get("module"), Mapping):
-        raise UserError(f"{path} is no model file of DeepSpeed: it has no entry 'module'.")
+        raise ShardmakeError(f"{path} is no model file of DeepSpeed: it has no entry 'module'.")
     if state.get("ds_autoep_layers") or state.get("autoep_layers"):
-        raise UserError(
+        raise ShardmakeError(
             f"{path} belongs to DeepSpeed's AutoEP, which Shardmake does not merge: use ds_to_universal.py."
         )
     return state
@@ -232,7 +234,7 @@ def _load_optimizer(path: Path) -> Mapping[str, Any]:
     state = unpickle.load(path)
     inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
     if not isinstance(inner, Mapping) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(inner):
-        raise UserError(f"{path} is no optimizer file of DeepSpeed ZeRO: it holds no fp32 weights.")
+        raise ShardmakeError(f"{path} is no optimizer file of DeepSpeed ZeRO: it holds no fp32 weights.")
     return inner
 
 
@@ -242,18 +244,18 @@ def _stage(shards: _Shards) -> int:
         return 0
     stages = {_number(state["zero_stage"]) if "zero_stage" in state else 1 for state in shards.optimizer}
     if len(stages) > 1:
-        raise UserError(f"{shards.folder} mixes files of ZeRO stages {sorted(stages)}. Take another checkpoint.")
+        raise ShardmakeError(f"{shards.folder} mixes files of ZeRO stages {sorted(stages)}. Take another checkpoint.")
     for state in shards.optimizer:
         partitions = state.get("partition_count")
         expected = max(partitions) if isinstance(partitions, Sequence) else partitions
         if expected is not None and expected != len(shards.optimizer):
-            raise UserError(
+            raise ShardmakeError(
                 f"{_file_of(state)} was written by {expected} ranks, but {shards.folder} holds the optimizer files of "
                 f"{len(shards.optimizer)}: it is not complete, or files of another world size lie among them."
             )
     stage = stages.pop()
     if stage == 3 and len(shards.model) != len(shards.optimizer):
-        raise UserError(
+        raise ShardmakeError(
             f"{shards.folder} holds {len(shards.model)} *_model_states.pt for {len(shards.optimizer)} ranks: "
             "it is not complete. Take an older checkpoint."
         )
@@ -282,11 +284,15 @@ def _check_same_step(shards: _Shards) -> None:
     for what, values in groups.items():
         if len(set(values)) > 1:
             ranks = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
-            raise UserError(f"{shards.folder} mixes files of different saves ({what} of {ranks}). Take another one.")
+            raise ShardmakeError(
+                f"{shards.folder} mixes files of different saves ({what} of {ranks}). Take another one."
+            )
     tag = re.fullmatch(r"global_step(\d+)", shards.folder.name)
     step = shards.model[0].get("global_steps")
     if tag and isinstance(step, int) and int(tag[1]) != step:
-        raise UserError(f"{shards.folder} holds files of step {step}. Take another checkpoint, or rename the folder.")
+        raise ShardmakeError(
+            f"{shards.folder} holds files of step {step}. Take another checkpoint, or rename the folder."
+        )
 
 
 def _base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -331,7 +337,7 @@ def _module_first(shards: _Shards, target: Target) -> Iterator[Tensor]:
     module = {name: ref for name, ref in model["module"].items() if name not in aliases}
     strange = [name for name, ref in module.items() if not isinstance(ref, TensorRef)]
     if strange:
-        raise UserError(f"{shards.folder}: {strange[0]} of the module is no tensor; such state cannot be merged.")
+        raise ShardmakeError(f"{shards.folder}: {strange[0]} of the module is no tensor; such state cannot be merged.")
     trained = {name for group in _param_shapes(shards) for name in group} if shards.optimizer else set()
     if not all(converted("F32", target) == module[name].dtype for name in trained & set(module)):
         yield from _zero2_trained(shards)
@@ -343,7 +349,7 @@ def _module_first(shards: _Shards, target: Target) -> Iterator[Tensor]:
 def _param_shapes(shards: _Shards) -> list[Mapping[str, tuple[int, ...]]]:
     shapes = shards.model[0].get("param_shapes")
     if not isinstance(shapes, Sequence):
-        raise UserError(f"{shards.folder}: the model file has no param_shapes, so its flat groups cannot be cut.")
+        raise ShardmakeError(f"{shards.folder}: the model file has no param_shapes, so its flat groups cannot be cut.")
     return list(shapes)
 
 
@@ -365,7 +371,7 @@ def _zero2_trained(shards: _Shards) -> Iterator[Tensor]:
 def _check_length(folder: Path, group: int, used: int, held: int, alignment: int) -> None:
     """A group's end may be padded to DeepSpeed's alignment, 2 x world size; nothing else may be left over."""
     if math.ceil(used / alignment) != math.ceil(held / alignment):
-        raise UserError(f"{folder}: group {group} holds {held} elements, its parameters have {used}.")
+        raise ShardmakeError(f"{folder}: group {group} holds {held} elements, its parameters have {used}.")
 
 
 def _check_slices(shards: _Shards, group: int, name: str, pieces: Sequence[Piece]) -> None:
@@ -387,7 +393,7 @@ def _check_slices(shards: _Shards, group: int, name: str, pieces: Sequence[Piece
         address = mappings[group].get(name)
         theirs = ([address.start], address.numel) if address is not None else ([], 0)
         if (ours, count) != theirs:
-            raise UserError(
+            raise ShardmakeError(
                 f"{flat.record.path}: {name} lies at {ours} ({count} elements) by the shapes, but at {theirs} by "
                 "param_slice_mappings: the files do not belong together."
             )
@@ -403,7 +409,7 @@ def _zero3_trained(shards: _Shards) -> Iterator[Tensor]:
             at += math.ceil(numel(shape) / len(ranks))
     for rank, vector in enumerate(ranks):
         if vector.numel != at:
-            raise UserError(
+            raise ShardmakeError(
                 f"{_file_of(shards.optimizer[rank])} holds {vector.numel} elements, the parameters' shapes need {at}: "
                 "the files do not belong together."
             )

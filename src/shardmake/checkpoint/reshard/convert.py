@@ -12,18 +12,18 @@ from shardmake.checkpoint.reshard.zero import frozen_or_buffers, states_of_zero
 from shardmake.checkpoint.store import CheckpointRecord
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 Tell = Callable[[str], None]
 _LEFT_BEHIND = {"latest", "zero_to_fp32.py", "zero_to_torch.py", store.RECORD_NAME}
 
 
 def find_route(record: CheckpointRecord, checkpoint: Path, strategy: str, ranks: int) -> Route:
-    """How ``strategy`` on ``ranks`` ranks goes on from ``checkpoint``; a `UserError` if it cannot."""
+    """How ``strategy`` on ``ranks`` ranks goes on from ``checkpoint``; a `ShardmakeError` if it cannot."""
     found = route(record.strategy, record.world_size, strategy, ranks)
     if isinstance(found, Route):
         return found
-    raise UserError(
+    raise ShardmakeError(
         f"{checkpoint} was written by {record.strategy} on {record.world_size} ranks and cannot be resumed by "
         f"{strategy} on {ranks}: {found}. Set strategy and nodes as they were, or move {checkpoint.parent} away to "
         "start afresh."
@@ -37,15 +37,15 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
     it is complete.
 
     Raises:
-        UserError: the checkpoint is not whole, or cannot be converted.
+        ShardmakeError: the checkpoint is not whole, or cannot be converted.
     """
     record, found = store.read_record(checkpoint), store.problems(checkpoint)
     if record is None or found:
-        raise UserError(f"{checkpoint} is no whole checkpoint of Shardmake: {'; '.join(found)}.")
+        raise ShardmakeError(f"{checkpoint} is no whole checkpoint of Shardmake: {'; '.join(found)}.")
     strategy = strategy or record.strategy
     way = find_route(record, checkpoint, strategy, ranks)
     if way is Route.NATIVE:
-        raise UserError(f"{checkpoint} needs no resharding: {strategy} on {ranks} ranks resumes it as it is.")
+        raise ShardmakeError(f"{checkpoint} needs no resharding: {strategy} on {ranks} ranks resumes it as it is.")
     done = store.read_record(out)
     if done and _is_same(done, record, strategy, ranks) and not store.problems(out):
         tell(f"{out} is there already.")
@@ -75,7 +75,7 @@ def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str,
     return resharded
 
 
-def tell_deepspeed(config: Path, checkpoint: Path) -> None:
+def write_deepspeed_hint(config: Path, checkpoint: Path) -> None:
     """Put into the DeepSpeed file ``config`` that ``checkpoint`` is a universal one, where it is."""
     if is_universal(checkpoint):
         values = read_json(config, "shardmake train NAME")
@@ -98,7 +98,9 @@ def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy:
         write_universal(_states(checkpoint, record), target)
         return
     if rest := frozen_or_buffers(checkpoint):
-        raise UserError(f"{checkpoint} holds {rest}, which are not converted for FSDP. Resume under a ZeRO strategy.")
+        raise ShardmakeError(
+            f"{checkpoint} holds {rest}, which are not converted for FSDP. Resume under a ZeRO strategy."
+        )
     between, states = target / ".universal", _states(checkpoint, record)
     write_universal(states, between)
     write_distributed(states, between, target)

@@ -5,7 +5,7 @@ from typing import Any
 
 from shardmake.checkpoint.formats.zero import MOMENTS
 from shardmake.checkpoint.reshard.universal import States, read_back
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
 
@@ -43,7 +43,7 @@ def states_of_fsdp(checkpoint: Path, steps: int) -> States:
     """The states of a checkpoint of FSDP at ``steps`` steps.
 
     Raises:
-        UserError: the optimizer is not Adam, or not all of the model was trained.
+        ShardmakeError: the optimizer is not Adam, or not all of the model was trained.
     """
     described = _described(checkpoint / OPTIMIZER)
     groups = _parameter_groups(checkpoint, described)
@@ -51,9 +51,11 @@ def states_of_fsdp(checkpoint: Path, steps: int) -> States:
     weights = {key.removeprefix("model.") for key in _described(checkpoint / MODEL)}
     missing = [f"{kind} of {name}" for name in names for kind in MOMENTS if _key(name, kind) not in described]
     if missing:
-        raise UserError(f"{checkpoint}: the optimizer is not Adam, it has no {missing[0]}; it cannot be resharded.")
+        raise ShardmakeError(
+            f"{checkpoint}: the optimizer is not Adam, it has no {missing[0]}; it cannot be resharded."
+        )
     if absent := sorted(set(names) - weights):
-        raise UserError(f"{checkpoint} holds adapters ({absent[0]}), which go on under FSDP only.")
+        raise ShardmakeError(f"{checkpoint} holds adapters ({absent[0]}), which go on under FSDP only.")
 
     def tensor(name: str, kind: str) -> Any:
         folder, key = (MODEL, f"model.{name}") if kind == "fp32" else (OPTIMIZER, _key(name, kind))
@@ -79,7 +81,7 @@ def _owner(checkpoint: Path, alias: str, names: list[str]) -> str:
         same_shape = described[f"model.{name}"].size == described[f"model.{alias}"].size
         if same_shape and torch.equal(_read(checkpoint / MODEL, f"model.{name}"), value):
             return name
-    raise UserError(f"{checkpoint} holds {alias}, which was not trained; it goes on under FSDP only.")
+    raise ShardmakeError(f"{checkpoint} holds {alias}, which was not trained; it goes on under FSDP only.")
 
 
 def _key(name: str, kind: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 from shardmake.checkpoint.formats.contents import Tensor
 from shardmake.checkpoint.formats.zero import inner_folder, read_states
 from shardmake.checkpoint.reshard.universal import States
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
@@ -17,7 +17,7 @@ def states_of_zero(checkpoint: Path) -> States:
     """The states of a checkpoint of ZeRO-1, 2 or 3.
 
     Raises:
-        UserError: files are missing or of different saves, or the optimizer is not Adam.
+        ShardmakeError: files are missing or of different saves, or the optimizer is not Adam.
     """
     folder = inner_folder(checkpoint)
     tensors = read_states(folder)
@@ -65,7 +65,7 @@ def _fill(descriptor: int, part: "memoryview[int]", path: Path) -> None:
     while part:
         count = os.readv(descriptor, [part])
         if not count:
-            raise UserError(f"{path} is cut off. Take an older checkpoint.")
+            raise ShardmakeError(f"{path} is cut off. Take an older checkpoint.")
         part = part[count:]
 
 

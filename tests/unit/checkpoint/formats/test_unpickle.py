@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from shardmake.checkpoint.formats import unpickle
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 
 class Hostile:
@@ -41,7 +41,7 @@ def test_a_hostile_pickle_is_refused_by_name(tmp_path: Path, function: Any, argu
     proof = tmp_path / "proof"
     filled = [part.format(proof) if isinstance(part, str) else part for part in arguments]
     torch.save({"module": {"w": torch.ones(2)}, "evil": Hostile(function, *filled)}, tmp_path / "evil.pt")
-    with pytest.raises(UserError, match=rf"evil\.pt is refused: its pickle asks for {name}"):
+    with pytest.raises(ShardmakeError, match=rf"evil\.pt is refused: its pickle asks for {name}"):
         unpickle.load(tmp_path / "evil.pt")
     assert not proof.exists()
 
@@ -55,20 +55,20 @@ def test_an_allowed_name_cannot_reach_further(tmp_path: Path) -> None:
     ):
         content = b"\x80\x04" + b"".join(b"\x8c" + struct.pack("B", len(t)) + t.encode() for t in (module, name))
         (tmp_path / "plain").write_bytes(content + b"\x93.")
-        with pytest.raises(UserError, match="is refused"):
+        with pytest.raises(ShardmakeError, match="is refused"):
             unpickle.load_plain(tmp_path / "plain")
 
 
 def test_a_plain_pickle_is_refused_where_torch_files_belong(tmp_path: Path) -> None:
     (tmp_path / "evil.pt").write_bytes(pickle.dumps(Hostile(os.system, f"touch {tmp_path / 'proof'}")))
-    with pytest.raises(UserError, match=r"no zip archive as torch\.save writes them"):
+    with pytest.raises(ShardmakeError, match=r"no zip archive as torch\.save writes them"):
         unpickle.load(tmp_path / "evil.pt")
     assert not (tmp_path / "proof").exists()
 
 
 def test_a_persistent_id_cannot_leave_the_archive(tmp_path: Path) -> None:
     (tmp_path / "plain").write_bytes(b"\x80\x02X\x0b\x00\x00\x00/etc/passwdQ.")
-    with pytest.raises(UserError, match="refers to something that is no storage"):
+    with pytest.raises(ShardmakeError, match="refers to something that is no storage"):
         unpickle.load_plain(tmp_path / "plain")
 
 
@@ -91,5 +91,5 @@ def test_damage_is_named(tmp_path: Path) -> None:
     content = (tmp_path / "f.pt").read_bytes()
     for cut in (0, 1, 100, len(content) // 2, len(content) - 1):
         (tmp_path / "cut.pt").write_bytes(content[:cut])
-        with pytest.raises(UserError, match=r"cut\.pt is (damaged|no zip archive)"):
+        with pytest.raises(ShardmakeError, match=r"cut\.pt is (damaged|no zip archive)"):
             unpickle.load(tmp_path / "cut.pt")

@@ -8,7 +8,7 @@ from shardmake.checkpoint.reshard.convert import find_route
 from shardmake.checkpoint.reshard.routes import Route, route
 from shardmake.checkpoint.store import CheckpointRecord
 from shardmake.config.models import STRATEGIES, Strategy
-from shardmake.core.errors import UserError
+from shardmake.core.errors import ShardmakeError
 
 NATIVE, UNIVERSAL, DISTRIBUTED = Route
 
@@ -51,7 +51,9 @@ def test_refused_by_name(wrote: str, ranks: int, reads: Strategy, others: int, r
         step=4, tokens=4, world_size=ranks, strategy=wrote, attempt=1, recipe="r", saved_at=0, save_seconds=0,
         versions={}, files={},
     )  # fmt: skip
-    with pytest.raises(UserError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {others}: .*{reason}"):
+    with pytest.raises(
+        ShardmakeError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {others}: .*{reason}"
+    ):
         find_route(record, Path("runs/demo/train/checkpoints/checkpoint-4"), reads, others)
 
 

@@ -1,0 +1,46 @@
+"""Standard logging for commands, workers and ranks: plain lines on stdout, warnings on stderr, a prefix per rank."""
+
+import logging
+import sys
+from typing import TextIO
+
+ROOT = "shardmake"
+
+
+class _StreamHandler(logging.StreamHandler[TextIO]):
+    """Write to today's ``sys.stdout``, or to ``sys.stderr`` from WARNING on."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        super().emit(record)
+
+
+class _Formatter(logging.Formatter):
+    """Print the message alone at INFO; name the level of everything else."""
+
+    def __init__(self, rank: int | None) -> None:
+        super().__init__()
+        self.prefix = "" if rank is None else f"[rank {rank}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = "" if record.levelno == logging.INFO else f"{record.levelname}: "
+        return f"{self.prefix}{level}{super().format(record)}"
+
+
+def configure_logging(*, verbose: bool = False, quiet: bool = False, rank: int | None = None) -> None:
+    """Print shardmake's log records in this process; without this call they follow the caller's own configuration.
+
+    Args:
+        verbose: Print DEBUG records as well.
+        quiet: Print warnings and errors only.
+        rank: Global rank, which becomes the prefix of each line.
+    """
+    logger = logging.getLogger(ROOT)
+    logger.setLevel(logging.DEBUG if verbose else logging.WARNING if quiet else logging.INFO)
+    handler = _StreamHandler()
+    handler.setFormatter(_Formatter(rank))
+    logger.handlers[:] = [handler]
+    logger.propagate = False
