@@ -230,8 +230,8 @@ class Run(Section):
     )
     tensor_parallel: PositiveInt = Field(
         1,
-        description="Ranks that share each layer's matrices, within a node (docs/tensor-parallel.md); with `strategy: "
-        "zero1` or `zero2`, or `fsdp` and a script of your own.",
+        description="Ranks that share each layer's matrices, within a node (docs/how-to/tensor-parallel.md); with "
+        "`strategy: zero1` or `zero2`, or `fsdp` and a script of your own.",
     )
     nodes: PositiveInt | None = Field(None, description="Nodes for training; without it, as few as the model fits on.")
     fsdp_version: Literal[1, 2] = Field(2, description="Which FSDP runs the `fsdp` strategies.")
@@ -242,11 +242,11 @@ class Run(Section):
     script: str | None = Field(
         None,
         description="A training program of your own for `accelerate launch`, started in place of ours "
-        "(docs/scripts.md).",
+        "(docs/how-to/user-script.md).",
     )
     script_args: list[str] = Field(
         default_factory=list,
-        description="Its arguments, as texts; `$SHARDMAKE_...` in them is replaced (docs/scripts.md).",
+        description="Its arguments, as texts; `$SHARDMAKE_...` in them is replaced (docs/how-to/user-script.md).",
     )
     deepspeed_values: Literal["explicit", "auto"] = Field(
         "explicit",

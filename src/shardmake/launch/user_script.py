@@ -1,7 +1,7 @@
 """What the driver knows of a script of the user's: whether it finished, what it left, whether it gets on.
 
 Shardmake cannot look into its checkpoints. It finished where every node's ranks ended with status 0 and nobody said
-that they only stopped; resuming is its own affair (docs/scripts.md).
+that they only stopped; resuming is its own affair (docs/how-to/user-script.md).
 """
 
 from collections.abc import Callable

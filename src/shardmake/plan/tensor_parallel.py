@@ -1,4 +1,4 @@
-"""Which runs can share each layer's matrices between ranks, and which cannot (docs/tensor-parallel.md)."""
+"""Which runs can share each layer's matrices between ranks, and which cannot (docs/how-to/tensor-parallel.md)."""
 
 from collections.abc import Iterator
 from typing import Final

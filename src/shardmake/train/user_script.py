@@ -1,6 +1,6 @@
 """One rank of a training by a script of the user's: as `accelerate launch SCRIPT ARGS` would run it, and watched.
 
-What the script finds in its environment and what it may leave is described in docs/scripts.md.
+What the script finds in its environment and what it may leave is described in docs/how-to/user-script.md.
 """
 
 import os
@@ -50,7 +50,7 @@ def train(attempt_folder: Path) -> None:
 
 
 def variables(folder: AttemptDir, attempt: Attempt, settings: dict[str, Any]) -> dict[str, str]:
-    """What the script finds in its environment, one variable a line of docs/scripts.md."""
+    """What the script finds in its environment, one variable a line of docs/how-to/user-script.md."""
     rundir, plan, arguments = attempt.rundir, read_plan(folder.plan), settings["arguments"]
     values: dict[str, object] = {
         "ATTEMPT": attempt.number,

@@ -58,7 +58,7 @@ def test_local_preview_names_the_worker(tmp_path: Path, run: Run) -> None:
 
 
 def test_the_page_of_strategies_is_up_to_date() -> None:
-    assert (REPOSITORY / "docs/strategies.md").read_text() == table()
+    assert (REPOSITORY / "docs/reference/strategies.md").read_text() == table()
 
 
 def test_check_ends_with_1_where_there_is_an_error(tmp_path: Path) -> None:

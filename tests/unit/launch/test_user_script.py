@@ -89,7 +89,7 @@ def test_documented_variables_are_set(folder: AttemptDir) -> None:
     plan, cluster = make_plan("zero2"), Cluster(**make_cluster().model_dump())
     training = render_files(plan, make_run(), cluster, make_model(), folder.root).training
     values = variables(folder, folder.read(), training)
-    page = (Path(__file__).resolve().parents[3] / "docs/scripts.md").read_text()
+    page = (Path(__file__).resolve().parents[3] / "docs/how-to/user-script.md").read_text()
     assert [name for name in values if f"`{name}`" not in page] == []
     assert values["SHARDMAKE_ATTEMPT"] == "2"
     assert values["SHARDMAKE_MICRO_BATCH_SIZE"] == "2"
