@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmake.config.models import Run, parse_config
 from shardmake.core.atomic import write_json
-from shardmake.core.manifest import plan_json as manifest_as_json
+from shardmake.core.manifest import manifest_json as manifest_as_json
 from shardmake.core.manifest import read_folder
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, write_record
 from shardmake.run.paths import RunDir

@@ -76,7 +76,7 @@ def test_where_the_scratch_is_full_saves_are_synchronous_and_it_is_told_once(
     def room(folder: Path) -> FreeSpace:
         return FreeSpace(10 << 20 if "scratch" in str(folder) else 1 << 40, "free on the file system")
 
-    monkeypatch.setattr(disk, "room_in", room)
+    monkeypatch.setattr(disk, "free_space", room)
     saver = make_saver(tmp_path)
     assert save(saver, 1).is_relative_to(saver.folder) and save(saver, 2).is_relative_to(saver.folder)
     assert steps(tmp_path) == [2, 1]
@@ -103,7 +103,7 @@ def test_the_first_of_four_nodes_needs_room_for_what_is_not_sharded(
     assert [share_of_node(choice, node) for node in range(4)] == pytest.approx([first, second, second, second])
 
     size = 12 << 30
-    monkeypatch.setattr(disk, "room_in", lambda folder: FreeSpace(int(first * size) + (63 << 20), "free"))
+    monkeypatch.setattr(disk, "free_space", lambda folder: FreeSpace(int(first * size) + (63 << 20), "free"))
     scratches = [ScratchFolder(tmp_path / str(node), tmp_path, node, 4, share_of_node(choice, node)) for node in (0, 1)]
     refused = [bool(scratch.make_room(size)) for scratch in scratches]
     assert refused == [True, first == second]

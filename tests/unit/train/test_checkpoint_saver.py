@@ -31,7 +31,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
         return FreeSpace(DISK - held, "your quota")
 
-    monkeypatch.setattr(checkpoint_saver.disk, "room_in", room)
+    monkeypatch.setattr(checkpoint_saver.disk, "free_space", room)
     return tmp_path / "checkpoints"
 
 
