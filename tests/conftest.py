@@ -1,6 +1,8 @@
 """The demo's inputs, made once, and a fresh copy of the repository for each test."""
 
+import logging
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,16 @@ settings.register_profile("shardmake", deadline=None, suppress_health_check=[Hea
 settings.load_profile("shardmake")
 # A shell's background jobs ignore Ctrl-C, and so would everything that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def default_logging() -> Iterator[None]:
+    """Undo `configure_logging` after each test, so that ``caplog`` receives the records of every test."""
+    yield
+    logger = logging.getLogger("shardmake")
+    logger.handlers.clear()
+    logger.setLevel(logging.NOTSET)
+    logger.propagate = True
 
 
 @pytest.fixture(scope="session")

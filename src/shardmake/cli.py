@@ -1,13 +1,13 @@
 """The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
 
 import json
+import logging
 import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.naming import Format
@@ -25,6 +25,7 @@ from shardmake.config.models import (
 )
 from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import localize, require_weights
@@ -35,7 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-console = Console(highlight=False, soft_wrap=True)
+logger = logging.getLogger(__name__)
 
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
 ConfigFiles = Annotated[list[Path], typer.Option("--config", help="Configuration file; later ones win.")]
@@ -47,9 +48,13 @@ CONFIG = [Path("config/config.yaml")]
 RUNS = Path("runs")
 
 
-def tell(message: str) -> None:
-    """Print a line of progress."""
-    console.print(message, markup=False)
+@app.callback()
+def configure(
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print debug messages as well.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings, errors and results only.")] = False,
+) -> None:
+    """Configure logging for every command."""
+    configure_logging(verbose=verbose, quiet=quiet)
 
 
 def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
@@ -89,7 +94,7 @@ def fetch(
     from shardmake.fetch.stage import fetch as bring
 
     run, cluster, rundir = _open(name, config, runs)
-    bring(run, rundir, tell, part)
+    bring(run, rundir, logger.info, part)
     if cluster.shared and cluster.cache:
         share_tree(Path(cluster.cache))
 
@@ -128,7 +133,7 @@ def estimate(
 
     if list_gpus:
         for gpu in estimate.list_gpus():
-            tell(gpu.name)
+            typer.echo(gpu.name)
         return
     answer = estimate.estimate(
         estimate.EstimateRequest(
@@ -174,8 +179,8 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     check_trackers(run.report_to)
     prepare_tasks(run.evaluation)
     made = plan_run(run, cluster, rundir)
-    tell(describe(made, rundir))
-    tell(describe_checkpoints(made, run, cluster, rundir))
+    typer.echo(describe(made, rundir))
+    typer.echo(describe_checkpoints(made, run, cluster, rundir))
 
 
 @app.command()
@@ -192,11 +197,11 @@ def render(
 
     run, cluster, rundir = _open_fetched(name, config, runs)
     if show:
-        tell(preview(read_plan(rundir.plan), run, cluster, rundir))
+        typer.echo(preview(read_plan(rundir.plan), run, cluster, rundir))
         return
     for line in write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder):
-        tell(line)
-    tell(f"Rendered {rundir.accelerate}, {rundir.deepspeed} and {rundir.training}.")
+        logger.info("%s", line)
+    logger.info("Rendered %s, %s and %s.", rundir.accelerate, rundir.deepspeed, rundir.training)
 
 
 @app.command()
@@ -208,10 +213,10 @@ def check(
 
     found = check_files(files)
     for finding in found:
-        tell(f"{finding.level}: {finding.text}")
+        typer.echo(f"{finding.level}: {finding.text}")
     if any(finding.level == "error" for finding in found):
         raise typer.Exit(1)
-    tell("No errors.")
+    typer.echo("No errors.")
 
 
 @app.command()
@@ -225,7 +230,7 @@ def data(
     from shardmake.data import prepare
 
     run, _, rundir = _open_fetched(name, config, runs, on_node=True)
-    prepare(run, rundir, cpus=cpus, tell=tell)
+    prepare(run, rundir, cpus=cpus, tell=logger.info)
 
 
 @app.command()
@@ -235,7 +240,7 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
     run, cluster, rundir = _open_fetched(name, config, runs)
     require_weights(rundir)
-    drive(run, cluster, rundir, tell)
+    drive(run, cluster, rundir, logger.info)
 
 
 @app.command()
@@ -248,8 +253,8 @@ def reshard(
     """Convert a checkpoint for another strategy or number of ranks; `train` does it by itself where it must."""
     from shardmake.checkpoint.reshard.convert import reshard as convert
 
-    convert(checkpoint, out, strategy, ranks, tell)
-    tell(f"Wrote {out}.")
+    convert(checkpoint, out, strategy, ranks, logger.info)
+    logger.info("Wrote %s.", out)
 
 
 @app.command()
@@ -278,7 +283,7 @@ def consolidate(
         if tasks > 1 or adapter or format != "safetensors":
             raise ShardmakeError("--tasks, --adapter and --format go with a checkpoint's folder and a model's folder.")
         run, _, rundir = _open_fetched(source, config, runs, on_node=True)
-        consolidate_run(run, rundir, workers=workers, tell=tell)
+        consolidate_run(run, rundir, workers=workers, tell=logger.info)
         return
     merge(
         Path(source),
@@ -291,7 +296,7 @@ def consolidate(
         workers=workers,
         task=(task_index if tasks > 1 else 0, tasks),
         trust_remote_code=trust_remote_code,
-        report=tell,
+        report=logger.info,
     )
 
 
@@ -301,7 +306,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     from shardmake.evaluate.stage import evaluate as measure
 
     run, cluster, rundir = _open(name, config, runs, on_node=True)
-    measure(run, rundir, cluster, tell=tell)
+    measure(run, rundir, cluster, tell=logger.info)
 
 
 @app.command()
@@ -310,7 +315,7 @@ def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.push.stage import push as send
 
     run, _, rundir = _open(name, config, runs)
-    send(run, rundir, tell=tell)
+    send(run, rundir, tell=logger.info)
 
 
 @app.command()
@@ -319,7 +324,7 @@ def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.report.stage import write_report
 
     run, _, rundir = _open(name, config, runs)
-    tell(f"Wrote {write_report(run, rundir)}.")
+    logger.info("Wrote %s.", write_report(run, rundir))
 
 
 @app.command()
@@ -333,9 +338,9 @@ def verify(
     from shardmake.consolidate.verify import verify as check_model
 
     found = check_model(model, against, base=base, workers=workers)
-    tell(f"{model} is whole: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
+    typer.echo(f"{model} is whole: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
     if against is not None:
-        tell(f"Every bit is what {against} holds.")
+        typer.echo(f"Every bit is what {against} holds.")
 
 
 @app.command()
@@ -346,7 +351,7 @@ def clean(
     """List what finished and pushed runs no longer need, with sizes; never the only copy of anything."""
     from shardmake.commands.clean import clean as tidy
 
-    tidy(runs, remove=remove, tell=tell)
+    tidy(runs, remove=remove, tell=logger.info)
 
 
 @app.command()
@@ -355,13 +360,13 @@ def status(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.commands.status import describe
 
     run, _, rundir = _open(name, config, runs)
-    tell(describe(run, rundir))
+    typer.echo(describe(run, rundir))
 
 
 def main() -> None:
-    """Entry point: a user's mistake is one message and exit status 2, anything else a traceback."""
+    """Run the command line: exit with 2 and one message for an error that the user can fix."""
     try:
         app()
     except ShardmakeError as error:
-        Console(stderr=True, soft_wrap=True).print(f"Error: {error}", style="red", markup=False, highlight=False)
+        typer.secho(f"Error: {error}", fg="red", err=True)
         sys.exit(2)

@@ -1,0 +1,48 @@
+"""Progress on stdout, warnings on stderr, as much as the command line asks for."""
+
+import logging
+
+import pytest
+from typer.testing import CliRunner
+
+from shardmake.cli import app
+from shardmake.core.log import configure_logging
+
+logger = logging.getLogger("shardmake.core.example")
+
+
+def log_all() -> None:
+    logger.debug("details")
+    logger.info("100 %% of %s", "[data]")
+    logger.warning("almost full")
+
+
+def test_warnings_go_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging()
+    log_all()
+    assert capsys.readouterr() == ("100 % of [data]\n", "WARNING: almost full\n")
+
+
+def test_each_rank_has_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    configure_logging(rank=3)
+    log_all()
+    assert capsys.readouterr() == ("[rank 3] 100 % of [data]\n", "[rank 3] WARNING: almost full\n")
+
+
+@pytest.mark.parametrize(
+    ("option", "level"),
+    [("--verbose", logging.DEBUG), ("-v", logging.DEBUG), ("--quiet", logging.WARNING), ("-q", logging.WARNING)],
+)
+def test_options_of_the_command_line_set_the_level(option: str, level: int) -> None:
+    CliRunner().invoke(app, [option, "estimate", "--list-gpus"])
+    assert logging.getLogger("shardmake").level == level
+
+
+def test_quiet_still_prints_results() -> None:
+    assert "a100-80gb" in CliRunner().invoke(app, ["--quiet", "estimate", "--list-gpus"]).output
+
+
+def test_caplog_receives_records_after_another_test_configured_logging(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardmake")
+    log_all()
+    assert caplog.messages == ["100 % of [data]", "almost full"]
