@@ -27,7 +27,7 @@ from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RUNS, RunDir
 from shardmake.run.sources import localize, require_weights
 
 app = typer.Typer(
@@ -45,7 +45,6 @@ Weights = Literal["bf16", "fp32"]
 FetchPart = Literal["all", "description", "weights"]
 LossKind = Literal["plain", "fused", "chunked"]
 CONFIG = [Path("config/config.yaml")]
-RUNS = Path("runs")
 
 
 @app.callback()

@@ -3,12 +3,20 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+RUNS = Path("runs")
+"""Folder of all runs, unless ``--runs`` names another one."""
+
 
 @dataclass(frozen=True)
 class RunDir:
     """The folder ``runs/NAME`` of one run."""
 
     root: Path
+
+    @classmethod
+    def pattern(cls) -> "RunDir":
+        """Return the folder with Snakemake's wildcard ``{run}`` as its name, from which rules take their files."""
+        return cls(RUNS / "{run}")
 
     @property
     def name(self) -> str:
@@ -91,6 +99,11 @@ class RunDir:
         return self.train / "attempts"
 
     @property
+    def attempt_history(self) -> Path:
+        """Every attempt that has ended, and what follows from it (`shardmake.run.attempt_history.AttemptHistory`)."""
+        return self.attempts / "index.json"
+
+    @property
     def checkpoints(self) -> Path:
         """Sharded checkpoints; never a declared output, because Snakemake deletes outputs of failed rules."""
         return self.train / "checkpoints"
@@ -144,6 +157,10 @@ class RunDir:
     def figures(self) -> Path:
         """Folder of the report's figures, for `snakemake --report`."""
         return self.root / "figures"
+
+    def figure(self, name: str) -> Path:
+        """Return the path of one of the report's figures."""
+        return self.figures / f"{name}.svg"
 
     @property
     def report(self) -> Path:

@@ -20,6 +20,7 @@ PATHS = {
     "train": "train",
     "job": "train/job.json",
     "attempts": "train/attempts",
+    "attempt_history": "train/attempts/index.json",
     "checkpoints": "train/checkpoints",
     "script_output": "train/output",
     "metrics": "train/metrics.jsonl",
@@ -42,3 +43,9 @@ def test_the_layout_is_the_documented_one() -> None:
     found = {name: getattr(rundir, name) for name in properties if name != "name"}
     assert found == {name: Path("runs/docs-chat") / path for name, path in PATHS.items()}
     assert rundir.name == "docs-chat"
+    assert rundir.figure("loss") == Path("runs/docs-chat/figures/loss.svg")
+
+
+def test_rules_take_their_files_from_the_pattern() -> None:
+    """Snakemake fills in the wildcard."""
+    assert str(RunDir.pattern().plan).format(run="docs-chat") == "runs/docs-chat/plan/plan.json"
