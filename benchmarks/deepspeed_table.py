@@ -6,7 +6,7 @@ comparison. Source: ``deepspeed/runtime/zero/stage3.py``.
 
 from dataclasses import dataclass
 
-from shardmake.memory.hardware import GIB
+from shardmake.core.units import GIB
 
 SPARE = 1.5  # DeepSpeed's additional_buffer_factor on host RAM
 

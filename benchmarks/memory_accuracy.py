@@ -17,13 +17,13 @@ from statistics import median
 
 from benchmarks.deepspeed_table import table
 from shardmake.config.models import Method
+from shardmake.core.units import GIB
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu
 from shardmake.memory.model import Model, from_config, split
 from shardmake.memory.scenario import LibraryBehavior, Scenario
 
-GIB = 1 << 30
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"
 Row = dict[str, str]
 METAMATH_TOKENS = 650

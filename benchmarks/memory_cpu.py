@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.config.models import Cluster, Strategy
+from shardmake.core.units import MIB
 from shardmake.memory import host, states
 from shardmake.memory.buckets import read_buckets, zero_optimization
 from shardmake.memory.estimate import events_of, simulate
@@ -39,7 +40,6 @@ CONFIG = {
 }
 STRATEGIES = ("zero1", "zero2", "zero3", "zero2-offload", "zero3-offload-optimizer", "zero3-offload")
 CLUSTER = Cluster(executor="local", processes_per_node=RANKS, cpus_per_node=2, memory_gib_per_node=16.0)
-MIB = 1 << 20
 
 
 def choice(strategy: Strategy) -> Choice:

@@ -20,8 +20,8 @@ from statistics import median
 from typing import Any
 
 from shardmake.config.models import Strategy
+from shardmake.core.units import GIB
 
-GIB = 1 << 30
 STEPS = 3
 SHAPES: dict[str, dict[str, Any]] = {
     "1B": {

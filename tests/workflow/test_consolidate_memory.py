@@ -15,8 +15,8 @@ from benchmarks.consolidate import ACCELERATE, DEEPSPEED, watch
 from benchmarks.consolidate_limits import cgroup, may_limit
 from benchmarks.synthetic import llama, shapes, write_zero3
 from shardmake.consolidate.compare import compare
+from shardmake.core.units import MIB
 
-MIB = 1 << 20
 LIMIT = 300 * MIB
 PER_WORKER = 32 * MIB
 PLAN = """

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import read_json
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import GIB
 from shardmake.data import prepare
 from shardmake.evaluate import backends
 from shardmake.evaluate.backends import Machine, choose_backend, count_ranks, load_model, weights_size
@@ -211,9 +212,6 @@ def test_a_model_of_bin_files_is_weighed_and_loaded(
     shutil.copy(folder / "config.json", tmp_path)
     assert size < weights_size(tmp_path) < 1.2 * size
     assert score_all(load_model(str(tmp_path)), [SHORT], 1) == score_all(network, [SHORT], 1)
-
-
-GIB = 1 << 30
 
 
 @pytest.mark.parametrize(

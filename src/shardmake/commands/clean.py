@@ -6,7 +6,8 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.core.atomic import read_json
-from shardmake.core.disk import GIB, tree_size
+from shardmake.core.disk import tree_size
+from shardmake.core.units import GIB
 from shardmake.run.paths import RunDir
 
 Tell = Callable[[str], None]

@@ -11,11 +11,12 @@ from typing import Any, Literal
 from shardmake.config.models import STRATEGIES, Attention, Method, Optimizer, Precision, Strategy
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.units import GB, GIB
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import Estimate, estimate_closed_form, estimate_simulated, events_of, from_json, verdict
 from shardmake.memory.events import StepEvents
-from shardmake.memory.hardware import ACCELERATORS, GB, GIB, Accelerator, Hardware, find_accelerator
+from shardmake.memory.hardware import ACCELERATORS, Accelerator, Hardware, find_accelerator
 from shardmake.memory.model import Model, Split, cached_path, read_model, split
 from shardmake.memory.probe import probe
 from shardmake.memory.scenario import LibraryBehavior, Scenario

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import GIB, format_bytes
 
-GIB = 1 << 30
 _QUOTA_SECONDS = 20
 _ADVICE = "Free some space (`shardmake clean` lists what can go), or keep fewer checkpoints (checkpoints.keep)."
 
@@ -29,11 +29,6 @@ def check_download(folder: Path, size: int) -> None:
 def check_save(folder: Path, size: int) -> None:
     """Refuse a save of ``size`` bytes into ``folder`` that will not fit."""
     require_space(folder, size, f"The next checkpoint needs {format_bytes(size)}")
-
-
-def format_bytes(size: int) -> str:
-    """Bytes for people: GiB, or MiB of what is less."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / (1 << 20):.0f} MiB"
 
 
 def require_space(folder: Path, needed: int, sentence: str) -> str:

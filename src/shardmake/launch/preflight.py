@@ -20,10 +20,11 @@ import psutil
 
 from shardmake.checkpoint import store
 from shardmake.core.atomic import read_json
-from shardmake.core.disk import GIB, check_save
+from shardmake.core.disk import check_save
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.process import wait_for_output
+from shardmake.core.units import GIB
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
 

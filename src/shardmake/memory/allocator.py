@@ -8,7 +8,8 @@ stream has blocks of its own.
 
 from bisect import bisect_left, insort
 
-MIB = 1 << 20
+from shardmake.core.units import MIB
+
 ROUND = 512
 SMALL = 1 * MIB
 SMALL_SEGMENT = 2 * MIB

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from shardmake.config.models import Cluster
 from shardmake.config.strategies import Device
-from shardmake.memory.hardware import GIB
+from shardmake.core.units import GIB
 from shardmake.memory.model import Model
 from shardmake.run.plan import Choice, spec_of
 

@@ -3,12 +3,13 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from shardmake.core.units import GIB
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.engines import make_engine
 from shardmake.memory.events import StepEvents, replay
-from shardmake.memory.hardware import GIB, Hardware
+from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
 from shardmake.memory.timeline import Timeline

@@ -7,12 +7,12 @@ Sources: torch 2.13's FSDP2 (``_fully_shard/_fsdp_param_group.py``, ``_fsdp_coll
 from collections import deque
 from math import ceil
 
+from shardmake.core.units import MIB
 from shardmake.memory import states
 from shardmake.memory.ddp import MemoryEngine
 from shardmake.memory.timeline import COMMUNICATION, REDUCTION, Pending
 from shardmake.memory.units import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
 
-MIB = 1 << 20
 BROADCAST_BUCKET = 250 * MIB  # PARAM_BROADCAST_BUCKET_SIZE in FSDP1's _init_utils.py
 IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in FSDP1's _limiter_utils.py
 

@@ -4,9 +4,8 @@ from dataclasses import dataclass
 
 from shardmake.config.models import Cluster, Precision
 from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.units import GB, GIB
 
-GIB = 1 << 30
-GB = 10**9
 TERA = 10**12
 
 

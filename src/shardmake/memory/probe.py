@@ -16,6 +16,7 @@ from datetime import date
 from typing import Any
 
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.calibration import Calibration, Observation, fit
 from shardmake.memory.estimate import gpu
@@ -26,7 +27,6 @@ LAYERS = 2
 TOKENS = (512, 2048)
 STEPS = 2
 SECONDS = 600
-MIB = 1 << 20
 
 
 def probe(model: Model) -> Calibration:

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from xml.sax.saxutils import escape
 
-from shardmake.memory.hardware import GIB
+from shardmake.core.units import GIB
 from shardmake.run.plan import Choice
 
 PALETTE = (

@@ -7,11 +7,12 @@ from typing import Any
 
 from shardmake.config.models import STRATEGIES, Attention, Cluster, Precision, Run, Strategy
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import GIB
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.estimate import COMFORT, Estimate, estimate_closed_form, estimate_simulated, events_of, verdict
 from shardmake.memory.events import StepEvents
-from shardmake.memory.hardware import GIB, Hardware, from_cluster
+from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, read_model, split
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.trace import trace_all

@@ -7,9 +7,8 @@ from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lo
 from shardmake.config.models import Cluster, Run
 from shardmake.config.script import check_script
 from shardmake.core.atomic import read_json, write_json, write_text
-from shardmake.core.disk import format_bytes
 from shardmake.core.errors import ShardmakeError
-from shardmake.memory.hardware import GIB
+from shardmake.core.units import GIB, format_bytes
 from shardmake.plan.figure import draw
 from shardmake.plan.limits import ask_partitions, check_request
 from shardmake.plan.planner import (

@@ -6,7 +6,8 @@ does not promise a time.
 
 from dataclasses import dataclass
 
-from shardmake.memory.hardware import GB, Hardware
+from shardmake.core.units import GB
+from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES, Scenario
 
 MODEL_FLOPS_SHARE = 0.5  # of dense peak reached by matmul-bound training (torchtitan's and MosaicML's tables: 0.4-0.55)

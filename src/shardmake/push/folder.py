@@ -6,9 +6,10 @@ import shutil
 from pathlib import Path
 
 from shardmake.core.atomic import fsync_directory
-from shardmake.core.disk import format_bytes, free_space
+from shardmake.core.disk import free_space
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import SUMS, differences, parse_sums, read_folder
+from shardmake.core.units import format_bytes
 from shardmake.push.bundle import Bundle
 
 

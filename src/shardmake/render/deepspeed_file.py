@@ -12,7 +12,6 @@ from shardmake.memory.buckets import zero_optimization
 from shardmake.memory.model import Model
 from shardmake.run.plan import Plan, spec_of
 
-GIB: Final = 1 << 30
 AIO: Final = {
     "block_size": 1 << 20,
     "queue_depth": 8,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardmake.core.units import GIB
 from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
 
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-GIB = 1 << 30
 BLUE, ORANGE, GREY = "#2563eb", "#ea580c", "#6b7280"
 _STYLE = {
     "axes.axisbelow": True,

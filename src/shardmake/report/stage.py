@@ -8,9 +8,10 @@ from typing import Any
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, write_text
 from shardmake.core.secrets import redact
+from shardmake.core.units import GIB
 from shardmake.report import figures
 from shardmake.report.card import public_name
-from shardmake.report.figures import GIB, Memory, length_name
+from shardmake.report.figures import Memory, length_name
 from shardmake.report.flops import Utilization, utilization
 from shardmake.report.history import TrainingHistory, read_history
 from shardmake.run.paths import RunDir

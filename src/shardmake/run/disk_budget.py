@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from shardmake.core.atomic import read_json
-from shardmake.core.disk import GIB, require_space, tree_size
+from shardmake.core.disk import require_space, tree_size
+from shardmake.core.units import GIB
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, read_plan
 

@@ -26,6 +26,7 @@ from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import format_bytes
 from shardmake.train import nvme_restore
 from shardmake.train.adam_state import fit_states
 from shardmake.train.async_saver import MARGIN, ScratchFolder, failure
@@ -229,7 +230,7 @@ class Saver:
         resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
         return (
             f"The disk filled up while {written.name} was written: {folder} has "
-            f"{disk.format_bytes(room.free)} left ({room.limit}). Free some space (`shardmake clean` lists what can "
+            f"{format_bytes(room.free)} left ({room.limit}). Free some space (`shardmake clean` lists what can "
             f"go) and run the same command again; it {resume}."
         )
 

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.deepspeed_table import Needs, needs, table
+from shardmake.core.units import GIB
 
-GIB = 1 << 30
 T0_3B = (2_783_959_040, 65_798_144)
 TRUTH = Path(__file__).parents[3] / "benchmarks" / "data" / "memory_truth.csv"
 

@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.memory.allocator import MIB, CachingAllocator, rounded
+from shardmake.core.units import MIB
+from shardmake.memory.allocator import CachingAllocator, rounded
 from shardmake.memory.timeline import Timeline
 
 

@@ -6,13 +6,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES
+from shardmake.core.units import GIB
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets, read_buckets
 from shardmake.memory.estimate import estimate_closed_form, events_of, gpu
 from shardmake.memory.model import Model, from_config, split
 from shardmake.memory.scenario import Scenario
 
-GIB = 1 << 30
 LLAMA_8B = {
     "model_type": "llama",
     "hidden_size": 4096,

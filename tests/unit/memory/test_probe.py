@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from shardmake.commands.estimate import EstimateRequest, estimate, print_table
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import GIB
 from shardmake.memory import calibration
 from shardmake.memory.calibration import Calibration, Observation, fit
 from shardmake.memory.model import from_config
 from shardmake.memory.probe import probe
 
-GIB = 1 << 30
 CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
