@@ -26,6 +26,7 @@ import psutil
 import yaml
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.record import find_problems
 from shardmake.run.attempt import AttemptDir, Heartbeat
 from shardmake.run.paths import RunDir
 
@@ -303,7 +304,7 @@ class Storm:
 def corrupted(lab: Lab) -> list[str]:
     """Checkpoints whose record says that they count, that nobody damaged, and that are not whole."""
     sealed = list(store.committed(lab.rundir.checkpoints))
-    return [path.name for record, path in sealed if record.saved_at not in lab.damaged and store.problems(path)]
+    return [path.name for record, path in sealed if record.saved_at not in lab.damaged and find_problems(path)]
 
 
 def same_end(calm: Lab, stormy: Lab) -> bool:

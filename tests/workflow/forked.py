@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import CheckpointRecord
+from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
 from shardmake.core.atomic import write_json, write_text
 from shardmake.launch.jobs import attempt_settings
@@ -78,7 +78,7 @@ class Forked:
         self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None
     ) -> tuple[list[int], CheckpointRecord | None]:
         """`train` from what the ledger recovers, as the driver does it."""
-        found = store.recover(rundir.checkpoints, lambda text: None)
+        found = store.recover(rundir.checkpoints)
         codes = self.train(rundir, planned, kill, resume_from=found[1] if found else None)
         return codes, found[0] if found else None
 

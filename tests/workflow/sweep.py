@@ -71,11 +71,9 @@ class Sweep:
         rundir = branch(RunDir(self.root / "started"), self.root / f"at-{at}-{mode}")
         codes, _ = self.forked.resume(rundir, self.planned, self._kill(rundir, at, mode))
         left = sorted(path.name for path in rundir.checkpoints.glob("*checkpoint-*"))
-        heard: list[str] = []
-        newest = store.recover(rundir.checkpoints, heard.append)
+        newest = store.recover(rundir.checkpoints)
         found: dict[str, Any] = {
             "killed": codes[self.victim] == -9 and self._writes(rundir) == at + 1, "left": left, "resumed_from": newest[0].step if newest else 0,
-            "told": heard,
         }  # fmt: skip
         if newest and newest[0].step < 4:
             found["codes"], _ = self.forked.resume(rundir, self.planned)
@@ -87,7 +85,7 @@ class Sweep:
 
 def _result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
     """Losses by step, and the checksums of the last checkpoint's states: equal bit for bit, or it does not count."""
-    last = store.newest_valid(rundir.checkpoints, print)
+    last = store.newest_valid(rundir.checkpoints)
     if last is None or last[0].step != 4:
         return {}, {}
     states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}

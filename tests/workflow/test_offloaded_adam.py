@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.reshard.convert import find_route, reshard
 from shardmake.checkpoint.reshard.routes import Route
 from shardmake.config.models import Cluster, Run, Strategy
@@ -56,7 +57,7 @@ def test_either_adam_goes_on_from_the_other(
     assert lab.losses() == pytest.approx(reference, abs=2e-4)
 
 
-def _as_read_by(lab: Checkout, record: store.CheckpointRecord, checkpoint: Path, strategy: Strategy) -> Path:
+def _as_read_by(lab: Checkout, record: CheckpointRecord, checkpoint: Path, strategy: Strategy) -> Path:
     if find_route(record, checkpoint, strategy, 2) is Route.NATIVE:
         return checkpoint
     out = lab.run / "train/resharded"

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.reshard.convert import find_route, reshard
 from shardmake.checkpoint.reshard.routes import Route
 from shardmake.checkpoint.reshard.universal import is_universal
@@ -39,7 +40,7 @@ def go_on(
     forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = False, zero: dict[str, Any] | None = None
 ) -> Path:
     """One more step under ``stop``, or all that are left, from where the run is; the newest checkpoint."""
-    newest = store.recover(rundir.checkpoints, print)
+    newest = store.recover(rundir.checkpoints)
     source = newest[1] if newest else None
     if newest and find_route(*newest, *stop) is not Route.NATIVE:
         source = rundir.train / f"resharded-{newest[0].step}"
@@ -103,7 +104,7 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
     out = tmp_path / "ours"
     said: list[str] = []
     record = reshard(checkpoint, out, "zero1", 2, said.append)
-    assert (record.strategy, record.world_size) == ("zero1", 2) and store.problems(out) == []
+    assert (record.strategy, record.world_size) == ("zero1", 2) and find_problems(out) == []
     theirs = tmp_path / "theirs"
     options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
     source = checkpoint / "global_step1"

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.files import list_files
 from shardmake.config.models import Strategy
 from shardmake.run.paths import RunDir
 from tests.workflow.forked import Forked, log
@@ -85,7 +86,7 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
     assert "The disk filled up while checkpoint-2 was written" in log(small_disk)
     assert "it resumes from checkpoint-1" in log(small_disk)
     assert (small_disk.checkpoints.parent / "filler").exists()
-    newest = store.recover(small_disk.checkpoints, print)
+    newest = store.recover(small_disk.checkpoints)
     assert newest is not None and newest[0].step == 1
     assert [path.name for path in small_disk.checkpoints.iterdir()] == ["checkpoint-1"]
 
@@ -109,7 +110,7 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
     assert record.data_seed == 42 and record.recipe == "r" and record.save_seconds > 0
     assert set(record.versions) == {"torch", "transformers", "accelerate", "deepspeed", "shardmake"}
     assert record.eval_loss is not None and record.eval_loss < records[3][0].eval_loss
-    assert set(record.files) == set(store.list_files(path))
+    assert set(record.files) == set(list_files(path))
 
     reference = losses(rundir)
     shard = next(path.rglob("*optim_states.pt"))

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.record import CheckpointRecord, is_unfinished
+from shardmake.checkpoint.retention import Retention
 from shardmake.core.atomic import read_json
 from shardmake.core.disk import tree_size
 from shardmake.core.units import GIB
@@ -31,7 +33,7 @@ def clean(runs: Path, *, remove: bool, tell: Tell) -> list[Removable]:
     for item in found:
         tell(f"{item.size / GIB:8.2f} GiB  {item.path}  ({item.why})")
         if remove:
-            store.remove(item.path, tell)
+            store.remove(item.path)
     total = sum(item.size for item in found) / GIB
     tell(f"{total:8.2f} GiB in all. " + ("Removed." if remove else "Nothing was removed; add --remove to do it."))
     return found
@@ -61,7 +63,7 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
         if record.step not in kept:
             yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
     for _, path in store.checkpoints(rundir.checkpoints):
-        if found and store.is_unfinished(path):
+        if found and is_unfinished(path):
             yield Removable(path, tree_size(path), "its save was never finished")
     for path in store.damaged(rundir.checkpoints):
         yield Removable(path, tree_size(path), "it is damaged, and a newer checkpoint is whole")
@@ -73,7 +75,7 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
         yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
 
 
-def _kept(rundir: RunDir, records: list[store.CheckpointRecord]) -> set[int]:
+def _kept(rundir: RunDir, records: list[CheckpointRecord]) -> set[int]:
     """Steps of the newest checkpoint, of the best, and of those that the configuration keeps for good."""
     settings = read_json(rundir.training, f"shardmake render {rundir.name}")["checkpoints"]
-    return replace(store.Retention(**settings["retention"]), keep=1).kept(records)
+    return replace(Retention(**settings["retention"]), keep=1).kept(records)

@@ -18,9 +18,10 @@ from types import FrameType
 from typing import NoReturn
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.finished import is_last, write_receipt
+from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.reshard.convert import find_route, reshard, write_deepspeed_hint
 from shardmake.checkpoint.reshard.routes import Route, route
+from shardmake.checkpoint.training_receipt import is_final, write_training_receipt
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import digest, read_json, write_json
 from shardmake.core.errors import ShardmakeError
@@ -158,11 +159,11 @@ class Driver:
         if self.run.script:
             return user_script.is_finished(self.rundir, self.recipe)
         newest = next(store.committed(self.rundir.checkpoints), None)
-        if newest is None or newest[0].recipe != self.recipe or not is_last(*newest):
+        if newest is None or newest[0].recipe != self.recipe or not is_final(*newest):
             return False
         if not self.rundir.train_receipt.exists():
             self.tell("Training is done already; writing its receipt again.")
-            write_receipt(self.rundir, *newest)
+            write_training_receipt(self.rundir, *newest)
         return True
 
     # ---- jobs -------------------------------------------------------------------------------------------------
@@ -287,14 +288,14 @@ class Driver:
     def _choose_checkpoint(self, choice: Choice) -> Path | None:
         """The newest whole checkpoint of this recipe; everything else is told, and removed or set aside."""
         folder = self.rundir.checkpoints.resolve()
-        found = store.recover(folder, self.tell)
+        found = store.recover(folder)
         if found and found[0].recipe != self.recipe:
             set_aside.stash_and_restore(folder, found[0].recipe, self.recipe, self.tell)
             self.rundir.metrics.unlink(missing_ok=True)
-            found = store.recover(folder, self.tell)
+            found = store.recover(folder)
         return self._as_read_by(choice, *found) if found else None
 
-    def _as_read_by(self, choice: Choice, record: store.CheckpointRecord, checkpoint: Path) -> Path:
+    def _as_read_by(self, choice: Choice, record: CheckpointRecord, checkpoint: Path) -> Path:
         """``checkpoint``, resharded if the engine of ``choice`` cannot read it as it is; refused if that cannot be."""
         folder = self.rundir.resharded.resolve()
         if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
@@ -389,7 +390,7 @@ class Driver:
             )
         )
         if not self.run.script:
-            store.discard_unfinished(self.rundir.checkpoints, self.tell)  # on a full disk it is what is in the way
+            store.discard_unfinished(self.rundir.checkpoints)  # on a full disk it is what is in the way
         attempt_record = AttemptRecord(
             attempt=job.attempt,
             job=job.id,

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import psutil
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.files import RECORD_NAME
 from shardmake.core.atomic import read_json
 from shardmake.core.disk import check_save
 from shardmake.core.environment import library_versions
@@ -85,7 +86,7 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
 
 def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> NodeRequirements:
     model = Path(read_json(folder.training, "shardmake train NAME")["model"]["path"])
-    resume = [Path(attempt.resume_from) / store.RECORD_NAME] if attempt.resume_from else []
+    resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
     return NodeRequirements(
         attempt=attempt,
         memory=plan.host_memory,  # what it asks of Slurm may be all that a node has

@@ -90,7 +90,7 @@ def _set_aside(rundir: RunDir, theirs: str, ours: str, tell: Tell) -> None:
 
 
 def _write_receipt(rundir: RunDir, state: ScriptState) -> None:
-    """As `shardmake.checkpoint.finished.write_receipt`; what only the script knows comes from its metrics, if any."""
+    """Write the training receipt from the last attempt and, if the script wrote any, its metrics."""
     folder = AttemptDir(rundir.attempts / f"{state.finished_by:03d}")
     plan = read_plan(folder.plan)
     text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""

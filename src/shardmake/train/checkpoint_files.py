@@ -22,7 +22,7 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import safe_globals
 from transformers.training_args import ParallelMode
 
-from shardmake.checkpoint.finished import STATE
+from shardmake.checkpoint.training_receipt import TRAINER_STATE
 from shardmake.train import nvme_restore
 from shardmake.train.adam_state import fit_states
 from shardmake.train.setup import descriptions
@@ -53,7 +53,7 @@ def save(loop: "Loop", folder: Path) -> None:
         torch.save(loop.scheduler.state_dict(), folder / "scheduler.pt")
         if accelerator.scaler is not None:
             torch.save(accelerator.scaler.state_dict(), folder / "scaler.pt")
-        loop.state.save_to_json(str(folder / STATE))
+        loop.state.save_to_json(str(folder / TRAINER_STATE))
 
 
 def load(loop: "Loop", folder: Path) -> None:
@@ -76,7 +76,7 @@ def load(loop: "Loop", folder: Path) -> None:
     loop.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
     if accelerator.scaler is not None and (folder / "scaler.pt").exists():
         accelerator.scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
-    saved = TrainerState.load_from_json(str(folder / STATE))
+    saved = TrainerState.load_from_json(str(folder / TRAINER_STATE))
     loop.state.global_step, loop.state.log_history = saved.global_step, saved.log_history
     if (folder / _random_file(loop)).exists():  # a checkpoint of fewer ranks has none for the new ones
         _set_random_states(folder / _random_file(loop))

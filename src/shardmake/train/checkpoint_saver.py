@@ -22,7 +22,9 @@ import torch.distributed as dist
 from transformers import Trainer
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import Retention
+from shardmake.checkpoint.files import RECORD_NAME, FileEntry, fingerprint, list_files, sync_file, wait_visible
+from shardmake.checkpoint.record import find_problems
+from shardmake.checkpoint.retention import Retention
 from shardmake.core import disk
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import ShardmakeError
@@ -92,7 +94,7 @@ class Saver:
                 print(f"WARNING: checkpoint-{step} is left out. {complaint}", flush=True)
             yield None
             return
-        staged, local = store.staging(self.folder, step), None if must else self._on_scratch(step, size)
+        staged, local = store.staged_path(self.folder, step), None if must else self._on_scratch(step, size)
         described = {
             "step": step,
             "eval_loss": eval_loss,
@@ -175,8 +177,8 @@ class Saver:
     def _remove_older(self) -> None:
         """Keep the newest checkpoint alone (and the best), but only after a look at every byte of it."""
         newest = next(store.committed(self.folder), None)
-        if newest and not store.problems(newest[1]):
-            for path in store.prune(self.folder, self.retention.scarce()):
+        if newest and not find_problems(newest[1]):
+            for path in store.prune(self.folder, self.retention.minimal()):
                 print(f"Removed {path.name} to make room for the next checkpoint.", flush=True)
 
     def _on_scratch(self, step: int, size: int) -> Path | None:
@@ -203,10 +205,10 @@ class Saver:
     def _commit(self, staged: Path, described: dict[str, Any], started: float) -> None:
         files = _sync_together(staged)
         if _rank() == 0:
-            store.finish(staged, files, described, started, self.retention)
+            store.commit_and_prune(staged, files, described, started, self.retention)
         self.seconds = _from_first(lambda: time.time() - started)
         if _is_first_of_node():
-            store.wait_visible(self.folder / staged.name / store.RECORD_NAME)
+            wait_visible(self.folder / staged.name / RECORD_NAME)
 
     @contextlib.contextmanager
     def _noticing_full_disk(self, written: Path) -> Iterator[None]:
@@ -260,7 +262,7 @@ def _gathered(value: T) -> list[T]:
     return values
 
 
-def _sync_together(staged: Path) -> dict[str, store.FileEntry]:
+def _sync_together(staged: Path) -> dict[str, FileEntry]:
     """Size and checksum of every file below ``staged``, all of them durable and visible from every node.
 
     One rank per node syncs every file, because only the node that wrote a file can push it out of its cache; the
@@ -268,11 +270,11 @@ def _sync_together(staged: Path) -> dict[str, store.FileEntry]:
     all are put together.
     """
     _gathered(None)  # all have written what they write
-    listed = _gathered(store.list_files(staged) if _is_first_of_node() else [])
+    listed = _gathered(list_files(staged) if _is_first_of_node() else [])
     names = sorted({name for names in listed for name in names})
-    sizes = _gathered({name: store.sync_file(staged / name) for name in names} if _is_first_of_node() else {})
+    sizes = _gathered({name: sync_file(staged / name) for name in names} if _is_first_of_node() else {})
     world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = {name: store.fingerprint(store.wait_visible(staged / name)) for name in names[_rank() :: world]}
+    mine = {name: fingerprint(wait_visible(staged / name)) for name in names[_rank() :: world]}
     found = {name: entry for share in _gathered(mine) for name, entry in share.items()}
     strange = [name for seen in sizes for name, size in seen.items() if size != found[name].size]
     if strange:

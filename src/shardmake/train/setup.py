@@ -9,7 +9,8 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments, set_seed
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.finished import write_receipt
+from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.training_receipt import write_training_receipt
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.data.dataset import Collator
@@ -114,7 +115,7 @@ def make_callbacks(
     guard, stop = NonFiniteCheck(heartbeat.rank), StopOnRequest([rundir.stop_file, folder.stop_file])
     metrics = MetricsCallback(rundir.metrics, tokens_per_step, attempt.number)
     checkpoints = settings["checkpoints"]
-    retention = store.Retention(**checkpoints["retention"])
+    retention = Retention(**checkpoints["retention"])
     scratch = _scratch(folder, attempt, plan, heartbeat.rank) if checkpoints.get("asynchronous") else None
     saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes, scratch)
     return TrainingCallbacks(
@@ -152,4 +153,4 @@ def write_end(folder: AttemptDir, attempt: Attempt, state: TrainerState, *, stop
         return
     if sealed is None or step != state.global_step:
         raise RuntimeError(f"The last step {state.global_step} was not saved; the newest checkpoint is of step {step}.")
-    write_receipt(attempt.rundir, *sealed)
+    write_training_receipt(attempt.rundir, *sealed)

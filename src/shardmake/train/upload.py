@@ -18,7 +18,8 @@ from isal.isal_zlib import crc32
 from pydantic import Field, TypeAdapter
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import FileEntry, Retention
+from shardmake.checkpoint.files import BLOCK, FileEntry, list_files, wait_visible
+from shardmake.checkpoint.retention import Retention
 from shardmake.core.atomic import write_json
 from shardmake.core.process import die_with_parent
 from shardmake.run.attempt import AttemptDir, RunRecord
@@ -52,12 +53,12 @@ def carry_out(order: Order) -> None:
     if order.node:
         write_json(order.listing(order.node), _LISTING.dump_python(files))
         return
-    others = [store.wait_visible(order.listing(node), float("inf")) for node in range(1, order.nodes)]
+    others = [wait_visible(order.listing(node), float("inf")) for node in range(1, order.nodes)]
     files = put_together([files, *(_LISTING.validate_json(path.read_bytes()) for path in others)])
     for path in others:
         path.unlink()
     _stop_if_superseded(order)
-    store.finish(order.staged, files, order.described, order.started, order.retention)
+    store.commit_and_prune(order.staged, files, order.described, order.started, order.retention)
 
 
 def put_together(listings: Iterable[dict[str, FileEntry]]) -> dict[str, FileEntry]:
@@ -79,7 +80,7 @@ def copy(source: Path, target: Path) -> FileEntry:
     target.parent.mkdir(parents=True, exist_ok=True)
     checksum = size = 0
     with source.open("rb") as read, target.open("wb") as written:
-        while block := read.read(store.BLOCK):
+        while block := read.read(BLOCK):
             checksum = crc32(block, checksum)
             size += written.write(block)
         written.flush()
@@ -93,7 +94,7 @@ def _copy_all(order: Order) -> dict[str, FileEntry]:
         return copy(order.local / name, order.staged / name)
 
     order.staged.mkdir(parents=True, exist_ok=True)
-    names = store.list_files(order.local)
+    names = list_files(order.local)
     with ThreadPoolExecutor(_WORKERS) as pool:
         return dict(zip(names, pool.map(bring, names), strict=True))
 

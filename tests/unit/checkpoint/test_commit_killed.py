@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import Retention
+from shardmake.checkpoint.record import find_problems
+from shardmake.checkpoint.retention import Retention
 from shardmake.train.checkpoint_saver import Saver
 from tests.kill_at_write import Killer, points
 
@@ -55,14 +56,12 @@ def test_killed_anywhere_the_newest_that_counts_is_whole(tmp_path: Path) -> None
         folder = tmp_path / f"{at}-{mode}"
         shutil.copytree(started, folder)
         assert save_and_die(folder, tmp_path / f"{at}-{mode}.log", at, mode) == -9, what
-        found = store.recover(folder, lambda text: None)
+        found = store.recover(folder)
         assert found is not None, what
         record, path = found
         step = (path / "latest").read_text().removeprefix("global_step")
         assert [torch.load(path / f"global_step{step}/{rank}.pt")["step"] for rank in (0, 1)] == [record.step] * 2, what
-        assert all(not store.problems(path) for path in folder.iterdir()), (
-            "whatever is left is whole, or was cleaned up"
-        )
+        assert all(not find_problems(path) for path in folder.iterdir()), "whatever is left is whole, or was cleaned up"
         steps.append(record.step)
         save(folder, 6)
         assert [path.name for path in folder.iterdir()] == ["checkpoint-6"], what

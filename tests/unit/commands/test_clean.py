@@ -2,7 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.checkpoint.store import CheckpointRecord, committed, fingerprint, seal
+from shardmake.checkpoint.files import fingerprint
+from shardmake.checkpoint.record import CheckpointRecord
+from shardmake.checkpoint.store import commit_in_place, committed
 from shardmake.commands.clean import clean
 from shardmake.core.atomic import write_json
 from shardmake.push.stage import push
@@ -46,7 +48,7 @@ def make_checkpoint(rundir: RunDir, step: int, *, finished: bool, eval_loss: flo
         files={"shard.bin": fingerprint(folder / "shard.bin")},
     )
     if finished:
-        seal(folder, record)
+        commit_in_place(folder, record)
 
 
 def names(rundir: RunDir) -> set[str]:

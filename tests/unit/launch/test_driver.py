@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import CheckpointRecord
+from shardmake.checkpoint.files import fingerprint, list_files
+from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
@@ -84,12 +85,12 @@ class Lab:
         """A checkpoint that counts."""
         folder = self.rundir.checkpoints / f"checkpoint-{step}"
         write_json(folder / "trainer_state.json", {"global_step": step, "max_steps": 99, "epoch": 0})
-        files = {name: store.fingerprint(folder / name, sync=False) for name in store.list_files(folder)}
+        files = {name: fingerprint(folder / name, sync=False) for name in list_files(folder)}
         record = CheckpointRecord(
             step=step, tokens=1, world_size=4, strategy=strategy, attempt=1, recipe=recipe, saved_at=0, save_seconds=1,
             versions={}, files=files,
         )  # fmt: skip
-        store.seal(folder, record)
+        store.commit_in_place(folder, record)
         return folder
 
 

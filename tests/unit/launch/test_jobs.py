@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.checkpoint.store import CheckpointRecord, seal
+from shardmake.checkpoint.record import CheckpointRecord
+from shardmake.checkpoint.store import commit_in_place
 from shardmake.config.models import Slurm
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch import jobs
@@ -26,7 +27,7 @@ def sealed(run: Path, step: int, seconds: float) -> None:
         step=step, tokens=1, world_size=2, strategy="zero3", attempt=1, recipe="r", saved_at=0, save_seconds=seconds,
         versions={}, files={},
     )  # fmt: skip
-    seal(checkpoint, record)
+    commit_in_place(checkpoint, record)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import Retention
+from shardmake.checkpoint.files import list_files
+from shardmake.checkpoint.record import find_problems, read_record
+from shardmake.checkpoint.retention import Retention
 from shardmake.config.models import Strategy
 from shardmake.core import disk
 from shardmake.core.disk import FreeSpace
@@ -47,7 +49,7 @@ def save(saver: Saver, step: int, *, must: bool = False, rank: int = 0, content:
 
 
 def steps(root: Path) -> list[int]:
-    return [record.step for record, path in store.committed(root / "checkpoints") if not store.problems(path)]
+    return [record.step for record, path in store.committed(root / "checkpoints") if not find_problems(path)]
 
 
 def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path)
     assert set(record.files) == {"latest", "rng_state_0.pth"}
     assert save(saver, 3, must=True).is_relative_to(saver.folder)
     assert saver.under_way is None and steps(tmp_path) == [3, 2]
-    last = store.read_record(saver.folder / "checkpoint-3")
+    last = read_record(saver.folder / "checkpoint-3")
     assert last is not None and last.blocked_seconds is None
     assert not list((tmp_path / "scratch-of-0").iterdir())
 
@@ -158,7 +160,7 @@ def _save_on_two_nodes(root: Path, rank: int) -> None:
     assert all(folder.is_relative_to(root / f"scratch-of-{rank}") for folder in folders)
     saver.settle()
     assert steps(root) == [2, 1]
-    assert set(store.list_files(saver.folder / "checkpoint-2")) == {"latest", "rng_state_0.pth", "rng_state_1.pth"}
+    assert set(list_files(saver.folder / "checkpoint-2")) == {"latest", "rng_state_0.pth", "rng_state_1.pth"}
 
     save(saver, 3, rank=rank, content=f"of rank {rank}")
     with pytest.raises(RuntimeError, match="Two nodes wrote latest, and not the same"):

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import Retention
+from shardmake.checkpoint.retention import Retention
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
 from shardmake.train import checkpoint_saver
 from shardmake.train.checkpoint_saver import Saver
-from tests.unit.checkpoint.test_store import FILES, stubborn, write
+from tests.unit.checkpoint.test_store import FILES, fail_rmtree, write
 
 SIZE = sum(map(len, FILES.values()))
 DISK = 5 * SIZE + SIZE // 2
@@ -38,7 +38,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def save(saver: Saver, step: int, *, must: bool = False) -> bool:
     with saver.saving(step, must=must) as folder:
         if folder is not None:
-            write(folder.parent, step, FILES, sealed=False)
+            write(folder.parent, step, FILES, committed=False)
     return folder is not None
 
 
@@ -68,17 +68,17 @@ def test_where_there_is_no_room_what_is_damaged_goes_first_and_then_what_is_old(
 
 
 def test_where_what_is_damaged_cannot_be_removed_what_is_old_goes(
-    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error here, on the first rank alone, would leave the others waiting."""
     saver = Saver(small, describe, Retention(keep=5))
     assert all(save(saver, step) for step in (1, 2, 3, 4, 5))
     store.set_aside(small / "checkpoint-2")
     monkeypatch.setattr(store, "REMOVE_SECONDS", 0.0)
-    stubborn(monkeypatch, store.damaged(small)[0].name, float("inf"))
+    fail_rmtree(monkeypatch, store.damaged(small)[0].name, float("inf"))
     assert save(saver, 6)
     assert steps(small) == [6, 5] and store.damaged(small)
-    assert "could not be removed (Directory not empty); it stays." in capsys.readouterr().out
+    assert caplog.messages == [f"Could not remove {store.damaged(small)[0]}: Directory not empty."]
 
 
 def test_the_only_good_one_never_goes(small: Path, capsys: pytest.CaptureFixture[str]) -> None:

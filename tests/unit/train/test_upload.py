@@ -15,7 +15,9 @@ import psutil
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.store import FileEntry, Retention
+from shardmake.checkpoint.files import FileEntry, fingerprint
+from shardmake.checkpoint.record import find_problems
+from shardmake.checkpoint.retention import Retention
 from shardmake.train import upload
 from shardmake.train.async_saver import ScratchFolder, failure
 from shardmake.train.upload import Order, put_together
@@ -35,15 +37,15 @@ class Site:
         self.root = root
         self.attempt = root / "attempts/001"
         self.shared = root / "checkpoints"
-        self.staged = store.staging(self.shared, 4)
+        self.staged = store.staged_path(self.shared, 4)
         self.scratch = [ScratchFolder(root / f"scratch/node-{node}", self.attempt, node, 2, 0.5) for node in (0, 1)]
 
     def save(self, files: dict[int, dict[str, bytes]] = FILES) -> "Site":
         self.attempt.mkdir(parents=True)
-        before = store.staging(self.shared, 2)
+        before = store.staged_path(self.shared, 2)
         write(before, {"latest": b"global_step2"})
-        entries = {"latest": store.fingerprint(before / "latest")}
-        store.finish(before, entries, {**DESCRIBED, "step": 2}, time.time(), Retention())
+        entries = {"latest": fingerprint(before / "latest")}
+        store.commit_and_prune(before, entries, {**DESCRIBED, "step": 2}, time.time(), Retention())
         for node, contents in files.items():
             write(self.local(node), contents)
         return self
@@ -63,8 +65,8 @@ class Site:
 
     def found(self) -> tuple[int, list[str]]:
         """Step of the checkpoint that a driver would resume from, and what lies in the shared folder after that."""
-        newest = store.recover(self.shared, lambda text: None)
-        assert newest is not None and not store.problems(newest[1])
+        newest = store.recover(self.shared)
+        assert newest is not None and not find_problems(newest[1])
         return newest[0].step, sorted(path.name for path in self.shared.iterdir())
 
 
@@ -194,7 +196,7 @@ def test_killed_at_any_write_of_either_node(tmp_path: Path, victim: int) -> None
             assert carry_out_and_die(site, 0, tmp_path / "log", -1, "before") == 0
         step, left = site.found()
         assert set(left) <= {"checkpoint-2", "checkpoint-4"}, "the rest was cleaned up"
-        assert all(not store.problems(site.shared / name) for name in left), what
+        assert all(not find_problems(site.shared / name) for name in left), what
         steps.append(step)
         shutil.rmtree(site.root)
     assert steps == sorted(steps), "it counts from one write on, and not before"

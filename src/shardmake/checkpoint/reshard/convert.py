@@ -5,17 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.files import RECORD_NAME, fingerprint, list_files
+from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
 from shardmake.checkpoint.reshard.dcp import states_of_fsdp, write_distributed
 from shardmake.checkpoint.reshard.routes import SWAPPED, Route, engine, route
 from shardmake.checkpoint.reshard.universal import States, is_universal, make_swap_folders, write_universal
 from shardmake.checkpoint.reshard.zero import frozen_or_buffers, states_of_zero
-from shardmake.checkpoint.store import CheckpointRecord
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
 from shardmake.core.errors import ShardmakeError
 
 Tell = Callable[[str], None]
-_LEFT_BEHIND = {"latest", "zero_to_fp32.py", "zero_to_torch.py", store.RECORD_NAME}
+_LEFT_BEHIND = {"latest", "zero_to_fp32.py", "zero_to_torch.py", RECORD_NAME}
 
 
 def find_route(record: CheckpointRecord, checkpoint: Path, strategy: str, ranks: int) -> Route:
@@ -39,18 +40,18 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
     Raises:
         ShardmakeError: the checkpoint is not whole, or cannot be converted.
     """
-    record, found = store.read_record(checkpoint), store.problems(checkpoint)
+    record, found = read_record(checkpoint), find_problems(checkpoint)
     if record is None or found:
         raise ShardmakeError(f"{checkpoint} is no whole checkpoint of Shardmake: {'; '.join(found)}.")
     strategy = strategy or record.strategy
     way = find_route(record, checkpoint, strategy, ranks)
     if way is Route.NATIVE:
         raise ShardmakeError(f"{checkpoint} needs no resharding: {strategy} on {ranks} ranks resumes it as it is.")
-    done = store.read_record(out)
-    if done and _is_same(done, record, strategy, ranks) and not store.problems(out):
+    done = read_record(out)
+    if done and _is_same(done, record, strategy, ranks) and not find_problems(out):
         tell(f"{out} is there already.")
         done = done.model_copy(update={"strategy": strategy, "world_size": ranks})
-        store.seal(out, done)
+        store.commit_in_place(out, done)
     else:
         check_save(out.parent, record.size * (2 if way is Route.DISTRIBUTED else 1))
         wrote = f"{record.strategy} on {record.world_size} ranks"
@@ -68,9 +69,9 @@ def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str,
         shutil.rmtree(leftover, ignore_errors=True)
     _convert(checkpoint, record, partial, strategy)
     _copy_the_rest(checkpoint, partial, record.world_size, ranks)
-    files = {name: store.fingerprint(partial / name, sync=True) for name in store.list_files(partial)}
+    files = {name: fingerprint(partial / name, sync=True) for name in list_files(partial)}
     resharded = record.model_copy(update={"strategy": strategy, "world_size": ranks, "files": files})
-    store.seal(partial, resharded)
+    store.commit_in_place(partial, resharded)
     partial.rename(out)
     return resharded
 

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.files import fingerprint
+from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
 from shardmake.checkpoint.reshard import convert
-from shardmake.checkpoint.store import CheckpointRecord
 
 
 @pytest.fixture(autouse=True)
@@ -31,9 +32,9 @@ def write(folder: Path, strategy: str, ranks: int) -> Path:
         (checkpoint / name).write_text(name)
     record = CheckpointRecord(
         step=4, tokens=4, world_size=ranks, strategy=strategy, attempt=1, recipe="r", saved_at=0, save_seconds=0,
-        versions={}, files={name: store.fingerprint(checkpoint / name) for name in names},
+        versions={}, files={name: fingerprint(checkpoint / name) for name in names},
     )  # fmt: skip
-    store.seal(checkpoint, record)
+    store.commit_in_place(checkpoint, record)
     return checkpoint
 
 
@@ -61,5 +62,5 @@ def test_it_is_used_again_for_every_number_of_ranks_with_the_same_names(tmp_path
         record = convert.reshard(checkpoint, out, strategy, ranks, print)
         assert len(conversions) == times
         assert (record.strategy, record.world_size) == (strategy, ranks)
-        assert store.read_record(out) == record and store.problems(out) == []
+        assert read_record(out) == record and find_problems(out) == []
         assert ("rng_state.pth" in random_states(out)) == (ranks == 1)

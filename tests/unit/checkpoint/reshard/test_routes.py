@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.reshard.convert import find_route
 from shardmake.checkpoint.reshard.routes import Route, route
-from shardmake.checkpoint.store import CheckpointRecord
 from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.core.errors import ShardmakeError
 

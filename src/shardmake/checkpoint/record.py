@@ -1,0 +1,107 @@
+"""The record of a checkpoint: its presence commits the checkpoint, its checksums validate every file."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from shardmake.checkpoint.files import RECORD_NAME, FileEntry, fingerprint
+from shardmake.core.errors import CheckpointError
+
+
+class CheckpointRecord(BaseModel):
+    """Description of a complete checkpoint.
+
+    Unknown fields are ignored, because a newer Shardmake of another lab member may have written the record.
+    """
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    step: int = Field(description="Optimizer steps done.")
+    tokens: int = Field(description="Tokens seen, padding included.")
+    samples: int = Field(0, description="Sequences seen; the data resumes there on any number of ranks.")
+    data_seed: int = Field(0, description="Seed of the data order.")
+    world_size: int = Field(description="Ranks that wrote it.")
+    rng_states: int = Field(0, description="Ranks whose random number generators it holds.")
+    strategy: str = Field(description="Strategy that sharded it.")
+    attempt: int = Field(description="Attempt that wrote it.")
+    recipe: str = Field(description="Digest of the training settings that define the result.")
+    saved_at: float = Field(description="Unix time.")
+    save_seconds: float = Field(description="Time from the start of the save to this record.")
+    blocked_seconds: float | None = Field(None, description="Part of it in which training waited; None: all of it.")
+    eval_loss: float | None = Field(None, description="Evaluation loss at this step; None without an evaluation.")
+    versions: dict[str, str] = Field(description="Versions of the libraries that can read it.")
+    files: dict[str, FileEntry] = Field(description="Every file, by path relative to the checkpoint.")
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+def read_record(checkpoint: Path) -> CheckpointRecord | None:
+    """Return the record of a checkpoint; None if it is missing (`is_unfinished`) or damaged.
+
+    Raises:
+        CheckpointError: The user may not read the record, which does not make the checkpoint damaged.
+    """
+    try:
+        return CheckpointRecord.model_validate_json((checkpoint / RECORD_NAME).read_bytes())
+    except PermissionError as error:
+        raise _permission_denied(error) from None
+    except (OSError, ValidationError):
+        return None
+
+
+def is_unfinished(checkpoint: Path) -> bool:
+    """Return True if a checkpoint has no record; a record that cannot be read makes it damaged instead."""
+    try:
+        (checkpoint / RECORD_NAME).lstat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def find_problems(checkpoint: Path, *, workers: int = 4) -> list[str]:
+    """Return one sentence per damaged file of a checkpoint; an empty list if every byte is as recorded.
+
+    Raises:
+        CheckpointError: The user may not read a file.
+    """
+    if is_unfinished(checkpoint):
+        return [f"{checkpoint.name} was not finished (it has no {RECORD_NAME})"]
+    record = read_record(checkpoint)
+    if record is None:
+        return [f"{checkpoint / RECORD_NAME} is damaged or cannot be read"]
+    with ThreadPoolExecutor(workers) as pool:
+        findings = pool.map(lambda item: _file_problem(checkpoint / item[0], item[1]), record.files.items())
+    return [finding for finding in findings if finding]
+
+
+def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
+    """Return True if one file of a checkpoint is as recorded."""
+    return name in record.files and not _file_problem(checkpoint / name, record.files[name])
+
+
+def _file_problem(path: Path, expected: FileEntry) -> str:
+    try:
+        if not path.is_file():
+            return f"{path} is missing"
+        if (size := path.stat().st_size) != expected.size:
+            return f"{path} has {size} bytes instead of {expected.size}"
+        if fingerprint(path).crc32 != expected.crc32:
+            return f"{path} is damaged (its checksum differs)"
+    except PermissionError as error:
+        raise _permission_denied(error) from None
+    except OSError as error:
+        return f"{path} cannot be read ({error.strerror})"
+    return ""
+
+
+def _permission_denied(error: PermissionError) -> CheckpointError:
+    return CheckpointError(
+        f"Permission denied: {error.filename}. Another user owns this file. Ask the owner to make the run's folder "
+        "readable for the group (chmod -R g+rX). Nothing was removed."
+    )
