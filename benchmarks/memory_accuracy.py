@@ -190,8 +190,8 @@ def peft_metamath(row: Row) -> Case:
 def fsdp_qlora(row: Row) -> Case:
     """train.py of March 2024: r 64 on all but o_proj, everything bf16, `output` held, mask of ones (no mask)."""
     strategy = "ddp" if "NO_SHARD" in row["strategy"] else "fsdp-offload" if "offload" in row["strategy"] else "fsdp"
-    stack = replace(OLD, keeps_output=True, autocast=False, fsdp1=True)
-    scenario = base(row, strategy=strategy, weights="bf16", adapter_weights="bf16", stack=stack)
+    stack = replace(OLD, keeps_output=True, autocast=False)
+    scenario = base(row, strategy=strategy, weights="bf16", adapter_weights="bf16", fsdp_version=1, stack=stack)
     targets = ("k_proj", "q_proj", "v_proj", *MLP[1:], MLP[0])
     method: Method = "qlora" if "QLoRA" in row["strategy"] else "lora"
     return reserved(with_lora(scenario, 64, targets, method), capacity=int(23.6 * GIB))

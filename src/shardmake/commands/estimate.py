@@ -1,32 +1,37 @@
-"""``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table, in JSON, explained."""
+"""``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
-import json
-import os
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
-from multiprocessing import get_context
-from pathlib import Path
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
-from shardmake.config.models import STRATEGIES, Attention, Method, Optimizer, Precision, Strategy
-from shardmake.core.atomic import write_json
-from shardmake.core.errors import ShardmakeError, nearest
-from shardmake.core.units import GB, GIB
-from shardmake.memory import calibration, closed_form
-from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import Estimate, estimate_closed_form, estimate_simulated, events_of, from_json, verdict
-from shardmake.memory.events import StepEvents
-from shardmake.memory.hardware import ACCELERATORS, Accelerator, Hardware, find_accelerator
-from shardmake.memory.model import Model, Split, cached_path, read_model, split
+from shardmake.config.models import (
+    STRATEGIES,
+    Attention,
+    Cluster,
+    Data,
+    Lora,
+    Method,
+    Optimizer,
+    Precision,
+    Run,
+    Strategy,
+)
+from shardmake.core.errors import ConfigError, ShardmakeError, nearest
+from shardmake.core.units import GIB
+from shardmake.memory import calibration
+from shardmake.memory.calibration import Calibration
+from shardmake.memory.hardware import ACCELERATORS, Accelerator
+from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
-from shardmake.memory.scenario import LibraryBehavior, Scenario
-from shardmake.memory.trace import trace_all
-from shardmake.plan import step_time
+from shardmake.memory.scenario import LibraryBehavior
+from shardmake.plan.cached_planner import CachedPlanner
+from shardmake.plan.planner import Candidate, ResolvedRun, check_strategy, choices, choose, resolve
 from shardmake.plan.suggestions import changes, suggestions
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
 LARGEST_HOST = 64 * 1024  # GiB
-Scripts = dict[tuple[bool, bool], StepEvents]
+NO_LIMIT = 2.0**32  # GiB of host RAM where the command line gives none
+CORES_PER_GPU = 16
 LossKind = Literal["plain", "fused", "chunked"]
 
 EXPLANATIONS = {
@@ -58,7 +63,7 @@ EXPLANATIONS = {
 
 @dataclass(frozen=True)
 class EstimateRequest:
-    """The command line of ``shardmake estimate``; sizes in GiB as people write them."""
+    """The options of ``shardmake estimate``; sizes in GiB."""
 
     model: str
     nodes: int = 1
@@ -76,6 +81,7 @@ class EstimateRequest:
     lora_targets: str = "all-linear"
     weights: Literal["bf16", "fp32"] | None = None
     loss: LossKind = "plain"
+    fsdp_version: Literal[1, 2] = 2
     host_memory: float | None = None
     accelerator: str = "a100-80gb"
     revision: str | None = None
@@ -84,249 +90,155 @@ class EstimateRequest:
 
 
 @dataclass(frozen=True)
-class CandidateRow:
-    """One candidate with its memory and verdict."""
-
-    strategy: Strategy
-    checkpointing: bool
-    memory: Estimate
-    fits: bool
-    reason: str
-    step_seconds: float
-    nodes: int
-
-    def as_json(self) -> dict[str, Any]:
-        """The candidate as the documented JSON object; bytes."""
-        return {
-            "strategy": self.strategy,
-            "gradient_checkpointing": self.checkpointing,
-            "nodes": self.nodes,
-            **self.memory.as_json(),
-            "fits": self.fits,
-            "reason": self.reason,
-            "step_seconds": self.step_seconds,
-        }
-
-
-@dataclass(frozen=True)
 class EstimateResult:
-    """Every candidate, and what would help where none fits."""
+    """Every candidate, and advice if none of them fits."""
 
-    question: EstimateRequest
+    request: EstimateRequest
     model: Model
     split: Split
-    rows: tuple[CandidateRow, ...]
+    rows: tuple[Candidate, ...]
     advice: str | None = None
-    measured: calibration.Calibration | None = None
-    """What a probe has found for these GPUs."""
+    measured: Calibration | None = None
+    """The probe's measurement on these GPUs."""
 
     def as_json(self) -> dict[str, Any]:
-        """Stable JSON: ``candidates`` holds one object per strategy."""
+        """Return the documented JSON object; ``candidates`` holds one object per strategy."""
         return {
             "model": self.model.architecture,
             "parameters": self.model.parameters,
             "trainable": self.split.trainable,
             "largest_tensor": self.model.largest_tensor,
             "largest_layer": self.model.largest_block,
-            "candidates": [row.as_json() for row in self.rows],
+            "candidates": [_row_json(row) for row in self.rows],
             "advice": self.advice,
             "calibration": self.measured and asdict(self.measured),
         }
 
 
-def estimate(question: EstimateRequest) -> EstimateResult:
-    """Answer ``question``: each strategy with and, where it is left open, without gradient checkpointing."""
-    _check(question)
-    model = read_model(question.model, revision=question.revision, trust_remote_code=question.trust_remote_code)
-    hardware = _hardware(question)
-    if question.probe:
-        calibration.keep(question.accelerator, probe(model))
-    part = split(model, question.method, question.lora_rank, _targets(question.lora_targets))
-    rows = tuple(_rows(question, model, part, hardware))
-    advice = None if any(row.fits for row in rows) else smallest_change(question, model, hardware)
-    return EstimateResult(question, model, part, rows, advice, calibration.read(question.accelerator))
+def _row_json(row: Candidate) -> dict[str, Any]:
+    """Return one candidate; sizes in bytes."""
+    return {
+        "strategy": row.choice.strategy,
+        "gradient_checkpointing": row.choice.gradient_checkpointing,
+        "nodes": row.choice.nodes,
+        **row.memory.as_json(),
+        "fits": row.fits,
+        "reason": row.reason,
+        "step_seconds": row.step_seconds,
+    }
 
 
-def _rows(question: EstimateRequest, model: Model, part: Split, hardware: Hardware) -> list[CandidateRow]:
-    choices = [True, False] if question.gradient_checkpointing is None else [question.gradient_checkpointing]
-    scenarios = [
-        _scenario(question, model, part, strategy, checkpointing)
-        for checkpointing in choices
-        for strategy in _strategies(question)
-    ]
-    if model.decoder is None:
-        trace_all(scenarios)
-    _act_missing([scenario for scenario in scenarios if not _path(scenario, hardware.gpu_memory).is_file()], hardware)
-    return [_row(scenario, hardware) for scenario in scenarios]
+def estimate(request: EstimateRequest) -> EstimateResult:
+    """Estimate each strategy, with and without gradient checkpointing if ``request`` leaves that open.
 
-
-def _act_missing(scenarios: Sequence[Scenario], hardware: Hardware) -> None:
-    """Act out ``scenarios`` on all cores and keep their estimates; neighbours share a script, so they go together."""
-    count = min(len(os.sched_getaffinity(0)), len(scenarios))
-    if count < 2:
-        return
-    share = -(-len(scenarios) // count)
-    parts = [(scenarios[start : start + share], hardware.gpu_memory) for start in range(0, len(scenarios), share)]
-    with get_context("fork").Pool(len(parts)) as pool:  # this process has no threads and no torch
-        pool.starmap(_act_part, parts)
-
-
-def _act_part(scenarios: Sequence[Scenario], capacity: int) -> None:
-    scripts: Scripts = {}
-    for scenario in scenarios:
-        _remembered(scenario, capacity, scripts)
-
-
-def _row(scenario: Scenario, hardware: Hardware) -> CandidateRow:
-    memory = _remembered(scenario, hardware.gpu_memory, {})
-    fits, reason = verdict(memory, scenario, hardware)
-    seconds = step_time.step_time(scenario, hardware).total
-    return CandidateRow(scenario.strategy, scenario.checkpointing, memory, fits, reason, seconds, scenario.nodes)
-
-
-def _path(scenario: Scenario, capacity: int) -> Path:
-    """Where the estimate of ``scenario`` is kept, by everything it depends on."""
-    settings = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
-    settings["calibration"] = scenario.calibration and asdict(scenario.calibration)
-    buckets = vars(buckets_for(scenario.model))
-    request = {"model": scenario.model.key, "settings": settings, "buckets": buckets, "capacity": capacity}
-    return cached_path("shardmake.plan.estimate", request)
-
-
-def _remembered(scenario: Scenario, capacity: int, scripts: Scripts) -> Estimate:
-    """The estimate of ``scenario``, kept on disk."""
-    path = _path(scenario, capacity)
-    if path.is_file():
-        return from_json(json.loads(path.read_text()))
-    key = (scenario.checkpointing, scenario.autocast)
-    if key not in scripts:
-        scripts[key] = events_of(scenario)
-    memory = estimate_simulated(scenario, buckets_for(scenario.model), scripts[key], capacity=capacity)
-    write_json(path, memory.as_json())
-    return memory
-
-
-def buckets_for(model: Model) -> Buckets:
-    """The sizes that are rendered for ``model``: what Trainer's "auto" makes of its hidden size."""
-    h = model.hidden_size
-    return Buckets(
-        reduce_bucket_size=h * h,
-        stage3_prefetch_bucket_size=int(0.9 * h * h),
-        stage3_param_persistence_threshold=10 * h,
+    Raises:
+        ConfigError: An option cannot be used.
+        ModelError: The model's config.json cannot be used.
+    """
+    _check(request)
+    settings = resolve_request(request)
+    if request.probe:
+        calibration.keep(request.accelerator, probe(settings.model))
+    possible = sorted(
+        choices(settings, _strategies(request, settings.run)), key=lambda choice: not choice.gradient_checkpointing
     )
+    rows = CachedPlanner(settings).simulate_all(possible)
+    advice = None if any(row.fits for row in rows) else smallest_change(request)
+    measured = calibration.read(request.accelerator)
+    return EstimateResult(request, settings.model, settings.split, tuple(rows), advice, measured)
 
 
-def _scenario(
-    question: EstimateRequest, model: Model, part: Split, strategy: Strategy, checkpointing: bool
-) -> Scenario:
-    return Scenario(
-        model=model,
-        split=part,
-        strategy=strategy,
-        nodes=question.nodes,
-        ranks_per_node=question.gpus_per_node,
-        micro_batch=question.micro_batch,
-        sequence_length=question.sequence_length,
-        checkpointing=checkpointing,
-        attention=question.attention,
-        masked=question.attention == "sdpa",
-        precision=question.precision,
-        weights=question.weights or "fp32",
-        optimizer=question.optimizer,
-        method=question.method,
-        loss="plain" if question.loss == "plain" else "fused",
-        stack=LibraryBehavior(liger_layers=question.loss == "fused"),
-        lora_rank=question.lora_rank,
-        lora_targets=_hashable(_targets(question.lora_targets)),
-        calibration=calibration.read(question.accelerator),
+def resolve_request(request: EstimateRequest) -> ResolvedRun:
+    """Return the run and the cluster that ``request`` describes, as the planner takes them."""
+    checkpointing = request.gradient_checkpointing
+    targets = request.lora_targets
+    run = Run(
+        model=request.model,
+        revision=request.revision,
+        trust_remote_code=request.trust_remote_code,
+        data=Data(train="train.jsonl"),
+        sequence_length=request.sequence_length,
+        global_batch_size=request.nodes * request.gpus_per_node * request.micro_batch,
+        micro_batch_size=request.micro_batch,
+        max_steps=1,
+        learning_rate=1e-4,
+        optimizer=request.optimizer,
+        precision=request.precision,
+        attention=request.attention,
+        gradient_checkpointing="auto" if checkpointing is None else checkpointing,
+        loss="plain" if request.loss == "plain" else "fused",
+        method=request.method,
+        lora=Lora(rank=request.lora_rank, targets="all-linear" if targets == "all-linear" else _words(targets)),
+        nodes=request.nodes,
+        fsdp_version=request.fsdp_version,
     )
+    cluster = Cluster(
+        executor="local",
+        accelerator=request.accelerator,
+        gpu_memory_gib=request.gpu_memory,
+        max_nodes=request.nodes,
+        processes_per_node=request.gpus_per_node,
+        cpus_per_node=CORES_PER_GPU * request.gpus_per_node,
+        memory_gib_per_node=request.host_memory or NO_LIMIT,
+        nvme_path="/nvme",
+    )
+    behavior = LibraryBehavior(liger_layers=request.loss == "fused")
+    return replace(resolve(run, cluster), weights=request.weights or "fp32", behavior=behavior)
 
 
-def _targets(text: str) -> str | list[str]:
-    return text if text == "all-linear" else [word.strip() for word in text.split(",") if word.strip()]
+def _words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _hashable(targets: str | list[str]) -> str | tuple[str, ...]:
-    return targets if isinstance(targets, str) else tuple(targets)
-
-
-def _strategies(question: EstimateRequest) -> list[Strategy]:
-    if not question.strategies:
-        return [strategy for strategy in STRATEGIES if strategy != "fsdp-hybrid" or question.nodes > 1]
-    for name in question.strategies:
+def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
+    """Return the strategies that the user named, in the order of the table; none for all that the planner considers."""
+    for name in request.strategies:
         if name not in STRATEGIES:
-            raise ShardmakeError(
+            raise ConfigError(
                 f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {', '.join(STRATEGIES)}."
             )
-    return [strategy for strategy in STRATEGIES if strategy in question.strategies]
+    named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
+    for strategy in named:
+        check_strategy(run, strategy)
+    return named
 
 
-def _check(question: EstimateRequest) -> None:
+def _check(request: EstimateRequest) -> None:
     for name in ("nodes", "gpus_per_node", "sequence_length", "micro_batch", "lora_rank"):
-        if getattr(question, name) < 1:
-            raise ShardmakeError(f"--{name.replace('_', '-')} is {getattr(question, name)}; it must be at least 1.")
-    if question.gpu_memory > LARGEST_GPU:
-        raise ShardmakeError(
-            f"--gpu-memory {question.gpu_memory:g} is in GiB, and no GPU has that much. "
-            f"If that were MiB, write {question.gpu_memory / 1024:.0f}."
+        if getattr(request, name) < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(request, name)}; it must be at least 1.")
+    if request.gpu_memory > LARGEST_GPU:
+        raise ConfigError(
+            f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "
+            f"If that were MiB, write {request.gpu_memory / 1024:.0f}."
         )
-    if question.host_memory is not None and not 0 < question.host_memory <= LARGEST_HOST:
-        raise ShardmakeError(
-            f"--host-memory is {question.host_memory:g}; give the RAM of one node in GiB, such as 512."
-        )
-    if question.gpu_memory <= 0:
-        raise ShardmakeError(f"--gpu-memory is {question.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
-
-
-def _hardware(question: EstimateRequest) -> Hardware:
-    accelerator = find_accelerator(question.accelerator)
-    return Hardware(
-        accelerator=accelerator,
-        gpu_memory=int(question.gpu_memory * GIB),
-        host_memory=int(question.host_memory * GIB) if question.host_memory else 1 << 62,
-        nvme=1 << 62,
-        processes_per_node=question.gpus_per_node,
-        cpus_per_node=16 * question.gpus_per_node,
-        max_nodes=question.nodes,
-        intra_node=accelerator.link * GB,
-        inter_node=12.5 * GB,
-    )
+    if request.host_memory is not None and not 0 < request.host_memory <= LARGEST_HOST:
+        raise ConfigError(f"--host-memory is {request.host_memory:g}; give the RAM of one node in GiB, such as 512.")
+    if request.gpu_memory < 1:
+        raise ConfigError(f"--gpu-memory is {request.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The smallest change that would fit
 
 
-def smallest_change(question: EstimateRequest, model: Model, hardware: Hardware) -> str:
-    """What would make something fit: nodes, sequence length, adapters, each tried alone with its figure."""
+def smallest_change(request: EstimateRequest) -> str:
+    """Return which change of nodes, sequence length or method would fit on its own, with the figure of each."""
 
     def outcome(setting: str, value: Any) -> str | None:
-        row = _best(EstimateRequest(**{**vars(question), setting: value}), model, hardware)
-        return f"{row.strategy} with checkpointing takes {row.memory.gpu.device / GIB:.1f} GiB per GPU" if row else None
+        changed = replace(request, strategies=(), gradient_checkpointing=True, **{setting: value})
+        try:
+            planner = CachedPlanner(resolve_request(changed))
+            possible = list(choices(planner.settings))
+            planner.prepare(possible)
+            found, _ = choose([planner.scan(choice) for choice in possible], planner)
+        except ShardmakeError:  # nothing fits, or this accelerator cannot do it
+            return None
+        return f"{found.choice.strategy} with checkpointing takes {found.memory.gpu.device / GIB:.1f} GiB per GPU"
 
-    found = suggestions(changes(question.nodes, question.sequence_length, question.method), outcome)
+    found = suggestions(changes(request.nodes, request.sequence_length, request.method), outcome)
     said = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
-    return "; or ".join(said) or "Nothing helps alone: use GPUs with more memory, or several changes."
-
-
-def _best(question: EstimateRequest, model: Model, hardware: Hardware) -> CandidateRow | None:
-    """The row that needs least, with checkpointing, where it fits; found in closed form, then acted out."""
-    part = split(model, question.method, question.lora_rank, _targets(question.lora_targets))
-    scenarios = [_scenario(question, model, part, strategy, True) for strategy in SAVERS]
-    profiles: dict[tuple[object, ...], closed_form.Profile] = {}
-    buckets = buckets_for(model)
-
-    def need(scenario: Scenario) -> int:
-        return estimate_closed_form(scenario, buckets, closed_form.profile(scenario, profiles)).gpu.device
-
-    least = min(scenarios, key=need)
-    if need(least) > hardware.gpu_memory:
-        return None
-    row = _row(least, hardware)
-    return row if row.fits else None
-
-
-SAVERS: tuple[Strategy, ...] = ("zero3-offload", "fsdp", "zero3")
+    return "; or ".join(said) or "No single change helps: use GPUs with more memory, or change several settings"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -339,11 +251,11 @@ def print_table(answer: EstimateResult, explain: bool = False) -> None:
     from rich.table import Table
 
     console = Console()
-    question = answer.question
+    request = answer.request
     console.print(
         f"{answer.model.architecture}, {answer.model.parameters / 1e9:.2f} B parameters, "
-        f"{answer.split.trainable / 1e9:.2f} B trained; {question.nodes} x {question.gpus_per_node} GPUs of "
-        f"{question.gpu_memory:g} GiB, {question.micro_batch} x {question.sequence_length} tokens"
+        f"{answer.split.trainable / 1e9:.2f} B trained; {request.nodes} x {request.gpus_per_node} GPUs of "
+        f"{request.gpu_memory:g} GiB, {request.micro_batch} x {request.sequence_length} tokens"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("strategy", "ckpt"):
@@ -366,7 +278,7 @@ def print_table(answer: EstimateResult, explain: bool = False) -> None:
         _print_terms(console, answer.rows)
 
 
-def _cells(row: CandidateRow) -> list[str]:
+def _cells(row: Candidate) -> list[str]:
     memory = row.memory
     sizes = (
         memory.gpu.allocated,
@@ -377,8 +289,8 @@ def _cells(row: CandidateRow) -> list[str]:
         sum(memory.disk.values()),
     )
     return [
-        row.strategy,
-        "yes" if row.checkpointing else "no",
+        row.choice.strategy,
+        "yes" if row.choice.gradient_checkpointing else "no",
         *(_gib(size) for size in sizes),
         f"{row.step_seconds:.3g}" if row.step_seconds < 100 else f"{row.step_seconds:.0f}",
         "yes" if row.fits else "no",
@@ -390,11 +302,11 @@ def _gib(size: float) -> str:
     return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"
 
 
-def _print_terms(console: Any, rows: Iterable[CandidateRow]) -> None:
+def _print_terms(console: Any, rows: Iterable[Candidate]) -> None:
     for row in rows:
-        checkpointing = "with" if row.checkpointing else "without"
+        checkpointing = "with" if row.choice.gradient_checkpointing else "without"
         console.print(
-            f"\n{row.strategy} {checkpointing} checkpointing: the peak is in the phase {row.memory.gpu.phase!r}"
+            f"\n{row.choice.strategy} {checkpointing} checkpointing: the peak is in the phase {row.memory.gpu.phase!r}"
         )
         for term, size in sorted(row.memory.gpu.terms.items(), key=lambda item: -item[1]):
             console.print(f"  {size / GIB:9.3f} GiB  {term}: {EXPLANATIONS.get(term, '')}")

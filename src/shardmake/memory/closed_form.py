@@ -123,7 +123,7 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
         return _term(compute * near), _term(compute * max(near, 2 * layer))
     if scenario.strategy == "fsdp-grad-op":
         return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
-    tied = sizes.get(EMBEDDING, 0) if scenario.stack.fsdp1 else 0
+    tied = sizes.get(EMBEDDING, 0) if scenario.fsdp_version == 1 else 0
     return _term(compute * (head + tied)), _term(compute * (head + tied + 2 * layer))
 
 

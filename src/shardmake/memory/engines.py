@@ -13,5 +13,5 @@ ZERO: dict[int, type[MemoryEngine]] = {0: MemoryEngine, 1: ZeroOneTwo, 2: ZeroOn
 def make_engine(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> MemoryEngine:
     """The engine that runs ``scenario``."""
     if scenario.is_fsdp:
-        return (Fsdp1 if scenario.stack.fsdp1 else Fsdp)(scenario, buckets, timeline)
+        return (Fsdp1 if scenario.fsdp_version == 1 else Fsdp)(scenario, buckets, timeline)
     return ZERO[scenario.zero_stage](scenario, buckets, timeline)

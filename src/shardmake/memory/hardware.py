@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shardmake.config.models import Cluster, Precision
-from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.errors import ConfigError, nearest
 from shardmake.core.units import GB, GIB
 
 TERA = 10**12
@@ -103,7 +103,7 @@ class Hardware:
 def find_accelerator(name: str) -> Accelerator:
     """The catalogue's entry for ``name``."""
     if name not in ACCELERATORS:
-        raise ShardmakeError(
+        raise ConfigError(
             f"There is no accelerator {name!r} in the catalogue.{nearest(name, ACCELERATORS)} "
             f"Known: {', '.join(ACCELERATORS)}. For another GPU name the nearest one and set gpu_memory_gib."
         )
@@ -133,7 +133,7 @@ def _gpu_memory(accelerator: Accelerator, cluster: Cluster, host: int) -> int:
     if cluster.gpu_memory_gib is None:
         return int(accelerator.memory * GIB)
     if not 1 <= cluster.gpu_memory_gib <= 1024:
-        raise ShardmakeError(
+        raise ConfigError(
             f"gpu_memory_gib is {cluster.gpu_memory_gib:g}; it is the memory of one GPU in GiB, such as 80 "
             "(nvidia-smi prints MiB: divide by 1024)."
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.errors import ModelError, nearest
 
 Kind = Literal["linear", "embedding", "norm", "other"]
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -188,7 +188,7 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Tensor]:
     for word in wanted:
         if not any(t.module == word or t.module.endswith("." + word) for t in chosen):
             names = sorted({tensor.module.rpartition(".")[2] for tensor in linear})
-            raise ShardmakeError(
+            raise ModelError(
                 f"No layer of {model.architecture} is called {word!r}, named in the adapters' targets."
                 f"{nearest(word, names)} Layers: {', '.join(names)}, or all-linear."
             )
@@ -241,10 +241,10 @@ def find_config(source: str, revision: str | None = None) -> Path:
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ShardmakeError(f"The folder {source} has no config.json. Name a folder that transformers has saved.")
+            raise ModelError(f"The folder {source} has no config.json. Name a folder that transformers has saved.")
         return path / "config.json"
     if source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json"):
-        raise ShardmakeError(
+        raise ModelError(
             f"There is no model at {source} (looked in {Path.cwd()}). Name a folder, or a hub id org/name."
         )
     return _from_hub(source, revision)
@@ -258,7 +258,7 @@ def _from_hub(source: str, revision: str | None) -> Path:
         cached = try_to_load_from_cache(source, "config.json", revision=revision)
         return Path(cached if isinstance(cached, str) else hf_hub_download(source, "config.json", revision=revision))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        raise ShardmakeError(
+        raise ModelError(
             f"The model {source!r} is neither a folder here nor in the hub's cache, and fetching its config.json failed"
             f" ({type(error).__name__}). Where there is internet, run: hf download {source}; or name a folder."
         ) from None
@@ -268,26 +268,24 @@ def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ShardmakeError(f"{path} is not valid JSON: {error}") from None
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ShardmakeError(f"{path} holds no settings; it should be the config.json of a transformers model.")
+        raise ModelError(f"{path} holds no settings; it should be the config.json of a transformers model.")
     return config
 
 
 def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
     if not config.get("model_type"):
-        raise ShardmakeError(
-            f"{source or 'The config'} has no model_type; it is no config.json of a transformers model."
-        )
+        raise ModelError(f"{source or 'The config'} has no model_type; it is no config.json of a transformers model.")
     for field in SIZE_FIELDS:
         value = config.get(field, 1)
         if value is None or isinstance(value, list | str):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
-            raise ShardmakeError(f"{source}: {field} is {value!r}; it must be a whole number above 0.")
+            raise ModelError(f"{source}: {field} is {value!r}; it must be a whole number above 0.")
     _check_sizes(config, source)
     if config.get("auto_map") and config["model_type"] not in FAMILIES and not trust_remote_code:
-        raise ShardmakeError(
+        raise ModelError(
             f"{source}: this model brings its own code ({', '.join(config['auto_map'])}), which no formula here knows. "
             "Read that code, then set trust_remote_code: true, and it is built and traced."
         )
@@ -307,15 +305,13 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
     wanted = [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES
     for names in wanted:
         if all(config.get(name) is None for name in names):
-            raise ShardmakeError(
-                f"{source}: the config gives no {' or '.join(names)}. Take the model's whole config.json."
-            )
+            raise ModelError(f"{source}: the config gives no {' or '.join(names)}. Take the model's whole config.json.")
     heads = config.get("num_attention_heads")
     groups = config.get("num_key_value_heads") or heads
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        raise ShardmakeError(f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads evenly.")
+        raise ModelError(f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads evenly.")
     if config["model_type"] in FAMILIES and not config.get("head_dim") and config["hidden_size"] % heads:
-        raise ShardmakeError(
+        raise ModelError(
             f"{source}: hidden_size is no multiple of {heads} num_attention_heads, and head_dim is not given."
         )
 
@@ -451,7 +447,7 @@ def cache_folder() -> Path:
 
 
 def run_helper(module: str, request: Mapping[str, Any]) -> Any:
-    """Run ``python -m module`` with ``request`` as JSON on its input; its JSON output. Its errors are ShardmakeError.
+    """Run ``python -m module`` with ``request`` as JSON on its input; its JSON output. Its errors are ModelError.
 
     A process of its own keeps torch out of this one, and a model's broken code from taking this one down.
     """
@@ -464,7 +460,7 @@ def run_helper(module: str, request: Mapping[str, Any]) -> Any:
         check=False,
     )
     if done.returncode == 2:
-        raise ShardmakeError(done.stdout.strip())
+        raise ModelError(done.stdout.strip())
     if done.returncode:
         raise RuntimeError(f"{module} failed:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout)

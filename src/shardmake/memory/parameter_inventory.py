@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError
 from shardmake.memory.model import Tensor, tensor_json
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ def main() -> int:
         model = build(request["config"], request["source"], request["trust_remote_code"])
         wanted = request.get("adapters")
         found = adapters(model, wanted["rank"], wanted["targets"]) if wanted else inventory(model)
-    except ShardmakeError as error:
+    except ModelError as error:
         print(error)
         return 2
     json.dump(found, sys.stdout)
@@ -47,7 +47,7 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
                 return model_class(parsed)
             return transformers.AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's code may raise anything over odd sizes
-        raise ShardmakeError(f"{source}: transformers cannot build this model: {error}") from None
+        raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
 
 
 def _parse(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Any:
@@ -62,12 +62,12 @@ def _parse(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> A
     except ValueError:
         from importlib.metadata import version
 
-        raise ShardmakeError(
+        raise ModelError(
             f"{source}: transformers {version('transformers')} does not know the model type {kind!r}. "
             "Check the spelling, or install the version that brings it."
         ) from None
     except Exception as error:  # a config class may raise anything over odd values
-        raise ShardmakeError(f"{source}: transformers refuses this config: {error}") from None
+        raise ModelError(f"{source}: transformers refuses this config: {error}") from None
 
 
 def inventory(model: "nn.Module") -> dict[str, Any]:
@@ -100,7 +100,7 @@ def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[di
         with torch.device("meta"):
             adapted = get_peft_model(model, config)
     except ValueError as error:
-        raise ShardmakeError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
+        raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
     return [tensor_json(Tensor(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
 
@@ -115,7 +115,7 @@ def _first(config: Any, *names: str) -> int:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
-    raise ShardmakeError(f"The config of {config.model_type} gives none of {', '.join(names)}.")
+    raise ModelError(f"The config of {config.model_type} gives none of {', '.join(names)}.")
 
 
 def block_paths(model: "nn.Module") -> dict[str, int]:

@@ -1,6 +1,7 @@
 """One training set-up as the memory formulas see it."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from shardmake.config.models import Attention, Loss, Method, Optimizer, Precision, Strategy
 from shardmake.memory.calibration import Calibration
@@ -33,8 +34,6 @@ class LibraryBehavior:
     """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
     softmax_saves_input: bool = False
     """Softmax's backward formula names its input (torch before 1.12)."""
-    fsdp1: bool = False
-    """FSDP1: one flat weight per unit without a copy; embedding, norm and head stay gathered."""
     autocast: bool = True
     """Whether a 16-bit precision means autocast; without it the trained weights' type is what computes."""
     nccl: bool = True
@@ -69,6 +68,8 @@ class Scenario:
     lora_targets: str | tuple[str, ...] = "all-linear"
     lora_dropout: float = 0.0
     adapter_weights: Precision = "fp32"
+    fsdp_version: Literal[1, 2] = 2
+    """FSDP1 holds one flat weight per unit without a copy; embedding, norm and head stay gathered."""
     on_cpu: bool = False
     checkpoint_in_memory: bool = False
     """Saves go through a scratch folder that lies in RAM."""

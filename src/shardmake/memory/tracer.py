@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.parameter_inventory import block_paths, build, plain_name
 
@@ -32,7 +32,7 @@ def main() -> int:
     requests = json.load(sys.stdin)["requests"]
     try:
         json.dump([_trace_or_say_why(request) for request in requests], sys.stdout)
-    except ShardmakeError as error:
+    except ModelError as error:
         print(error)
         return 2
     return 0
@@ -43,7 +43,7 @@ def _trace_or_say_why(request: Mapping[str, Any]) -> list[Event]:
         return trace(request)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         model = request["config"]["model_type"]
-        raise ShardmakeError(f"A training step of this {model} cannot be traced: {error}") from None
+        raise ModelError(f"A training step of this {model} cannot be traced: {error}") from None
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:

@@ -1,12 +1,12 @@
 """Candidates, verdicts, the choice with its reason, and the fallbacks after an out-of-memory."""
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
 from shardmake.config.models import STRATEGIES, Attention, Cluster, Precision, Run, Strategy
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
@@ -14,7 +14,7 @@ from shardmake.memory.estimate import COMFORT, Estimate, estimate_closed_form, e
 from shardmake.memory.events import StepEvents
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, read_model, split
-from shardmake.memory.scenario import BYTES, Scenario
+from shardmake.memory.scenario import BYTES, LibraryBehavior, Scenario
 from shardmake.memory.trace import trace_all
 from shardmake.plan import step_time
 from shardmake.plan.tensor_parallel import check_tensor_parallel
@@ -90,6 +90,10 @@ class ResolvedRun:
     hardware: Hardware
     precision: Precision
     attention: Attention
+    weights: Precision = "fp32"
+    """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
+    behavior: LibraryBehavior = field(default_factory=LibraryBehavior)
+    """How the libraries behave; only `shardmake estimate` changes it."""
 
     @property
     def workload(self) -> Workload:
@@ -119,6 +123,7 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, An
     Raises `ShardmakeError` where settings contradict each other or nothing fits.
     """
     settings = resolve(run, cluster)
+    check(settings)
     desk = Planner(settings)
     possible = list(choices(settings))
     desk.prepare(possible)
@@ -155,12 +160,16 @@ def memory_json(settings: ResolvedRun, candidates: Iterable[Candidate]) -> dict[
 
 
 def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
-    """``run`` on ``cluster`` with precision and attention decided, and contradictions refused."""
+    """Return ``run`` on ``cluster`` with precision and attention decided.
+
+    Raises:
+        ConfigError: The run needs something that the cluster's accelerator does not have.
+    """
     hardware = from_cluster(cluster)
+    if hardware.is_cpu:
+        _check_cpu(run)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    _check(run, cluster, hardware, model)
-    check_tensor_parallel(run, cluster, model)
-    settings = ResolvedRun(
+    return ResolvedRun(
         run=run,
         model=model,
         split=split(model, run.method, run.lora.rank, run.lora.targets),
@@ -169,27 +178,33 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         precision=_precision(run, hardware),
         attention=_attention(run, hardware),
     )
-    _check_packages(run)
-    return settings
 
 
-def _check(run: Run, cluster: Cluster, hardware: Hardware, model: Model) -> None:
-    if hardware.is_cpu:
-        _check_cpu(run)
+def check(settings: ResolvedRun) -> None:
+    """Raise a `ConfigError` if the run contradicts itself, the cluster, the model or the installed packages."""
+    run, cluster, model = settings.run, settings.cluster, settings.model
     if run.nodes is not None and run.nodes > cluster.max_nodes:
-        raise ShardmakeError(
+        raise ConfigError(
             f"The run asks for {run.nodes} nodes, the cluster file allows {cluster.max_nodes} (max_nodes). "
             "Lower nodes, or raise max_nodes if the cluster has them."
         )
     if model.max_positions is not None and run.sequence_length > model.max_positions:
-        raise ShardmakeError(
-            f"sequence_length is {run.sequence_length}, but {model.architecture} knows {model.max_positions} positions "
-            "(max_position_embeddings). Lower sequence_length."
+        raise ConfigError(
+            f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
+            "positions (max_position_embeddings). Lower sequence_length."
         )
-    if run.strategy == "zero3-nvme" and hardware.nvme is None:
-        raise ShardmakeError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
-    if run.strategy != "auto" and (reason := _unfit(run, run.strategy)):
-        raise ShardmakeError(reason)
+    if run.strategy == "zero3-nvme" and settings.hardware.nvme is None:
+        raise ConfigError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
+    if run.strategy != "auto":
+        check_strategy(run, run.strategy)
+    check_tensor_parallel(run, cluster, model)
+    _check_packages(run)
+
+
+def check_strategy(run: Run, strategy: Strategy) -> None:
+    """Raise a `ConfigError` if ``strategy`` cannot train ``run``, however much memory there is."""
+    if reason := _unfit(run, strategy):
+        raise ConfigError(reason)
 
 
 def _unfit(run: Run, strategy: Strategy) -> str:
@@ -263,8 +278,11 @@ def _attention(run: Run, hardware: Hardware) -> Attention:
 # Candidates
 
 
-def choices(settings: ResolvedRun) -> Iterator[Choice]:
-    """Every way to run ``settings``, fewest nodes first; the global batch size is the same in all."""
+def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Iterator[Choice]:
+    """Yield every way to run ``settings``, fewest nodes first; the global batch size is the same in all.
+
+    ``strategies`` replaces the run's own.
+    """
     run, hardware = settings.run, settings.hardware
     node_counts = [run.nodes] if run.nodes else range(1, hardware.max_nodes + 1)
     usable = [nodes for nodes in node_counts if run.global_batch_size % _readers(settings, nodes) == 0]
@@ -282,7 +300,7 @@ def choices(settings: ResolvedRun) -> Iterator[Choice]:
             tensor_parallel=run.tensor_parallel,
         )
         for nodes in usable
-        for strategy in _strategies(settings, nodes)
+        for strategy in strategies or _strategies(settings, nodes)
         for checkpointing in _checkpointing(run)
         for micro in _micro_batches(settings, run.global_batch_size // _readers(settings, nodes))
     ]
@@ -367,17 +385,16 @@ class Planner:
         )
 
     def act(self, choice: Choice) -> Candidate:
-        """``choice`` acted out, allocation by allocation."""
+        """Return ``choice`` with its step simulated, allocation by allocation."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+        return self._judged(choice, scenario, self._simulated(scenario, buckets), acted=True)
+
+    def _simulated(self, scenario: Scenario, buckets: Buckets) -> Estimate:
         key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
         if key not in self._scripts:
             self._scripts[key] = events_of(scenario)
-        return self._judged(
-            choice,
-            scenario,
-            estimate_simulated(scenario, buckets, self._scripts[key], self._kept, self.settings.hardware.gpu_memory),
-            acted=True,
-        )
+        capacity = self.settings.hardware.gpu_memory
+        return estimate_simulated(scenario, buckets, self._scripts[key], self._kept, capacity)
 
     @property
     def _kept(self) -> int:
@@ -408,6 +425,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         attention=settings.attention,
         masked=settings.attention == "sdpa",
         precision=choice.precision,
+        weights=settings.weights,
         optimizer=run.optimizer,
         method=run.method,
         loss=run.loss,
@@ -416,6 +434,8 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         lora_dropout=run.lora.dropout,
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
+        fsdp_version=run.fsdp_version,
+        stack=settings.behavior,
         calibration=calibration.read(settings.hardware.accelerator.name),
     )
 

@@ -16,6 +16,7 @@ from shardmake.plan.planner import (
     NothingFitsError,
     Planner,
     ResolvedRun,
+    check,
     choices,
     choose,
     make_plan,
@@ -81,7 +82,9 @@ def _remedies(settings: ResolvedRun) -> list[Suggestion]:
 def _choice_of(run: Run, cluster: Cluster) -> Candidate:
     """What would be chosen, with as many nodes as ``run`` asks for."""
     most = max(cluster.max_nodes, run.nodes or 0)
-    desk = Planner(resolve(run, cluster.model_copy(update={"max_nodes": most})))
+    settings = resolve(run, cluster.model_copy(update={"max_nodes": most}))
+    check(settings)
+    desk = Planner(settings)
     return choose([desk.scan(choice) for choice in choices(desk.settings)], desk)[0]
 
 

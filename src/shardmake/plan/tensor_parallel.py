@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.memory.model import Model
 
 AUTOTP: Final = ("zero1", "zero2")
@@ -20,7 +20,7 @@ def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
         return
     wrong = [*_wrong_run(run), *_wrong_sizes(size, cluster, model)]
     if wrong:
-        raise ShardmakeError(
+        raise ConfigError(
             "\n".join([f"tensor_parallel: {size} does not go with this run:", *(f"  {w}" for w in wrong)])
         )
 

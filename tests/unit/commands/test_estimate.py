@@ -1,10 +1,14 @@
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from shardmake.commands.estimate import EXPLANATIONS, EstimateRequest, estimate, print_table
-from shardmake.core.errors import ShardmakeError
+from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
+from shardmake.core.errors import ConfigError
+from shardmake.plan.planner import make_plan
 
 CONFIG = {
     "model_type": "llama",
@@ -57,6 +61,50 @@ def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFix
     assert "logits and loss" in shown
 
 
+def hardware(model: str) -> tuple[EstimateRequest, Cluster]:
+    """Return the same two nodes as command-line options and as a cluster file; everything fits on them."""
+    request = EstimateRequest(
+        model, nodes=2, gpus_per_node=2, gpu_memory=1024.0, host_memory=1000.0, accelerator="h100", attention="sdpa"
+    )
+    cluster = Cluster(
+        executor="slurm", accelerator="h100", gpu_memory_gib=1024.0, max_nodes=2, processes_per_node=2,
+        cpus_per_node=32, memory_gib_per_node=1000.0, nvme_path="/nvme",
+    )  # fmt: skip
+    return request, cluster
+
+
+@pytest.mark.parametrize("fsdp_version", [1, 2])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_estimate_and_plan_agree_to_the_byte(
+    strategy: Strategy, checkpointing: bool, fsdp_version: Literal[1, 2], model: str
+) -> None:
+    request, cluster = hardware(model)
+    request = replace(request, strategies=[strategy], gradient_checkpointing=checkpointing, fsdp_version=fsdp_version)
+    (estimated,) = estimate(request).as_json()["candidates"]
+    run = Run(
+        model=model, data={"train": "train.jsonl"}, sequence_length=4096, global_batch_size=4, max_steps=100,
+        learning_rate=1e-4, strategy=strategy, gradient_checkpointing=checkpointing, fsdp_version=fsdp_version,
+        nodes=2, attention="sdpa",
+    )  # fmt: skip
+    (planned,) = make_plan("run", run, cluster)[1]["candidates"]
+    assert {key: planned[key] for key in ("gpu", "host", "nvme", "disk", "reason", "step_seconds")} == {
+        key: estimated[key] for key in ("gpu", "host", "nvme", "disk", "reason", "step_seconds")
+    }
+
+
+def test_fsdp1_is_not_estimated_as_fsdp2(model: str) -> None:
+    request, _ = hardware(model)
+    one, two = (estimate(replace(request, strategies=["fsdp"], fsdp_version=version)) for version in (1, 2))
+    assert one.rows[0].memory.gpu.allocated != two.rows[0].memory.gpu.allocated
+
+
+def test_without_strategy_the_planner_decides_what_is_possible(model: str) -> None:
+    request, _ = hardware(model)
+    rows = estimate(replace(request, method="qlora", gradient_checkpointing=True)).rows
+    assert [row.choice.strategy for row in rows] == ["ddp", "zero1", "zero2", "fsdp"]
+
+
 def test_when_nothing_fits_the_smallest_change_is_said(model: str) -> None:
     answer = estimate(EstimateRequest(model, gpu_memory=3.0, gpus_per_node=1, sequence_length=8192, micro_batch=1))
     assert not any(row.fits for row in answer.rows)
@@ -75,5 +123,5 @@ BAD = [
 
 @pytest.mark.parametrize(("question", "sentence"), BAD, ids=str)
 def test_bad_options_are_refused(question: EstimateRequest, sentence: str, model: str) -> None:
-    with pytest.raises(ShardmakeError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         estimate(EstimateRequest(**{**vars(question), "model": model}))
