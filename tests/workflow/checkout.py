@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PARTS = ("Snakefile", "workflow/rules", "workflow/report", "profiles", "config", "envs", "slurm")
+PARTS = ("Snakefile", "workflow", "profiles", "config", "envs", "slurm")
 LOCAL = {
     "executor": "local",
     "processes_per_node": 2,

@@ -1,4 +1,4 @@
-"""Configuration, checked before anything is queued, and the few values that rules take from it."""
+"""The configuration, checked before anything is queued, and what the rules share."""
 
 import json
 import sys
@@ -6,21 +6,22 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from shardmake.config.models import Config, check_inputs, load_cluster, local_files, parse_config, stage_digest
-from shardmake.core.errors import ShardmakeError
 from shardmake.commands.preview import dry_run
-from shardmake.run.paths import RunDir
+from shardmake.config.models import check_inputs, load_cluster, local_files, parse_config, stage_digest
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import share_tree
+from shardmake.run.paths import RunDir
 
-# The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of one's own replaces Snakemake's,
-# which makes a failure in a pipe one of the rule's.
+# The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
+# default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
 shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
 
+ENVIRONMENT = "../../envs/shardmake.yaml"
 CONFIG_FLAGS = " ".join(f"--config {file}" for file in workflow.configfiles)
 
 
 def read_configuration():
-    """The configuration of this invocation; a mistake in it ends Snakemake with our own words."""
+    """Return the configuration and the cluster of this invocation, or end Snakemake with a readable message."""
     try:
         parsed = parse_config(config, " + ".join(str(file) for file in workflow.configfiles))
         cluster = load_cluster(Path(parsed.cluster))
@@ -32,32 +33,91 @@ def read_configuration():
 
 
 CONFIG, CLUSTER = read_configuration()
-if CLUSTER.shared:
-    share_tree(Path(".snakemake"))  # Snakemake's own records, so that another member can go on
 RUNS = CONFIG.runs
+PATHS = RunDir(Path("runs/{run}"))  # the paths of every run, for inputs and outputs of rules
+
+if CLUSTER.shared:
+    share_tree(Path(".snakemake"))  # Snakemake's own records, so that another member of the group can continue
 
 
 wildcard_constraints:
     run="|".join(RUNS),
 
 
-def settings_of(stage):
-    """Digest of the settings that a stage reads: an edited comment, or another stage's key, reruns nothing."""
-    return lambda wildcards: stage_digest(RUNS[wildcards.run], CLUSTER, stage)
+def final_receipt(run):
+    """Return the file that proves that a run has a model which is evaluated and, if wanted, pushed."""
+    paths = RunDir(Path("runs", run))
+    return str(paths.push_receipt if RUNS[run].push else paths.evaluation)
+
+
+def of_all_runs(*paths):
+    """Return ``paths`` for every run."""
+    return expand(list(map(str, paths)), run=RUNS)
+
+
+STEPS = {
+    "fetch": of_all_runs(PATHS.sources, PATHS.weights_receipt),
+    "plan": of_all_runs(PATHS.plan),
+    "render": of_all_runs(PATHS.training),
+    "data": of_all_runs(PATHS.data_receipt),
+    "train": of_all_runs(PATHS.train_receipt),
+    "consolidate": of_all_runs(PATHS.model_receipt),
+    "evaluate": of_all_runs(PATHS.evaluation),
+    "push": [final_receipt(run) for run in RUNS],
+    "report": of_all_runs(PATHS.report),
+}
+
+
+def command_params(stage):
+    """Return the parameters of a stage's rule; a rule runs again if one of them changes.
+
+    ``settings`` is a digest of the settings that the stage reads: an edited comment, or another stage's key, reruns
+    nothing.
+    """
+    return {
+        "config": CONFIG_FLAGS,
+        "settings": lambda wildcards: stage_digest(RUNS[wildcards.run], CLUSTER, stage),
+    }
 
 
 def inputs_of(*parts):
-    """The local files that a run names, so that a changed file is seen."""
+    """Return the local files that a run names, so that a changed file is noticed."""
     return lambda wildcards: local_files(RUNS[wildcards.run], *parts)
 
 
-def final_receipt(run):
-    """What proves that a run is done."""
-    return f"runs/{run}/push/receipt.json" if RUNS[run].push else f"runs/{run}/evaluation.json"
+def planned(stage, key, factor=1):
+    """Return the plan's amount of a resource for a stage. A dry run without a plan shows ``factor``.
+
+    Snakemake calls the returned function again when the plan exists.
+    """
+
+    def amount(wildcards, input):
+        if workflow.dryrun and not Path(input.plan).exists():
+            return factor
+        return factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
+
+    return amount
+
+
+def job_resources(stage):
+    """Return the resources of the Slurm job in which a stage runs."""
+    return {
+        "mem_mb": planned(stage, "memory_gib", 1024),
+        "slurm_partition": CLUSTER.slurm.partition or "",
+        "slurm_account": CLUSTER.slurm.account or "",
+    }
+
+
+def evaluation_gpus(wildcards):
+    """Return the `gres` of a run's evaluation, which uses the GPUs of one node; empty if it needs none."""
+    if CLUSTER.accelerator == "cpu" or CLUSTER.slurm.gpu_request == "none":
+        return ""
+    count = RUNS[wildcards.run].evaluation.processes or CLUSTER.processes_per_node
+    return ":".join(filter(None, ["gpu", CLUSTER.slurm.gpu_type, str(count)]))
 
 
 class Submission:
-    """``{SUBMISSION:NAME}`` in a message: in a dry run, what would be submitted for the run; otherwise nothing."""
+    """``{SUBMISSION:NAME}`` in a message: in a dry run, what would be submitted for the run; otherwise empty."""
 
     def __format__(self, run):
         if not workflow.dryrun:
@@ -68,21 +128,3 @@ class Submission:
 
 
 SUBMISSION = Submission()
-
-
-def planned(stage, key, factor=1):
-    """What the plan gives a stage; Snakemake asks again once the plan is there. A dry run without a plan says 1."""
-
-    def ask(wildcards, input):
-        if workflow.dryrun and not Path(input.plan).exists():
-            return factor
-        return factor * json.loads(Path(input.plan).read_text())["resources"][stage][key]
-
-    return ask
-
-
-def gpus_of(run):
-    """GPUs of one node for a run's evaluation, which shares its sequences among them, in the words this cluster wants."""
-    count = RUNS[run].evaluation.processes or CLUSTER.processes_per_node
-    kind = f"gpu:{CLUSTER.slurm.gpu_type}:{count}" if CLUSTER.slurm.gpu_type else f"gpu:{count}"
-    return kind if CLUSTER.accelerator != "cpu" and CLUSTER.slurm.gpu_request != "none" else ""

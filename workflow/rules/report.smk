@@ -4,26 +4,22 @@ FIGURES = ["loss", "optimizer", "speed", "memory", "by-length"]
 rule report_run:
     input:
         done=lambda wildcards: final_receipt(wildcards.run),
-        evaluation="runs/{run}/evaluation.json",
-        trained="runs/{run}/train/receipt.json",
+        evaluation=PATHS.evaluation,
+        trained=PATHS.train_receipt,
     output:
-        page=report("runs/{run}/report.html", caption="../report/page.rst", category="{run}"),
+        page=report(PATHS.report, caption="../report/page.rst", category="{run}"),
         figures=[
-            report(f"runs/{{run}}/figures/{figure}.svg", caption=f"../report/{figure}.rst", category="{run}")
+            report(PATHS.figures / f"{figure}.svg", caption=f"../report/{figure}.rst", category="{run}")
             for figure in FIGURES
         ],
     log:
         "logs/{run}/report.log",
     localrule: True
     conda:
-        "../../envs/train.yaml"
+        ENVIRONMENT
     params:
         config=CONFIG_FLAGS,
     message:
         "{wildcards.run}: putting losses, speed, memory and samples on one page, {output.page}"
     shell:
-        """
-        shardmake report {wildcards.run} \
-            {params.config} \
-            2>&1 | tee -i {log}
-        """
+        "shardmake report {wildcards.run} {params.config} 2>&1 | tee -i {log}"

@@ -1,4 +1,4 @@
-"""The profiles are found under the names that people type, and none overrides another in silence."""
+"""The profiles and the rules have the names that people type, and no profile silently overrides another."""
 
 import re
 import subprocess
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+
+from shardmake.cli import app
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 PROFILES = ("default", "local", "slurm")
@@ -43,11 +45,24 @@ def test_plain_snakemake_refuses_on_a_login_node() -> None:
     assert answer.returncode != 0 and "cores" in answer.stderr + answer.stdout
 
 
-def test_the_snakefile_tells_the_story_in_under_40_lines() -> None:
-    assert len((REPOSITORY / "Snakefile").read_text().splitlines()) < 40
+def test_the_main_snakefile_is_short() -> None:
+    assert len((REPOSITORY / "workflow/Snakefile").read_text().splitlines()) < 45
 
 
-def test_no_rule_declares_checkpoints_and_every_rule_logs_and_speaks() -> None:
+def test_each_rule_has_the_name_of_its_command_and_file() -> None:
+    commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    files = {file.stem: file.read_text() for file in (REPOSITORY / "workflow/rules").glob("*.smk")}
+    steps = set(files) - {"common"}
+    assert steps == {"fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push", "report"}
+    assert steps <= commands
+    for step in steps:
+        rules = re.findall(r"^rule (\w+):", files[step], flags=re.MULTILINE)
+        assert rules[0] == f"{step}_run"
+        assert f"shardmake {step} " in files[step]
+        assert f'"{step}":' in files["common"], f"`snakemake {step}` has no target"
+
+
+def test_every_rule_logs_and_no_rule_declares_checkpoints() -> None:
     for file in (REPOSITORY / "workflow/rules").glob("*.smk"):
         for rule in re.split(r"^rule ", file.read_text(), flags=re.MULTILINE)[1:]:
             assert "checkpoints" not in rule.split("log:")[0]

@@ -1,0 +1,19 @@
+rule consolidate_run:
+    input:
+        trained=PATHS.train_receipt,
+        plan=ancient(PATHS.plan),
+    output:
+        receipt=PATHS.model_receipt,
+    log:
+        "logs/{run}/consolidate.log",
+    conda:
+        ENVIRONMENT
+    threads: planned("consolidate", "cpus")
+    resources:
+        **job_resources("consolidate"),
+    params:
+        **command_params("consolidate"),
+    message:
+        "{wildcards.run}: merging the sharded checkpoint into a model folder that from_pretrained loads"
+    shell:
+        "shardmake consolidate {wildcards.run} {params.config} --workers {threads} 2>&1 | tee -i {log}"

@@ -1,0 +1,19 @@
+rule data_run:
+    input:
+        data=inputs_of("data"),
+        plan=ancient(PATHS.plan),
+    output:
+        receipt=PATHS.data_receipt,
+    log:
+        "logs/{run}/data.log",
+    conda:
+        ENVIRONMENT
+    threads: planned("data", "cpus")
+    resources:
+        **job_resources("data"),
+    params:
+        **command_params("data"),
+    message:
+        "{wildcards.run}: tokenizing and packing the data once, so that no rank waits for it"
+    shell:
+        "shardmake data {wildcards.run} {params.config} --cpus {threads} 2>&1 | tee -i {log}"

@@ -1,0 +1,21 @@
+rule evaluate_run:
+    input:
+        model=PATHS.model_receipt,
+        data=PATHS.data_receipt,
+        plan=ancient(PATHS.plan),
+    output:
+        evaluation=PATHS.evaluation,
+    log:
+        "logs/{run}/evaluate.log",
+    conda:
+        ENVIRONMENT
+    threads: planned("evaluate", "cpus")
+    resources:
+        gres=evaluation_gpus,
+        **job_resources("evaluate"),
+    params:
+        **command_params("evaluate"),
+    message:
+        "{wildcards.run}: measuring loss and perplexity of the base model and the tuned model, and sampling from both"
+    shell:
+        "shardmake evaluate {wildcards.run} {params.config} 2>&1 | tee -i {log}"

@@ -1,0 +1,36 @@
+rule fetch_run:
+    input:
+        inputs_of("model", "data"),
+    output:
+        sources=PATHS.sources,
+    log:
+        "logs/{run}/fetch.log",
+    localrule: True
+    conda:
+        ENVIRONMENT
+    params:
+        **command_params("fetch"),
+    message:
+        "{wildcards.run}: fetching the data and the model's description, pinned to their commits"
+    shell:
+        "shardmake fetch {wildcards.run} {params.config} --part description 2>&1 | tee -i {log}"
+
+
+# After the plan, so that no weights are downloaded for a run that does not fit.
+rule fetch_weights_run:
+    input:
+        sources=PATHS.sources,
+        plan=ancient(PATHS.plan),
+    output:
+        receipt=PATHS.weights_receipt,
+    log:
+        "logs/{run}/fetch-weights.log",
+    localrule: True
+    conda:
+        ENVIRONMENT
+    params:
+        **command_params("fetch"),
+    message:
+        "{wildcards.run}: fetching the base model's weights, so that no job needs the internet"
+    shell:
+        "shardmake fetch {wildcards.run} {params.config} --part weights 2>&1 | tee -i {log}"

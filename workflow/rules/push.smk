@@ -1,0 +1,17 @@
+rule push_run:
+    input:
+        model=PATHS.model_receipt,
+        evaluation=PATHS.evaluation,
+    output:
+        receipt=PATHS.push_receipt,
+    log:
+        "logs/{run}/push.log",
+    localrule: True
+    conda:
+        ENVIRONMENT
+    params:
+        **command_params("push"),
+    message:
+        "{wildcards.run}: pushing the model and reading it back to verify it"
+    shell:
+        "shardmake push {wildcards.run} {params.config} 2>&1 | tee -i {log}"

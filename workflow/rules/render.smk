@@ -1,0 +1,19 @@
+rule render_run:
+    input:
+        inputs_of("script"),
+        plan=PATHS.plan,
+    output:
+        accelerate=PATHS.accelerate,
+        deepspeed=PATHS.deepspeed,
+        training=PATHS.training,
+    log:
+        "logs/{run}/render.log",
+    localrule: True
+    conda:
+        ENVIRONMENT
+    params:
+        **command_params("plan"),
+    message:
+        "{wildcards.run}: rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers"
+    shell:
+        "shardmake render {wildcards.run} {params.config} 2>&1 | tee -i {log}"
