@@ -79,11 +79,11 @@ _FSDP_COLUMNS = (
 
 
 def _not_fsdp() -> list[list[str]]:
-    return [_deepspeed_row(strategy) for strategy in STRATEGIES if STRATEGY_SPECS[strategy].name != "fsdp"]
+    return [_deepspeed_row(strategy) for strategy in STRATEGIES if not STRATEGY_SPECS[strategy].is_fsdp]
 
 
 def _fsdp_section() -> list[str]:
-    rows = [_fsdp_row(strategy) for strategy in STRATEGIES if STRATEGY_SPECS[strategy].name == "fsdp"]
+    rows = [_fsdp_row(strategy) for strategy in STRATEGIES if STRATEGY_SPECS[strategy].is_fsdp]
     return _section("FSDP", _FSDP_COLUMNS, rows)
 
 

@@ -8,32 +8,23 @@ model or the data come with the stages.
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from shardmake.config.messages import error_lines
 from shardmake.config.script import check_script
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError, nearest
 
-Strategy = Literal[
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero2-offload",
-    "zero3",
-    "zero3-offload-optimizer",
-    "zero3-offload",
-    "zero3-nvme",
-    "fsdp",
-    "fsdp-grad-op",
-    "fsdp-hybrid",
-    "fsdp-offload",
-]
+if TYPE_CHECKING:
+    Strategy = str
+else:
+    Strategy = Literal[tuple(STRATEGY_SPECS)]
 S = TypeVar("S", bound="Section")
-STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
 Attention = Literal["flash", "sdpa", "eager"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]

@@ -1,50 +1,103 @@
-"""What each strategy means, in one table: the source from which every file is rendered and every rank is checked."""
+"""The table of strategies: one row each.
+
+Every other file asks for an attribute of a row and never tests a strategy's name. A new strategy is one row here and
+one golden file in ``tests/unit/render/golden``.
+"""
 
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from shardmake.config.models import Strategy
-
 Device = Literal["cpu", "nvme"]
+Library = Literal["ddp", "deepspeed", "fsdp"]
 
 
 @dataclass(frozen=True)
 class StrategySpec:
     """One strategy: the library that shards, what it shards and what it moves off the GPU."""
 
-    name: Literal["ddp", "deepspeed", "fsdp"]
+    library: Library
     zero_stage: int = 0
+    """DeepSpeed's ZeRO stage, 0 for other libraries."""
     offload_optimizer: Device | None = None
     offload_param: Device | None = None
     reshard_after_forward: bool = True
     """FSDP: free a block's weights again after its forward pass."""
     hybrid: bool = False
     """FSDP: shard within a node, replicate between nodes."""
+    fallback_order: int = 0
+    """Position among the fallbacks, from the fastest to the least memory; steps of ten leave room for new rows.
+
+    FSDP has an order of its own, because a run never falls back from one of the two orders to the other.
+    """
+    cpu: bool = False
+    """`strategy: auto` considers it on a cluster without GPUs."""
+    qlora: bool = False
+    """`strategy: auto` considers it for quantized weights."""
+    tensor_parallel: bool = False
+    """It combines with tensor parallelism: ZeRO with DeepSpeed's AutoTP, FSDP with Accelerate's ParallelismConfig.
+
+    AutoTP is not proven to train under ZeRO-3 and with offload.
+    """
+
+    @property
+    def is_ddp(self) -> bool:
+        """Return whether every rank holds everything."""
+        return self.library == "ddp"
+
+    @property
+    def is_deepspeed(self) -> bool:
+        """Return whether DeepSpeed runs it."""
+        return self.library == "deepspeed"
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Return whether FSDP runs it."""
+        return self.library == "fsdp"
+
+    @property
+    def gathers_parameters(self) -> bool:
+        """Return whether a rank holds only its part of the weights between uses."""
+        return self.zero_stage == 3 or self.is_fsdp
+
+    @property
+    def uses_nvme(self) -> bool:
+        """Return whether states are swapped to the node's NVMe."""
+        return "nvme" in (self.offload_optimizer, self.offload_param)
+
+    @property
+    def checkpoint_family(self) -> str:
+        """Return the name of the checkpoint format; strategies of one family read each other's checkpoints."""
+        if not self.is_deepspeed:
+            return self.library
+        return f"zero{self.zero_stage}" + ("-nvme" if self.uses_nvme else "")
 
     @property
     def distributed_type(self) -> str:
-        """Accelerate's name for it. MULTI_GPU starts the ranks through torchrun, on CPU as well."""
-        return {"ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}[self.name]
+        """Return Accelerate's name of the library. MULTI_GPU starts the ranks through torchrun, on CPU as well."""
+        return {"ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}[self.library]
 
     @property
     def fsdp1_strategy(self) -> str:
-        """The name FSDP1 has for it."""
+        """Return FSDP1's name of the strategy."""
         if self.hybrid:
             return "HYBRID_SHARD"
         return "FULL_SHARD" if self.reshard_after_forward else "SHARD_GRAD_OP"
 
 
-STRATEGY_SPECS: Final[dict[Strategy, StrategySpec]] = {
-    "ddp": StrategySpec("ddp"),
-    "zero1": StrategySpec("deepspeed", 1),
-    "zero2": StrategySpec("deepspeed", 2),
-    "zero2-offload": StrategySpec("deepspeed", 2, offload_optimizer="cpu"),
-    "zero3": StrategySpec("deepspeed", 3),
-    "zero3-offload-optimizer": StrategySpec("deepspeed", 3, offload_optimizer="cpu"),
-    "zero3-offload": StrategySpec("deepspeed", 3, offload_optimizer="cpu", offload_param="cpu"),
-    "zero3-nvme": StrategySpec("deepspeed", 3, offload_optimizer="nvme", offload_param="nvme"),
-    "fsdp": StrategySpec("fsdp"),
-    "fsdp-grad-op": StrategySpec("fsdp", reshard_after_forward=False),
-    "fsdp-hybrid": StrategySpec("fsdp", hybrid=True),
-    "fsdp-offload": StrategySpec("fsdp", offload_optimizer="cpu", offload_param="cpu"),
+STRATEGY_SPECS: Final[dict[str, StrategySpec]] = {
+    "ddp": StrategySpec("ddp", fallback_order=10, cpu=True, qlora=True),
+    "zero1": StrategySpec("deepspeed", 1, fallback_order=20, cpu=True, qlora=True, tensor_parallel=True),
+    "zero2": StrategySpec("deepspeed", 2, fallback_order=30, cpu=True, qlora=True, tensor_parallel=True),
+    "zero2-offload": StrategySpec("deepspeed", 2, "cpu", fallback_order=40, cpu=True),
+    "zero3": StrategySpec("deepspeed", 3, fallback_order=50, cpu=True),
+    "zero3-offload-optimizer": StrategySpec("deepspeed", 3, "cpu", fallback_order=60, cpu=True),
+    "zero3-offload": StrategySpec("deepspeed", 3, "cpu", "cpu", fallback_order=70, cpu=True),
+    "zero3-nvme": StrategySpec("deepspeed", 3, "nvme", "nvme", fallback_order=80),
+    "fsdp": StrategySpec("fsdp", fallback_order=30, qlora=True, tensor_parallel=True),
+    "fsdp-grad-op": StrategySpec("fsdp", reshard_after_forward=False, fallback_order=10, tensor_parallel=True),
+    "fsdp-hybrid": StrategySpec("fsdp", hybrid=True, fallback_order=20),
+    "fsdp-offload": StrategySpec("fsdp", 0, "cpu", "cpu", fallback_order=40),
 }
+
+PROBED: Final = "fsdp"
+"""The strategy whose step `shardmake estimate --probe` measures."""

@@ -12,7 +12,7 @@ from shardmake.config.models import Cluster
 from shardmake.config.strategies import Device
 from shardmake.core.units import GIB
 from shardmake.memory.model import Model
-from shardmake.run.plan import Choice, spec_of
+from shardmake.run.plan import Choice
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
 
 def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
     """The ``zero_optimization`` section: pure arithmetic on the model's and the node's sizes."""
-    engine = spec_of(choice)
+    engine = choice.spec
     values: dict[str, Any] = {
         "stage": engine.zero_stage,
         "overlap_comm": not cluster.is_cpu,
@@ -94,7 +94,7 @@ def param_persistence_threshold(hidden_size: int) -> int:
 
 
 def _stage3(choice: Choice, model: Model, cluster: Cluster) -> dict[str, Any]:
-    on_nvme = spec_of(choice).offload_optimizer == "nvme"
+    on_nvme = choice.spec.offload_optimizer == "nvme"
     return {
         "stage3_prefetch_bucket_size": prefetch_bucket_size(model.hidden_size),
         "stage3_param_persistence_threshold": param_persistence_threshold(model.hidden_size),

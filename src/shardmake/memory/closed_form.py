@@ -121,7 +121,7 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
         window = min(sum(sizes.values()), buckets.stage3_max_live_parameters, buckets.stage3_max_reuse_distance // 2)
         near = max(window, head) + buckets.stage3_prefetch_bucket_size
         return _term(compute * near), _term(compute * max(near, 2 * layer))
-    if scenario.strategy == "fsdp-grad-op":
+    if not scenario.spec.reshard_after_forward:
         return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
     tied = sizes.get(EMBEDDING, 0) if scenario.fsdp_version == 1 else 0
     return _term(compute * (head + tied)), _term(compute * (head + tied + 2 * layer))

@@ -83,7 +83,7 @@ class Fsdp(MemoryEngine):
             self._reshard(unit)
 
     def _keeps(self, unit: Unit) -> bool:
-        return self.scenario.strategy == "fsdp-grad-op" or unit == HEAD
+        return not self.scenario.spec.reshard_after_forward or unit == HEAD
 
     def _numel(self, unit: Unit) -> int:
         return 0 if unit in self._live else self._units.get(unit, 0)

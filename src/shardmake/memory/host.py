@@ -35,7 +35,7 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
         return {}
     hold = pinned if buckets.pin_memory and not scenario.on_cpu else int
     part = ceil(scenario.split.trainable / scenario.world_size)
-    if scenario.strategy == "zero3-nvme":
+    if scenario.spec.uses_nvme:
         group = min(buckets.sub_group_size, part)
         return {
             "optimizer swap buffers": hold(4 * buckets.buffer_count * group),
@@ -66,7 +66,7 @@ def _load(scenario: Scenario) -> int:
 
 def nvme_bytes(scenario: Scenario) -> Terms:
     """Files on a node's NVMe (ZeRO-Infinity): master weights, both moments and gradients, and parameters."""
-    if scenario.strategy != "zero3-nvme":
+    if not scenario.spec.uses_nvme:
         return {}
     part = ceil(scenario.split.trainable / scenario.nodes)
     whole = ceil(scenario.split.total / scenario.nodes)
@@ -91,7 +91,7 @@ def _part_of_checkpoint(scenario: Scenario) -> int:
     That is all under ddp, and the weights in the compute type under ZeRO-1 and ZeRO-2.
     """
     whole = checkpoint_bytes(scenario)
-    if scenario.strategy == "ddp":
+    if scenario.spec.is_ddp:
         return whole
     first = scenario.compute * scenario.split.trainable if scenario.zero_stage in (1, 2) else 0
     return first + ceil((whole - first) / scenario.nodes)

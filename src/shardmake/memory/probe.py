@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from typing import Any
 
+from shardmake.config.strategies import PROBED
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
@@ -53,7 +54,7 @@ def scenario(shape: Model, ranks: int, tokens: int) -> Scenario:
     return Scenario(
         model=shape,
         split=split(shape, "full"),
-        strategy="fsdp",
+        strategy=PROBED,
         nodes=1,
         ranks_per_node=ranks,
         micro_batch=1,

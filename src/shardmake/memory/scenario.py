@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from shardmake.config.models import Attention, Loss, Method, Optimizer, Precision, Strategy
+from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 
@@ -78,6 +79,11 @@ class Scenario:
     """What a probe has measured on this kind of GPU."""
 
     @property
+    def spec(self) -> StrategySpec:
+        """Return the strategy's row of the table."""
+        return STRATEGY_SPECS[self.strategy]
+
+    @property
     def world_size(self) -> int:
         """Ranks in all."""
         return self.nodes * self.ranks_per_node
@@ -85,7 +91,7 @@ class Scenario:
     @property
     def shards(self) -> int:
         """Ranks that one copy of the sharded states is cut into."""
-        return self.ranks_per_node if self.strategy == "fsdp-hybrid" else self.world_size
+        return self.ranks_per_node if self.spec.hybrid else self.world_size
 
     @property
     def tokens(self) -> int:
@@ -100,19 +106,19 @@ class Scenario:
     @property
     def zero_stage(self) -> int:
         """DeepSpeed's stage, 0 for other engines."""
-        return int(self.strategy[4]) if self.strategy.startswith("zero") else 0
+        return self.spec.zero_stage
 
     @property
     def is_fsdp(self) -> bool:
         """Whether FSDP runs it."""
-        return self.strategy.startswith("fsdp")
+        return self.spec.is_fsdp
 
     @property
     def autocast(self) -> bool:
         """Whether the forward pass casts fp32 weights as it goes."""
         full = self.method == "full"
         held = self.weights if full else self.adapter_weights
-        return self.stack.autocast and self.strategy == "ddp" and self.precision != "fp32" and held == "fp32"
+        return self.stack.autocast and self.spec.is_ddp and self.precision != "fp32" and held == "fp32"
 
     @property
     def fused_layers(self) -> bool:
@@ -122,19 +128,19 @@ class Scenario:
     @property
     def adapter_compute(self) -> Precision:
         """Data type in which adapters meet their input: DeepSpeed and FSDP cast them, DDP leaves them as they are."""
-        return self.adapter_weights if self.strategy == "ddp" else self.precision
+        return self.adapter_weights if self.spec.is_ddp else self.precision
 
     @property
     def gathers_parameters(self) -> bool:
         """Whether a rank holds only its part of the weights between uses."""
-        return self.zero_stage == 3 or self.is_fsdp
+        return self.spec.gathers_parameters
 
     @property
     def offloads_optimizer(self) -> bool:
         """Whether optimizer states live in host RAM or on NVMe."""
-        return "offload" in self.strategy or self.strategy == "zero3-nvme"
+        return self.spec.offload_optimizer is not None
 
     @property
     def offloads_parameters(self) -> bool:
         """Whether sharded weights live in host RAM or on NVMe."""
-        return self.strategy in ("zero3-offload", "zero3-nvme", "fsdp-offload")
+        return self.spec.offload_param is not None

@@ -158,11 +158,11 @@ def _optimizer(scenario: Scenario) -> int:
 
 def _communication(scenario: Scenario, buckets: Buckets) -> int:
     """Reducer buckets of DDP (a copy of the gradients), ZeRO-3's bucket of gradients on their way."""
-    if scenario.strategy == "ddp":
+    if scenario.spec.is_ddp:
         return trained_bytes(scenario) * scenario.split.trainable if scenario.world_size > 1 else 0
     if scenario.zero_stage == 3:
         return scenario.compute * buckets.reduce_bucket_size
-    if scenario.strategy == "zero2-offload":
+    if scenario.zero_stage == 2 and scenario.offloads_optimizer:
         return scenario.compute * largest_trained(scenario)  # temp_grad_buffer_for_gpu_offload
     return 0
 
@@ -179,7 +179,7 @@ def gradients(scenario: Scenario) -> int:
         return scenario.compute * trained
     if scenario.zero_stage == 2:
         return 0 if scenario.offloads_optimizer else scenario.compute * ceil(trained / n)
-    if scenario.zero_stage == 3 or scenario.strategy == "fsdp-offload":
+    if scenario.zero_stage == 3 or (scenario.is_fsdp and scenario.offloads_parameters):
         return 0
     return trained_bytes(scenario) * (ceil(trained / n) if scenario.is_fsdp else trained)
 

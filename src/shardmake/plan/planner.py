@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from typing import Any
 
-from shardmake.config.models import STRATEGIES, Attention, Cluster, Precision, Run, Strategy
+from shardmake.config.models import Attention, Cluster, Precision, Run, Strategy
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.memory import calibration, closed_form
@@ -20,29 +21,8 @@ from shardmake.plan import step_time
 from shardmake.plan.tensor_parallel import check_tensor_parallel
 from shardmake.run.plan import Choice, Fallback, Plan, Resources, Workload
 
-CPU_STRATEGIES: tuple[Strategy, ...] = (
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero2-offload",
-    "zero3",
-    "zero3-offload-optimizer",
-    "zero3-offload",
-)
-# DeepSpeed's guide, from the fastest to what saves most memory.
-FALLBACK_ORDER: tuple[Strategy, ...] = (
-    "ddp",
-    "zero1",
-    "zero2",
-    "zero2-offload",
-    "zero3",
-    "zero3-offload-optimizer",
-    "zero3-offload",
-    "zero3-nvme",
-)
 ALMOST = 1.1  # of the GPU's memory: above it, the closed form is trusted to rule a candidate out
 LESS = 0.97  # of the memory of the fallback before: less of a difference is no use
-FSDP_FALLBACK_ORDER: tuple[Strategy, ...] = ("fsdp-grad-op", "fsdp-hybrid", "fsdp", "fsdp-offload")
 
 
 @dataclass(frozen=True)
@@ -193,8 +173,9 @@ def check(settings: ResolvedRun) -> None:
             f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
             "positions (max_position_embeddings). Lower sequence_length."
         )
-    if run.strategy == "zero3-nvme" and settings.hardware.nvme is None:
-        raise ConfigError("Strategy zero3-nvme needs node-local NVMe; set nvme_path in the cluster file.")
+    spec = STRATEGY_SPECS.get(run.strategy)
+    if spec and spec.uses_nvme and settings.hardware.nvme is None:
+        raise ConfigError(f"Strategy {run.strategy} needs node-local NVMe; set nvme_path in the cluster file.")
     if run.strategy != "auto":
         check_strategy(run, run.strategy)
     check_tensor_parallel(run, cluster, model)
@@ -209,12 +190,13 @@ def check_strategy(run: Run, strategy: Strategy) -> None:
 
 def _unfit(run: Run, strategy: Strategy) -> str:
     """Why ``strategy`` is nothing for ``run``, whatever memory there is, and what to do; empty if it is not so."""
-    if run.script and strategy == "zero3-nvme":
+    spec = STRATEGY_SPECS[strategy]
+    if run.script and spec.uses_nvme:
         return (
-            "Strategy zero3-nvme is not for a script: what DeepSpeed alone saved with it cannot be merged, and resumes "
-            "without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
+            f"Strategy {strategy} is not for a script: what DeepSpeed alone saved with it cannot be merged, and "
+            "resumes without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
         )
-    if not run.script and run.optimizer == "adafactor" and strategy.startswith("fsdp") and run.fsdp_version == 2:
+    if not run.script and run.optimizer == "adafactor" and spec.is_fsdp and run.fsdp_version == 2:
         return (
             "optimizer: adafactor fails at the first step under FSDP2, whose tensors transformers' Adafactor cannot "
             "add to its own. Take a ZeRO strategy, or another optimizer."
@@ -319,15 +301,15 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     if run.strategy != "auto":
         return [run.strategy]
     if settings.hardware.is_cpu:
-        return CPU_STRATEGIES
-    sharded = [s for s in STRATEGIES if s != "fsdp-hybrid" or nodes > 1]
+        return [name for name, spec in STRATEGY_SPECS.items() if spec.cpu]
+    sharded = {name: spec for name, spec in STRATEGY_SPECS.items() if not spec.hybrid or nodes > 1}
     if run.method == "qlora":
-        sharded = [s for s in sharded if s in ("ddp", "zero1", "zero2", "fsdp")]
+        sharded = {name: spec for name, spec in sharded.items() if spec.qlora}
     if run.optimizer == "adamw8bit":
-        sharded = [s for s in sharded if "offload" not in s and s != "zero3-nvme"]
+        sharded = {name: spec for name, spec in sharded.items() if not spec.offload_optimizer}
     if settings.hardware.nvme is None:
-        sharded = [s for s in sharded if s != "zero3-nvme"]
-    return [s for s in sharded if not _unfit(run, s)]
+        sharded = {name: spec for name, spec in sharded.items() if not spec.uses_nvme}
+    return [name for name in sharded if not _unfit(run, name)]
 
 
 def _checkpointing(run: Run) -> list[bool]:
@@ -483,14 +465,14 @@ def _host_fits(candidate: Candidate, hardware: Hardware) -> bool:
     return candidate.memory.host_total <= hardware.host_memory
 
 
-def _order_of_trial(candidate: Candidate) -> tuple[int, tuple[float, int, bool, int]]:
+def _order_of_trial(candidate: Candidate) -> tuple[int, tuple[float, tuple[bool, int], bool, int]]:
     return candidate.choice.nodes, _preference(candidate)
 
 
-def _preference(candidate: Candidate) -> tuple[float, int, bool, int]:
+def _preference(candidate: Candidate) -> tuple[float, tuple[bool, int], bool, int]:
     """Faster first; within a percent the simpler strategy, then no checkpointing, then the smaller micro batch."""
     choice = candidate.choice
-    simplicity = FALLBACK_ORDER.index(choice.strategy) if choice.strategy in FALLBACK_ORDER else len(FALLBACK_ORDER)
+    simplicity = choice.is_fsdp, 0 if choice.is_fsdp else choice.spec.fallback_order
     rounded = float(f"{candidate.step_seconds:.2g}")
     return rounded, simplicity, choice.gradient_checkpointing, choice.micro_batch_size
 
@@ -569,23 +551,18 @@ def _half_precision(candidates: Iterable[Candidate], desk: Planner) -> list[Cand
     return [desk.scan(candidate.choice.model_copy(update={"precision": half})) for candidate in candidates]
 
 
-def _order(strategy: Strategy) -> int:
-    family = FSDP_FALLBACK_ORDER if strategy in FSDP_FALLBACK_ORDER else FALLBACK_ORDER
-    return family.index(strategy)
-
-
 def _next_fallback(candidate: Candidate) -> tuple[int, bool, bool, int, bool, int]:
     choice = candidate.choice
-    late = choice.nodes, choice.strategy == "zero3-nvme", candidate.halved
-    return *late, _order(choice.strategy), choice.gradient_checkpointing, -choice.micro_batch_size
+    late = choice.nodes, choice.spec.uses_nvme, candidate.halved
+    return *late, choice.spec.fallback_order, choice.gradient_checkpointing, -choice.micro_batch_size
 
 
 def _is_below(candidate: Candidate, chosen: Candidate) -> bool:
     """Same engine family, same or more nodes, and not before the choice in the guide's order."""
     mine, its = candidate.choice, chosen.choice
-    if (mine.strategy in FSDP_FALLBACK_ORDER) != (its.strategy in FSDP_FALLBACK_ORDER) or not candidate.fits:
+    if mine.is_fsdp != its.is_fsdp or not candidate.fits:
         return False
-    if _order(mine.strategy) < _order(its.strategy) or mine.nodes < its.nodes:
+    if mine.spec.fallback_order < its.spec.fallback_order or mine.nodes < its.nodes:
         return False
     one_sequence = mine.micro_batch_size in (its.micro_batch_size, 1)
     return one_sequence and (mine.gradient_checkpointing or not its.gradient_checkpointing)

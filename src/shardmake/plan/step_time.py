@@ -72,16 +72,16 @@ def _communication(scenario: Scenario, hardware: Hardware) -> float:
         link = min(link, hardware.inter_node)
     rate = link * LINK_SHARE
     part = (ranks - 1) / ranks
-    gradient_bytes = (4 if scenario.strategy == "ddp" else scenario.compute) * scenario.split.trainable
+    gradient_bytes = (4 if scenario.spec.is_ddp else scenario.compute) * scenario.split.trainable
     weights = scenario.compute * scenario.split.total
     passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
     if not scenario.gathers_parameters:
         rounds = scenario.accumulation if scenario.zero_stage == 2 else 1
         gathered = scenario.compute * scenario.split.trainable if scenario.zero_stage else gradient_bytes
         return part * (rounds * gradient_bytes + gathered) / rate * EXPOSED
-    if scenario.strategy == "fsdp-grad-op":
+    if not scenario.spec.reshard_after_forward:
         passes = scenario.accumulation
-    if scenario.strategy == "fsdp-hybrid":
+    if scenario.spec.hybrid:
         rate = hardware.intra_node * LINK_SHARE
     moved = passes * weights + scenario.accumulation * gradient_bytes
     return part * moved / rate * EXPOSED
@@ -96,7 +96,7 @@ def _offload(scenario: Scenario, hardware: Hardware) -> float:
     if scenario.offloads_parameters:
         moved += scenario.split.total / scenario.world_size * scenario.compute * 2 * scenario.accumulation
     seconds = moved / rate
-    if scenario.strategy == "zero3-nvme":
+    if scenario.spec.uses_nvme:
         per_node = scenario.split.trainable / scenario.nodes
         seconds += per_node * 2 * 12 / NVME_RATE + scenario.accumulation * 2 * per_node * scenario.compute / NVME_RATE
     return seconds
@@ -104,7 +104,7 @@ def _offload(scenario: Scenario, hardware: Hardware) -> float:
 
 def _optimizer(scenario: Scenario, hardware: Hardware) -> float:
     trained = scenario.split.trainable
-    part = trained if scenario.strategy == "ddp" else trained / scenario.shards
+    part = trained if scenario.spec.is_ddp else trained / scenario.shards
     if scenario.offloads_optimizer or hardware.is_cpu:
         return part * scenario.ranks_per_node / CPU_ADAM_RATE
     return part * (16 + 2 * BYTES[scenario.precision]) / (hardware.accelerator.bandwidth * GB * 0.8)

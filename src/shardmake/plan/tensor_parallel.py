@@ -1,16 +1,11 @@
 """Which runs can share each layer's matrices between ranks, and which cannot (docs/how-to/tensor-parallel.md)."""
 
 from collections.abc import Iterator
-from typing import Final
 
 from shardmake.config.models import Cluster, Run
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.model import Model
-
-AUTOTP: Final = ("zero1", "zero2")
-"""Strategies that DeepSpeed's AutoTP goes with; under ZeRO-3 and with offload it is not proven to train."""
-FSDP: Final = ("fsdp", "fsdp-grad-op")
-"""Strategies that Accelerate's ParallelismConfig takes a tensor-parallel size beside."""
 
 
 def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
@@ -26,7 +21,10 @@ def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
 
 
 def _wrong_run(run: Run) -> Iterator[str]:
-    if run.strategy in FSDP:
+    spec = STRATEGY_SPECS.get(run.strategy)
+    if spec is None or not spec.tensor_parallel:
+        yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
+    elif spec.is_fsdp:
         if run.script is None:
             yield (
                 f"strategy {run.strategy}: transformers shards a model for it at loading and then cannot save the "
@@ -34,8 +32,6 @@ def _wrong_run(run: Run) -> Iterator[str]:
             )
         if run.fsdp_version == 1:
             yield "fsdp_version 1: only FSDP2 takes a tensor-parallel mesh."
-    elif run.strategy not in AUTOTP:
-        yield f"strategy {run.strategy}: take zero1 or zero2 (DeepSpeed AutoTP), or fsdp with a script of your own."
     if run.method != "full":
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     if run.engine == "loop":

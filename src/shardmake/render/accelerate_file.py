@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from shardmake.config.models import Run
 from shardmake.memory.model import Model
-from shardmake.run.plan import Choice, Plan, spec_of
+from shardmake.run.plan import Choice, Plan
 
 IGNORED_IN_FILE: Final = ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
 """Keys that `accelerate launch` takes from its command line alone.
@@ -21,7 +21,7 @@ def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) 
     false also on CPU: with true, the launcher drops DeepSpeed without a word and starts one process only. That ranks
     run on the CPU is said in the training arguments.
     """
-    choice, engine = plan.choice, spec_of(plan.choice)
+    choice, engine = plan.choice, plan.choice.spec
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": engine.distributed_type,
@@ -30,11 +30,11 @@ def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) 
         "use_cpu": False,
         "main_training_function": "main",
     }
-    if engine.name == "deepspeed":
+    if engine.is_deepspeed:
         return values | {"deepspeed_config": _deepspeed_section(choice, deepspeed_file)}
     # With a DeepSpeed file, accelerate refuses this key: the precision stands in that file.
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
-    if engine.name == "fsdp":
+    if engine.is_fsdp:
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
         if run.fsdp_version == 2 and (engine.hybrid or choice.tensor_parallel > 1):
             values["parallelism_config"] = _mesh(choice)
@@ -65,7 +65,7 @@ def _mesh(choice: Choice) -> dict[str, Any]:
 
 def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
     """FSDP's settings, by accelerate's names without their prefix ``fsdp_``."""
-    engine = spec_of(choice)
+    engine = choice.spec
     values: dict[str, Any] = {
         "version": run.fsdp_version,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",

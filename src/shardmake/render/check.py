@@ -18,7 +18,7 @@ from typing import Any
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ShardmakeError
 from shardmake.render import parsers
-from shardmake.run.plan import Choice, spec_of
+from shardmake.run.plan import Choice
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Pa
     """Each key of the file must reach the launch arguments, and the launch must start the planned ranks."""
     launched, ignored = parsers.launch_arguments(files.accelerate, flags, folder)
     parsers.check_replicas(files.accelerate.get("parallelism_config", {}))
-    per_node, engine = launched.num_processes // launched.num_machines, spec_of(choice).distributed_type
+    per_node, engine = launched.num_processes // launched.num_machines, choice.spec.distributed_type
     flat = {key: value for key, value in _flat(files.accelerate).items() if key not in ignored}
     return [
         *(

@@ -10,7 +10,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.core.nvme import swap_folder
 from shardmake.memory.buckets import zero_optimization
 from shardmake.memory.model import Model
-from shardmake.run.plan import Plan, spec_of
+from shardmake.run.plan import Plan
 
 AIO: Final = {
     "block_size": 1 << 20,
@@ -61,7 +61,7 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     }
     if choice.tensor_parallel > 1:
         values["tensor_parallel"] = {"autotp_size": choice.tensor_parallel}
-    if "nvme" in (spec_of(choice).offload_optimizer, spec_of(choice).offload_param):
+    if "nvme" in (choice.spec.offload_optimizer, choice.spec.offload_param):
         values["aio"] = AIO
     if run.deepspeed_values == "auto":
         return with_auto(values)

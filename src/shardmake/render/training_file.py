@@ -10,7 +10,7 @@ from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
 from shardmake.render.expected_engine import expected_engine
-from shardmake.run.plan import Choice, Plan, spec_of
+from shardmake.run.plan import Choice, Plan
 from shardmake.run.timeouts import collective_timeout
 
 TORCH_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -72,7 +72,7 @@ def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any] 
     The trainer builds it over Trainer's own parameter groups; from deepspeed.json it would decay norms and biases too.
     Ranks without a GPU gain nothing from it, and would wait a minute and a half while it is compiled.
     """
-    offloads = choice.is_deepspeed and spec_of(choice).offload_optimizer is not None
+    offloads = choice.is_deepspeed and choice.spec.offload_optimizer is not None
     if not offloads or run.optimizer != "adamw" or cluster.is_cpu:
         return None
     arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON, "adamw_mode": True}
@@ -110,7 +110,7 @@ def _device_arguments(choice: Choice, cluster: Cluster) -> dict[str, Any]:
         "ddp_backend": "gloo" if cluster.is_cpu else "nccl",
         "ddp_timeout": collective_timeout(cluster.hang_seconds),
     }
-    if spec_of(choice).name == "ddp":
+    if choice.spec.is_ddp:
         values["ddp_find_unused_parameters"] = False
     return values
 

@@ -17,7 +17,7 @@ from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files
 from shardmake.render.lint import REFUSED_BESIDE_DEEPSPEED_FILE, SHARED, TITLES, Kind, read_source
 from shardmake.render.parsers import leaves
-from shardmake.run.plan import Choice, spec_of
+from shardmake.run.plan import Choice
 
 STOPS: Final = "Transformers would have stopped, once the model is loaded on every rank."
 ACCELERATE_STOPS: Final = "Accelerate would have stopped: it refuses this key beside a DeepSpeed file."
@@ -114,7 +114,7 @@ def _read(path: str, kind: Kind) -> dict[str, Any]:
 
 def _planned_deepspeed(files: Files, choice: Choice) -> dict[str, Any]:
     """What the run says for each key that its own file may not change, "auto" resolved."""
-    engine, arguments = spec_of(choice), files.training["arguments"]
+    engine, arguments = choice.spec, files.training["arguments"]
     return {
         **{key: arguments[argument] for key, argument in SHARED.items()},
         "train_batch_size": choice.global_batch_size,

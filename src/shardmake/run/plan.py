@@ -51,19 +51,24 @@ class Choice(Frozen):
         return self.data_parallel * self.micro_batch_size * self.gradient_accumulation_steps
 
     @property
+    def spec(self) -> StrategySpec:
+        """Return the strategy's row of the table."""
+        return STRATEGY_SPECS[self.strategy]
+
+    @property
     def is_deepspeed(self) -> bool:
         """Whether DeepSpeed runs it."""
-        return self.strategy.startswith("zero")
+        return self.spec.is_deepspeed
 
     @property
     def is_fsdp(self) -> bool:
         """Whether FSDP runs it."""
-        return self.strategy.startswith("fsdp")
+        return self.spec.is_fsdp
 
     @property
     def zero_stage(self) -> int:
         """DeepSpeed's ZeRO stage, 0 for other engines."""
-        return int(self.strategy[4]) if self.is_deepspeed else 0
+        return self.spec.zero_stage
 
 
 class Workload(Frozen):
@@ -136,8 +141,3 @@ def read_plan(path: Path) -> Plan:
 def plan_json(value: Frozen) -> Any:
     """``value`` as JSON data, keys in the order of the fields."""
     return value.model_dump(mode="json")
-
-
-def spec_of(choice: Choice) -> StrategySpec:
-    """The engine behind a choice's strategy."""
-    return STRATEGY_SPECS[choice.strategy]
