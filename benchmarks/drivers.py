@@ -15,10 +15,10 @@ import psutil
 
 DRIVER = """
 import fcntl, sys
-from shardmake.launch.low_memory_wait import doze_until_started
+from shardmake.launch.low_memory_wait import wait_until_started
 lock = open(sys.argv[1], "a+")
 fcntl.flock(lock, fcntl.LOCK_EX)
-doze_until_started("7", lock.fileno(), sys.argv[2])
+wait_until_started("7", lock.fileno(), sys.argv[2])
 """
 RULE = 'set -euo pipefail; "$0" -c "$1" "$2" "$3" 2>&1 | tee -i "$2.log"'
 
@@ -44,7 +44,7 @@ def descendants(shell: psutil.Process) -> list[psutil.Process]:
 
 
 def is_dozing(shell: psutil.Process) -> bool:
-    return any("doze.py" in " ".join(process.cmdline()) for process in descendants(shell))
+    return any("low_memory_wait.py" in " ".join(process.cmdline()) for process in descendants(shell))
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ from shardmake.train.network_check import NetworkCheckError, describe, run_in_fo
 
 RANK = """
 import sys
-from shardmake.train.network_check import MeetingError, meet_ranks
+from shardmake.train.network_check import NetworkCheckError, check_all_reduce
 try:
-    meet_ranks(True, None, print, deadline=float(sys.argv[1]))
-except MeetingError as error:
+    check_all_reduce(True, None, print, deadline=float(sys.argv[1]))
+except NetworkCheckError as error:
     sys.exit(f"{error} missing: {list(error.missing)}")
 """
 
@@ -113,5 +113,5 @@ def test_a_broken_gpu_is_its_own_nodes_fault(monkeypatch: pytest.MonkeyPatch, er
     with pytest.raises(NetworkCheckError) as found:
         network_check.check_all_reduce(False, None, print)
     assert found.value.host == socket.gethostname()
-    told = RankError(rank=1, host="c1", time=0, kind="MeetingError", message=str(found.value), traceback="")
+    told = RankError(rank=1, host="c1", time=0, kind="NetworkCheckError", message=str(found.value), traceback="")
     assert error_end(told) is EndReason.PREFLIGHT

@@ -62,7 +62,7 @@ _ERROR_PATTERNS: tuple[tuple[EndReason, str], ...] = (
     (EndReason.GPU_OUT_OF_MEMORY, r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
     (EndReason.HOST_OUT_OF_MEMORY, r"^MemoryError|can't allocate memory|Cannot allocate memory|unable to mmap"),
     (EndReason.NON_FINITE, r"NonFinite"),
-    (EndReason.PREFLIGHT, r"^MeetingError: Rank"),
+    (EndReason.PREFLIGHT, r"^NetworkCheckError: Rank"),
     (
         EndReason.NODE_FAILURE,
         r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|CUDA-capable device\(s\) is/are busy"
@@ -70,7 +70,7 @@ _ERROR_PATTERNS: tuple[tuple[EndReason, str], ...] = (
     ),
     (
         EndReason.COMMUNICATION,
-        r"^MeetingError|DistNetworkError|DistBackendError|DistStoreError|NCCL|[Gg]loo|Connection (closed|reset)"
+        r"^NetworkCheckError|DistNetworkError|DistBackendError|DistStoreError|NCCL|[Gg]loo|Connection (closed|reset)"
         r"|Broken pipe|recvValue failed|Timed out waiting|heartbeat|timed out after",
     ),
 )

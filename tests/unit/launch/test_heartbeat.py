@@ -63,7 +63,7 @@ def test_a_full_disk_does_not_end_training(
     step()
     with monkeypatch.context() as full:
         full.setattr(Path, "open", fill_up)
-        full.setattr(callbacks, "write_beat", fill_up)
+        full.setattr(callbacks, "write_heartbeat", fill_up)
         step()
         step()
     step()

@@ -106,8 +106,10 @@ def test_accounting_that_missed_a_jobs_end(
             return subprocess.CompletedProcess(command, 0, accounted.replace("NAME", job_name(tmp_path)), "")
         return subprocess.CompletedProcess(command, 1, "", control)
 
-    monkeypatch.setattr(jobs, "ask", answer)
-    monkeypatch.setattr(jobs, "look", lambda _: QueueSnapshot(taken=0, seconds=0, returncode=0, stdout="", stderr=""))
+    monkeypatch.setattr(jobs, "run_slurm", answer)
+    monkeypatch.setattr(
+        jobs, "cached_squeue", lambda _: QueueSnapshot(taken=0, seconds=0, returncode=0, stdout="", stderr="")
+    )
     assert SlurmJobs(tmp_path, make_cluster(executor="slurm")).status("7").state is state
 
 
@@ -131,10 +133,10 @@ def test_how_long_an_answer_counts() -> None:
 LOOK = """
 import sys, time
 from pathlib import Path
-from shardmake.launch.squeue_cache import look
+from shardmake.launch.squeue_cache import cached_squeue
 end = time.monotonic() + float(sys.argv[1])
 while time.monotonic() < end:
-    assert look(["sh", sys.argv[2]], Path(sys.argv[3])).stdout == "7|RUNNING|c1|x\\n"
+    assert cached_squeue(["sh", sys.argv[2]], Path(sys.argv[3])).stdout == "7|RUNNING|c1|x\\n"
     time.sleep(0.05)
 """
 

@@ -22,9 +22,9 @@ woken = "import os; print('woken', os.environ.get('SHARDMAKE_DRIVER_WAITED'))"
 sys.orig_argv = [sys.executable, "-c", woken]
 kind, *words, snapshot = sys.argv[2:]
 if kind == "start":
-    low_memory_wait.doze_until_started(*words, lock.fileno(), snapshot)
+    low_memory_wait.wait_until_started(*words, lock.fileno(), snapshot)
 name, limit, stop_file = words
-low_memory_wait.doze_until_room(name, int(limit), stop_file, lock.fileno(), snapshot)
+low_memory_wait.wait_until_slot(name, int(limit), stop_file, lock.fileno(), snapshot)
 """
 
 

@@ -68,10 +68,10 @@ def test_what_was_submitted_a_moment_ago_counts(slurm: Path) -> None:
 SUBMIT = """
 import sys, time
 from pathlib import Path
-from shardmake.launch.submission_limit import turn
+from shardmake.launch.submission_limit import submission_slot
 def wait(ahead):
     sys.exit("waits")
-with turn(f"shardmake-{sys.argv[1]}-1", 2, wait), Path(sys.argv[2]).open("a") as queue:
+with submission_slot(f"shardmake-{sys.argv[1]}-1", 2, wait), Path(sys.argv[2]).open("a") as queue:
     time.sleep(0.2)  # sbatch takes its time, in which another driver must not look
     print(f"{sys.argv[1]}|PENDING|shardmake-{sys.argv[1]}-1", file=queue)
 """

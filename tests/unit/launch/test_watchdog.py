@@ -46,7 +46,7 @@ def beat(rank: int = 0, phase: str = "train", step: int = 9, time: float = 1000.
     ],
 )
 def test_allowances(phase: str, usual: float, seconds: float) -> None:
-    assert allowance(beat(phase=phase, median_step_seconds=usual), 600) == seconds
+    assert allowance(beat(phase=phase, usual=usual), 600) == seconds
 
 
 @pytest.mark.parametrize(("hang_seconds", "timeout"), [(600, 7200), (1.5, 1800)])
@@ -81,11 +81,11 @@ def test_who_is_named(ranks: list[RankState], named: int | None) -> None:
 RANK = """
 import faulthandler, signal, sys, time
 from pathlib import Path
-from shardmake.run.attempt import AttemptDir, write_beat
+from shardmake.run.attempt import AttemptDir, write_heartbeat
 folder, rank = AttemptDir(Path(sys.argv[1])), int(sys.argv[2])
 folder.stacks.mkdir(exist_ok=True)
 faulthandler.register(signal.SIGUSR1, file=folder.stack(rank).open("w"))
-write_beat(folder, rank, "train", 3)
+write_heartbeat(folder, rank, "train", 3)
 def stuck_here(): time.sleep(60)
 stuck_here()
 """
