@@ -21,7 +21,8 @@ from shardmake.core.units import GIB
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.estimate import gpu
-from shardmake.memory.model import Model, from_config, split
+from shardmake.memory.model import Model, split
+from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
 
 TRUTH = Path(__file__).parent / "data" / "memory_truth.csv"

@@ -23,7 +23,8 @@ from shardmake.core.units import MIB
 from shardmake.memory import host, states
 from shardmake.memory.buckets import read_buckets, zero_optimization
 from shardmake.memory.estimate import events_of, simulate
-from shardmake.memory.model import from_config, split
+from shardmake.memory.model import split
+from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.run.plan import Choice
 

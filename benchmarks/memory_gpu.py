@@ -185,7 +185,7 @@ def deepspeed_step(cell: Cell) -> Any:
 def zero_section(cell: Cell) -> dict[str, Any]:
     from shardmake.config.models import Cluster
     from shardmake.memory.buckets import zero_optimization
-    from shardmake.memory.model import from_config
+    from shardmake.memory.read_config import from_config
     from shardmake.run.plan import Choice
 
     choice = Choice(
@@ -210,7 +210,8 @@ def zero_section(cell: Cell) -> dict[str, Any]:
 def estimate(cell: Cell, capacity: int) -> dict[str, int]:
     from shardmake.memory.buckets import Buckets, read_buckets
     from shardmake.memory.estimate import gpu
-    from shardmake.memory.model import from_config, split
+    from shardmake.memory.model import split
+    from shardmake.memory.read_config import from_config
     from shardmake.memory.scenario import Scenario
 
     model = from_config(config_of(cell))

@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmake.config.models import STRATEGIES, Cluster, Data, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.memory.model import from_config
+from shardmake.memory.read_config import from_config
 from shardmake.render.check import Files
 from shardmake.render.stage import render_files
 from shardmake.run.plan import Choice, Plan, Resources, Workload

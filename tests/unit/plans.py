@@ -3,7 +3,8 @@
 from typing import Any
 
 from shardmake.config.models import Cluster, Data, Run, Strategy
-from shardmake.memory.model import Model, from_config
+from shardmake.memory.model import Model
+from shardmake.memory.read_config import from_config
 from shardmake.run.plan import Choice, Plan, Resources, Workload
 
 LLAMA: dict[str, Any] = {

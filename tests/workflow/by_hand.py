@@ -14,7 +14,7 @@ from shardmake.checkpoint.reshard.convert import write_deepspeed_hint
 from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
 from shardmake.core.atomic import read_json, write_json, write_text
 from shardmake.launch.jobs import attempt_settings
-from shardmake.memory.model import read_model
+from shardmake.memory.read_config import read_model
 from shardmake.plan.planner import make_plan
 from shardmake.render.expected_engine import expected_engine
 from shardmake.render.stage import as_yaml, launch_command, render_files

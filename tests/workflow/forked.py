@@ -10,7 +10,7 @@ from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
 from shardmake.core.atomic import write_json, write_text
 from shardmake.launch.jobs import attempt_settings
-from shardmake.memory.model import read_model
+from shardmake.memory.read_config import read_model
 from shardmake.plan.planner import make_plan
 from shardmake.render.stage import as_yaml, launch_command, render_files
 from shardmake.run.attempt import AttemptDir, write_record

@@ -12,7 +12,7 @@ from statistics import median
 
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.errors import ShardmakeError
-from shardmake.memory.model import cache_folder
+from shardmake.memory.cache import cache_folder
 
 LARGEST = 8 << 30  # no context and no communicator takes as much: another process's memory was counted
 

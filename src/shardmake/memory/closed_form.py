@@ -11,7 +11,8 @@ from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.events import StepEvents
-from shardmake.memory.model import Decoder, from_config, split
+from shardmake.memory.model import Decoder, split
+from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
 from shardmake.memory.trace import scaled

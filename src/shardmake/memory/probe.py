@@ -21,7 +21,8 @@ from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.calibration import Calibration, Observation, fit
 from shardmake.memory.estimate import gpu
-from shardmake.memory.model import Model, from_config, split
+from shardmake.memory.model import Model, split
+from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 
 LAYERS = 2

@@ -7,9 +7,10 @@ from itertools import takewhile
 from typing import Any
 
 from shardmake.core.atomic import write_json
+from shardmake.memory.cache import cached_path, read_cached, run_helper
 from shardmake.memory.decoder import weight_bytes
 from shardmake.memory.events import StepEvents
-from shardmake.memory.model import Model, cached_path, read_cached, run_helper
+from shardmake.memory.model import Model
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.unroll import KEPT, unrolled
 

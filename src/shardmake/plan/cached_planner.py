@@ -9,8 +9,8 @@ from pathlib import Path
 
 from shardmake.core.atomic import write_json
 from shardmake.memory.buckets import Buckets
+from shardmake.memory.cache import cached_path
 from shardmake.memory.estimate import Estimate, from_json
-from shardmake.memory.model import cached_path
 from shardmake.memory.scenario import Scenario
 from shardmake.plan.planner import Candidate, Planner, buckets_of, scenario_of
 from shardmake.run.plan import Choice

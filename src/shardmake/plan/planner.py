@@ -14,7 +14,8 @@ from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.estimate import COMFORT, Estimate, estimate_closed_form, estimate_simulated, events_of, verdict
 from shardmake.memory.events import StepEvents
 from shardmake.memory.hardware import Hardware, from_cluster
-from shardmake.memory.model import Model, Split, read_model, split
+from shardmake.memory.model import Model, Split, split
+from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import BYTES, LibraryBehavior, Scenario
 from shardmake.memory.trace import trace_all
 from shardmake.plan import step_time

@@ -12,7 +12,8 @@ import yaml
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import write_json, write_text
 from shardmake.core.errors import ShardmakeError
-from shardmake.memory.model import Model, read_model
+from shardmake.memory.model import Model
+from shardmake.memory.read_config import read_model
 from shardmake.render.accelerate_file import accelerate_config
 from shardmake.render.check import Files, check_rendered
 from shardmake.render.deepspeed_file import deepspeed_config

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from shardmake.config.models import Method, Run
 from shardmake.memory.hardware import find_accelerator
-from shardmake.memory.model import Model, Tensor, read_model
+from shardmake.memory.model import Model, Tensor
+from shardmake.memory.read_config import read_model
 from shardmake.report.history import TrainingHistory, attempt_of
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import read_plan

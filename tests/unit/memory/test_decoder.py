@@ -13,7 +13,8 @@ from shardmake.memory.closed_form import Profile, of_events
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import gpu
 from shardmake.memory.events import StepEvents
-from shardmake.memory.model import from_config, split
+from shardmake.memory.model import split
+from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
 from shardmake.memory.trace import _prefix, _request
 from shardmake.memory.unroll import unrolled

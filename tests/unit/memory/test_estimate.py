@@ -10,7 +10,8 @@ from shardmake.core.units import GIB
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets, read_buckets
 from shardmake.memory.estimate import estimate_closed_form, events_of, gpu
-from shardmake.memory.model import Model, from_config, split
+from shardmake.memory.model import Model, split
+from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
 
 LLAMA_8B = {

@@ -5,7 +5,9 @@ import pytest
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory import parameter_inventory
-from shardmake.memory.model import FAMILIES, from_config, read_model, split
+from shardmake.memory.families import FAMILIES
+from shardmake.memory.model import split
+from shardmake.memory.read_config import from_config, read_model
 
 SIZES = {
     "hidden_size": 64,
@@ -102,7 +104,7 @@ BAD = [
     ({**SIZES, "model_type": "llama", "vocab_size": -5}, "vocab_size is -5"),
     ({**SIZES, "model_type": "llama", "num_hidden_layers": 1 << 40}, "num_hidden_layers is"),
     ({**SIZES, "model_type": "llamma"}, "does not know the model type 'llamma'"),
-    ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "brings its own code"),
+    ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
 ]
 
 
@@ -119,7 +121,7 @@ def test_missing_models_are_refused_with_a_sentence(tmp_path: Path) -> None:
         read_model(str(tmp_path))
     with pytest.raises(ShardmakeError, match="no model at"):
         read_model("./nowhere")
-    with pytest.raises(ShardmakeError, match="No layer of"):
+    with pytest.raises(ShardmakeError, match="Adapter target not found"):
         split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, ["q_prjo"])
 
 
@@ -134,10 +136,10 @@ def test_experts_and_routers_get_adapters_as_peft_makes_them() -> None:
 
 
 BAD_SIZES = [
-    ({"num_hidden_layers": None}, "the config gives no num_hidden_layers"),
-    ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size is no multiple of 7"),
+    ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+    ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size is not a multiple of 7"),
     ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
-    ({"model_type": "olmo2", "vocab_size": None}, "the config gives no vocab_size"),
+    ({"model_type": "olmo2", "vocab_size": None}, "vocab_size is missing"),
 ]
 
 

@@ -16,8 +16,8 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.memory import calibration
 from shardmake.memory.calibration import Calibration, Observation, fit
-from shardmake.memory.model import from_config
 from shardmake.memory.probe import probe
+from shardmake.memory.read_config import from_config
 
 CONFIG = {
     "model_type": "llama",

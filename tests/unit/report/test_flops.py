@@ -4,7 +4,7 @@ import datasets
 import pytest
 
 from shardmake.core.atomic import write_json
-from shardmake.memory.model import from_config
+from shardmake.memory.read_config import from_config
 from shardmake.report.flops import flops_per_token, mean_context, utilization
 from shardmake.report.history import read_history
 from shardmake.run.paths import RunDir

@@ -1,0 +1,73 @@
+"""Helper processes that import torch or run a model's own code, and their results on disk."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardmake.core.atomic import digest, write_json
+from shardmake.core.errors import ModelError
+
+
+def cache_folder() -> Path:
+    """Return the user's cache folder of Shardmake."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shardmake"
+
+
+def cached_path(module: str, request: Mapping[str, Any]) -> Path:
+    """Return the file of the result of ``request``.
+
+    Its name is a digest of the request, the versions of the libraries and the source of this package.
+    """
+    key = digest([dict(request), _versions()])
+    return cache_folder() / f"{module.rpartition('.')[2]}-{key}.json"
+
+
+@cache
+def _versions() -> list[str]:
+    sources = sorted(Path(__file__).parent.rglob("*.py"))
+    text = hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()
+    return [version("torch"), version("transformers"), text]
+
+
+def read_cached(module: str, request: Mapping[str, Any]) -> Any:
+    """Return the result of ``request`` from disk."""
+    return json.loads(cached_path(module, request).read_text())
+
+
+def cached_helper(module: str, request: Mapping[str, Any]) -> Any:
+    """Return the result of ``request`` from disk; if it is not there, run the helper first."""
+    path = cached_path(module, request)
+    if not path.is_file():
+        write_json(path, run_helper(module, request))
+    return json.loads(path.read_text())
+
+
+def run_helper(module: str, request: Mapping[str, Any]) -> Any:
+    """Run ``python -m module`` with ``request`` as JSON on its standard input; return its JSON output.
+
+    A separate process keeps torch out of this one, and survives a crash of a model's own code.
+
+    Raises:
+        ModelError: The helper rejected the request (exit code 2).
+    """
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", module],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    if done.returncode == 2:
+        raise ModelError(done.stdout.strip())
+    if done.returncode:
+        raise RuntimeError(f"{module} failed:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout)

@@ -1,0 +1,122 @@
+"""The tensors of the Llama, Mistral, Qwen and Gemma families, written down so that no library is imported.
+
+`tests/unit/memory/test_model.py` compares them with what transformers builds.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardmake.memory.model import Decoder, Model, Tensor
+
+
+@dataclass(frozen=True)
+class Family:
+    """Differences of a family from Llama; defaults are those of its transformers config class."""
+
+    architecture: str
+    block_class: str
+    tied: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norms: int = 2
+    head_dim: int | None = None
+    kv_heads: int | None = None
+    plus_one_norm: bool = False
+    gelu: bool = False
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family("LlamaForCausalLM", "LlamaDecoderLayer"),
+    "mistral": Family("MistralForCausalLM", "MistralDecoderLayer", kv_heads=8),
+    "qwen2": Family("Qwen2ForCausalLM", "Qwen2DecoderLayer", qkv_bias=True, kv_heads=32),
+    "qwen3": Family("Qwen3ForCausalLM", "Qwen3DecoderLayer", qk_norm=True, head_dim=128, kv_heads=32),
+    "gemma": Family(
+        "GemmaForCausalLM", "GemmaDecoderLayer", tied=True, head_dim=256, kv_heads=16, plus_one_norm=True, gelu=True
+    ),
+}
+
+
+def written_down(family: Family, config: Mapping[str, Any], source: str) -> Model:
+    """Return the model of ``family`` that ``config`` describes."""
+    tied = bool(config.get("tie_word_embeddings", family.tied))
+    decoder = _decoder(family, config)
+    tensors = tuple(_decoder_tensors(decoder, _biases(family, config), tied))
+    rotary = 4 * (decoder.d // 2) * 2  # inv_freq and its original, fp32
+    return Model(
+        model_type=config["model_type"],
+        architecture=family.architecture,
+        tensors=tensors,
+        tied=tied,
+        buffer_bytes=rotary + (4 if family.plus_one_norm else 0),
+        block_classes=(family.block_class,),
+        hidden_size=decoder.h,
+        vocab_size=decoder.v,
+        max_positions=config.get("max_position_embeddings"),
+        decoder=decoder,
+        config=config,
+        source=source,
+    )
+
+
+def _decoder(family: Family, config: Mapping[str, Any]) -> Decoder:
+    heads = config["num_attention_heads"]
+    default_kv = heads if family.architecture.startswith("Llama") else family.kv_heads
+    return Decoder(
+        h=config["hidden_size"],
+        f=config["intermediate_size"],
+        a=heads,
+        k=config.get("num_key_value_heads") or default_kv or heads,
+        d=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
+        layers=config["num_hidden_layers"],
+        v=config["vocab_size"],
+        norms=family.norms,
+        qk_norm=family.qk_norm,
+        plus_one_norm=family.plus_one_norm,
+        gelu=family.gelu,
+        scaled_embedding=family.plus_one_norm,
+    )
+
+
+@dataclass(frozen=True)
+class _Biases:
+    qkv: bool
+    out: bool
+    mlp: bool
+
+
+def _biases(family: Family, config: Mapping[str, Any]) -> _Biases:
+    attention = bool(config.get("attention_bias", False)) and not family.qkv_bias
+    return _Biases(attention or family.qkv_bias, attention, bool(config.get("mlp_bias", False)))
+
+
+def _decoder_tensors(shape: Decoder, biases: _Biases, tied: bool) -> Iterator[Tensor]:
+    yield Tensor("model.embed_tokens.weight", (shape.v, shape.h), "embedding")
+    for block in range(shape.layers):
+        yield from _block_tensors(shape, biases, block)
+    yield Tensor("model.norm.weight", (shape.h,), "norm")
+    if not tied:
+        yield Tensor("lm_head.weight", (shape.v, shape.h), "linear")
+
+
+def _block_tensors(shape: Decoder, biases: _Biases, block: int) -> Iterator[Tensor]:
+    prefix = f"model.layers.{block}"
+    q, kv = shape.a * shape.d, shape.k * shape.d
+    linears = [
+        ("self_attn.q_proj", q, shape.h, biases.qkv),
+        ("self_attn.k_proj", kv, shape.h, biases.qkv),
+        ("self_attn.v_proj", kv, shape.h, biases.qkv),
+        ("self_attn.o_proj", shape.h, q, biases.out),
+        ("mlp.gate_proj", shape.f, shape.h, biases.mlp),
+        ("mlp.up_proj", shape.f, shape.h, biases.mlp),
+        ("mlp.down_proj", shape.h, shape.f, biases.mlp),
+    ]
+    for name, rows, columns, bias in linears:
+        yield Tensor(f"{prefix}.{name}.weight", (rows, columns), "linear", block)
+        if bias:
+            yield Tensor(f"{prefix}.{name}.bias", (rows,), "linear", block)
+        if name == "self_attn.o_proj" and shape.qk_norm:
+            yield Tensor(f"{prefix}.self_attn.q_norm.weight", (shape.d,), "norm", block)
+            yield Tensor(f"{prefix}.self_attn.k_norm.weight", (shape.d,), "norm", block)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield Tensor(f"{prefix}.{name}.weight", (shape.h,), "norm", block)

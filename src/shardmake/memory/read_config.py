@@ -1,0 +1,139 @@
+"""Read a model's config.json into a `Model`.
+
+transformers builds an architecture that is not in `shardmake.memory.families` on the meta device. That happens in a
+separate process, once per config and version.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardmake.core.errors import ModelError
+from shardmake.memory.cache import cached_helper
+from shardmake.memory.families import FAMILIES, written_down
+from shardmake.memory.model import INVENTORY, Model, inventory_request, tensors_from_json
+
+SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+LARGEST_SIZE = 1 << 31
+
+
+def read_model(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
+    """Return the model at ``source``: a folder, a config.json or a hub id.
+
+    The config.json of a hub id is downloaded unless it is in the local cache.
+    """
+    path = find_config(source, revision)
+    config = _read_config(path)
+    return from_config(config, source=str(path), trust_remote_code=trust_remote_code)
+
+
+def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_code: bool = False) -> Model:
+    """Return the model that a parsed config.json describes; errors name the file ``source``."""
+    _check_config(config, source, trust_remote_code)
+    family = FAMILIES.get(config["model_type"])
+    if family is not None and _is_plain(config):
+        return written_down(family, config, source)
+    return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
+
+
+def find_config(source: str, revision: str | None = None) -> Path:
+    """Return the path of the config.json of ``source``; a hub id is looked up in the local cache first."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"There is no config.json in the folder {source}. Name a folder written by save_pretrained."
+            )
+        return path / "config.json"
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or source.endswith(".json"):
+        raise ModelError(
+            f"There is no model at {source} (current folder: {Path.cwd()}). Name a folder, or a hub id (org/name)."
+        )
+    return _from_hub(source, revision)
+
+
+def _from_hub(source: str, revision: str | None) -> Path:
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        cached = try_to_load_from_cache(source, "config.json", revision=revision)
+        return Path(cached if isinstance(cached, str) else hf_hub_download(source, "config.json", revision=revision))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelError(
+            f"Cannot download the config.json of {source!r} ({type(error).__name__}). It is neither a folder nor in "
+            f"the hub's cache. Run `hf download {source}` on a machine with internet access, or name a folder."
+        ) from None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path} is not a JSON object. Name the config.json of a transformers model.")
+    return config
+
+
+def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
+    if not config.get("model_type"):
+        raise ModelError(f"{source or 'The config'} has no model_type. Name the config.json of a transformers model.")
+    for field in SIZE_FIELDS:
+        value = config.get(field, 1)
+        if value is None or isinstance(value, list | str):
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
+            raise ModelError(f"{source}: {field} is {value!r}. It must be a positive integer.")
+    _check_sizes(config, source)
+    if config.get("auto_map") and config["model_type"] not in FAMILIES and not trust_remote_code:
+        raise ModelError(
+            f"{source}: this model needs its own Python code ({', '.join(config['auto_map'])}). "
+            "Read that code; if you trust it, set trust_remote_code: true."
+        )
+
+
+SIZE_NAMES = (
+    ("hidden_size", "n_embd", "d_model", "dim"),
+    ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers"),
+    ("vocab_size",),
+)
+
+
+def _check_sizes(config: Mapping[str, Any], source: str) -> None:
+    """Raise a `ModelError` if a size is missing or the attention heads do not divide evenly."""
+    if any(isinstance(value, Mapping) and value.get("model_type") for value in config.values()):
+        return  # each part has a config of its own
+    wanted = [(field,) for field in SIZE_FIELDS] if config["model_type"] in FAMILIES else SIZE_NAMES
+    for names in wanted:
+        if all(config.get(name) is None for name in names):
+            raise ModelError(f"{source}: {' or '.join(names)} is missing. Use the complete config.json of the model.")
+    heads = config.get("num_attention_heads")
+    groups = config.get("num_key_value_heads") or heads
+    if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
+        raise ModelError(f"{source}: {heads} num_attention_heads cannot share {groups} num_key_value_heads evenly.")
+    if config["model_type"] in FAMILIES and not config.get("head_dim") and config["hidden_size"] % heads:
+        raise ModelError(
+            f"{source}: hidden_size is not a multiple of {heads} num_attention_heads, and head_dim is not given."
+        )
+
+
+def _is_plain(config: Mapping[str, Any]) -> bool:
+    """Return True if every size is given and the weights are not quantized."""
+    return all(isinstance(config.get(field), int) for field in SIZE_FIELDS) and not config.get("quantization_config")
+
+
+def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Model:
+    values = cached_helper(INVENTORY, inventory_request(config, source, trust_remote_code))
+    tensors = tensors_from_json(values.pop("tensors"))
+    return Model(
+        **{**values, "block_classes": tuple(values["block_classes"])},
+        tensors=tensors,
+        decoder=None,
+        config=config,
+        source=source,
+    )
