@@ -15,14 +15,16 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from shardmake.config.messages import error_lines
 from shardmake.config.script import check_script
-from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError, nearest
 
 if TYPE_CHECKING:
     Strategy = str
+    EvaluationBackend = str
 else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
+    EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
 S = TypeVar("S", bound="Section")
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
@@ -126,7 +128,7 @@ class Evaluation(Section):
         default_factory=list, description="Questions put to both models; the answers stand in the report and the card."
     )
     max_new_tokens: PositiveInt = Field(64, description="Length of a generated answer, in tokens.")
-    backend: Literal["auto", "whole", "device-map", "zero3", "zero3-offload", "zero3-nvme"] = Field(
+    backend: Literal["auto"] | EvaluationBackend = Field(
         "auto",
         description="How a model is spread. `whole`: on every GPU; `zero3`: partitioned over all GPUs, with `-offload` "
         "in host memory, with `-nvme` on the cluster's `nvme_path`; `device-map`: layer by layer over GPUs, host "

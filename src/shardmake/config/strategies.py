@@ -9,6 +9,9 @@ from typing import Final, Literal
 
 Device = Literal["cpu", "nvme"]
 Library = Literal["ddp", "deepspeed", "fsdp"]
+DDP: Final[Library] = "ddp"
+DEEPSPEED: Final[Library] = "deepspeed"
+FSDP: Final[Library] = "fsdp"
 
 
 @dataclass(frozen=True)
@@ -42,17 +45,17 @@ class StrategySpec:
     @property
     def is_ddp(self) -> bool:
         """Return whether every rank holds everything."""
-        return self.library == "ddp"
+        return self.library == DDP
 
     @property
     def is_deepspeed(self) -> bool:
         """Return whether DeepSpeed runs it."""
-        return self.library == "deepspeed"
+        return self.library == DEEPSPEED
 
     @property
     def is_fsdp(self) -> bool:
         """Return whether FSDP runs it."""
-        return self.library == "fsdp"
+        return self.library == FSDP
 
     @property
     def gathers_parameters(self) -> bool:
@@ -74,7 +77,7 @@ class StrategySpec:
     @property
     def distributed_type(self) -> str:
         """Return Accelerate's name of the library. MULTI_GPU starts the ranks through torchrun, on CPU as well."""
-        return {"ddp": "MULTI_GPU", "deepspeed": "DEEPSPEED", "fsdp": "FSDP"}[self.library]
+        return {DDP: "MULTI_GPU", DEEPSPEED: "DEEPSPEED", FSDP: "FSDP"}[self.library]
 
     @property
     def fsdp1_strategy(self) -> str:
@@ -85,19 +88,26 @@ class StrategySpec:
 
 
 STRATEGY_SPECS: Final[dict[str, StrategySpec]] = {
-    "ddp": StrategySpec("ddp", fallback_order=10, cpu=True, qlora=True),
-    "zero1": StrategySpec("deepspeed", 1, fallback_order=20, cpu=True, qlora=True, tensor_parallel=True),
-    "zero2": StrategySpec("deepspeed", 2, fallback_order=30, cpu=True, qlora=True, tensor_parallel=True),
-    "zero2-offload": StrategySpec("deepspeed", 2, "cpu", fallback_order=40, cpu=True),
-    "zero3": StrategySpec("deepspeed", 3, fallback_order=50, cpu=True),
-    "zero3-offload-optimizer": StrategySpec("deepspeed", 3, "cpu", fallback_order=60, cpu=True),
-    "zero3-offload": StrategySpec("deepspeed", 3, "cpu", "cpu", fallback_order=70, cpu=True),
-    "zero3-nvme": StrategySpec("deepspeed", 3, "nvme", "nvme", fallback_order=80),
-    "fsdp": StrategySpec("fsdp", fallback_order=30, qlora=True, tensor_parallel=True),
-    "fsdp-grad-op": StrategySpec("fsdp", reshard_after_forward=False, fallback_order=10, tensor_parallel=True),
-    "fsdp-hybrid": StrategySpec("fsdp", hybrid=True, fallback_order=20),
-    "fsdp-offload": StrategySpec("fsdp", 0, "cpu", "cpu", fallback_order=40),
+    "ddp": StrategySpec(DDP, fallback_order=10, cpu=True, qlora=True),
+    "zero1": StrategySpec(DEEPSPEED, 1, fallback_order=20, cpu=True, qlora=True, tensor_parallel=True),
+    "zero2": StrategySpec(DEEPSPEED, 2, fallback_order=30, cpu=True, qlora=True, tensor_parallel=True),
+    "zero2-offload": StrategySpec(DEEPSPEED, 2, "cpu", fallback_order=40, cpu=True),
+    "zero3": StrategySpec(DEEPSPEED, 3, fallback_order=50, cpu=True),
+    "zero3-offload-optimizer": StrategySpec(DEEPSPEED, 3, "cpu", fallback_order=60, cpu=True),
+    "zero3-offload": StrategySpec(DEEPSPEED, 3, "cpu", "cpu", fallback_order=70, cpu=True),
+    "zero3-nvme": StrategySpec(DEEPSPEED, 3, "nvme", "nvme", fallback_order=80),
+    "fsdp": StrategySpec(FSDP, fallback_order=30, qlora=True, tensor_parallel=True),
+    "fsdp-grad-op": StrategySpec(FSDP, reshard_after_forward=False, fallback_order=10, tensor_parallel=True),
+    "fsdp-hybrid": StrategySpec(FSDP, hybrid=True, fallback_order=20),
+    "fsdp-offload": StrategySpec(FSDP, 0, "cpu", "cpu", fallback_order=40),
 }
 
 PROBED: Final = "fsdp"
 """The strategy whose step `shardmake estimate --probe` measures."""
+
+PARTITIONED_INFERENCE: Final[dict[str, Device | None]] = {
+    name: spec.offload_param
+    for name, spec in STRATEGY_SPECS.items()
+    if spec.zero_stage == 3 and spec.offload_param == spec.offload_optimizer
+}
+"""Strategies that also partition a model which is only evaluated, and where its parameters lie then."""

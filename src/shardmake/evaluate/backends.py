@@ -10,16 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
+from shardmake.config.models import EvaluationBackend
+from shardmake.config.strategies import PARTITIONED_INFERENCE
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.errors import ShardmakeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Backend = Literal["whole", "device-map", "zero3", "zero3-offload", "zero3-nvme"]
-_ZERO3 = {"zero3": None, "zero3-offload": "cpu", "zero3-nvme": "nvme"}
+_PARTITIONED_ON = {device: name for name, device in PARTITIONED_INFERENCE.items()}
 # Of a GPU's memory, what weights may take beside activations; of the host's, beside everything else.
 _GPU_SHARE, _HOST_SHARE = 0.7, 0.8
 
@@ -53,7 +54,7 @@ def this_machine(nvme: str | None) -> Machine:
     return Machine(gpus, memory, psutil.virtual_memory().available, nvme)
 
 
-def choose_backend(weights: int, machine: Machine) -> Backend:
+def choose_backend(weights: int, machine: Machine) -> EvaluationBackend:
     """The fastest way to run a model of ``weights`` bytes."""
     room, host = _GPU_SHARE * machine.gpu_memory, _HOST_SHARE * machine.host_memory
     if not machine.gpus:  # where 16-bit weights are read as fp32
@@ -61,13 +62,13 @@ def choose_backend(weights: int, machine: Machine) -> Backend:
     if weights < room:
         return "whole"
     if weights < room * machine.gpus:
-        return "zero3"
+        return _PARTITIONED_ON[None]
     if weights < host or machine.nvme is None:
-        return "zero3-offload" if machine.gpus > 1 else "device-map"
-    return "zero3-nvme"
+        return _PARTITIONED_ON["cpu"] if machine.gpus > 1 else "device-map"
+    return _PARTITIONED_ON["nvme"]
 
 
-def count_ranks(backend: Backend, machine: Machine, wanted: int | None) -> int:
+def count_ranks(backend: EvaluationBackend, machine: Machine, wanted: int | None) -> int:
     """Processes to start: as many as asked for, else one a GPU; `device-map` fills all devices from one process."""
     if backend == "device-map":
         return 1
@@ -81,9 +82,9 @@ def weights_size(folder: Path) -> int:
 
 
 @contextmanager
-def rendezvous_of(backend: Backend, world_size: int) -> Iterator[str | None]:
+def rendezvous_of(backend: EvaluationBackend, world_size: int) -> Iterator[str | None]:
     """A file that ranks of one node find each other by, where ``backend`` needs them to."""
-    if backend not in _ZERO3:
+    if backend not in PARTITIONED_INFERENCE:
         yield None
         return
     with TemporaryDirectory() as folder:
@@ -120,7 +121,7 @@ def process_group(seat: RankInfo) -> Iterator[None]:
 
 def load_model(
     model: str,
-    backend: Backend = "whole",
+    backend: EvaluationBackend = "whole",
     seat: RankInfo = RankInfo(0, 1),
     *,
     revision: str | None = None,
@@ -139,7 +140,7 @@ def load_model(
         "trust_remote_code": trust_remote_code,
         "dtype": "auto" if has_gpu else torch.float32,
     }
-    if backend in _ZERO3:
+    if backend in PARTITIONED_INFERENCE:
         return _load_partitioned(model, options, _zero3_config(model, options, backend, nvme))
     if backend == "device-map":
         options |= _device_map(this_machine(nvme))
@@ -179,17 +180,17 @@ def _load_partitioned(model: str, options: dict[str, Any], config: dict[str, Any
     return engine.module.eval()
 
 
-def _zero3_config(model: str, options: dict[str, Any], backend: Backend, nvme: str | None) -> dict[str, Any]:
+def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBackend, nvme: str | None) -> dict[str, Any]:
     """DeepSpeed's settings for inference: no optimizer, parameters partitioned and, where asked for, offloaded."""
     import torch
     from transformers import AutoConfig
 
     zero: dict[str, Any] = {"stage": 3}
-    if device := _ZERO3[backend]:
+    if device := PARTITIONED_INFERENCE[backend]:
         zero["offload_param"] = {"device": device, "pin_memory": torch.cuda.is_available()}
     if device == "nvme":
         if nvme is None:
-            raise ShardmakeError("evaluation.backend zero3-nvme needs nvme_path in the cluster file.")
+            raise ShardmakeError(f"evaluation.backend {backend} needs nvme_path in the cluster file.")
         zero["offload_param"] |= {"nvme_path": nvme}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if torch.cuda.is_available():

@@ -11,10 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardmake.config.models import Cluster, Run
+from shardmake.config.models import Cluster, EvaluationBackend, Run
 from shardmake.core.atomic import write_json
 from shardmake.evaluate.backends import (
-    Backend,
     Machine,
     RankInfo,
     choose_backend,
@@ -81,7 +80,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None, tell: Tel
 class EvaluationSetup:
     """How the models are run: backend, processes, a folder on NVMe for what is offloaded there."""
 
-    backend: Backend
+    backend: EvaluationBackend
     ranks: int
     nvme: str | None = None
 

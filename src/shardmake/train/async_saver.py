@@ -27,7 +27,7 @@ def share_of_node(choice: Choice, node: int) -> float:
     in the compute type, whose part is the largest where an optimizer holds nothing but master weights.
     """
     compute = BYTES[choice.precision]
-    whole = {0: float(choice.strategy == "ddp"), 1: compute / (4 + compute), 2: compute / (4 + compute), 3: 0.0}
+    whole = {0: float(choice.spec.is_ddp), 1: compute / (4 + compute), 2: compute / (4 + compute), 3: 0.0}
     first = whole[choice.zero_stage]
     return (1 - first) / choice.nodes + (first if node == 0 else 0)
 

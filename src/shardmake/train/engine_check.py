@@ -9,6 +9,8 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
+
 _DTYPE_OF_MODE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
@@ -24,14 +26,14 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     kind = type(model).__name__
     if kind == "DeepSpeedEngine":
-        return {"engine": "deepspeed", "world_size": world_size, **_describe_deepspeed(model)}
+        return {"engine": DEEPSPEED, "world_size": world_size, **_describe_deepspeed(model)}
     common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPE_OF_MODE[precision]}
     if kind.startswith("FSDP"):
-        return {"engine": "fsdp", **common, **_describe_fsdp2(model)}
+        return {"engine": FSDP, **common, **_describe_fsdp2(model)}
     if kind == "FullyShardedDataParallel":
-        return {"engine": "fsdp", **common, **_describe_fsdp1(model)}
+        return {"engine": FSDP, **common, **_describe_fsdp1(model)}
     is_ddp = kind == "DistributedDataParallel" or world_size == 1
-    return {"engine": "ddp" if is_ddp else kind, **common, "offload_optimizer": None, "offload_param": None}
+    return {"engine": DDP if is_ddp else kind, **common, "offload_optimizer": None, "offload_param": None}
 
 
 def _describe_deepspeed(engine: Any) -> dict[str, Any]:

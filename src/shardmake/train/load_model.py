@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from shardmake.config.strategies import FSDP
+
 
 def load_base(settings: dict[str, Any]) -> PreTrainedModel:
     """The base model of ``training.json``, in the planned data type; empty where another rank's weights will arrive.
@@ -22,7 +24,7 @@ def load_base(settings: dict[str, Any]) -> PreTrainedModel:
     how = {"dtype": dtype, "attn_implementation": model["attention"]}
     if settings["method"]["kind"] == "qlora":
         how["quantization_config"] = _four_bits(dtype)
-    if settings["expected"]["engine"] == "fsdp" and os.environ.get("LOCAL_RANK", "0") != "0":
+    if settings["expected"]["engine"] == FSDP and os.environ.get("LOCAL_RANK", "0") != "0":
         return _empty(AutoConfig.from_pretrained(model["path"], **source), how, model["trust_remote_code"])
     return AutoModelForCausalLM.from_pretrained(model["path"], **source, **how)
 

@@ -16,6 +16,7 @@ from string import Template
 from types import ModuleType
 from typing import Any
 
+from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.atomic import read_json
 from shardmake.run.attempt import USER_SCRIPT_PHASE, Attempt, AttemptDir, rank_report, write_heartbeat
 from shardmake.run.plan import read_plan
@@ -23,10 +24,10 @@ from shardmake.train.engine_check import EngineMismatchError, environment_report
 from shardmake.train.process_group import leave_together
 from shardmake.train.trackers import prepare_trackers
 
-ACCELERATE_NAMES = {
-    "deepspeed": ("DEEPSPEED",),
-    "fsdp": ("FSDP",),
-    "ddp": ("MULTI_GPU", "MULTI_CPU", "NO"),
+ACCELERATE_NAMES: dict[str, tuple[str, ...]] = {
+    DEEPSPEED: ("DEEPSPEED",),
+    FSDP: ("FSDP",),
+    DDP: ("MULTI_GPU", "MULTI_CPU", "NO"),
 }
 """Accelerate's distributed types for each engine; a single rank is NO."""
 
@@ -80,7 +81,7 @@ def _start_on_cpu(engine: str) -> None:
     from shardmake.core.environment import leave_collectives_to_gloo
 
     leave_collectives_to_gloo()
-    if engine == "deepspeed":
+    if engine == DEEPSPEED:
         PartialState(backend="gloo")
     else:
         os.environ["ACCELERATE_USE_CPU"] = "true"

@@ -8,9 +8,10 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.files import RECORD_NAME, fingerprint, list_files
 from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
 from shardmake.checkpoint.reshard.dcp import states_of_fsdp, write_distributed
-from shardmake.checkpoint.reshard.routes import SWAPPED, Route, engine, route
+from shardmake.checkpoint.reshard.routes import Route, route
 from shardmake.checkpoint.reshard.universal import States, is_universal, make_swap_folders, write_universal
 from shardmake.checkpoint.reshard.zero import frozen_or_buffers, states_of_zero
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
 from shardmake.core.errors import ShardmakeError
@@ -57,7 +58,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
         wrote = f"{record.strategy} on {record.world_size} ranks"
         tell(f"Resharding {checkpoint.name} ({wrote}) for {strategy} on {ranks}.")
         done = _write(checkpoint, record, out, strategy, ranks)
-    if strategy == SWAPPED:
+    if STRATEGY_SPECS[strategy].uses_nvme:
         make_swap_folders(out, ranks)
     return done
 
@@ -88,14 +89,14 @@ def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str, ra
 
     Only the file of random states is named otherwise for one rank alone.
     """
-    both_zero = done.strategy.startswith("zero") and strategy.startswith("zero")
+    same_library = STRATEGY_SPECS[done.strategy].library == STRATEGY_SPECS[strategy].library
     same_source = (done.step, done.saved_at, done.recipe) == (record.step, record.saved_at, record.recipe)
     same_names = (done.world_size == 1) == (ranks == 1)
-    return same_source and same_names and (both_zero or engine(done.strategy) == engine(strategy))
+    return same_source and same_names and same_library
 
 
 def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
-    if engine(strategy) != "fsdp":
+    if not STRATEGY_SPECS[strategy].is_fsdp:
         write_universal(_states(checkpoint, record), target)
         return
     if rest := frozen_or_buffers(checkpoint):
@@ -109,7 +110,7 @@ def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy:
 
 
 def _states(checkpoint: Path, record: CheckpointRecord) -> States:
-    if engine(record.strategy) == "fsdp":
+    if STRATEGY_SPECS[record.strategy].is_fsdp:
         return states_of_fsdp(checkpoint, record.step)
     return states_of_zero(checkpoint)
 

@@ -2,7 +2,7 @@
 
 from enum import Enum
 
-SWAPPED = "zero3-nvme"
+from shardmake.config.strategies import STRATEGY_SPECS
 
 
 class Route(Enum):
@@ -13,24 +13,20 @@ class Route(Enum):
     DISTRIBUTED = "torch's distributed checkpoint"
 
 
-def engine(strategy: str) -> str:
-    """What a strategy's checkpoints are written by: zero1, zero2, zero3, fsdp or ddp."""
-    return strategy.partition("-")[0]
-
-
 def route(wrote: str, wrote_ranks: int, reads: str, ranks: int) -> Route | str:
     """How ``reads`` on ``ranks`` ranks goes on from a checkpoint of ``wrote`` on ``wrote_ranks``; or why it cannot.
 
     DeepSpeed reads its own ZeRO stage at its own world size only, and with NVMe only what was written so, unless it is
     universal; torch's distributed checkpoints fit any world size, and under DDP every rank reads everything.
     """
-    same_engine = engine(wrote) == engine(reads) and (wrote == SWAPPED) == (reads == SWAPPED)
-    if same_engine and (wrote_ranks == ranks or engine(reads) in ("fsdp", "ddp")):
+    source, target = STRATEGY_SPECS[wrote], STRATEGY_SPECS[reads]
+    is_same_family = source.checkpoint_family == target.checkpoint_family
+    if is_same_family and (wrote_ranks == ranks or not target.is_deepspeed):
         return Route.NATIVE
-    if engine(wrote) == "ddp":
+    if source.is_ddp:
         return f"checkpoints of {wrote} are not converted, only those of ZeRO and FSDP"
-    if reads.startswith("zero"):
+    if target.is_deepspeed:
         return Route.UNIVERSAL
-    if engine(reads) == "fsdp":
+    if target.is_fsdp:
         return Route.DISTRIBUTED
     return f"what {wrote} wrote is not converted for {reads}"
