@@ -1,11 +1,15 @@
-# Two commands set everything up on a fresh machine: `make demo` runs the main job, `make test` runs the tests.
+# On a fresh machine, `make demo` runs the demo and `make test` runs the tests; both install what they need first.
 
 PYTHON ?= python3
 BIN := .venv/bin
+PYTEST := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+# The tests that `make test` and `make test-all` leave out; each has a command of its own below.
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install install-test test check unit test-nvme test-trackers test-lab test-faults test-sweep docs clean
+.PHONY: demo install install-test check fmt words test test-all unit test-nvme test-trackers test-two-users \
+        test-faults test-sweep docs clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -14,7 +18,7 @@ demo: install
 
 install: .venv/installed
 
-# torch goes first: DeepSpeed's build looks for it, and its version decides whether CUDA packages come along.
+# torch goes first: DeepSpeed's build imports it, and its version decides whether CUDA packages are installed.
 .venv/installed: pyproject.toml constraints.txt
 	PYTHON=$(PYTHON) envs/system.sh demo
 	$(PYTHON) -m venv .venv
@@ -30,37 +34,48 @@ install-test: .venv/installed-test
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	touch $@
 
-test: install-test
-	$(MAKE) check
-	$(BIN)/pytest -n 2 tests/unit
-	$(BIN)/pytest -n 2 --dist loadgroup tests/workflow
-	$(BIN)/pytest tests/cluster
-
-# Style, types, workflow: seconds, no processes.
+# Style, types, import contracts, workflow lint: seconds, and nothing is started.
 check: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 	$(BIN)/snakefmt --check Snakefile workflow
-	$(BIN)/shardmake demo
-	$(BIN)/snakemake --lint
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/mypy
+	$(BIN)/snakemake --lint --configfile tests/lint.yaml
+
+fmt: install-test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/snakefmt Snakefile workflow
+
+# The words that CONTRIBUTING.md asks not to use.
+words: install-test
+	$(BIN)/python -m tools.check_words
+
+# Unit tests, one path through every stage, one test of each family of process tests, one Slurm run.
+test: check
+	$(PYTEST) -m "not full and $(EXTRA)"
+
+# The other tests of CI.
+test-all: install-test
+	$(PYTEST) -m "full and $(EXTRA)"
 
 unit: install-test
-	$(BIN)/pytest tests/unit
+	$(PYTEST) tests/unit
 
-# DeepSpeed compiles its asynchronous I/O and its Adam for several minutes first.
+# DeepSpeed first compiles its asynchronous I/O and its Adam for several minutes.
 test-nvme: install-test
 	$(BIN)/pytest -m nvme tests/workflow
 
-# W&B and trackio bring packages along that nothing else here needs; trackio also wants another pillow than ours.
+# W&B and trackio install packages that nothing else here needs; trackio also needs another version of pillow.
 test-trackers: install-test
 	$(BIN)/pip install -q -c constraints.txt wandb
 	$(BIN)/pip install -q trackio
 	$(BIN)/pytest -m trackers tests/workflow
 
-# Two users of a lab at once on the three-node Slurm.
-test-lab: install-test
-	$(BIN)/pytest -m lab tests/cluster
+# Two users at once on the three-node Slurm.
+test-two-users: install-test
+	$(BIN)/pytest -m two_users tests/cluster
 
 # Every fault for every strategy on the three-node Slurm: two hours.
 test-faults: install-test
@@ -74,4 +89,4 @@ docs: install
 	$(BIN)/python -m tools.config_reference
 
 clean:
-	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

@@ -95,7 +95,7 @@ def lab(cluster: Cluster, shared_folder: Path, users: list[User], inputs: Path) 
     server.communicate()
 
 
-@pytest.mark.lab
+@pytest.mark.two_users
 def test_both_at_once_on_one_checkout_and_one_cache(lab: Lab, users: list[User]) -> None:
     ada, bob = users
     long, short = (lab.checkout.root / "runs" / name for name in ("long", "short"))
