@@ -21,11 +21,9 @@ from transformers import TrainerCallback
 
 from shardmake.checkpoint import store
 from shardmake.config.models import Strategy, get_run, load_cluster, load_config
-from shardmake.core.atomic import write_json
 from shardmake.launch.jobs import attempt_settings
 from shardmake.plan.planner import make_plan
-from shardmake.run.attempt import AttemptDir, write_record
-from shardmake.run.plan import plan_json
+from shardmake.run.attempt import AttemptDir
 from shardmake.train.async_saver import ScratchFolder
 from shardmake.train.checkpoint_saver import Saver
 
@@ -100,9 +98,9 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
     run = run.model_copy(update={"model": str(lab.root / run.model)})
     plan, _ = make_plan("demo", run, cluster)
     folder = AttemptDir(lab.run / "train/attempts/001")
-    write_json(folder.plan, plan_json(plan))
+    plan.write(folder.plan)
     write_files(plan, run, cluster, folder)
-    write_record(folder.settings, attempt_settings(1, lab.run, cluster, plan, resume_from=None, recipe="benchmark"))
+    attempt_settings(1, lab.run, cluster, plan, resume_from=None, recipe="benchmark").write(folder.settings)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         os.environ["SAVING_MEMORY"] = f"{memory}/saves"
         launch(plan, folder, Path(__file__))

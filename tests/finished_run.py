@@ -9,9 +9,19 @@ from shardmake.config.models import Run, parse_config
 from shardmake.core.atomic import write_json
 from shardmake.core.manifest import manifest_json as manifest_as_json
 from shardmake.core.manifest import read_folder
-from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, write_record
+from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, Fallback, Plan, Resources, Workload, plan_json
+from shardmake.run.plan import (
+    CandidateEstimate,
+    Choice,
+    Fallback,
+    GpuEstimate,
+    MemoryEstimates,
+    PlaceEstimate,
+    Plan,
+    Resources,
+    Workload,
+)
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {
@@ -57,8 +67,8 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
     """The folder of a run that was trained, consolidated and evaluated."""
     rundir = RunDir(root / "runs" / "chat")
     write_model(rundir, files)
-    write_json(rundir.plan, plan_json(make_plan()))
-    write_json(rundir.memory, MEMORY)
+    make_plan().write(rundir.plan)
+    MEMORY.write(rundir.memory)
     write_json(rundir.train_receipt, TRAINED)
     write_json(rundir.evaluation, EVALUATED)
     write_history(rundir, [(0, 900, range(1, 31), "interrupted"), (1200, 2100, range(31, 61), "finished")])
@@ -71,12 +81,12 @@ def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]
     lines: list[dict[str, Any]] = []
     for number, (started, ended, steps, _) in enumerate(attempts, 1):
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
-        write_record(folder.settings, make_attempt(number, rundir, accelerator))
-        write_json(folder.plan, plan_json(make_plan()))
+        make_attempt(number, rundir, accelerator).write(folder.settings)
+        make_plan().write(folder.plan)
         exit_ = NodeExit(
             node_rank=0, host="n1", started=started, ended=ended, phase="training", returncode=0, stop_signal=None
         )
-        write_record(folder.exit_record(0), exit_)
+        exit_.write(folder.exit_record(0))
         lines += [_metrics_line(step, number, started + 60 + 20 * index) for index, step in enumerate(steps)]
     history = [{"attempt": number, "end": end} for number, (*_, end) in enumerate(attempts, 1)]
     write_json(rundir.attempts / "index.json", history)
@@ -145,16 +155,35 @@ def make_plan() -> Plan:
     )
 
 
-MEMORY = {
-    "gpu_memory": 40 << 30,
-    "candidates": [
-        {
-            "choice": CHOICE.model_dump(),
-            "gpu": {"device": 11 << 30, "terms": {"weights": 4 << 30, "activations": 5 << 30}},
-            "disk": {"total": 30 << 30, "terms": {"checkpoints": 20 << 30, "model": 10 << 30}},
-        }
+NOTHING = PlaceEstimate(total=0, terms={})
+MEMORY = MemoryEstimates(
+    model="LlamaForCausalLM",
+    parameters=8_000_000_000,
+    trainable=8_000_000_000,
+    gpu_memory=40 << 30,
+    host_memory=64 << 30,
+    candidates=[
+        CandidateEstimate(
+            name="zero2",
+            choice=CHOICE,
+            gpu=GpuEstimate(
+                allocated=9 << 30,
+                reserved=10 << 30,
+                wanted=10 << 30,
+                device=11 << 30,
+                phase="backward",
+                terms={"weights": 4 << 30, "activations": 5 << 30},
+            ),
+            host=NOTHING,
+            nvme=NOTHING,
+            disk=PlaceEstimate(total=30 << 30, terms={"checkpoints": 20 << 30, "model": 10 << 30}),
+            fits=True,
+            reason="It fits.",
+            step_seconds=1.0,
+            method="closed form",
+        )
     ],
-}
+)
 TRAINED = {
     "steps": 60,
     "tokens": 245760,

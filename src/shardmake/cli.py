@@ -194,13 +194,13 @@ def render(
     """Render the Accelerate and DeepSpeed files from the plan, and check them."""
     from shardmake.commands.preview import preview
     from shardmake.render.stage import render as write_files
-    from shardmake.run.plan import read_plan
+    from shardmake.run.plan import Plan
 
     run, cluster, rundir = _open_fetched(name, config, runs)
     if show:
-        typer.echo(preview(read_plan(rundir.plan), run, cluster, rundir))
+        typer.echo(preview(Plan.read(rundir.plan), run, cluster, rundir))
         return
-    for line in write_files(read_plan(rundir.plan), run, cluster, rundir.plan_folder):
+    for line in write_files(Plan.read(rundir.plan), run, cluster, rundir.plan_folder):
         logger.info("%s", line)
     logger.info("Rendered %s, %s and %s.", rundir.accelerate, rundir.deepspeed, rundir.training)
 

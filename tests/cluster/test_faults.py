@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.consolidate_limits import cgroup, may_limit
-from shardmake.run.plan import read_plan
+from shardmake.run.plan import Plan
 from tests.cluster.harness import STATE, Cluster
 from tests.cluster.lab import FaultLab, make_lab
 from tests.cluster.peace import STRATEGIES, Ends, Fault, Peace, assert_as_in_peace, survive
@@ -264,7 +264,7 @@ def test_out_of_memory_goes_down_two_rungs(lab: FaultLab, in_peace: Peace, strat
     assert lab.ends() == ["host out of memory", "host out of memory", "finished"], lab.log()
     sentences = [attempt_record["sentence"] for attempt_record in lab.history()[:2]]
     assert all("can't allocate memory: you tried to allocate" in sentence for sentence in sentences), sentences
-    choices = [read_plan(attempt.plan).choice for attempt in lab.attempts()]
+    choices = [Plan.read(attempt.plan).choice for attempt in lab.attempts()]
     assert [choice.gradient_checkpointing for choice in choices] == [False, False, True]
     assert choices[0].micro_batch_size > choices[1].micro_batch_size
     assert_as_in_peace(lab, calm, tolerance=1e-3)
@@ -289,7 +289,7 @@ def test_a_job_that_is_killed_for_its_memory_gets_more(lab: FaultLab, in_peace: 
     with cgroup() as group:
         survive(lab, [starve], calm)
     assert "-> ask for all of a node's memory" in lab.log()
-    starved, finished = (read_plan(attempt.plan).resources["train"].memory_gib for attempt in lab.attempts())
+    starved, finished = (Plan.read(attempt.plan).resources["train"].memory_gib for attempt in lab.attempts())
     assert starved < finished
 
 

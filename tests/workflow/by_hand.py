@@ -18,8 +18,8 @@ from shardmake.memory.read_config import read_model
 from shardmake.plan.planner import make_plan
 from shardmake.render.expected_engine import expected_engine
 from shardmake.render.stage import as_yaml, launch_command, render_files
-from shardmake.run.attempt import AttemptDir, write_record
-from shardmake.run.plan import Plan, plan_json
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.plan import Plan
 from tests.workflow.checkout import REPOSITORY, Checkout
 
 STEPS = 4
@@ -74,7 +74,7 @@ def launch_by_hand(
     plan, _ = make_plan("demo", run, cluster)
     number = len(list((lab.run / "train").glob("attempts/*"))) + 1
     folder = AttemptDir(lab.run / f"train/attempts/{number:03d}")
-    write_json(folder.plan, plan_json(plan))
+    plan.write(folder.plan)
     write_files(plan, run, cluster, folder)
     if zero:
         values = read_json(folder.deepspeed, "this test")
@@ -83,7 +83,7 @@ def launch_by_hand(
         write_deepspeed_hint(folder.deepspeed, resume_from)
     resume = str(resume_from) if resume_from else None
     settings = attempt_settings(number, lab.run, cluster, plan, resume_from=resume, recipe="by hand")
-    write_record(folder.settings, settings)
+    settings.write(folder.settings)
     launch(plan, folder, FSDP_RANK if help_out and plan.choice.is_fsdp else None)
     return plan, folder
 

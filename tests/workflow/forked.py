@@ -13,9 +13,9 @@ from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
 from shardmake.plan.planner import make_plan
 from shardmake.render.stage import as_yaml, launch_command, render_files
-from shardmake.run.attempt import AttemptDir, write_record
+from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, Plan, plan_json
+from shardmake.run.plan import Choice, Plan
 from tests.nursery import Nursery, free_port, launched_environment
 from tests.workflow.checkout import Checkout
 
@@ -52,15 +52,13 @@ class Forked:
             rundir.root.mkdir(parents=True, exist_ok=True)
             rundir.data.symlink_to(self.lab.run / "data")
         files = render_files(plan, run, cluster, read_model(run.model), folder.root)
-        write_json(folder.plan, plan_json(plan))
+        plan.write(folder.plan)
         write_text(folder.accelerate, as_yaml(files.accelerate))
         changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
         write_json(folder.deepspeed, files.deepspeed | changes)
         write_json(folder.training, files.training)
         path = str(resume_from) if resume_from else None
-        write_record(
-            folder.settings, attempt_settings(number, rundir.root, cluster, plan, resume_from=path, recipe="r")
-        )
+        attempt_settings(number, rundir.root, cluster, plan, resume_from=path, recipe="r").write(folder.settings)
         environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)

@@ -3,9 +3,7 @@
 import os
 
 from shardmake.config.models import get_run, load_cluster, load_config
-from shardmake.core.atomic import write_json
 from shardmake.plan.planner import make_plan
-from shardmake.run.plan import plan_json
 from tests.workflow.checkout import Checkout
 
 NODES = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}
@@ -42,4 +40,4 @@ def write_another_plan(checkout: Checkout) -> None:
     run = get_run(config, "demo")
     run = run.model_copy(update={"strategy": "zero1", "model": str(checkout.root / run.model)})
     plan, _ = make_plan("demo", run, load_cluster(checkout.root / config.cluster))
-    write_json(checkout.run / "plan/plan.json", plan_json(plan))
+    plan.write(checkout.run / "plan/plan.json")

@@ -16,7 +16,7 @@ from shardmake.render.stage import as_yaml, launch_command, render_files
 from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Plan, read_plan
+from shardmake.run.plan import Plan
 from shardmake.run.sources import localize
 
 ATTEMPT = "NNN"
@@ -46,7 +46,7 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, configuration: Iterable[
     try:
         local = localize(run, rundir)
         is_new = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(map(_changed, configuration))
-        plan = read_plan(rundir.plan) if is_new else make_plan(rundir.name, local, cluster)[0]
+        plan = Plan.read(rundir.plan) if is_new else make_plan(rundir.name, local, cluster)[0]
         return _page(_submitted(plan, cluster, rundir)) + f"# --- the files: shardmake render {rundir.name} --show\n"
     except (ShardmakeError, OSError) as error:
         return f"# What would be submitted is not known yet: {error}\n"

@@ -77,7 +77,7 @@ def _describe(run: Run, rundir: RunDir, tell: Tell) -> Sources:
         if run.data.eval
         else None,
     )
-    write_json(rundir.sources, sources.model_dump(mode="json"))
+    sources.write(rundir.sources)
     return sources
 
 

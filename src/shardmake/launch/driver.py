@@ -23,7 +23,7 @@ from shardmake.checkpoint.reshard.convert import find_route, reshard, write_deep
 from shardmake.checkpoint.reshard.routes import Route, route
 from shardmake.checkpoint.training_receipt import is_final, write_training_receipt
 from shardmake.config.models import Cluster, Run
-from shardmake.core.atomic import digest, read_json, write_json
+from shardmake.core.atomic import read_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import refuse_job_of_others
 from shardmake.launch import user_script
@@ -35,7 +35,7 @@ from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission_limit import require_slot, snapshot_file, submission_slot, waiting_message
 from shardmake.render.stage import render
 from shardmake.run import set_aside
-from shardmake.run.attempt import AttemptDir, RunRecord, write_record
+from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import (
     AttemptRecord,
     EndReason,
@@ -51,8 +51,9 @@ from shardmake.run.attempt_history import (
 )
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, Plan, plan_json, read_plan
+from shardmake.run.plan import Choice, Plan
 from shardmake.run.recipe import settings_digest
+from shardmake.run.record import RunRecord
 
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
@@ -73,7 +74,7 @@ class SubmittedJob(RunRecord):
 
 def train(run: Run, cluster: Cluster, rundir: RunDir, tell: Tell) -> None:
     """Bring the training of ``rundir`` to its end, or raise a `ShardmakeError` that says why it cannot go on."""
-    plan = read_plan(rundir.plan)
+    plan = Plan.read(rundir.plan)
     rundir.train.mkdir(parents=True, exist_ok=True)
     with _sole_driver(rundir) as lock, _leaving_the_job_alone():
         if cluster.shared and cluster.executor == "slurm":
@@ -134,7 +135,7 @@ class Driver:
         self.jobs: Jobs = make_jobs(rundir.root, cluster)
         settings = read_json(rundir.training, "shardmake render NAME")
         data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
-        self.plan_digest = digest(plan_json(plan))
+        self.plan_digest = plan.digest
         self.recipe = settings_digest(settings, plan, data_receipt)
         self.index = rundir.attempts / "index.json"
         self.history = load_history(self.index)
@@ -204,7 +205,7 @@ class Driver:
             return recorded
         if alive:
             job = SubmittedJob(id=alive, attempt=self._last_attempt(), submitted=time.time())
-            write_record(self.rundir.job, job)
+            job.write(self.rundir.job)
             self.tell(f"Adopting job {job.id} (attempt {job.attempt}), which an earlier driver submitted.")
             return job
         return None
@@ -256,11 +257,11 @@ class Driver:
             plan_digest=self.plan_digest,
             checkpoint_bytes=checkpoint_size(self.rundir, self.run.checkpoints.most(self.run.max_steps)),
         )
-        write_record(folder.settings, settings)
+        settings.write(folder.settings)
         with self._turn(folder):
             id = self.jobs.submit(folder, plan, excluded_nodes(self.history))
             job = SubmittedJob(id=id, attempt=number, submitted=time.time())
-            write_record(self.rundir.job, job)
+            job.write(self.rundir.job)
         self.waited = False
         start = f"resuming from {resume_from.name}" if resume_from else self.run.script or "from the base model"
         self.tell(
@@ -272,7 +273,7 @@ class Driver:
     def _write_configuration(self, folder: AttemptDir) -> Plan:
         """Put the files of this attempt's fallback into its folder, so that it tells its own history."""
         plan = self._present_plan()
-        write_json(folder.plan, plan_json(plan))
+        plan.write(folder.plan)
         render(plan, self.run, self.cluster, folder.root)
         return plan
 
@@ -395,7 +396,7 @@ class Driver:
             attempt=job.attempt,
             job=job.id,
             plan=plan,
-            strategy=read_plan(folder.plan).choice.strategy,
+            strategy=Plan.read(folder.plan).choice.strategy,
             fallback=next_fallback(self.history, plan),
             submitted=job.submitted,
             ended=time.time(),

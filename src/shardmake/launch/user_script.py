@@ -13,11 +13,12 @@ from shardmake.core.atomic import write_json
 from shardmake.core.environment import library_versions
 from shardmake.launch.outcome import Outcome
 from shardmake.run import set_aside
-from shardmake.run.attempt import AttemptDir, RunRecord, write_record
+from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.metrics import parse_metrics
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import read_plan
+from shardmake.run.plan import Plan
+from shardmake.run.record import RunRecord
 
 Tell = Callable[[str], None]
 
@@ -36,7 +37,7 @@ def make_room(rundir: RunDir, recipe: str, tell: Tell) -> None:
         _set_aside(rundir, before.recipe, recipe, tell)
     for folder in (rundir.checkpoints, rundir.script_output):
         folder.mkdir(parents=True, exist_ok=True)
-    write_record(_state(rundir), ScriptState(recipe=recipe, finished_by=None))
+    ScriptState(recipe=recipe, finished_by=None).write(_state(rundir))
 
 
 def is_finished(rundir: RunDir, recipe: str) -> bool:
@@ -63,7 +64,7 @@ def judge(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
         )
     state = ScriptState(recipe=recipe, finished_by=attempt.number)
     _write_receipt(rundir, state)
-    write_record(_state(rundir), state)
+    state.write(_state(rundir))
     return Outcome(EndReason.FINISHED, "The script finished.")
 
 
@@ -92,7 +93,7 @@ def _set_aside(rundir: RunDir, theirs: str, ours: str, tell: Tell) -> None:
 def _write_receipt(rundir: RunDir, state: ScriptState) -> None:
     """Write the training receipt from the last attempt and, if the script wrote any, its metrics."""
     folder = AttemptDir(rundir.attempts / f"{state.finished_by:03d}")
-    plan = read_plan(folder.plan)
+    plan = Plan.read(folder.plan)
     text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
     last = {key: value for line in parse_metrics(text) for key, value in line.items()}
     write_json(

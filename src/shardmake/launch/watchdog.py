@@ -22,7 +22,7 @@ import psutil
 
 from shardmake.core.atomic import write_json
 from shardmake.core.process import wait_for_output
-from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Hang, Heartbeat, write_record
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Hang, Heartbeat
 from shardmake.run.timeouts import PATIENCE
 
 MEDIAN_STEPS = 5
@@ -169,7 +169,7 @@ class Watchdog:
         nodes = self.world_size // len(self.local_ranks)
         _await(lambda: len(self._told()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
         ranks = [self._state(rank) for rank in range(self.world_size)]
-        write_record(self.folder.hang, describe_hang(self.missed, ranks, time.time()))
+        describe_hang(self.missed, ranks, time.time()).write(self.folder.hang)
 
     def _has_stack(self, rank: int) -> bool:
         path = self.folder.stack(rank)

@@ -27,8 +27,8 @@ from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, meet
 from shardmake.launch.watchdog import Watchdog, flight_recorder
 from shardmake.render.stage import launch_command
-from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name, write_record
-from shardmake.run.plan import Plan, read_plan
+from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name
+from shardmake.run.plan import Plan
 
 WATCH_SECONDS = 5.0
 OTHERS_SECONDS = 120.0
@@ -121,7 +121,7 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
             attempt.network_interface,
             attempt.rendezvous_seconds,
         )
-        phase, plan = "preflight", read_plan(folder.plan)
+        phase, plan = "preflight", Plan.read(folder.plan)
         with folder.log(node.rank).open("a", buffering=1) as log:
             check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
             phase = "training"
@@ -145,7 +145,7 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
         oom_kills=oom_kills() - killed_before,
     )
     try:
-        write_record(folder.exit_record(node.rank), record)
+        record.write(folder.exit_record(node.rank))
     except OSError as error:  # a full disk; the step's output is the driver's last resort
         print(f"The exit record cannot be written ({error}): {record.model_dump_json()}", flush=True)
     return 1 if returncode is None else returncode

@@ -1,11 +1,10 @@
 """The plan's figure: a stacked bar per candidate, terms as colours, the GPU's memory as a line. Plain SVG."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 from xml.sax.saxutils import escape
 
 from shardmake.core.units import GIB
-from shardmake.run.plan import Choice
+from shardmake.run.plan import CandidateEstimate, Choice, MemoryEstimates
 
 PALETTE = (
     "#2563eb", "#ea580c", "#16a34a", "#9333ea", "#ca8a04", "#0891b2", "#db2777", "#65a30d", "#7c3aed", "#dc2626",
@@ -17,15 +16,13 @@ LEFT, WIDTH, RIGHT = 470, 520, 150
 """Room for the longest name (64 characters of up to 7.3 in bold), for the bars, and for the figures behind them."""
 LEGEND_COLUMNS = 3
 
-Candidate = Mapping[str, Any]
 
-
-def draw(memory: Mapping[str, Any], chosen: Choice) -> str:
+def draw(memory: MemoryEstimates, chosen: Choice) -> str:
     """The figure of ``memory.json`` as a string of SVG: one bar for each strategy with and without recomputation."""
-    rows = bars(memory["candidates"], chosen)
-    capacity = memory["gpu_memory"]
+    rows = bars(memory.candidates, chosen)
+    capacity = memory.gpu_memory
     colours = _colours(rows)
-    unit = WIDTH / (1.05 * max(capacity, *(min(row["gpu"]["device"], 2 * capacity) for row in rows)))
+    unit = WIDTH / (1.05 * max(capacity, *(min(row.gpu.device, 2 * capacity) for row in rows)))
     bottom = 30 + ROW * len(rows)
     parts = [_bar(row, 30 + ROW * index, unit, colours, chosen) for index, row in enumerate(rows)]
     legend = _legend({**colours, "allocator, context, NCCL": REST}, bottom + 34)
@@ -43,35 +40,35 @@ def draw(memory: Mapping[str, Any], chosen: Choice) -> str:
     )
 
 
-def bars(candidates: Sequence[Candidate], chosen: Choice) -> list[Candidate]:
+def bars(candidates: Sequence[CandidateEstimate], chosen: Choice) -> list[CandidateEstimate]:
     """One candidate for each strategy and recomputation: the chosen one, else the fastest that fits, else the least."""
-    best: dict[tuple[str, bool], Candidate] = {}
+    best: dict[tuple[str, bool], CandidateEstimate] = {}
     for candidate in sorted(candidates, key=lambda item: _rank(item, chosen)):
-        choice = candidate["choice"]
-        best.setdefault((choice["strategy"], choice["gradient_checkpointing"]), candidate)
+        choice = candidate.choice
+        best.setdefault((choice.strategy, choice.gradient_checkpointing), candidate)
     return list(best.values())
 
 
-def _rank(candidate: Candidate, chosen: Choice) -> tuple[bool, bool, float]:
-    is_chosen = candidate["choice"] == chosen.model_dump()
-    fits = candidate["fits"]
-    return not is_chosen, not fits, candidate["step_seconds"] if fits else candidate["gpu"]["device"]
+def _rank(candidate: CandidateEstimate, chosen: Choice) -> tuple[bool, bool, float]:
+    is_chosen = candidate.choice == chosen
+    fits = candidate.fits
+    return not is_chosen, not fits, candidate.step_seconds if fits else candidate.gpu.device
 
 
-def _colours(rows: Sequence[Candidate]) -> dict[str, str]:
-    terms = dict.fromkeys(term for row in rows for term in row["gpu"]["terms"])
+def _colours(rows: Sequence[CandidateEstimate]) -> dict[str, str]:
+    terms = dict.fromkeys(term for row in rows for term in row.gpu.terms)
     return {term: PALETTE[index % len(PALETTE)] for index, term in enumerate(terms)}
 
 
-def _bar(row: Candidate, top: int, unit: float, colours: Mapping[str, str], chosen: Choice) -> str:
+def _bar(row: CandidateEstimate, top: int, unit: float, colours: Mapping[str, str], chosen: Choice) -> str:
     """Terms end to end, what the allocator and the driver add, the name before and the figures behind.
 
     A bar of more than twice the GPU's memory is cut off at the figure's edge.
     """
-    gpu, left = row["gpu"], float(LEFT)
+    gpu, left = row.gpu, float(LEFT)
     pieces = []
-    rest = {"": gpu["device"] - gpu["allocated"]}
-    for term, size in (*gpu["terms"].items(), *rest.items()):
+    rest = {"": gpu.device - gpu.allocated}
+    for term, size in (*gpu.terms.items(), *rest.items()):
         width = min(size * unit, LEFT + WIDTH - left)
         title = escape(f"{term or 'allocator, context, NCCL'}: {size / GIB:.2f} GiB")
         pieces.append(
@@ -79,13 +76,13 @@ def _bar(row: Candidate, top: int, unit: float, colours: Mapping[str, str], chos
             f"<title>{title}</title></rect>"
         )
         left += width
-    weight = "bold" if row["choice"] == chosen.model_dump() else "normal"
-    figures = f"{gpu['device'] / GIB:.1f} GiB" + (f", {row['step_seconds']:.3g} s/step" if row["fits"] else "")
-    colour = "black" if row["fits"] else "#9ca3af"
+    weight = "bold" if row.choice == chosen else "normal"
+    figures = f"{gpu.device / GIB:.1f} GiB" + (f", {row.step_seconds:.3g} s/step" if row.fits else "")
+    colour = "black" if row.fits else "#9ca3af"
     return "\n".join(
         [
             f'<text x="{LEFT - 6}" y="{top + 11}" text-anchor="end" font-weight="{weight}" fill="{colour}">'
-            f"{escape(row['name'])}</text>",
+            f"{escape(row.name)}</text>",
             *pieces,
             f'<text x="{left + 5:.1f}" y="{top + 11}" font-weight="{weight}" fill="{colour}">{figures}</text>',
         ]

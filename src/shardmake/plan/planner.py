@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
-from typing import Any
 
 from shardmake.config.models import Attention, Cluster, Precision, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
@@ -20,7 +19,7 @@ from shardmake.memory.scenario import BYTES, LibraryBehavior, Scenario
 from shardmake.memory.trace import trace_all
 from shardmake.plan import step_time
 from shardmake.plan.tensor_parallel import check_tensor_parallel
-from shardmake.run.plan import Choice, Fallback, Plan, Resources, Workload
+from shardmake.run.plan import CandidateEstimate, Choice, Fallback, MemoryEstimates, Plan, Resources, Workload
 
 ALMOST = 1.1  # of the GPU's memory: above it, the closed form is trusted to rule a candidate out
 LESS = 0.97  # of the memory of the fallback before: less of a difference is no use
@@ -46,18 +45,17 @@ class Candidate:
         """What people call it, and the key of `Plan.rejected`."""
         return describe(self.choice) + (f", {self.choice.precision}" if self.halved else "")
 
-    def as_json(self) -> dict[str, Any]:
-        """The candidate as it stands in memory.json."""
-        return {
-            "strategy": self.choice.strategy,
-            "name": self.name,
-            "choice": self.choice.model_dump(),
+    def as_record(self) -> CandidateEstimate:
+        """Return the candidate as it is written to memory.json."""
+        return CandidateEstimate(
+            name=self.name,
+            choice=self.choice,
             **self.memory.as_json(),
-            "fits": self.fits,
-            "reason": self.reason,
-            "step_seconds": self.step_seconds,
-            "method": "acted" if self.acted else "closed form",
-        }
+            fits=self.fits,
+            reason=self.reason,
+            step_seconds=self.step_seconds,
+            method="simulated" if self.acted else "closed form",
+        )
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ class NothingFitsError(ShardmakeError):
         self.settings = settings
 
 
-def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, Any]]:
+def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstimates]:
     """The plan of run ``name`` on ``cluster``, and memory.json: every candidate with its bytes, term by term.
 
     Raises `ShardmakeError` where settings contradict each other or nothing fits.
@@ -121,19 +119,19 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, dict[str, An
         host_memory=_host_need(chosen, settings.hardware),
         resources=resources(settings, chosen),
     )
-    return plan, memory_json(settings, candidates)
+    return plan, memory_estimates(settings, candidates)
 
 
-def memory_json(settings: ResolvedRun, candidates: Iterable[Candidate]) -> dict[str, Any]:
-    """What is written to plan/memory.json."""
-    return {
-        "model": settings.model.architecture,
-        "parameters": settings.model.parameters,
-        "trainable": settings.split.trainable,
-        "gpu_memory": settings.hardware.gpu_memory,
-        "host_memory": settings.hardware.host_memory,
-        "candidates": [candidate.as_json() for candidate in candidates],
-    }
+def memory_estimates(settings: ResolvedRun, candidates: Iterable[Candidate]) -> MemoryEstimates:
+    """Return the content of plan/memory.json."""
+    return MemoryEstimates(
+        model=settings.model.architecture,
+        parameters=settings.model.parameters,
+        trainable=settings.split.trainable,
+        gpu_memory=settings.hardware.gpu_memory,
+        host_memory=settings.hardware.host_memory,
+        candidates=[candidate.as_record() for candidate in candidates],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------------

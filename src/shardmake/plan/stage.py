@@ -6,7 +6,7 @@ from typing import Any
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
 from shardmake.config.models import Cluster, Run
 from shardmake.config.script import check_script
-from shardmake.core.atomic import read_json, write_json, write_text
+from shardmake.core.atomic import write_text
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB, format_bytes
 from shardmake.plan.figure import draw
@@ -24,9 +24,9 @@ from shardmake.plan.planner import (
 )
 from shardmake.plan.planner import describe as name_of
 from shardmake.plan.suggestions import Suggestion, changes, suggestions
-from shardmake.run.disk_budget import check_plan, checkpoint_size
+from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Plan, plan_json
+from shardmake.run.plan import MemoryEstimates, Plan
 
 WRITING = 1e9
 """Bytes per second that a file system is assumed to take before a save has been measured."""
@@ -49,10 +49,10 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
         ) from None
     if cluster.executor == "slurm":
         check_request(plan, cluster, ask_partitions())
-    check_plan(rundir, memory, plan.choice)
-    write_json(rundir.memory, memory)
+    check_choice(rundir, memory, plan.choice)
+    memory.write(rundir.memory)
     write_text(rundir.memory_figure, draw(memory, plan.choice))
-    write_json(rundir.plan, plan_json(plan))
+    plan.write(rundir.plan)
     return plan
 
 
@@ -101,7 +101,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
-            f"  {check_plan(rundir, read_json(rundir.memory, f'shardmake plan {plan.run}'), plan.choice)}",
+            f"  {check_choice(rundir, MemoryEstimates.read(rundir.memory), plan.choice)}",
             f"  after an out-of-memory: {below or 'nothing needs less'}",
             f"  {len(plan.rejected)} other candidates, each with its reason, stand in the plan's folder",
         ]

@@ -16,7 +16,7 @@ from shardmake.report.figures import length_name
 from shardmake.report.flops import utilization
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import read_plan
+from shardmake.run.plan import Plan
 from shardmake.run.sources import PinnedSource, Sources, localize, read_sources
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def _base_license(model: Path) -> str | None:
 
 def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str, Any]) -> dict[str, str]:
     """The table "how it was made"."""
-    plan, history = read_plan(rundir.plan), read_history(rundir)
+    plan, history = Plan.read(rundir.plan), read_history(rundir)
     choice, used = plan.choice, utilization(run, rundir, history)
     loss = "not logged" if training["loss"] is None else f"{training['loss']:.4f}"
     return {

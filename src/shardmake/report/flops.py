@@ -13,7 +13,7 @@ from shardmake.memory.model import Model, Tensor
 from shardmake.memory.read_config import read_model
 from shardmake.report.history import TrainingHistory, attempt_of
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import read_plan
+from shardmake.run.plan import Plan
 from shardmake.run.sources import localize
 
 
@@ -83,4 +83,4 @@ def _peak(rundir: RunDir, number: int) -> float:
     """Dense peak of an attempt's ranks, FLOP/s; 0 on CPUs."""
     attempt = attempt_of(rundir, number)
     device = find_accelerator(attempt.read().accelerator)
-    return 0.0 if device.is_cpu else attempt.read().world_size * device.flops(read_plan(attempt.plan).choice.precision)
+    return 0.0 if device.is_cpu else attempt.read().world_size * device.flops(Plan.read(attempt.plan).choice.precision)

@@ -15,7 +15,7 @@ from shardmake.report.figures import Memory, length_name
 from shardmake.report.flops import Utilization, utilization
 from shardmake.report.history import TrainingHistory, read_history
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, Plan, read_plan
+from shardmake.run.plan import MemoryEstimates, Plan
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
@@ -52,14 +52,13 @@ class _Facts:
 
 
 def _read(run: Run, rundir: RunDir) -> _Facts:
-    plan, history = read_plan(rundir.plan), read_history(rundir)
-    estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
+    plan, history = Plan.read(rundir.plan), read_history(rundir)
     return _Facts(
         plan=plan,
         training=read_json(rundir.train_receipt, f"shardmake train {rundir.name}"),
         history=history,
         used=utilization(run, rundir, history),
-        memory=memory_of(estimates, plan, history),
+        memory=memory_of(MemoryEstimates.read(rundir.memory), plan, history),
         evaluation=read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}"),
         pushed=read_json(rundir.push_receipt, "")["destinations"] if rundir.push_receipt.exists() else [],
     )
@@ -93,12 +92,11 @@ def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> 
     )
 
 
-def memory_of(estimates: dict[str, Any], plan: Plan, history: TrainingHistory) -> Memory:
+def memory_of(estimates: MemoryEstimates, plan: Plan, history: TrainingHistory) -> Memory:
     """The estimate of what was chosen, beside the most that the allocator held (None on CPUs)."""
-    chosen = next(item for item in estimates["candidates"] if Choice.model_validate(item["choice"]) == plan.choice)
     measured = [line["memory"]["reserved"] for line in history.lines if "memory" in line]
-    gpu = chosen["gpu"]
-    return Memory(gpu["terms"], gpu["device"], estimates["gpu_memory"], max(measured, default=None))
+    gpu = estimates.of(plan.choice).gpu
+    return Memory(gpu.terms, gpu.device, estimates.gpu_memory, max(measured, default=None))
 
 
 def _tiles(facts: _Facts) -> dict[str, str]:

@@ -5,7 +5,6 @@ and an exit record per node, a report and a heartbeat per rank, the traceback of
 of all ranks if they hung.
 """
 
-import contextlib
 import os
 import socket
 import time
@@ -14,16 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from shardmake.core.atomic import digest, read_json, write_json
+from shardmake.core.atomic import digest, write_json
 from shardmake.run.paths import RunDir
-
-
-class RunRecord(BaseModel):
-    """A value that one process writes as JSON and another reads."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+from shardmake.run.record import RunRecord
 
 
 class Attempt(RunRecord):
@@ -215,9 +209,7 @@ class AttemptDir:
 
     def beat(self, rank: int) -> Heartbeat | None:
         """The last heartbeat of a rank; None before its first."""
-        with contextlib.suppress(FileNotFoundError):
-            return Heartbeat.model_validate_json(self.heartbeat(rank).read_text())
-        return None
+        return Heartbeat.read_if_exists(self.heartbeat(rank))
 
     def is_superseded(self) -> bool:
         """Whether a later attempt has begun, so that this one must not write any more."""
@@ -229,16 +221,17 @@ class AttemptDir:
 
     def read(self) -> Attempt:
         """The settings of the attempt."""
-        return Attempt.model_validate(read_json(self.settings, "shardmake train NAME"))
+        return Attempt.read(self.settings)
 
     def exits(self) -> list[NodeExit]:
         """The exit records there are, by node."""
-        return [NodeExit.model_validate_json(path.read_text()) for path in sorted(self.root.glob("node-*.json"))]
+        found = (NodeExit.read_if_exists(path) for path in sorted(self.root.glob("node-*.json")))
+        return [record for record in found if record is not None]
 
     def read_hang(self) -> Hang | None:
         """What the workers told of a hang, if there was one."""
-        if self.hang.exists():
-            return Hang.model_validate_json(self.hang.read_text())
+        if found := Hang.read_if_exists(self.hang):
+            return found
         if self.hung.exists():
             return Hang(
                 rank=None, host=None, sentence="The ranks made no progress, and the job ended before its stacks."
@@ -247,18 +240,13 @@ class AttemptDir:
 
     def rank_errors(self) -> list[RankError]:
         """The ranks' errors, earliest first."""
-        errors = [RankError.model_validate_json(path.read_text()) for path in self.errors.glob("rank-*.json")]
+        errors = [RankError.read(path) for path in self.errors.glob("rank-*.json")]
         return sorted(errors, key=lambda error: error.time)
 
 
 def host_name() -> str:
     """This node's name as Slurm knows it, which is what it can be excluded by; else the host's own."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
-def write_record(path: Path, record: RunRecord) -> None:
-    """Write ``record`` atomically."""
-    write_json(path, record.model_dump(mode="json"))
 
 
 def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
@@ -274,7 +262,7 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
         traceback=text,
         step=getattr(error, "step", None),
     )
-    write_record(folder.errors / f"rank-{rank}.json", record)
+    record.write(folder.errors / f"rank-{rank}.json")
 
 
 def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median_step_seconds: float = 0.0) -> None:

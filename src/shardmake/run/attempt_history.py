@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from shardmake.core.atomic import write_json
-from shardmake.run.attempt import RunRecord
+from shardmake.run.record import RunRecord, read_record
 
 
 class EndReason(Enum):
@@ -53,17 +53,14 @@ class AttemptRecord(RunRecord):
     all_memory: bool = Field(False, description="Later attempts with this plan ask for all of a node's memory.")
 
 
-_RECORDS = TypeAdapter(list[AttemptRecord])
-
-
 def load_history(path: Path) -> list[AttemptRecord]:
     """The attempt_records so far."""
-    return _RECORDS.validate_json(path.read_text()) if path.exists() else []
+    return read_record(path, list[AttemptRecord], AttemptRecord.made_by) if path.exists() else []
 
 
 def save_history(path: Path, history: Sequence[AttemptRecord]) -> None:
     """Write the attempt_records."""
-    write_json(path, [attempt_record.model_dump(mode="json") for attempt_record in history])
+    write_json(path, [record.as_json() for record in history])
 
 
 def next_fallback(history: Sequence[AttemptRecord], plan: str) -> int:

@@ -1,37 +1,31 @@
-"""What a run will need on disk, compared with what the file system and the user's quota leave."""
+"""What a run will need on disk, compared with the free space of the file system and the user's quota."""
 
-from collections.abc import Mapping
-from typing import Any
-
-from shardmake.core.atomic import read_json
 from shardmake.core.disk import require_space, tree_size
 from shardmake.core.units import GIB
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Choice, read_plan
+from shardmake.run.plan import Choice, MemoryEstimates, Plan
 
 
 def check_run(rundir: RunDir) -> None:
-    """Refuse to start a training whose checkpoints and final model will not fit; what is there already counts."""
-    check_plan(rundir, read_json(rundir.memory, f"shardmake plan {rundir.name}"), read_plan(rundir.plan).choice)
+    """Fail if the checkpoints and the final model of the run's plan will not fit on disk."""
+    check_choice(rundir, MemoryEstimates.read(rundir.memory), Plan.read(rundir.plan).choice)
 
 
-def check_plan(rundir: RunDir, estimates: Mapping[str, Any], choice: Choice) -> str:
-    """Refuse a choice whose checkpoints and final model will not fit; else say what it needs and what is left.
+def check_choice(rundir: RunDir, estimates: MemoryEstimates, choice: Choice) -> str:
+    """Fail if the checkpoints and the final model of ``choice`` will not fit on disk.
 
-    ``estimates`` is the content of memory.json.
+    Files that exist already count as available. Return a sentence with the bytes needed and the bytes left.
     """
-    terms = _disk_terms(estimates, choice)
+    terms = estimates.of(choice).disk.terms
     needed = max(0, sum(terms.values()) - tree_size(rundir.checkpoints) - tree_size(rundir.model))
     listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in terms.items())
     return require_space(rundir.root, needed, f"Run {rundir.name} will need {needed / GIB:.1f} GiB more ({listed})")
 
 
 def checkpoint_size(rundir: RunDir, copies: int) -> int:
-    """Estimated bytes of one checkpoint of the run's plan, which reckons with ``copies`` kept and one being written."""
-    estimates = read_json(rundir.memory, f"shardmake plan {rundir.name}")
-    return _disk_terms(estimates, read_plan(rundir.plan).choice)["checkpoints"] // (copies + 1)
+    """Return the estimated bytes of one checkpoint of the run's plan.
 
-
-def _disk_terms(estimates: Mapping[str, Any], choice: Choice) -> dict[str, int]:
-    chosen = choice.model_dump()
-    return next(item["disk"]["terms"] for item in estimates["candidates"] if item["choice"] == chosen)
+    The estimate holds ``copies`` checkpoints and the one that is being written.
+    """
+    choice = Plan.read(rundir.plan).choice
+    return MemoryEstimates.read(rundir.memory).of(choice).disk.terms["checkpoints"] // (copies + 1)

@@ -1,23 +1,17 @@
-"""The plan as it is written to ``plan/plan.json`` and read by every later stage."""
+"""The plan of a run, ``plan/plan.json``, and the memory of every candidate, ``plan/memory.json``."""
 
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
+from typing import ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shardmake.config.models import Attention, Loss, Method, Optimizer, Precision, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
-from shardmake.core.atomic import read_json
+from shardmake.core.atomic import digest
+from shardmake.run.record import RunRecord
 
 
-class Frozen(BaseModel):
-    """A value that is written as JSON and read back equal."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class Choice(Frozen):
+class Choice(RunRecord):
     """One way to run the training: what the strategy search varies."""
 
     strategy: Strategy = Field(description="How states are sharded.")
@@ -71,7 +65,7 @@ class Choice(Frozen):
         return self.spec.zero_stage
 
 
-class Workload(Frozen):
+class Workload(RunRecord):
     """What is trained, the same for every candidate."""
 
     model: str = Field(description="Folder, config.json or hub id of the base model.")
@@ -83,24 +77,25 @@ class Workload(Frozen):
     loss: Loss = Field(description="Cross entropy: plain or fused.")
 
 
-class Resources(Frozen):
+class Resources(RunRecord):
     """What one stage asks of Slurm, per node."""
 
     memory_gib: int = Field(gt=0, description="Host RAM per node, GiB (--mem).")
     cpus: int = Field(gt=0, description="Cores per node.")
 
 
-class Fallback(Frozen):
-    """A choice further down the fallbacks, and its host RAM, which may be more than that of the choice above."""
+class Fallback(RunRecord):
+    """A choice further down the fallbacks. It may need more host RAM than the choice above it."""
 
-    choice: Choice = Field(description="What training takes next.")
+    choice: Choice = Field(description="The way to run the training.")
     host_memory: int = Field(gt=0, description="Host RAM per node that it needs, bytes.")
     memory_gib: int = Field(gt=0, description="Host RAM per node that it asks of Slurm, GiB (--mem).")
 
 
-class Plan(Frozen):
-    """The choice, why, and what follows an out-of-memory."""
+class Plan(RunRecord):
+    """The choice, its reason, and the fallbacks after an out-of-memory error."""
 
+    made_by: ClassVar[str] = "shardmake plan NAME"
     run: str = Field(description="Name of the run.")
     choice: Choice = Field(description="What training starts with.")
     workload: Workload = Field(description="What is trained.")
@@ -110,8 +105,13 @@ class Plan(Frozen):
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
     resources: dict[str, Resources] = Field(description="By stage: train, consolidate, evaluate, data.")
 
+    @property
+    def digest(self) -> str:
+        """Digest of the whole plan, by which an attempt names the plan that it belongs to."""
+        return digest(self.as_json())
+
     def at(self, fallback: int) -> "Plan":
-        """The plan of an attempt on that fallback, from 1 on; 0 is the choice."""
+        """Return the plan of an attempt on ``fallback``, counted from 1; 0 is the choice."""
         if fallback == 0:
             return self
         below = self.fallbacks[fallback - 1]
@@ -119,25 +119,64 @@ class Plan(Frozen):
         return changed.asking(below.memory_gib)
 
     def asking(self, memory_gib: int) -> "Plan":
-        """The same, but for the host RAM per node that training asks of Slurm."""
+        """Return this plan with another ``--mem`` for the training job."""
         train = self.resources["train"].model_copy(update={"memory_gib": memory_gib})
         return self.model_copy(update={"resources": {**self.resources, "train": train}})
 
     def fallbacks_below(self, fallback: int, *, host: bool) -> Iterator[int]:
-        """The fallbacks that may follow ``fallback`` after an out-of-memory of the GPU or, with ``host``, of the node.
+        """Return the fallbacks that may follow ``fallback`` after the GPU ran out of memory, or with ``host`` the node.
 
-        A fallback that needs less GPU memory because it offloads needs more of the node's.
+        A fallback that offloads needs less GPU memory and more host RAM.
         """
         needs = self.at(fallback).host_memory
         below = range(fallback + 1, len(self.fallbacks) + 1)
         return (number for number in below if not host or self.fallbacks[number - 1].host_memory < needs)
 
 
-def read_plan(path: Path) -> Plan:
-    """The plan at ``path``; a `ShardmakeError` if it is not there yet."""
-    return Plan.model_validate(read_json(path, "shardmake plan NAME"))
+class GpuEstimate(RunRecord):
+    """Bytes on the fullest GPU."""
+
+    allocated: int = Field(description="Held by tensors.")
+    reserved: int = Field(description="Held by the allocator on this device.")
+    wanted: int = Field(description="Held by the allocator if the device had no limit.")
+    device: int = Field(description="Used on the device: the allocator, the CUDA context and NCCL.")
+    phase: str = Field(description="Phase of the step with the peak.")
+    terms: dict[str, int] = Field(description="The tensors of that phase, by kind.")
 
 
-def plan_json(value: Frozen) -> Any:
-    """``value`` as JSON data, keys in the order of the fields."""
-    return value.model_dump(mode="json")
+class PlaceEstimate(RunRecord):
+    """Bytes in host RAM, on NVMe or on disk."""
+
+    total: int = Field(description="Sum of the terms.")
+    terms: dict[str, int] = Field(description="Bytes by kind.")
+
+
+class CandidateEstimate(RunRecord):
+    """The memory of one candidate, and whether it fits."""
+
+    name: str = Field(description="Strategy and settings, as messages name them.")
+    choice: Choice = Field(description="The way to run the training.")
+    gpu: GpuEstimate = Field(description="GPU memory, of the fullest rank.")
+    host: PlaceEstimate = Field(description="Host RAM per node.")
+    nvme: PlaceEstimate = Field(description="NVMe per node.")
+    disk: PlaceEstimate = Field(description="Shared disk, over all nodes.")
+    fits: bool = Field(description="It fits in every place.")
+    reason: str = Field(description="Why it fits or not.")
+    step_seconds: float = Field(description="Estimated seconds per optimizer step.")
+    method: Literal["simulated", "closed form"] = Field(description="How GPU memory was estimated.")
+
+
+class MemoryEstimates(RunRecord):
+    """``plan/memory.json``: every candidate with its bytes, term by term."""
+
+    made_by: ClassVar[str] = "shardmake plan NAME"
+    model: str = Field(description="Architecture.")
+    parameters: int = Field(description="Parameters in all.")
+    trainable: int = Field(description="Parameters that are trained.")
+    gpu_memory: int = Field(description="Memory of a GPU, bytes.")
+    host_memory: int = Field(description="Host RAM of a node, bytes.")
+    candidates: list[CandidateEstimate] = Field(description="Every candidate.")
+
+    def of(self, choice: Choice) -> CandidateEstimate:
+        """Return the estimate of ``choice``."""
+        return next(candidate for candidate in self.candidates if candidate.choice == choice)

@@ -5,20 +5,20 @@ branch never changes a run under way.
 """
 
 from pathlib import Path
+from typing import ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from shardmake.config.models import Run
-from shardmake.core.atomic import read_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import RunDir
+from shardmake.run.record import RunRecord
 
 
-class PinnedSource(BaseModel):
+class PinnedSource(RunRecord):
     """A model or data set as it lies on this machine."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
     name: str = Field(description="What the configuration says.")
     subset: str | None = Field(None, description="Subset of a hub data set that the configuration says.")
     revision: str | None = Field(None, description="Branch, tag or commit that the configuration says.")
@@ -29,10 +29,11 @@ class PinnedSource(BaseModel):
     )
 
 
-class Sources(BaseModel):
+class Sources(RunRecord):
     """``sources.json``: everything that a run starts from."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    made_by: ClassVar[str] = "shardmake fetch NAME"
+
     model: PinnedSource = Field(description="The base model.")
     train: PinnedSource = Field(description="The training examples.")
     eval: PinnedSource | None = Field(None, description="The evaluation examples, where they are given apart.")
@@ -40,7 +41,7 @@ class Sources(BaseModel):
 
 def read_sources(rundir: RunDir) -> Sources | None:
     """The sources of a run; None where it was not fetched."""
-    return Sources.model_validate(read_json(rundir.sources, "")) if rundir.sources.is_file() else None
+    return Sources.read_if_exists(rundir.sources)
 
 
 def localize(run: Run, rundir: RunDir) -> Run:

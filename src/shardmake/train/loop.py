@@ -31,7 +31,7 @@ from transformers.trainer_utils import align_special_tokens
 from shardmake.core.atomic import read_json
 from shardmake.data.dataset import collator, load
 from shardmake.run.attempt import AttemptDir, rank_report
-from shardmake.run.plan import read_plan
+from shardmake.run.plan import Plan
 from shardmake.train import checkpoint_files
 from shardmake.train.callbacks import HeartbeatCallback
 from shardmake.train.data_order import WholeBatches
@@ -54,7 +54,7 @@ Batch = dict[str, Any]
 def train(attempt_folder: Path) -> None:
     """Run this rank of the attempt in ``attempt_folder`` to its end."""
     folder = AttemptDir(attempt_folder)
-    attempt, plan = folder.read(), read_plan(folder.plan)
+    attempt, plan = folder.read(), Plan.read(folder.plan)
     settings = read_json(folder.training, "shardmake train NAME")
     rank = int(os.environ.get("RANK", "0"))
     heartbeat = HeartbeatCallback(folder, rank)

@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from shardmake.core.atomic import read_json
 from shardmake.data.dataset import collator, load
 from shardmake.run.attempt import Attempt, AttemptDir, rank_report
-from shardmake.run.plan import Plan, read_plan
+from shardmake.run.plan import Plan
 from shardmake.train.callbacks import HeartbeatCallback, StopOnRequest
 from shardmake.train.checkpoint_saver import CommittingTrainer
 from shardmake.train.data_order import WholeBatches
@@ -75,7 +75,7 @@ def train(attempt_folder: Path) -> None:
     heartbeat = HeartbeatCallback(folder, rank)
     heartbeat.beat("load", 0)
     rank_report(folder, rank, environment_report())
-    plan = read_plan(folder.plan)
+    plan = Plan.read(folder.plan)
     settings = read_json(folder.training, "shardmake train NAME")
     trainer, stop = _make_trainer(folder, attempt, plan, settings, heartbeat)
     trainer.add_callback(_Gate(folder, rank, settings["expected"], trainer))

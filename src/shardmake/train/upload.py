@@ -22,7 +22,8 @@ from shardmake.checkpoint.files import BLOCK, FileEntry, list_files, wait_visibl
 from shardmake.checkpoint.retention import Retention
 from shardmake.core.atomic import write_json
 from shardmake.core.process import die_with_parent
-from shardmake.run.attempt import AttemptDir, RunRecord
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.record import RunRecord
 
 _WORKERS = 4
 _LISTING = TypeAdapter(dict[str, FileEntry])

@@ -19,7 +19,7 @@ from typing import Any
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.atomic import read_json
 from shardmake.run.attempt import USER_SCRIPT_PHASE, Attempt, AttemptDir, rank_report, write_heartbeat
-from shardmake.run.plan import read_plan
+from shardmake.run.plan import Plan
 from shardmake.train.engine_check import EngineMismatchError, environment_report
 from shardmake.train.process_group import leave_together
 from shardmake.train.trackers import prepare_trackers
@@ -52,7 +52,7 @@ def train(attempt_folder: Path) -> None:
 
 def variables(folder: AttemptDir, attempt: Attempt, settings: dict[str, Any]) -> dict[str, str]:
     """What the script finds in its environment, one variable a line of docs/how-to/user-script.md."""
-    rundir, plan, arguments = attempt.rundir, read_plan(folder.plan), settings["arguments"]
+    rundir, plan, arguments = attempt.rundir, Plan.read(folder.plan), settings["arguments"]
     values: dict[str, object] = {
         "ATTEMPT": attempt.number,
         "ATTEMPT_FOLDER": folder.root,

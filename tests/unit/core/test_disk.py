@@ -4,20 +4,21 @@ from pathlib import Path
 import pytest
 
 from shardmake.config.models import Cluster
-from shardmake.core.atomic import write_json
 from shardmake.core.disk import check_save, free_space, mount_of, quota_left, tree_size
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.stage import describe_checkpoints
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir
+from shardmake.run.plan import PlaceEstimate
 from tests.finished_run import MEMORY, make_plan, make_run, make_rundir
 
 TIB = 1 << 40
 
 
 def with_disk_terms(rundir: RunDir, **terms: int) -> None:
-    candidate = {**MEMORY["candidates"][0], "disk": {"terms": terms}}
-    write_json(rundir.memory, {**MEMORY, "candidates": [candidate]})
+    disk = PlaceEstimate(total=sum(terms.values()), terms=terms)
+    candidate = MEMORY.candidates[0].model_copy(update={"disk": disk})
+    MEMORY.model_copy(update={"candidates": [candidate]}).write(rundir.memory)
 
 
 def test_a_run_that_does_not_fit_is_refused_with_its_parts(tmp_path: Path) -> None:

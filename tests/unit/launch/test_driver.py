@@ -19,9 +19,9 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.launch import driver as driver_module
 from shardmake.launch.driver import Driver, SubmittedJob
 from shardmake.launch.slurm_states import JobState, JobStatus
-from shardmake.run.attempt import AttemptDir, NodeExit, RankError, write_record
+from shardmake.run.attempt import AttemptDir, NodeExit, RankError
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Fallback, Plan, plan_json
+from shardmake.run.plan import Fallback, Plan
 from tests.unit.plans import make_cluster, make_plan, make_run
 
 End = Callable[[AttemptDir], None]
@@ -76,7 +76,7 @@ class Lab:
             "method": "full",
         }
         write_json(self.rundir.training, settings)
-        write_json(self.rundir.plan, plan_json(self.plan))
+        self.plan.write(self.rundir.plan)
         made = Driver(run or make_run(), make_cluster(**cluster), self.rundir, self.plan, self.told.append, 0)
         made.jobs = jobs
         return made
@@ -104,8 +104,8 @@ def fails(kind: str, message: str, **values: Any) -> End:
 
     def end(folder: AttemptDir) -> None:
         base = {"rank": 0, "host": "c1", "blamed": "c1", "time": 1.0, "traceback": "Traceback ..."}
-        write_record(
-            folder.errors / "rank-0.json", RankError.model_validate(base | values | {"kind": kind, "message": message})
+        RankError.model_validate(base | values | {"kind": kind, "message": message}).write(
+            folder.errors / "rank-0.json"
         )
 
     return end
@@ -116,7 +116,7 @@ def exits(**values: Any) -> End:
 
     def end(folder: AttemptDir) -> None:
         base = {"node_rank": 0, "host": "c1", "started": 0, "ended": 1, "phase": "training", "returncode": 1}
-        write_record(folder.exit_record(0), NodeExit.model_validate(base | {"stop_signal": None} | values))
+        NodeExit.model_validate(base | {"stop_signal": None} | values).write(folder.exit_record(0))
 
     return end
 

@@ -9,15 +9,13 @@ import pytest
 
 from shardmake.config.models import Cluster, check_inputs
 from shardmake.config.script import check_script
-from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings
 from shardmake.render.stage import render_files
-from shardmake.run.attempt import AttemptDir, NodeExit, record_error, write_record
+from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import plan_json
 from shardmake.train.user_script import _run, variables
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
@@ -72,8 +70,8 @@ def folder(tmp_path: Path) -> AttemptDir:
     folder = AttemptDir(tmp_path / "runs/lab/train/attempts/002")
     plan, cluster = make_plan("zero2"), make_cluster()
     settings = attempt_settings(2, tmp_path / "runs/lab", cluster, plan, resume_from=None, recipe="r")
-    write_record(folder.settings, settings)
-    write_json(folder.plan, plan_json(plan))
+    settings.write(folder.settings)
+    plan.write(folder.plan)
     return folder
 
 
@@ -82,7 +80,7 @@ def leave(folder: AttemptDir, *codes: int) -> None:
         record = NodeExit(
             node_rank=rank, host="n", started=1.0, ended=9.0, phase="training", returncode=code, stop_signal=None
         )
-        write_record(folder.exit_record(rank), record)
+        record.write(folder.exit_record(rank))
 
 
 def test_documented_variables_are_set(folder: AttemptDir) -> None:

@@ -21,7 +21,7 @@ from shardmake.launch.watchdog import (
     flight_recorder,
     overdue,
 )
-from shardmake.run.attempt import AttemptDir, Heartbeat, NodeExit, write_heartbeat, write_record
+from shardmake.run.attempt import AttemptDir, Heartbeat, NodeExit, write_heartbeat
 from shardmake.run.timeouts import collective_timeout
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
@@ -125,7 +125,7 @@ def test_stacks_are_out_before_their_node_says_so(tmp_path: Path, monkeypatch: p
         synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
 
     for rank in (0, 1):
-        write_record(folder.heartbeat(rank), beat(rank))
+        beat(rank).write(folder.heartbeat(rank))
     folder.stacks.mkdir()
     folder.stack(0).write_text("stuck_here")  # rank 1 does not answer
     folder.hang.touch()
@@ -184,10 +184,10 @@ def test_ranks_whose_peers_failed_on_another_node_are_given_up(tmp_path: Path, m
     folder = AttemptDir(tmp_path)
     watch = Watchdog(folder, range(1, 2), 2, hang_seconds=600)
     record = NodeExit(node_rank=0, host="c1", started=0, ended=1, phase="training", returncode=0, stop_signal=None)
-    write_record(folder.exit_record(0), record)
+    record.write(folder.exit_record(0))
     monkeypatch.setattr(watchdog, "ABANDONED_SECONDS", 0.2)
     assert not watch.is_abandoned(), "a node that is done"
-    write_record(folder.exit_record(0), record.model_copy(update={"returncode": 1}))
+    record.model_copy(update={"returncode": 1}).write(folder.exit_record(0))
     assert not watch.is_abandoned(), "its own ranks may still tell why"
     time.sleep(0.3)
     assert watch.is_abandoned()

@@ -9,7 +9,7 @@ import pytest
 from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import RendezvousError
-from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_heartbeat, write_record
+from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_heartbeat
 from tests.unit.plans import make_cluster, make_plan
 
 
@@ -19,7 +19,7 @@ def folder(tmp_path: Path) -> AttemptDir:
     folder = AttemptDir(tmp_path / "train/attempts/001")
     cluster = make_cluster(scratch=str(tmp_path))
     attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, recipe="r")
-    write_record(folder.settings, attempt)
+    attempt.write(folder.settings)
     return folder
 
 
@@ -27,7 +27,7 @@ def tell(folder: AttemptDir, rank: int, returncode: int | None) -> None:
     exited = NodeExit(
         node_rank=rank, host=f"c{rank}", started=0, ended=1, phase="training", returncode=returncode, stop_signal=None
     )
-    write_record(folder.exit_record(rank), exited)
+    exited.write(folder.exit_record(rank))
 
 
 @pytest.mark.parametrize(
@@ -54,13 +54,13 @@ def test_a_failed_node_ends_the_step_where_another_is_stuck(
 def test_a_record_that_finds_no_room_is_printed(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fill_up(path: Path, record: NodeExit) -> None:
+    def fill_up(record: NodeExit, path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def fail(*args: object) -> None:
         raise RendezvousError("nobody came")
 
-    monkeypatch.setattr(worker, "write_record", fill_up)
+    monkeypatch.setattr(NodeExit, "write", fill_up)
     monkeypatch.setattr(worker, "meet", fail)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
@@ -94,7 +94,7 @@ def test_a_requeued_job_reads_nothing_of_its_earlier_start(folder: AttemptDir, m
     tell(folder, 1, 0)
     for path in (folder.stop_file, folder.stopped, folder.hung, folder.log(0)):
         path.touch()
-    write_record(folder.hang, Hang(rank=None, host=None, sentence="old"))
+    Hang(rank=None, host=None, sentence="old").write(folder.hang)
     record_error(folder, 3, ValueError("old"))
     write_heartbeat(folder, 3, "train", 7)
     seen: list[Path] = []

@@ -1,6 +1,5 @@
 import json
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -8,46 +7,44 @@ import pytest
 from shardmake.config.models import Run
 from shardmake.plan.figure import bars, draw
 from shardmake.plan.planner import make_plan
-from shardmake.run.plan import Plan
+from shardmake.run.plan import MemoryEstimates, Plan
 from tests.unit.plan.test_planner import TINY, gpus
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
 @pytest.fixture(scope="module")
-def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, dict[str, Any]]:
+def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, MemoryEstimates]:
     folder = tmp_path_factory.mktemp("model")
     (folder / "config.json").write_text(json.dumps(TINY))
     values = {"model": str(folder), "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 32}
     return make_plan("docs & chat", Run(**values, max_steps=1, learning_rate=1e-4), gpus(max_nodes=1))
 
 
-def test_a_bar_for_each_strategy_with_and_without_recomputation(planned: tuple[Plan, dict[str, Any]]) -> None:
+def test_a_bar_for_each_strategy_with_and_without_recomputation(planned: tuple[Plan, MemoryEstimates]) -> None:
     plan, memory = planned
-    rows = bars(memory["candidates"], plan.choice)
-    kinds = [(row["choice"]["strategy"], row["choice"]["gradient_checkpointing"]) for row in rows]
+    rows = bars(memory.candidates, plan.choice)
+    kinds = [(row.choice.strategy, row.choice.gradient_checkpointing) for row in rows]
     assert len(kinds) == len(set(kinds))
-    assert set(kinds) == {
-        (item["choice"]["strategy"], item["choice"]["gradient_checkpointing"]) for item in memory["candidates"]
-    }
-    assert rows[0]["choice"] == plan.choice.model_dump()
+    assert set(kinds) == {(item.choice.strategy, item.choice.gradient_checkpointing) for item in memory.candidates}
+    assert rows[0].choice == plan.choice
 
 
-def test_terms_are_the_bar_and_the_gpus_memory_is_the_line(planned: tuple[Plan, dict[str, Any]]) -> None:
+def test_terms_are_the_bar_and_the_gpus_memory_is_the_line(planned: tuple[Plan, MemoryEstimates]) -> None:
     plan, memory = planned
     root = ElementTree.fromstring(draw(memory, plan.choice))
     texts = {text.text: text.get("font-weight") for text in root.iter(f"{SVG}text")}
-    rows = bars(memory["candidates"], plan.choice)
-    assert texts[rows[0]["name"]] == "bold"
-    assert all(row["name"] in texts for row in rows)
-    assert set(rows[0]["gpu"]["terms"]) <= set(texts)
+    rows = bars(memory.candidates, plan.choice)
+    assert texts[rows[0].name] == "bold"
+    assert all(row.name in texts for row in rows)
+    assert set(rows[0].gpu.terms) <= set(texts)
     assert "79.1 GiB a GPU has" in texts
     assert len(root.findall(f"{SVG}line")) == 1
     titled = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
-    assert len(titled) == sum(len(row["gpu"]["terms"]) + 1 for row in rows)
+    assert len(titled) == sum(len(row.gpu.terms) + 1 for row in rows)
 
 
-def test_the_figure_needs_nothing_from_elsewhere(planned: tuple[Plan, dict[str, Any]], tmp_path: Path) -> None:
+def test_the_figure_needs_nothing_from_elsewhere(planned: tuple[Plan, MemoryEstimates], tmp_path: Path) -> None:
     plan, memory = planned
     text = draw(memory, plan.choice)
     assert "href" not in text

@@ -7,7 +7,7 @@ import pytest
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.planner import make_plan
-from shardmake.run.plan import Plan
+from shardmake.run.plan import MemoryEstimates, Plan
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
 TINY = {
@@ -118,9 +118,8 @@ def test_adafactor_is_not_for_fsdp2(folders: dict[str, str]) -> None:
 def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
     values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())
-    by_choice = {json.dumps(c["choice"]): c["gpu"]["device"] for c in memory["candidates"]}
     taken = [made.choice, *(fallback.choice for fallback in made.fallbacks)]
-    needs = [by_choice[json.dumps(choice.model_dump())] for choice in taken]
+    needs = [memory.of(choice).gpu.device for choice in taken]
     assert len(needs) > 2
     assert needs == sorted(needs, reverse=True)
     assert len(set(needs)) == len(needs)
@@ -161,11 +160,12 @@ def test_the_ladder_comes_to_16_bits_before_nvme_and_more_nodes(folders: dict[st
 def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -> None:
     values = {"model": folders["tiny"], "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 8}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), CPU)
-    assert len(memory["candidates"]) == len(made.rejected) + 1
-    for candidate in memory["candidates"]:
-        assert sum(candidate["gpu"]["terms"].values()) == candidate["gpu"]["allocated"]
-        assert set(candidate) >= {"strategy", "gpu", "host", "nvme", "disk", "fits", "reason", "step_seconds"}
-    json.dumps(memory)
+    assert len(memory.candidates) == len(made.rejected) + 1
+    for candidate in memory.candidates:
+        assert sum(candidate.gpu.terms.values()) == candidate.gpu.allocated
+        for place in (candidate.host, candidate.nvme, candidate.disk):
+            assert sum(place.terms.values()) == place.total
+    assert MemoryEstimates.model_validate_json(memory.model_dump_json()) == memory
 
 
 def test_a_checkpoint_that_waits_in_memory_is_host_memory(folders: dict[str, str]) -> None:
@@ -176,9 +176,9 @@ def test_a_checkpoint_that_waits_in_memory_is_host_memory(folders: dict[str, str
         values = {"model": folders["tiny"], "data": {"train": "x"}, "sequence_length": 128, "global_batch_size": 64}
         run = Run(**values, nodes=2, max_steps=1, learning_rate=1e-4, checkpoints={"asynchronous": asynchronous})
         memory = make_plan("run", run, gpus(scratch=scratch))[1]
-        hosts = {item["strategy"]: item["host"]["terms"].get(term, 0) for item in memory["candidates"]}
+        hosts = {item.choice.strategy: item.host.terms.get(term, 0) for item in memory.candidates}
         found[scratch, asynchronous] = hosts
-        whole = {item["strategy"]: item["disk"]["terms"]["checkpoints"] / 3 for item in memory["candidates"]}
+        whole = {item.choice.strategy: item.disk.terms["checkpoints"] / 3 for item in memory.candidates}
     held = found["/dev/shm/here", True]
     assert {strategy: held[strategy] / whole[strategy] for strategy in ("ddp", "zero1", "zero2", "zero3", "fsdp")} == {
         "ddp": 1, "zero1": (2 + 12 / 2) / 14, "zero2": (2 + 12 / 2) / 14, "zero3": 1 / 2, "fsdp": 1 / 2,

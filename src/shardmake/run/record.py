@@ -1,0 +1,73 @@
+"""The base of every JSON record that one process writes and another reads."""
+
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from shardmake.core.atomic import write_json
+from shardmake.core.errors import ShardmakeError
+
+_SHOWN_PROBLEMS = 3
+T = TypeVar("T")
+
+
+class RunRecord(BaseModel):
+    """A value that is written as JSON and read back equal. Unknown fields are errors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    made_by: ClassVar[str] = "shardmake train NAME"
+    """The command that writes the file, for error messages."""
+
+    @classmethod
+    def read(cls, path: Path, made_by: str = "") -> Self:
+        """Return the record at ``path``.
+
+        Raises `ShardmakeError` if the file is missing or is not such a record; the message names the fields and the
+        command ``made_by`` that writes the file.
+        """
+        return read_record(path, cls, made_by or cls.made_by)
+
+    @classmethod
+    def read_if_exists(cls, path: Path) -> Self | None:
+        """Return the record at ``path``, or None if there is no such file, also when it is removed at this moment."""
+        try:
+            return _parse(path, path.read_bytes(), cls, cls.made_by)
+        except FileNotFoundError:
+            return None
+
+    def write(self, path: Path) -> bool:
+        """Write the record to ``path`` atomically; return whether the file changed."""
+        return write_json(path, self.as_json())
+
+    def as_json(self) -> Any:
+        """Return the record as JSON data, keys in the order of the fields."""
+        return self.model_dump(mode="json")
+
+
+def read_record(path: Path, kind: type[T], made_by: str) -> T:
+    """Return the content of ``path`` as a ``kind``, which may be any type that pydantic can validate."""
+    try:
+        return _parse(path, path.read_bytes(), kind, made_by)
+    except FileNotFoundError:
+        raise ShardmakeError(f"{path} does not exist yet. Write it with: {made_by}") from None
+
+
+def _parse(path: Path, content: bytes, kind: type[T], made_by: str) -> T:
+    try:
+        return TypeAdapter(kind).validate_json(content)
+    except ValidationError as error:
+        raise ShardmakeError(
+            f"Cannot read {path}: {_problems(error)}. "
+            f"It is incomplete or was written by another version of Shardmake. Write it again with: {made_by}"
+        ) from None
+
+
+def _problems(error: ValidationError) -> str:
+    """Return the first problems of ``error``, each with its field."""
+    problems = [
+        ": ".join(part for part in (".".join(map(str, problem["loc"])), problem["msg"]) if part)
+        for problem in error.errors(include_url=False, include_input=False)
+    ]
+    more = [f"and {len(problems) - _SHOWN_PROBLEMS} more"] if len(problems) > _SHOWN_PROBLEMS else []
+    return "; ".join([*problems[:_SHOWN_PROBLEMS], *more])
