@@ -5,15 +5,14 @@ Weights go to the meta device, so that only the files' headers are
 read; a folder with sparse files of the right headers does as well as the real one.
 """
 
-import json
 import os
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError, ShardmakeError
+from shardmake.core.process import answer_request, run_module
 
 
 @dataclass(frozen=True)
@@ -52,14 +51,13 @@ def try_loading(folder: Path, trust_remote_code: bool = False, base: Path | None
     Raises:
         ShardmakeError: that process failed in a way that says nothing about the folder.
     """
-    code = "from shardmake.consolidate.loading import main; main()"
-    command = [sys.executable, "-c", code, str(folder), str(int(trust_remote_code)), *([str(base)] if base else [])]
+    request = {"folder": str(folder), "trust_remote_code": trust_remote_code, "base": base and str(base)}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    if done.returncode:
-        raise ShardmakeError(f"The check with transformers did not run ({' '.join(command)}):\n{done.stderr[-2000:]}")
-    return _from_json(json.loads(done.stdout))
+    try:
+        return _from_json(run_module(__name__, request, environment))
+    except RuntimeError as error:
+        raise ModelError(f"{folder} could not be loaded for a check: {error}") from None
 
 
 def _from_json(values: dict[str, Any]) -> Loading:
@@ -148,12 +146,12 @@ def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     )
 
 
-def main() -> None:
-    """Print what `load` or, where a base is given too, `load_adapter` found as JSON."""
-    answer, sys.stdout = sys.stdout, sys.stderr
-    folder, trust_remote_code, *base = sys.argv[1:]
-    if base:
-        found = load_adapter(Path(folder), Path(base[0]), trust_remote_code == "1")
-    else:
-        found = load(Path(folder), trust_remote_code == "1")
-    print(json.dumps(asdict(found)), file=answer)
+def _answer(request: Any) -> dict[str, Any]:
+    folder, trust_remote_code = Path(request["folder"]), request["trust_remote_code"]
+    if request["base"]:
+        return asdict(load_adapter(folder, Path(request["base"]), trust_remote_code))
+    return asdict(load(folder, trust_remote_code))
+
+
+if __name__ == "__main__":
+    answer_request(_answer)

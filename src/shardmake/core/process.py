@@ -1,24 +1,69 @@
-"""A process that must not outlive the one that started it."""
+"""Child processes: modules that exchange JSON with their parent, deadlines, and an end together with the parent."""
 
 import ctypes
+import json
+import os
 import signal
 import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardmake.core import errors
+from shardmake.core.errors import ShardmakeError
 
 _PR_SET_PDEATHSIG = 1
+_USER_ERROR = 2
+
+
+def run_module(module: str, request: Any, environment: Mapping[str, str]) -> Any:
+    """Run ``python -m module`` with ``request`` as JSON on its input and return its JSON output.
+
+    The module calls `answer_request`. Its own process keeps torch out of the caller's memory, and isolates the caller
+    from a crash in a library or in a model's code.
+
+    Raises:
+        ShardmakeError: The module raised one; its subclass is preserved.
+        RuntimeError: The process failed; the message ends with its standard error.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", module]
+    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
+    if done.returncode == _USER_ERROR:
+        kind, _, message = done.stdout.partition("\n")
+        raise getattr(errors, kind, ShardmakeError)(message)
+    if done.returncode:
+        raise RuntimeError(f"{module} failed with exit status {done.returncode}:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout)
+
+
+def answer_request(handler: Callable[[Any], Any]) -> None:
+    """Apply ``handler`` to the request of `run_module` and write the result as JSON to standard output.
+
+    Everything that libraries print goes to standard error instead.
+    """
+    output = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    with output:
+        try:
+            output.write(json.dumps(handler(json.load(sys.stdin))))
+        except ShardmakeError as error:
+            output.write(f"{type(error).__name__}\n{error}")
+            sys.exit(_USER_ERROR)
 
 
 def die_with_parent() -> None:
-    """Have the kernel end this process with SIGKILL when its parent ends, whatever ends that.
+    """Let the kernel end this process with SIGKILL as soon as its parent ends.
 
-    A parent that is gone already goes unnoticed: the caller compares `os.getppid` with what it should be.
+    This has no effect if the parent has ended already. The caller therefore compares `os.getppid` with the expected
+    process id.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def wait_for_output(process: subprocess.Popen[str], seconds: float) -> str | None:
-    """What ``process`` prints to its end with status 0, within ``seconds``; else None.
+    """Return the output of ``process``, or None if it fails or does not end within ``seconds``.
 
-    One that is late is killed and not waited for: a process that the kernel holds (state D) does not die.
+    A late process is killed but not waited for, because a process in state D does not end.
     """
     try:
         printed, _ = process.communicate(timeout=seconds)

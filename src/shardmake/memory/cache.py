@@ -3,8 +3,6 @@
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from functools import cache
 from importlib.metadata import version
@@ -12,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.errors import ModelError
+from shardmake.core.process import run_module
 
 
 def cache_folder() -> Path:
@@ -51,23 +49,5 @@ def cached_helper(module: str, request: Mapping[str, Any]) -> Any:
 
 
 def run_helper(module: str, request: Mapping[str, Any]) -> Any:
-    """Run ``python -m module`` with ``request`` as JSON on its standard input; return its JSON output.
-
-    A separate process keeps torch out of this one, and survives a crash of a model's own code.
-
-    Raises:
-        ModelError: The helper rejected the request (exit code 2).
-    """
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", module],
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env={**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""},
-        check=False,
-    )
-    if done.returncode == 2:
-        raise ModelError(done.stdout.strip())
-    if done.returncode:
-        raise RuntimeError(f"{module} failed:\n{done.stderr[-4000:]}")
-    return json.loads(done.stdout)
+    """Run ``module`` on ``request`` in a child process that sees no GPU."""
+    return run_module(module, request, {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""})

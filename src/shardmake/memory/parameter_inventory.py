@@ -3,31 +3,23 @@
 Run as a process by `shardmake.memory.model`: JSON in, JSON out; exit code 2 and a sentence for what the user can mend.
 """
 
-import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.core.errors import ModelError
+from shardmake.core.process import answer_request
 from shardmake.memory.model import Tensor, tensor_json
 
 if TYPE_CHECKING:
     from torch import nn
 
 
-def main() -> int:
-    """Read the request on standard input, write the inventory on standard output."""
-    request = json.load(sys.stdin)
-    try:
-        model = build(request["config"], request["source"], request["trust_remote_code"])
-        wanted = request.get("adapters")
-        found = adapters(model, wanted["rank"], wanted["targets"]) if wanted else inventory(model)
-    except ModelError as error:
-        print(error)
-        return 2
-    json.dump(found, sys.stdout)
-    return 0
+def answer(request: Mapping[str, Any]) -> Any:
+    """Return the inventory of the requested model, or of its adapters."""
+    model = build(request["config"], request["source"], request["trust_remote_code"])
+    wanted = request.get("adapters")
+    return adapters(model, wanted["rank"], wanted["targets"]) if wanted else inventory(model)
 
 
 def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = False) -> "nn.Module":
@@ -154,4 +146,4 @@ def _kind(module: "nn.Module") -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    answer_request(answer)

@@ -6,8 +6,6 @@ the GPU's, `shardmake.memory.gpu_kernels` stands in.
 """
 
 import gc
-import json
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -20,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from shardmake.core.errors import ModelError
+from shardmake.core.process import answer_request
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.parameter_inventory import block_paths, build, plain_name
 
@@ -27,15 +26,9 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Event = list[Any]
 
 
-def main() -> int:
-    """Read the requests on standard input, write the script of each step on standard output."""
-    requests = json.load(sys.stdin)["requests"]
-    try:
-        json.dump([_trace_or_say_why(request) for request in requests], sys.stdout)
-    except ModelError as error:
-        print(error)
-        return 2
-    return 0
+def answer(request: Mapping[str, Any]) -> list[list[Event]]:
+    """Return the events of each requested step."""
+    return [_trace_or_say_why(step) for step in request["requests"]]
 
 
 def _trace_or_say_why(request: Mapping[str, Any]) -> list[Event]:
@@ -269,4 +262,4 @@ def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    answer_request(answer)

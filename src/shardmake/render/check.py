@@ -5,10 +5,7 @@ files just as they will on the nodes, at the planned world size (`shardmake.rend
 they understand differently from the plan and what they drop without a word is an error.
 """
 
-import json
 import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -17,6 +14,7 @@ from typing import Any
 
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.process import answer_request, run_module
 from shardmake.render import parsers
 from shardmake.run.plan import Choice
 
@@ -47,19 +45,10 @@ def check_rendered(files: Files, choice: Choice, hidden_size: int, flags: list[s
 
 def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> list[str]:
     """Run ``module`` over ``request`` in a process that finds itself as rank 0 of ``world_size``; its answer."""
-    with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
-        answer = Path(folder, "answer.json")
-        Path(folder, "request.json").write_text(json.dumps(request))
-        process = subprocess.run(
-            [sys.executable, "-m", module, folder],
-            env=_environment(world_size, deepspeed) | kernel_caches(scratch),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if not answer.is_file():
-            raise ShardmakeError(f"The files could not be checked:\n{process.stderr[-3000:]}")
-        return json.loads(answer.read_text())
+    try:
+        return run_module(module, request, _environment(world_size, deepspeed) | kernel_caches(scratch))
+    except RuntimeError as error:
+        raise ShardmakeError(f"The files could not be checked: {error}") from None
 
 
 def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
@@ -73,10 +62,10 @@ def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
 # --- in the child process ---------------------------------------------------------------------------------------------
 
 
-def answer_request(folder: Path, check: Callable[[dict[str, Any]], list[str]]) -> None:
-    """Apply ``check`` to the request in ``folder`` and leave its answer there."""
-    request = json.loads((folder / "request.json").read_text())
-    (folder / "answer.json").write_text(json.dumps(check(request)))
+def answer_check(check: Callable[[dict[str, Any], Path], list[str]]) -> None:
+    """Answer the parent's request with ``check``, which gets an empty folder as well."""
+    with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
+        answer_request(lambda request: check(request, Path(folder)))
 
 
 def problems_of(check: Callable[[], list[str]]) -> list[str]:
@@ -164,4 +153,4 @@ def _unequal(what: str, understood: object, planned: object) -> list[str]:
 
 
 if __name__ == "__main__":
-    answer_request(Path(sys.argv[1]), lambda request: _check(request, Path(sys.argv[1])))
+    answer_check(_check)

@@ -5,7 +5,6 @@ parsers read them, and settings that stand in several files are compared, with w
 """
 
 import json
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ import yaml
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.render import parsers
-from shardmake.render.check import answer_request, ask_libraries, problems_of
+from shardmake.render.check import answer_check, ask_libraries, problems_of
 
 Kind = Literal["accelerate", "deepspeed", "training"]
 TITLES: Final[dict[Kind, str]] = {
@@ -318,4 +317,4 @@ def _read_training(source: ConfigFile, folder: Path) -> list[str]:
 
 
 if __name__ == "__main__":
-    answer_request(Path(sys.argv[1]), lambda request: _ask(request, Path(sys.argv[1])))
+    answer_check(_ask)
