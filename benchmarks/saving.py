@@ -20,7 +20,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from shardmake.checkpoint import store
-from shardmake.config.models import Strategy, get_run, load_cluster, load_config
+from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.models import Strategy
 from shardmake.launch.jobs import attempt_settings
 from shardmake.plan.planner import make_plan
 from shardmake.run.attempt import AttemptDir

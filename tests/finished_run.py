@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from shardmake.config.models import Run, parse_config
+from shardmake.config.load import parse_config
+from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.manifest import manifest_json as manifest_as_json
 from shardmake.core.manifest import read_folder

@@ -11,18 +11,8 @@ import typer
 
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.naming import Format
-from shardmake.config.models import (
-    Attention,
-    Cluster,
-    Method,
-    Optimizer,
-    Precision,
-    Run,
-    Strategy,
-    get_run,
-    load_cluster,
-    load_config,
-)
+from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.models import Attention, Cluster, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.log import configure_logging

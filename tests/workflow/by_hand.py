@@ -11,7 +11,8 @@ from typing import Any
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import write_deepspeed_hint
-from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import read_json, write_json, write_text
 from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model

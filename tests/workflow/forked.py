@@ -7,7 +7,8 @@ from typing import Any
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.config.models import Cluster, Run, Strategy, get_run, load_cluster, load_config
+from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import write_json, write_text
 from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model

@@ -15,7 +15,8 @@ import pytest
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import read_record
-from shardmake.config.models import Strategy, get_run, load_cluster, load_config
+from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.models import Strategy
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.stage import plan_run
 from shardmake.render.stage import render

@@ -2,7 +2,7 @@
 
 import os
 
-from shardmake.config.models import get_run, load_cluster, load_config
+from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.plan.planner import make_plan
 from tests.workflow.checkout import Checkout
 

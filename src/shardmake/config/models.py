@@ -6,18 +6,12 @@ model or the data come with the stages.
 """
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from shardmake.config.messages import error_lines
-from shardmake.config.script import check_script
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
-from shardmake.core.atomic import digest
-from shardmake.core.errors import ShardmakeError, nearest
 
 if TYPE_CHECKING:
     Strategy = str
@@ -25,7 +19,6 @@ if TYPE_CHECKING:
 else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
     EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
-S = TypeVar("S", bound="Section")
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
 Attention = Literal["flash", "sdpa", "eager"]
@@ -412,146 +405,3 @@ class Config(Section):
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
                 raise ValueError(f"{name!r} cannot name a run's folder; use letters, digits, '.', '_' and '-'")
         return runs
-
-
-# The settings that only a later stage reads. Whatever is not listed shapes the plan and the training, so that a new
-# push destination never retrains anything.
-STAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "fetch": ("model", "revision", "data"),
-    "data": ("data", "model", "revision", "sequence_length", "packing", "seed", "trust_remote_code"),
-    "consolidate": ("dtype", "max_shard_size"),
-    "evaluate": ("evaluation",),
-    "push": ("push",),
-}
-_LATE_FIELDS = {field for stage in ("consolidate", "evaluate", "push") for field in STAGE_FIELDS[stage]} | {"data"}
-
-
-def stage_digest(run: Run, cluster: Cluster, stage: str) -> str:
-    """Digest of the settings that ``stage`` reads; Snakemake reruns the stage when it changes.
-
-    Only the plan depends on the cluster, but for how many trainings are queued at once; what it decides from it stands
-    in the rendered files.
-    """
-    values = run.model_dump()
-    fields = STAGE_FIELDS.get(stage)
-    if fields is None:
-        fields = tuple(sorted(set(values) - _LATE_FIELDS))
-        values["cluster"] = cluster.model_dump(exclude={"trainings_per_user"})
-        fields += ("cluster",)
-    return digest({field: values[field] for field in fields})
-
-
-def load_config(*paths: Path) -> Config:
-    """Read and check configuration files; later ones are merged over earlier ones, as Snakemake does."""
-    merged: dict[str, Any] = {}
-    for path in paths:
-        _merge(merged, read_yaml(path))
-    return parse_config(merged, " + ".join(str(path) for path in paths))
-
-
-def parse_config(values: Mapping[str, Any], source: str) -> Config:
-    """Check ``values`` against `Config`; ``source`` is named in errors."""
-    return _parse(Config, values, source)
-
-
-def load_cluster(path: Path) -> Cluster:
-    """Read and check a cluster file."""
-    return _parse(Cluster, read_yaml(path), str(path))
-
-
-class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice; plain YAML takes the last one and says nothing."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep)
-
-
-def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
-    if not path.is_file():
-        raise ShardmakeError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).")
-    try:
-        values = yaml.load(path.read_bytes(), _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ShardmakeError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ShardmakeError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ShardmakeError(f"{path} holds no keys; see config/README.md for what belongs there.")
-    return values
-
-
-def local_files(run: Run, *parts: str) -> list[str]:
-    """The files and folders on this machine that a run names; ``parts`` are ``model``, ``data`` and ``script``.
-
-    A hub id names none. What looks like a path (it ends in a data suffix, starts with ``.`` or ``/``, or has more
-    than one ``/``) is one, whether it exists or not.
-    """
-    named = {
-        "model": [run.model],
-        "data": [run.data.train, *([run.data.eval] if run.data.eval else [])],
-        "script": [run.script] if run.script else [],
-    }
-    files = [Path(name) for part in parts for name in named[part] if Path(name).exists() or _looks_local(name)]
-    return [str(path / "config.json" if part_is_model(path, run) else path) for path in files]
-
-
-def part_is_model(path: Path, run: Run) -> bool:
-    """Whether ``path`` is the run's model folder, of which config.json stands for the whole."""
-    return str(path) == str(Path(run.model))
-
-
-def _looks_local(name: str) -> bool:
-    return (
-        name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in (".jsonl", ".json", ".parquet")
-    )
-
-
-def check_inputs(name: str, run: Run) -> None:
-    """Refuse a run whose model folder, data file or script is not there."""
-    if run.script:
-        check_script(f"runs.{name}.script", Path(run.script))
-    for file in local_files(run, "model", "data"):
-        if Path(file).exists():
-            continue
-        if Path(file).name == "config.json":
-            raise ShardmakeError(
-                f"runs.{name}.model: {run.model!r} is no model folder: it has no config.json. Name a folder saved by "
-                "save_pretrained, or a hub id (org/name)."
-            )
-        raise ShardmakeError(
-            f"runs.{name}.data: {file!r} does not exist. Name an existing file or folder, or a hub data set."
-        )
-
-
-def get_run(config: Config, name: str) -> Run:
-    """The run called ``name``."""
-    if name not in config.runs:
-        raise ShardmakeError(
-            f"There is no run {name!r}; the runs are {', '.join(config.runs)}.{nearest(name, config.runs)}"
-        )
-    return config.runs[name]
-
-
-def _merge(base: dict[str, Any], update: Mapping[str, Any]) -> None:
-    for key, value in update.items():
-        if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = value
-
-
-def _parse(model: type[S], values: Mapping[str, Any], source: str) -> S:
-    try:
-        return model.model_validate(values)
-    except ValidationError as error:
-        lines = [f"  {line}" for line in error_lines(model, error)]
-        raise ShardmakeError("\n".join([f"{source} cannot be used:", *lines])) from None

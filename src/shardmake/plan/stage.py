@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
+from shardmake.config.inputs import check_script
 from shardmake.config.models import Cluster, Run
-from shardmake.config.script import check_script
 from shardmake.core.atomic import write_text
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB, format_bytes

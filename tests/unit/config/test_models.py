@@ -8,20 +8,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.config.models import (
-    STRATEGIES,
-    Cluster,
-    Config,
-    Run,
-    check_inputs,
-    get_run,
-    load_cluster,
-    load_config,
-    local_files,
-    parse_config,
-    read_yaml,
-    stage_digest,
-)
+from shardmake.config.inputs import check_inputs, local_files
+from shardmake.config.load import get_run, load_cluster, load_config, parse_config, read_yaml
+from shardmake.config.models import STRATEGIES, Cluster, Config, Run
+from shardmake.config.stage_digest import stage_digest
 from shardmake.core.errors import ShardmakeError
 
 RUN: dict[str, Any] = {
@@ -284,7 +274,7 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 
 @given(base=mappings, update=mappings)
 def test_merging_takes_every_leaf_of_the_update_and_keeps_the_others(base: Any, update: Any) -> None:
-    from shardmake.config.models import _merge
+    from shardmake.config.load import _merge
 
     result: dict[str, Any] = {}
     _merge(result, base)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from shardmake.config.models import Run, parse_config
+from shardmake.config.load import parse_config
+from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256
 from shardmake.core.errors import ShardmakeError
 from shardmake.data import check_sources, prepare, stage

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.models import Cluster, check_inputs
-from shardmake.config.script import check_script
+from shardmake.config.inputs import check_inputs, check_script
+from shardmake.config.models import Cluster
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings
