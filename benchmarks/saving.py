@@ -48,7 +48,7 @@ class Alternate(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The save follows this."""
-        self.saver.settle()
+        self.saver.wait_for_upload()
         newest = next(store.committed(self.saver.folder), None)
         if newest and state.is_world_process_zero:
             record = newest[0]

@@ -140,14 +140,16 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
 
 
 def _be_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
+    from shardmake.core.log import configure_logging
     from shardmake.run.attempt import AttemptDir, record_error
-    from shardmake.train.__main__ import program
+    from shardmake.train.__main__ import load_program
     from tests.kill_at_write import Killer
 
+    configure_logging(rank=rank)
     if kill and kill["rank"] == rank:
         Killer(Path(kill["folder"]), Path(kill["log"]), kill["at"], kill["mode"]).install()
     try:
-        program(attempt)(attempt)
+        load_program(attempt)(attempt)
     except BaseException as error:
         record_error(AttemptDir(attempt), rank, error)
         raise

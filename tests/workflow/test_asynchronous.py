@@ -186,8 +186,8 @@ def test_a_shared_disk_that_fills_up_during_an_upload(tmp_path: Path, small_disk
     """Room is looked for before the save; here somebody else takes it meanwhile."""
     saver = make_saver(tmp_path)
     saver.folder.symlink_to(small_disk)
-    save(saver, 1, must=True)
-    with saver.saving(2, must=False) as folder:
+    save(saver, 1, required=True)
+    with saver.saving(2, required=False) as folder:
         assert folder is not None
         folder.mkdir(parents=True)
         (folder / "shard.pt").write_bytes(bytes(2 << 20))

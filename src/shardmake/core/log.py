@@ -11,7 +11,7 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
     """Write to today's ``sys.stdout``, or to ``sys.stderr`` from WARNING on."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)
+        super().__init__(sys.stdout)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout

@@ -1,1 +1,1 @@
-"""What the ranks run: Hugging Face's Trainer under the rendered files, watched and sealed."""
+"""The program of the ranks: Trainer, the plain loop or a user's script, with heartbeats and committed checkpoints."""

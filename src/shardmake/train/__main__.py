@@ -1,4 +1,7 @@
-"""``accelerate launch ... -m shardmake.train ATTEMPT``: one rank. Nothing is imported before the signals are set."""
+"""``accelerate launch ... -m shardmake.train ATTEMPT``: run one rank.
+
+Nothing else is imported before the signals are set.
+"""
 
 import faulthandler
 import os
@@ -9,71 +12,76 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
 
 if TYPE_CHECKING:
     from shardmake.run.attempt import AttemptDir
 
+_MODULES = {"trainer": "trainer", "loop": "loop", "script": "user_script"}
+"""Module of each kind of program in ``training.json``."""
+
 
 def _die_with_launcher() -> None:
-    """A rank whose launcher was killed would go on writing; the kernel ends it instead."""
+    """End this rank when its launcher is killed; otherwise it would continue to write."""
     die_with_parent()
     if os.getppid() == 1:
-        sys.exit("The launcher is gone.")
+        sys.exit("The rank was not started, because its launcher has ended.")
 
 
-def _show_stacks_on_request(file: Path) -> None:
-    """On SIGUSR1, write the stacks of all threads to ``file``, also from inside a call that never returns."""
+def _write_stacks_on_request(file: Path) -> None:
+    """On SIGUSR1, write the stacks of all threads to ``file``, even from inside a call that never returns."""
     file.parent.mkdir(exist_ok=True)
     faulthandler.register(signal.SIGUSR1, file=file.open("w"), all_threads=True)
 
 
 def main() -> None:
-    """Run one rank; whatever ends it is kept for the driver."""
-    for name in (signal.SIGTERM, signal.SIGUSR2):  # for the worker, which asks by the stop file
+    """Run one rank, and keep the error that ends it for the driver."""
+    for name in (signal.SIGTERM, signal.SIGUSR2):  # the worker handles them, and requests a stop by the stop file
         signal.signal(name, signal.SIG_IGN)
     _die_with_launcher()
     folder = Path(sys.argv[1]).resolve()
     rank = int(os.environ.get("RANK", "0"))
+    configure_logging(rank=rank)
 
     from shardmake.run.attempt import AttemptDir, record_error, write_heartbeat
 
     attempt = AttemptDir(folder)
-    _show_stacks_on_request(attempt.stack(rank))
+    _write_stacks_on_request(attempt.stack(rank))
     try:
         write_heartbeat(attempt, rank, "start", 0)
-        _meet(attempt)
-        program(folder)(folder)
+        _check_network(attempt)
+        load_program(folder)(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
         last = attempt.beat(rank)
-        write_heartbeat(attempt, rank, "failed", last.step if last else 0)  # it may take its time to end
+        write_heartbeat(attempt, rank, "failed", last.step if last else 0)  # the process may take long to end
         raise
     from shardmake.train.process_group import end_process
 
     end_process()
 
 
-def _meet(folder: "AttemptDir") -> None:
-    """Find out in a second whether the network between all ranks works; name the node of a rank that did not come."""
+def _check_network(folder: "AttemptDir") -> None:
+    """Check the network between all ranks; add the node of a missing rank to the error."""
     from shardmake.train.network_check import NetworkCheckError, check_all_reduce
 
     settings = folder.read()
     try:
-        check_all_reduce(settings.accelerator == "cpu", settings.planned_bandwidth, print)
+        check_all_reduce(settings.accelerator == "cpu", settings.planned_bandwidth)
     except NetworkCheckError as error:
         beats = [folder.beat(rank) for rank in error.missing]
         error.host = error.host or next((beat.host for beat in beats if beat), None)
         raise
 
 
-def program(folder: Path) -> Callable[[Path], None]:
-    """What ``training.json`` says that the ranks run."""
+def load_program(folder: Path) -> Callable[[Path], None]:
+    """Return the function that trains this rank, as ``training.json`` names it."""
     from shardmake.core.atomic import read_json
     from shardmake.run.attempt import AttemptDir
 
     kind = read_json(AttemptDir(folder).training, "shardmake train NAME")["program"]["kind"]
-    return import_module(f"shardmake.train.{kind}").train
+    return import_module(f"shardmake.train.{_MODULES[kind]}").train
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Adam's states after DeepSpeed has read them: made to fit the optimizer that goes on with them."""
+"""Adapt Adam's states, as DeepSpeed has read them, to the optimizer that continues with them."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ import torch
 
 
 def fit_states(optimizer: Any) -> None:
-    """Make settings and step counts that another kind of Adam may have written fit ``optimizer``.
+    """Convert settings and step counts that another Adam implementation may have written to those of ``optimizer``.
 
-    Where states are offloaded, DeepSpeedCPUAdam stands in the place of torch's Adam: each has settings that the other
-    does not write, and the one counts in numbers, the other in tensors. And DeepSpeed 0.19 gives all sub-groups of
-    ZeRO-3 the same counter when it reads a universal checkpoint, and each of them counts it up in every step.
+    With offloaded states, DeepSpeedCPUAdam replaces torch's Adam. Each has settings that the other does not write, and
+    one counts steps in numbers, the other in tensors. In addition, DeepSpeed 0.19 gives all sub-groups of ZeRO-3 one
+    shared counter when it reads a universal checkpoint, and each sub-group increments it in every step.
     """
     for group in optimizer.param_groups:
         for name, value in optimizer.defaults.items():
             group.setdefault(name, value)
     for parameter, state in optimizer.state.items():
         if "step" in state:
-            state["step"] = _counter(optimizer, parameter, state["step"])
+            state["step"] = _make_counter(optimizer, parameter, state["step"])
 
 
-def _counter(optimizer: Any, parameter: torch.Tensor, step: Any) -> Any:
-    """``step`` as ``optimizer`` counts, apart from every other."""
+def _make_counter(optimizer: Any, parameter: torch.Tensor, step: Any) -> Any:
+    """Return a separate counter with the value ``step``, of the type that ``optimizer`` uses."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam
 
     if isinstance(optimizer, DeepSpeedCPUAdam):

@@ -1,4 +1,4 @@
-"""A node's scratch folder as the first stop of a checkpoint, and the process that takes it on from there."""
+"""The node-local scratch folder of an asynchronous save, and the process that uploads its content."""
 
 import os
 import shutil
@@ -14,39 +14,37 @@ from shardmake.core import disk
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.scenario import BYTES
 from shardmake.run.plan import Choice
-from shardmake.train.upload import Order
-
-MARGIN = 64 << 20
-"""Bytes that stay free beside a checkpoint: its parts are not quite of one size."""
+from shardmake.train.checkpoint_space import MARGIN
+from shardmake.train.upload import UploadRequest
 
 
 def share_of_node(choice: Choice, node: int) -> float:
-    """The most that the ranks of ``node`` write of a checkpoint, as a part of one: their shards.
+    """Return the largest part of a checkpoint that the ranks of ``node`` write.
 
-    The first rank writes besides what is not sharded. That is all under ddp, and under ZeRO-1 and ZeRO-2 the weights
-    in the compute type, whose part is the largest where an optimizer holds nothing but master weights.
+    All ranks write their shards. The first rank also writes what is not sharded: everything under ddp, and the weights
+    in the compute type under ZeRO-1 and ZeRO-2. Their part is largest when the optimizer has only master weights.
     """
     compute = BYTES[choice.precision]
-    whole = {0: float(choice.spec.is_ddp), 1: compute / (4 + compute), 2: compute / (4 + compute), 3: 0.0}
-    first = whole[choice.zero_stage]
+    unsharded = {0: float(choice.spec.is_ddp), 1: compute / (4 + compute), 2: compute / (4 + compute), 3: 0.0}
+    first = unsharded[choice.zero_stage]
     return (1 - first) / choice.nodes + (first if node == 0 else 0)
 
 
 @dataclass(frozen=True)
 class ScratchFolder:
-    """Where the ranks of one node write a checkpoint that is saved asynchronously."""
+    """The folder to which the ranks of one node write an asynchronous checkpoint."""
 
     folder: Path
-    """Of this node alone; whatever is in it goes before a save."""
+    """Used by this node only; it is emptied before each save."""
     attempt: Path
     """Folder of the attempt."""
     node: int
     nodes: int
     share: float
-    """As `share_of_node` says."""
+    """Result of `share_of_node`."""
 
     def make_room(self, size: int) -> str:
-        """Empty the folder; what is wrong where this node's part of a checkpoint of ``size`` bytes does not fit."""
+        """Empty the folder; return an error message if this node's part of ``size`` bytes does not fit."""
         shutil.rmtree(self.folder, ignore_errors=True)
         try:
             self.folder.mkdir(parents=True)
@@ -55,11 +53,11 @@ class ScratchFolder:
             return str(error)
         return ""
 
-    def send(
-        self, local: Path, staged: Path, described: dict[str, Any], started: float, rule: Retention
+    def start_upload(
+        self, local: Path, staged: Path, described: dict[str, Any], started: float, retention: Retention
     ) -> "subprocess.Popen[str]":
-        """Start the upload of what this node's ranks wrote to ``local``; the arguments are those of an `Order`."""
-        order = Order(
+        """Start to upload what this node's ranks wrote to ``local``; see `UploadRequest` for the arguments."""
+        request = UploadRequest(
             local=local,
             staged=staged,
             attempt=self.attempt,
@@ -68,15 +66,15 @@ class ScratchFolder:
             parent=os.getpid(),
             described=described,
             started=started,
-            retention=rule,
+            retention=retention,
         )
-        command = [sys.executable, "-m", "shardmake.train.upload", order.model_dump_json()]
+        command = [sys.executable, "-m", "shardmake.train.upload", request.model_dump_json()]
         return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def failure(upload: "subprocess.Popen[str]") -> OSError:
-    """What ended ``upload``, which gives its error's number as its exit status, and the text last."""
+def upload_error(upload: "subprocess.Popen[str]") -> OSError:
+    """Return the error that ended ``upload``: its exit status is the error number, its last line the message."""
     assert upload.stderr is not None
-    code, told = upload.wait(), upload.stderr.read().strip()
-    reason = told.splitlines()[-1] if told else f"it ended with {code}"
+    code, stderr = upload.wait(), upload.stderr.read().strip()
+    reason = stderr.splitlines()[-1] if stderr else f"it ended with {code}"
     return OSError(max(code, 0), f"{reason} (on {socket.gethostname()})")

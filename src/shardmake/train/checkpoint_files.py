@@ -1,7 +1,7 @@
-"""The files of a checkpoint, by the same names and in the same formats as Trainer's, for the plain loop.
+"""Write and read the plain loop's checkpoints, with the same names and formats as Trainer's.
 
-DeepSpeed and FSDP write their shards; beside them stand the scheduler, the state (step, losses), each rank's random
-states, and what a model folder has beside the weights.
+DeepSpeed and FSDP write their shards. The other files are the scheduler, the state (step, losses), each rank's random
+states, and the files of a model folder other than the weights.
 """
 
 import random
@@ -25,14 +25,14 @@ from transformers.training_args import ParallelMode
 from shardmake.checkpoint.training_receipt import TRAINER_STATE
 from shardmake.train import nvme_restore
 from shardmake.train.adam_state import fit_states
-from shardmake.train.setup import descriptions
+from shardmake.train.load_model import model_configs
 
 if TYPE_CHECKING:
     from shardmake.train.loop import Loop
 
 
 def save(loop: "Loop", folder: Path) -> None:
-    """Write the checkpoint of ``loop``; every rank has to take part."""
+    """Write the checkpoint of ``loop``; every rank must take part."""
     accelerator, model = loop.accelerator, loop.accelerator.unwrap_model(loop.model)
     folder.mkdir(parents=True, exist_ok=True)
     is_adapter = hasattr(model, "peft_config")
@@ -48,7 +48,7 @@ def save(loop: "Loop", folder: Path) -> None:
         torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
     torch.save(_random_states(loop), folder / _random_file(loop))
     if accelerator.is_main_process:
-        for part in (*descriptions(model), loop.tokenizer):
+        for part in (*model_configs(model), loop.tokenizer):
             part.save_pretrained(folder)
         torch.save(loop.scheduler.state_dict(), folder / "scheduler.pt")
         if accelerator.scaler is not None:
@@ -57,13 +57,13 @@ def save(loop: "Loop", folder: Path) -> None:
 
 
 def load(loop: "Loop", folder: Path) -> None:
-    """Bring ``loop`` to where it was when ``folder`` was saved, by it or by Trainer."""
+    """Restore ``loop`` from the checkpoint ``folder``, which the loop or Trainer has written."""
     accelerator = loop.accelerator
     is_adapter = hasattr(accelerator.unwrap_model(loop.model), "peft_config")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         loaded, _ = loop.model.load_checkpoint(str(folder), load_module_strict=not is_adapter)
-        if loaded is None:  # DeepSpeed only warns, and would train on from the base model
-            raise RuntimeError(f"DeepSpeed found no checkpoint in {folder}.")
+        if loaded is None:  # DeepSpeed only warns, and would train the base model
+            raise RuntimeError(f"Loading the checkpoint failed: DeepSpeed found no checkpoint in {folder}.")
         nvme_restore.restore(loop.model, folder)
         fit_states(loop.model.optimizer.optimizer)
     elif accelerator.distributed_type == DistributedType.FSDP:
@@ -78,7 +78,7 @@ def load(loop: "Loop", folder: Path) -> None:
         accelerator.scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
     saved = TrainerState.load_from_json(str(folder / TRAINER_STATE))
     loop.state.global_step, loop.state.log_history = saved.global_step, saved.log_history
-    if (folder / _random_file(loop)).exists():  # a checkpoint of fewer ranks has none for the new ones
+    if (folder / _random_file(loop)).exists():  # a checkpoint of fewer ranks has none for the added ranks
         _set_random_states(folder / _random_file(loop))
 
 
@@ -101,8 +101,8 @@ def _random_states(loop: "Loop") -> dict[str, Any]:
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "cpu": torch.get_rng_state()}
     if not torch.cuda.is_available():
         return states
-    several = loop.arguments.parallel_mode == ParallelMode.DISTRIBUTED  # Trainer asks this, here and when it reads
-    return states | {"cuda": torch.cuda.get_rng_state_all() if several else torch.cuda.get_rng_state()}
+    distributed = loop.arguments.parallel_mode == ParallelMode.DISTRIBUTED  # as in Trainer
+    return states | {"cuda": torch.cuda.get_rng_state_all() if distributed else torch.cuda.get_rng_state()}
 
 
 def _set_random_states(path: Path) -> None:
@@ -112,13 +112,13 @@ def _set_random_states(path: Path) -> None:
     np.random.set_state(states["numpy"])
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
-        mine = _state_of_gpu(states.get("cuda", []), torch.cuda.current_device())
-        if mine is not None:
-            torch.cuda.set_rng_state(mine)
+        own = _state_of_gpu(states.get("cuda", []), torch.cuda.current_device())
+        if own is not None:
+            torch.cuda.set_rng_state(own)
 
 
 def _state_of_gpu(states: torch.Tensor | list[torch.Tensor], gpu: int) -> torch.Tensor | None:
-    """The state of ``gpu`` among those of a node's GPUs, or of the only one; None where that node had fewer."""
+    """Return the state of ``gpu`` from those of a node's GPUs, or the only one; None if that node had fewer GPUs."""
     if isinstance(states, torch.Tensor):
         return states
     return states[gpu] if gpu < len(states) else None

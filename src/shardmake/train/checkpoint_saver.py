@@ -1,51 +1,55 @@
-"""How a checkpoint is written: room first, every rank's files on disk, the record last, older ones removed after that.
+"""Save the checkpoints of a training; all ranks take part in each save.
 
-With a scratch folder the ranks write there and train on, and `shardmake.train.upload` does the rest; the next save
-waits for it first. What must not be lost (the last step, the save before a stop) goes straight to the shared folder.
+A save first makes room. Then every rank writes and syncs its files, the record is written last, and older checkpoints
+are removed after that.
 
-A save that does not fit is left out, with a word, and training goes on; what must not be lost (the last step, the save
-before a stop) ends the training instead, with what to do. A disk that fills up in the middle ends the training too:
-the ranks no longer agree on what is written. The checkpoints that were sealed before stay as they are in all cases.
+With a scratch folder the ranks write there and continue training while `shardmake.train.upload` copies the files to
+the shared folder. The next save waits for that upload. Required saves (the last step, a requested stop) go straight to
+the shared folder.
+
+A save that does not fit is skipped with a warning, and training continues. A required save that does not fit ends
+training with an error. A disk that fills up during a save also ends training, because the ranks no longer agree on
+what is written. Checkpoints that were committed before stay unchanged in all cases.
 """
 
 import contextlib
-import errno
-import os
+import logging
 import shutil
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch.distributed as dist
-from transformers import Trainer
+from typing import Any
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.files import RECORD_NAME, FileEntry, fingerprint, list_files, sync_file, wait_visible
-from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.retention import Retention
-from shardmake.core import disk
 from shardmake.core.environment import library_versions
-from shardmake.core.errors import ShardmakeError
-from shardmake.core.units import format_bytes
-from shardmake.train import nvme_restore
-from shardmake.train.adam_state import fit_states
-from shardmake.train.async_saver import MARGIN, ScratchFolder, failure
+from shardmake.core.errors import DiskFullError, ShardmakeError
+from shardmake.train.async_saver import ScratchFolder, upload_error
+from shardmake.train.checkpoint_space import CheckpointSpace
+from shardmake.train.collectives import (
+    barrier,
+    gather,
+    get_rank,
+    get_world_size,
+    is_first_of_node,
+    run_on_first_rank,
+)
 
+logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
-T = TypeVar("T")
 Describe = Callable[[int], dict[str, Any]]
 
 
 class Saver:
-    """Writes the checkpoints of one training; every rank has one, and all take part in each save.
+    """Write the checkpoints of one training; every rank has one.
 
     Args:
-        folder: Where the checkpoints lie.
-        describe: What the record says besides the files, by step.
+        folder: The folder of the checkpoints.
+        describe: Return what the record of a step contains besides the files.
         retention: Which older checkpoints stay.
-        expected_bytes: Size of the first checkpoint, as estimated; later ones are as large as the one before.
+        expected_bytes: Estimated size of the first checkpoint; later ones are as large as the one before.
         scratch: This node's scratch folder, for asynchronous saves.
     """
 
@@ -60,41 +64,41 @@ class Saver:
         self.folder = folder
         self.describe = describe
         self.retention = retention
-        self.expected_bytes = expected_bytes
+        self.space = CheckpointSpace(folder, retention, expected_bytes)
         self.scratch = scratch
         self.seconds: float | None = None
-        """How long the newest save kept training waiting, the same on every rank."""
+        """Seconds that the newest save kept training waiting, the same on every rank."""
         self.upload_seconds = 0.0
-        """How long the newest checkpoint took from its start until it counted, if it may do so in the background."""
-        self.under_way: Path | None = None
-        """What is being uploaded, the same on every rank."""
+        """Seconds from the start of the newest asynchronous save until its commit; 0 without a scratch folder."""
+        self.pending_upload: Path | None = None
+        """The staged checkpoint that is being uploaded, the same on every rank."""
         self.upload: subprocess.Popen[str] | None = None
-        """This node's part of it, on its first rank."""
-        self.place = folder / store.STAGING
-        """Where the ranks write: the folder around the checkpoint, before it counts."""
-        self._told = False
+        """The process that uploads this node's part; None on all ranks but the node's first."""
+        self.write_dir = folder / store.STAGING
+        """The folder that contains the checkpoint while the ranks write it."""
+        self._scratch_warning_logged = False
 
     @contextlib.contextmanager
-    def saving(self, step: int, *, must: bool, eval_loss: float | None = None) -> Iterator[Path | None]:
-        """Yield the folder that the ranks write to; leaving the block makes the checkpoint count, at once or soon.
+    def saving(self, step: int, *, required: bool, eval_loss: float | None = None) -> Iterator[Path | None]:
+        """Yield the folder for the ranks to write to; commit or upload the checkpoint when the block ends.
 
-        Yields None where there is no room and ``must`` is false.
+        Yields None if the checkpoint does not fit and ``required`` is false.
 
         Raises:
-            ShardmakeError: there is no room and ``must`` is true, or the disk filled up meanwhile.
-            RuntimeError: the upload before failed and ``must`` is false.
+            ShardmakeError: the checkpoint does not fit and ``required`` is true, or the disk filled up.
+            RuntimeError: the pending upload failed and ``required`` is false.
         """
-        self._settle_before(step, must)
+        self._wait_before_save(step, required)
         started = time.time()
-        complaint, size, self.upload_seconds = _from_first(self._make_room)
-        if complaint:
-            if must:
-                raise ShardmakeError(complaint)
-            if _rank() == 0:
-                print(f"WARNING: checkpoint-{step} is left out. {complaint}", flush=True)
+        problem, size, self.upload_seconds = run_on_first_rank(self._prepare_space)
+        if problem:
+            if required:
+                raise DiskFullError(problem)
+            if get_rank() == 0:
+                logger.warning("checkpoint-%d is skipped. %s", step, problem)
             yield None
             return
-        staged, local = store.staged_path(self.folder, step), None if must else self._on_scratch(step, size)
+        staged, local = store.staged_path(self.folder, step), None if required else self._scratch_path(step, size)
         described = {
             "step": step,
             "eval_loss": eval_loss,
@@ -102,210 +106,121 @@ class Saver:
             **self.describe(step),
         }
         target = local or staged
-        self.place = target.parent
-        with self._noticing_full_disk(target):
+        self.write_dir = target.parent
+        with self._translate_full_disk(target):
             yield target
             if local:
-                self._send(local, staged, described, started)
+                self._start_upload(local, staged, described, started)
             else:
                 self._commit(staged, described, started)
 
-    def _settle_before(self, step: int, must: bool) -> None:
-        """`settle`; where this save is the last chance, a failed upload is no reason to leave it out."""
+    def _wait_before_save(self, step: int, required: bool) -> None:
+        """Wait for the pending upload; if this save is required, only warn about an upload that failed."""
         try:
-            self.settle()
+            self.wait_for_upload()
         except (RuntimeError, ShardmakeError) as error:
-            if not must:
+            if not required:
                 raise
-            if _rank() == 0:
-                print(f"WARNING: {error} Now checkpoint-{step} is written there directly.", flush=True)
+            if get_rank() == 0:
+                logger.warning("%s checkpoint-%d is now written there directly.", error, step)
 
-    def settle(self) -> None:
-        """Wait for the upload under way, if there is one.
+    def wait_for_upload(self) -> None:
+        """Wait for the pending upload, if there is one; every rank must call it.
 
-        Every rank calls it. They ask each other until all is done: one long wait in a collective might hit a deadline.
+        The ranks poll together, because one long wait in a collective could reach its timeout.
         """
-        if self.under_way is None:
+        if self.pending_upload is None:
             return
-        staged, self.under_way = self.under_way, None
-        while None in (codes := _gathered(self.upload.poll() if self.upload else 0)) and not any(codes):
+        staged, self.pending_upload = self.pending_upload, None
+        while None in (codes := gather(self.upload.poll() if self.upload else 0)) and not any(codes):
             time.sleep(_POLL_SECONDS)
         if any(codes):
-            self._give_up(staged)
+            self._raise_upload_error(staged)
         self.upload = None
 
-    def _give_up(self, staged: Path) -> None:
-        """Raise what ended the upload on the first node where it failed, after those of the others were ended too."""
-        found = failure(self.upload) if self.upload and self.upload.poll() else None
+    def _raise_upload_error(self, staged: Path) -> None:
+        """Kill the uploads that still run, and raise the error of the first node whose upload failed."""
+        found = upload_error(self.upload) if self.upload and self.upload.poll() else None
         if self.upload:
             self.upload.kill()
             self.upload.wait()
             self.upload = None
-        error = next(filter(None, _gathered(found)))
-        with self._noticing_full_disk(staged):
+        error = next(filter(None, gather(found)))
+        with self._translate_full_disk(staged):
             raise RuntimeError(
-                f"{staged.name} did not get from the node's scratch to {self.folder}: {error.strerror}. Run the same "
-                "command again; without checkpoints.asynchronous it is written there directly."
+                f"Uploading {staged.name} from the node's scratch folder to {self.folder} failed: {error.strerror}. "
+                "Run the same command again, or set checkpoints.asynchronous to false to write there directly."
             ) from error
 
-    def _make_room(self) -> tuple[str, int, float]:
-        """Clear the staging folder and remove what may go if the next checkpoint does not fit.
+    def _prepare_space(self) -> tuple[str, int, float]:
+        """Clear the staging folder, and make room for the next checkpoint.
 
-        Returns what is wrong, if it is; the bytes of the next checkpoint, for which the newest is the best guess; and
-        the time that this one took.
+        Returns an error message (empty if the checkpoint fits), the expected size, and the duration of the newest save.
         """
         shutil.rmtree(self.folder / store.STAGING, ignore_errors=True)
-        newest = next(store.committed(self.folder), None)
-        needed = newest[0].size if newest else self.expected_bytes
+        newest = self.space.newest()
+        needed = self.space.needed()
         seconds = newest[0].save_seconds if newest and self.scratch else 0.0
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for free in (lambda: None, self._remove_damaged, self._remove_older):
-            free()
-            if needed <= disk.free_space(self.folder).free:
-                return "", needed, seconds
-        try:
-            disk.check_save(self.folder, needed)
-        except ShardmakeError as error:
-            return str(error), needed, seconds
-        return "", needed, seconds
+        return self.space.make(needed), needed, seconds
 
-    def _remove_damaged(self) -> None:
-        for path in store.damaged(self.folder):
-            print(f"Removing {path.name} to make room for the next checkpoint.", flush=True)
-            store.remove(path)
-
-    def _remove_older(self) -> None:
-        """Keep the newest checkpoint alone (and the best), but only after a look at every byte of it."""
-        newest = next(store.committed(self.folder), None)
-        if newest and not find_problems(newest[1]):
-            for path in store.prune(self.folder, self.retention.minimal()):
-                print(f"Removed {path.name} to make room for the next checkpoint.", flush=True)
-
-    def _on_scratch(self, step: int, size: int) -> Path | None:
-        """Where this node's ranks write a checkpoint of ``size`` bytes first; None: straight to the shared folder."""
+    def _scratch_path(self, step: int, size: int) -> Path | None:
+        """Return this node's scratch path for a checkpoint of ``size`` bytes; None for a direct save."""
         if self.scratch is None:
             return None
-        complaints = _gathered(self.scratch.make_room(size) if _is_first_of_node() else "")
-        if complaint := next(filter(None, complaints), ""):
-            if _rank() == 0 and not self._told:
-                print(f"WARNING: checkpoint-{step} is not saved asynchronously. {complaint}", flush=True)
-            self._told = True
+        problems = gather(self.scratch.make_room(size) if is_first_of_node() else "")
+        if problem := next(filter(None, problems), ""):
+            if get_rank() == 0 and not self._scratch_warning_logged:
+                logger.warning("checkpoint-%d is not saved asynchronously. %s", step, problem)
+            self._scratch_warning_logged = True
             return None
         return self.scratch.folder / f"checkpoint-{step}"
 
-    def _send(self, local: Path, staged: Path, described: dict[str, Any], started: float) -> None:
-        _gathered(None)  # all have written what they write
-        self.seconds = _from_first(lambda: time.time() - started)
-        self.under_way = staged
-        if _is_first_of_node():
+    def _start_upload(self, local: Path, staged: Path, described: dict[str, Any], started: float) -> None:
+        barrier()  # all ranks have written their files
+        self.seconds = run_on_first_rank(lambda: time.time() - started)
+        self.pending_upload = staged
+        if is_first_of_node():
             assert self.scratch is not None
             described |= {"blocked_seconds": self.seconds}
-            self.upload = self.scratch.send(local, staged, described, started, self.retention)
+            self.upload = self.scratch.start_upload(local, staged, described, started, self.retention)
 
     def _commit(self, staged: Path, described: dict[str, Any], started: float) -> None:
-        files = _sync_together(staged)
-        if _rank() == 0:
+        files = _sync_files(staged)
+        if get_rank() == 0:
             store.commit_and_prune(staged, files, described, started, self.retention)
-        self.seconds = _from_first(lambda: time.time() - started)
-        if _is_first_of_node():
+        self.seconds = run_on_first_rank(lambda: time.time() - started)
+        if is_first_of_node():
             wait_visible(self.folder / staged.name / RECORD_NAME)
 
     @contextlib.contextmanager
-    def _noticing_full_disk(self, written: Path) -> Iterator[None]:
-        """Turn an error that comes from a full disk below ``written`` into what to do, and make room for its text."""
+    def _translate_full_disk(self, written: Path) -> Iterator[None]:
+        """Turn an error from a full disk below ``written`` into a `DiskFullError`, and remove ``written``."""
         try:
             yield
-        except BaseException as error:  # a failed write of torch's distributed checkpoint is no Exception
-            if complaint := self._full_disk(error, written):
+        except BaseException as error:  # torch's distributed checkpoint raises a BaseException for a failed write
+            if full := self.space.full_disk_error(error, written):
                 shutil.rmtree(written, ignore_errors=True)
-                raise ShardmakeError(complaint) from error
+                raise full from error
             raise
 
-    def _full_disk(self, error: BaseException, written: Path) -> str:
-        """What to do where ``error`` comes from a full disk; torch says "unexpected pos" then. Else nothing."""
-        folder = self.folder if written.is_relative_to(self.folder) else written.parent
-        room = disk.free_space(folder)
-        full = any(getattr(it, "errno", None) in (errno.ENOSPC, errno.EDQUOT) for it in (error, error.__cause__))
-        if isinstance(error, ShardmakeError | KeyboardInterrupt | SystemExit) or not (full or room.free < MARGIN):
-            return ""
-        newest = next(store.committed(self.folder), None)
-        resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
-        return (
-            f"The disk filled up while {written.name} was written: {folder} has "
-            f"{format_bytes(room.free)} left ({room.limit}). Free some space (`shardmake clean` lists what can "
-            f"go) and run the same command again; it {resume}."
-        )
 
+def _sync_files(staged: Path) -> dict[str, FileEntry]:
+    """Make every file below ``staged`` durable and visible on every node; return its size and checksum.
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _is_first_of_node() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
-
-
-def _from_first(make: Callable[[], T]) -> T:
-    """What ``make`` gives on rank 0, on every rank."""
-    found: list[Any] = [make() if _rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(found, src=0)
-    return found[0]
-
-
-def _gathered(value: T) -> list[T]:
-    """Every rank's ``value``, by rank; waits until all are here."""
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def _sync_together(staged: Path) -> dict[str, FileEntry]:
-    """Size and checksum of every file below ``staged``, all of them durable and visible from every node.
-
-    One rank per node syncs every file, because only the node that wrote a file can push it out of its cache; the
-    checksums are shared out among all ranks. A node's listing may lack what another has just written, so the lists of
-    all are put together.
+    One rank per node syncs every file, because only the node that wrote a file can flush it from its cache. All ranks
+    share the checksums. A node's listing may lack what another node has just written, so the listings are merged.
     """
-    _gathered(None)  # all have written what they write
-    listed = _gathered(list_files(staged) if _is_first_of_node() else [])
+    barrier()  # all ranks have written their files
+    listed = gather(list_files(staged) if is_first_of_node() else [])
     names = sorted({name for names in listed for name in names})
-    sizes = _gathered({name: sync_file(staged / name) for name in names} if _is_first_of_node() else {})
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    mine = {name: fingerprint(wait_visible(staged / name)) for name in names[_rank() :: world]}
-    found = {name: entry for share in _gathered(mine) for name, entry in share.items()}
-    strange = [name for seen in sizes for name, size in seen.items() if size != found[name].size]
-    if strange:
-        raise RuntimeError(f"{staged / strange[0]} has another size on another node; the file system does not agree.")
+    sizes = gather({name: sync_file(staged / name) for name in names} if is_first_of_node() else {})
+    own_names = names[get_rank() :: get_world_size()]
+    own = {name: fingerprint(wait_visible(staged / name)) for name in own_names}
+    found = {name: entry for entries in gather(own) for name, entry in entries.items()}
+    differing = [name for seen in sizes for name, size in seen.items() if size != found[name].size]
+    if differing:
+        raise RuntimeError(
+            f"Saving {staged.name} failed: {staged / differing[0]} has different sizes on different nodes. The shared "
+            "file system is not consistent."
+        )
     return {name: found[name] for name in names}
-
-
-class CommittingTrainer(Trainer):
-    """A Trainer whose saves go through its ``saver``, which is set before training starts."""
-
-    saver: Saver
-
-    def _get_output_dir(self, trial: Any) -> str:
-        """Where checkpoints are written before they count."""
-        return str(self.saver.place)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        state = self.state
-        losses = [line["eval_loss"] for line in state.log_history if _is_evaluation(line, state.global_step)]
-        must = self.control.should_training_stop
-        with self.saver.saving(state.global_step, must=must, eval_loss=losses[-1] if losses else None) as folder:
-            if folder is not None:
-                super()._save_checkpoint(model, trial)
-                nvme_restore.note_sub_groups(self.model_wrapped, folder)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint and self.is_deepspeed_enabled:
-            nvme_restore.restore(self.model_wrapped, Path(checkpoint))
-            fit_states(self.model_wrapped.optimizer.optimizer)
-
-
-def _is_evaluation(line: dict[str, Any], step: int) -> bool:
-    return "eval_loss" in line and line.get("step") == step

@@ -1,7 +1,7 @@
-"""Check that the engine is what the plan said, and refuse to train otherwise.
+"""Check that the engine is the planned one, and refuse to train otherwise.
 
-Accelerate and Transformers drop DeepSpeed or FSDP without a word in several configurations (``use_cpu: true`` in the
-launch file, FSDP on a device type they do not list); the run then trains plain DDP, saves, and exits 0.
+In several configurations Accelerate and transformers silently fall back to DDP (``use_cpu: true`` in the launch file,
+FSDP on a device type that they do not list). The run would then train, save and exit with 0.
 """
 
 import os
@@ -11,29 +11,29 @@ from typing import Any
 
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 
-_DTYPE_OF_MODE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPE_OF_PRECISION = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 class EngineMismatchError(RuntimeError):
-    """The engine that came up is not the planned one."""
+    """The engine of this process is not the planned one."""
 
 
 def describe_engine(model: Any, precision: str) -> dict[str, Any]:
-    """What is about to train, read off the wrapped model: engine, ZeRO stage, world size, compute dtype, offload.
+    """Return engine, ZeRO stage, world size, compute dtype and offload of the wrapped model.
 
-    ``precision`` is Accelerate's word for the compute data type, which counts where the engine has none of its own.
+    ``precision`` is Accelerate's name of the compute data type, used if the engine has none of its own.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
-    kind = type(model).__name__
-    if kind == "DeepSpeedEngine":
+    class_name = type(model).__name__
+    if class_name == "DeepSpeedEngine":
         return {"engine": DEEPSPEED, "world_size": world_size, **_describe_deepspeed(model)}
-    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPE_OF_MODE[precision]}
-    if kind.startswith("FSDP"):
+    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPE_OF_PRECISION[precision]}
+    if class_name.startswith("FSDP"):
         return {"engine": FSDP, **common, **_describe_fsdp2(model)}
-    if kind == "FullyShardedDataParallel":
+    if class_name == "FullyShardedDataParallel":
         return {"engine": FSDP, **common, **_describe_fsdp1(model)}
-    is_ddp = kind == "DistributedDataParallel" or world_size == 1
-    return {"engine": DDP if is_ddp else kind, **common, "offload_optimizer": None, "offload_param": None}
+    is_ddp = class_name == "DistributedDataParallel" or world_size == 1
+    return {"engine": DDP if is_ddp else class_name, **common, "offload_optimizer": None, "offload_param": None}
 
 
 def _describe_deepspeed(engine: Any) -> dict[str, Any]:
@@ -48,16 +48,16 @@ def _describe_deepspeed(engine: Any) -> dict[str, Any]:
 
 
 def _device(offload: Any) -> str | None:
-    """``cpu``, ``nvme`` or None; DeepSpeed keeps the device as its enum or as the enum's value."""
+    """Return ``cpu``, ``nvme`` or None; DeepSpeed keeps the device as its enum or as the enum's value."""
     name = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
     return None if name == "none" else name
 
 
 def _describe_fsdp2(model: Any) -> dict[str, Any]:
-    """FSDP2 turns every wrapped module into a class ``FSDP...``, each with a state of its own.
+    """Describe a model under FSDP2, which turns every wrapped module into a class ``FSDP...`` with its own state.
 
-    The modules around the blocks never free their weights after forward; whether anything does tells the strategies
-    apart, and that the blocks were found at all.
+    The modules around the blocks never free their weights after forward. If any module does, the blocks were wrapped
+    and the strategy reshards after forward.
     """
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     groups = [group for state in states for group in state._fsdp_param_groups]
@@ -84,14 +84,14 @@ def _describe_fsdp1(model: Any) -> dict[str, Any]:
 
 
 def check_engine(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Compare `describe_engine` with the plan's ``expected``; raise `EngineMismatchError` naming every difference."""
-    wrong = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
-    if wrong:
-        lines = [f"  {key}: planned {planned!r}, found {actual!r}" for key, (actual, planned) in wrong.items()]
-        raise EngineMismatchError("The engine is not the planned one; nothing was trained.\n" + "\n".join(lines))
+    """Raise `EngineMismatchError` with every difference between ``found`` and the plan's ``expected``."""
+    differing = {key: (found.get(key), value) for key, value in expected.items() if found.get(key) != value}
+    if differing:
+        lines = [f"  {key}: planned {planned!r}, found {actual!r}" for key, (actual, planned) in differing.items()]
+        raise EngineMismatchError("The engine is not the planned one. Nothing was trained.\n" + "\n".join(lines))
 
 
 def environment_report() -> dict[str, Any]:
-    """Where this rank finds itself, as the launcher told it."""
+    """Return this rank's host, process id and the launcher's variables."""
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     return {"host": socket.gethostname(), "pid": os.getpid(), **{name.lower(): os.environ.get(name) for name in names}}

@@ -1,9 +1,9 @@
-"""ZeRO-3 with its optimizer on NVMe: what a checkpoint lacks of it, and what DeepSpeed does not read back.
+"""Save and restore what DeepSpeed omits for ZeRO-3 with its optimizer on NVMe.
 
-DeepSpeed 0.19 copies its swap files into a checkpoint, and when it resumes it copies them back and takes the weights
-from them. Nothing says which file is which sub-group's. And of the ranks' optimizer files it reads nothing: sub-groups
-too small to be swapped go on from the base model, Adam's moments and its step count from zero, all without a word.
-Of a universal checkpoint it reads no states at all.
+DeepSpeed 0.19 copies its swap files into a checkpoint. When it resumes, it copies them back and reads the weights from
+them. The checkpoint does not record which file belongs to which sub-group. DeepSpeed also ignores the ranks' optimizer
+files: sub-groups too small to be swapped silently restart from the base model, and Adam's moments and step count from
+zero. From a universal checkpoint it reads no states at all.
 """
 
 from pathlib import Path
@@ -19,21 +19,21 @@ _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 
 
 def is_swapping(engine: Any) -> bool:
-    """Whether DeepSpeed's ``engine`` keeps optimizer states on NVMe."""
+    """Return True if DeepSpeed's ``engine`` keeps optimizer states on NVMe."""
     return getattr(getattr(engine, "optimizer", None), "swap_optimizer", False)
 
 
 def note_sub_groups(engine: Any, checkpoint: Path) -> None:
-    """Write beside the swap files that ``engine`` copied into ``checkpoint`` whose they are; on the first rank."""
+    """Write an index of the swap files that ``engine`` copied into ``checkpoint``; only on the first rank."""
     if is_swapping(engine) and engine.global_rank == 0:
         zero = engine.optimizer
         write_index(inner_folder(checkpoint), [str(weights.ds_id) for weights in zero.fp32_partitioned_groups_flat])
 
 
 def restore(engine: Any, checkpoint: Path) -> None:
-    """Give ``engine``, which has read ``checkpoint`` in DeepSpeed's way, the rest of it; every rank takes part.
+    """Restore the states that DeepSpeed did not read from ``checkpoint``; every rank takes part.
 
-    DeepSpeed has copied the swap files back before.
+    DeepSpeed must have loaded the checkpoint and copied the swap files back before.
     """
     if not is_swapping(engine):
         return
@@ -41,11 +41,11 @@ def restore(engine: Any, checkpoint: Path) -> None:
     if engine.load_universal_checkpoint():
         _read_universal(engine.optimizer, universal.inner_folder(checkpoint) / "zero")
     else:
-        _read_rest(engine, checkpoint)
+        _read_remaining(engine, checkpoint)
     engine.optimizer.checkpoint_event_epilogue()
 
 
-def _read_rest(engine: Any, checkpoint: Path) -> None:
+def _read_remaining(engine: Any, checkpoint: Path) -> None:
     zero = engine.optimizer
     file = engine._get_zero_ckpt_name(str(checkpoint), inner_folder(checkpoint).name)
     saved = torch.load(file, map_location="cpu", weights_only=False)["optimizer_state_dict"]
@@ -63,16 +63,16 @@ def _read_rest(engine: Any, checkpoint: Path) -> None:
 
 
 def _leave_on_disk(zero: Any, number: int) -> None:
-    """Tell the swapper that the files of a sub-group's moments count; it forgets those that it did not write itself."""
+    """Mark a sub-group's moments as swapped out; the swapper ignores files that it did not write itself."""
     weights, elements = zero.fp32_partitioned_groups_flat[number], int(zero.fp16_partitioned_groups_flat_numel[number])
     for moment in zero.optimizer.state[weights].values():
         if torch.is_tensor(moment) and moment.numel() == 0:
-            moment.data = torch.empty(elements)  # of its size, so that it is taken for what is swapped
+            moment.data = torch.empty(elements)  # the swapper recognizes moments by their size
     zero.optimizer_swapper._get_param_swap_info(weights).release_memory()
 
 
 def _read_universal(zero: Any, folder: Path) -> None:
-    """Take every sub-group in from disk, give it this rank's part of ``folder``'s tensors, and put it out again."""
+    """Load this rank's part of the tensors in ``folder`` into every sub-group, and swap the sub-group out again."""
     common = torch.load(folder / "optimizer_state.pt", weights_only=False)
     zero._load_global_state_stage3(common)
     adam = common["optimizer_state_dict"]
@@ -89,6 +89,6 @@ def _read_universal(zero: Any, folder: Path) -> None:
 
 
 def _part(zero: Any, number: int, folder: Path, kind: str) -> torch.Tensor:
-    """This rank's part of sub-group ``number``: what it has of each parameter, one after the other."""
+    """Return this rank's part of sub-group ``number``: its parts of all parameters, concatenated."""
     parameters = zero.fp16_groups[number]
     return torch.cat([zero.load_hp_checkpoint_state(folder / zero.param_names[p], kind, param=p) for p in parameters])

@@ -1,4 +1,4 @@
-"""The process group of the ranks, and how a rank ends."""
+"""Extend the timeouts of process groups, and end a rank cleanly."""
 
 import atexit
 import os
@@ -9,9 +9,9 @@ from typing import NoReturn
 
 
 def extend_timeouts(timeout: timedelta) -> None:
-    """Have the collectives of every process group there is wait for ``timeout``.
+    """Set the timeout of every existing process group.
 
-    Transformers passes it to the first group alone, and to none without a GPU; DeepSpeed's own groups keep torch's ten
+    Transformers sets it for the first group only, and for none without a GPU. DeepSpeed's own groups keep torch's ten
     minutes for NCCL.
     """
     from torch.distributed import distributed_c10d
@@ -21,7 +21,7 @@ def extend_timeouts(timeout: timedelta) -> None:
 
 
 def leave_together() -> None:
-    """End the process group, if there is one: a rank that just goes sometimes aborts after all the work is done."""
+    """Destroy the process group, if there is one; a rank that exits without this sometimes aborts at the end."""
     import torch.distributed as dist
 
     if dist.is_initialized():
@@ -30,10 +30,10 @@ def leave_together() -> None:
 
 
 def end_process() -> NoReturn:
-    """End this process with status 0 and without the interpreter's teardown.
+    """Exit with status 0, without the interpreter's teardown.
 
-    The teardown races with threads that torch has left behind: one rank in some hundreds aborts there
-    (``std::terminate``), after all its work is done, and the launcher then ends the other ranks.
+    The teardown races with threads that torch leaves behind: one rank in several hundred aborts there
+    (``std::terminate``) although its work is done, and the launcher then ends the other ranks.
     """
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:

@@ -1,7 +1,7 @@
-"""Experiment trackers: which package each needs, and where it keeps what it is told.
+"""Check and configure experiment trackers.
 
-Transformers' own callbacks do the telling. Everything lies in the run's folder unless the user's environment names a
-server; what the ranks print and the name of the machine are kept from it. All attempts of a run go on with one chart.
+Transformers' own callbacks report to them. Their files are in the run's folder unless the user's environment names a
+server. The output of the ranks and the name of the machine are not sent. All attempts of a run continue one chart.
 """
 
 import os
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from shardmake.core.atomic import digest, write_text
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.run.attempt import Attempt
 
 _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
@@ -26,18 +26,18 @@ PROJECT: Final = "shardmake"
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse a tracker whose package is missing here or does not load; the nodes use the same environment."""
+    """Raise if a tracker's package is missing or cannot be imported here; the nodes use the same environment."""
     for name in names:
-        complaints = [_complaint(package) for package in _PACKAGES[name]]
-        if all(complaints):
-            raise ShardmakeError(
-                f"report_to names {name}, and its package cannot be used: {complaints[0]}. "
-                f"Install it (pip install {_PACKAGES[name][0]}), or take {name} out of report_to."
+        problems = [_import_problem(package) for package in _PACKAGES[name]]
+        if all(problems):
+            raise ConfigError(
+                f"The tracker {name} in report_to cannot be used: {problems[0]}. Install its package "
+                f"(pip install {_PACKAGES[name][0]}), or remove {name} from report_to."
             )
 
 
-def _complaint(package: str) -> str | None:
-    """Why a package cannot be imported; None if it can."""
+def _import_problem(package: str) -> str | None:
+    """Return why a package cannot be imported; None if it can."""
     try:
         import_module(package)
     except ImportError as error:
@@ -46,18 +46,18 @@ def _complaint(package: str) -> str | None:
 
 
 def prepare_trackers(attempt: Attempt, names: Container[str]) -> None:
-    """Set what the clients of the trackers ``names`` read from the environment of this rank, before they start."""
+    """Set the environment variables that the clients of the trackers ``names`` read when they start."""
     os.environ.update(tracker_environment(attempt, names, os.environ))
     if "mlflow" in names and os.environ.get("RANK", "0") == "0" and "MLFLOW_RUN_ID" not in os.environ:
-        note = attempt.rundir.train / f"mlflow-run-{attempt.recipe}.txt"
-        os.environ.update(_one_mlflow_run(note, attempt.rundir.name))
+        run_id_file = attempt.rundir.train / f"mlflow-run-{attempt.recipe}.txt"
+        os.environ.update(_shared_mlflow_run(run_id_file, attempt.rundir.name))
 
 
 def tracker_environment(attempt: Attempt, names: Container[str], environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for the clients of the trackers ``names``, beside those that ``environment`` has already.
+    """Return variables for the clients of the trackers ``names``, without those that ``environment`` already has.
 
-    One id for all attempts at the same settings, so that W&B goes on with the same chart after an interruption; without
-    internet it keeps its files for ``wandb sync``, which joins them by that id.
+    All attempts with the same settings use one id, so that W&B continues the same chart after an interruption. Without
+    internet access W&B keeps its files for ``wandb sync``, which joins them by that id.
     """
     folder = attempt.rundir.train.resolve()
     variables = {
@@ -84,25 +84,25 @@ def tracker_environment(attempt: Attempt, names: Container[str], environment: Ma
     }
 
 
-def _one_mlflow_run(note: Path, name: str) -> dict[str, str]:
-    """Variables that have MLflow's client go on with the run in the file ``note``; without one, it is begun.
+def _shared_mlflow_run(run_id_file: Path, name: str) -> dict[str, str]:
+    """Return variables that make MLflow's client continue the run in ``run_id_file``; create the run if necessary.
 
-    Parameters of a run cannot change, and those of a later attempt do (the next fallback), so only the first
-    attempt that gets so far tells them.
+    MLflow does not allow a run's parameters to change, but they differ between attempts (another fallback). So only the
+    first attempt that reaches this point logs them.
     """
     from mlflow import MlflowClient, set_experiment
     from mlflow.exceptions import MlflowException
 
     client = MlflowClient()
-    if note.exists():
-        run_id = note.read_text().strip()
+    if run_id_file.exists():
+        run_id = run_id_file.read_text().strip()
         try:
-            is_told = bool(client.get_run(run_id).data.params)
+            has_parameters = bool(client.get_run(run_id).data.params)
         except MlflowException:
-            pass  # on a server that does not have it any more, or another one
+            pass  # the server has deleted the run, or is another server
         else:
-            return {"MLFLOW_RUN_ID": run_id, **({"MLFLOW_MAX_LOG_PARAMS": "0"} if is_told else {})}
+            return {"MLFLOW_RUN_ID": run_id, **({"MLFLOW_MAX_LOG_PARAMS": "0"} if has_parameters else {})}
     experiment = set_experiment(os.environ["MLFLOW_EXPERIMENT_NAME"]).experiment_id
     run_id = client.create_run(experiment, run_name=name).info.run_id
-    write_text(note, run_id + "\n")
+    write_text(run_id_file, run_id + "\n")
     return {"MLFLOW_RUN_ID": run_id}

@@ -1,59 +1,55 @@
-"""One rank of a training: load, check the engine, train, seal, and on rank 0 write the receipt as the last act."""
+"""Train one rank with transformers' Trainer: load, check the engine, train, and write the receipt on rank 0."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
-from shardmake.core.atomic import read_json
 from shardmake.data.dataset import collator, load
-from shardmake.run.attempt import Attempt, AttemptDir, rank_report
-from shardmake.run.plan import Plan
-from shardmake.train.callbacks import HeartbeatCallback, StopOnRequest
-from shardmake.train.checkpoint_saver import CommittingTrainer
+from shardmake.run.attempt import rank_report
+from shardmake.train import nvme_restore
+from shardmake.train.adam_state import fit_states
+from shardmake.train.callbacks.heartbeat import HeartbeatCallback
+from shardmake.train.callbacks.non_finite import NonFiniteCheck
+from shardmake.train.callbacks.stop_on_request import StopOnRequest
+from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.completion import record_completion
 from shardmake.train.data_order import WholeBatches
 from shardmake.train.engine_check import environment_report
-from shardmake.train.non_finite import NonFiniteCheck
+from shardmake.train.load_model import load_model, load_tokenizer, model_configs
 from shardmake.train.process_group import extend_timeouts, leave_together
-from shardmake.train.setup import (
-    check_ready,
-    descriptions,
-    load_model,
-    load_tokenizer,
-    make_callbacks,
-    named_optimizer,
-    training_arguments,
-    write_end,
-)
+from shardmake.train.rank_context import RankContext
+from shardmake.train.ready_check import check_ready
+from shardmake.train.training_arguments import planned_optimizer, training_arguments
+from shardmake.train.training_callbacks import make_callbacks
 
 
-class ShardedTrainer(CommittingTrainer):
-    """A Trainer whose checkpoints of a sharded engine hold the weights once.
+class ShardedTrainer(Trainer):
+    """A Trainer that saves through ``saver`` and whose sharded checkpoints contain the weights once.
 
-    Transformers saves them a second time, gathered on rank 0 (ZeRO-1, ZeRO-2) or as a second sharded checkpoint
-    (ZeRO-3); here only what a model folder has beside the weights is written along. ``guard`` sees every loss and
-    gradient norm.
+    Transformers saves the weights a second time, gathered on rank 0 (ZeRO-1, ZeRO-2) or as a second sharded checkpoint
+    (ZeRO-3). This class writes only the other files of a model folder beside the shards. ``non_finite`` gets every
+    loss and gradient norm. Set both attributes before training starts.
     """
 
-    guard: NonFiniteCheck
+    non_finite: NonFiniteCheck
+    saver: Saver
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Forward and backward of one micro batch; the loss is shown to the guard."""
+        """Run forward and backward of one micro batch, and pass the loss to ``non_finite``."""
         loss = super().training_step(*args, **kwargs)
-        self.guard.see_loss(loss)
+        self.non_finite.add_loss(loss)
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        """The step's gradient norm, shown to the guard."""
         norm = super()._get_grad_norm(*args, **kwargs)
-        self.guard.see_norm(norm)
+        self.non_finite.set_norm(norm)
         return norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write config and tokenizer; the weights too where the engine does not shard."""
+        """Write config and tokenizer, and the weights if the engine does not shard."""
         if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
             super().save_model(output_dir, _internal_call)
             return
@@ -61,58 +57,70 @@ class ShardedTrainer(CommittingTrainer):
         assert folder is not None
         if self.args.should_save:
             model = self.accelerator.unwrap_model(self.model)
-            for part in descriptions(model):
+            for part in model_configs(model):
                 part.save_pretrained(folder)
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(folder)
 
+    def _get_output_dir(self, trial: Any) -> str:
+        """Return the folder to which checkpoints are written before their commit."""
+        return str(self.saver.write_dir)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        step, required = self.state.global_step, self.control.should_training_stop
+        losses = [line["eval_loss"] for line in self.state.log_history if "eval_loss" in line and line["step"] == step]
+        with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
+            if folder is not None:
+                super()._save_checkpoint(model, trial)
+                nvme_restore.note_sub_groups(self.model_wrapped, folder)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint and self.is_deepspeed_enabled:
+            nvme_restore.restore(self.model_wrapped, Path(checkpoint))
+            fit_states(self.model_wrapped.optimizer.optimizer)
+
 
 def train(attempt_folder: Path) -> None:
     """Run this rank of the attempt in ``attempt_folder`` to its end."""
-    folder = AttemptDir(attempt_folder)
-    attempt = folder.read()
-    rank = int(os.environ.get("RANK", "0"))
-    heartbeat = HeartbeatCallback(folder, rank)
+    context = RankContext.load(attempt_folder)
+    heartbeat = HeartbeatCallback(context.folder, context.rank)
     heartbeat.beat("load", 0)
-    rank_report(folder, rank, environment_report())
-    plan = Plan.read(folder.plan)
-    settings = read_json(folder.training, "shardmake train NAME")
-    trainer, stop = _make_trainer(folder, attempt, plan, settings, heartbeat)
-    trainer.add_callback(_Gate(folder, rank, settings["expected"], trainer))
-    trainer.train(resume_from_checkpoint=attempt.resume_from)
-    if rank == 0:
-        write_end(folder, attempt, trainer.state, stopped=stop.requested)
+    rank_report(context.folder, context.rank, environment_report())
+    trainer, stop = _make_trainer(context, heartbeat)
+    trainer.add_callback(EngineCheck(context, trainer))
+    trainer.train(resume_from_checkpoint=context.attempt.resume_from)
+    if context.rank == 0:
+        record_completion(context, trainer.state, stopped=stop.requested)
     leave_together()
 
 
-def _make_trainer(
-    folder: AttemptDir, attempt: Attempt, plan: Plan, settings: dict[str, Any], heartbeat: HeartbeatCallback
-) -> tuple[ShardedTrainer, StopOnRequest]:
-    rundir = attempt.rundir
-    # The arguments come before the model: they tell Transformers to load it sharded.
-    arguments = training_arguments(settings, folder, attempt)
-    model = load_model(settings)
-    watch = make_callbacks(folder, attempt, plan, settings, heartbeat)
+def _make_trainer(context: RankContext, heartbeat: HeartbeatCallback) -> tuple[ShardedTrainer, StopOnRequest]:
+    rundir, plan = context.attempt.rundir, context.plan
+    # The arguments come before the model: transformers reads them to load the model sharded.
+    arguments = training_arguments(context)
+    model = load_model(context.settings)
+    callbacks = make_callbacks(context, heartbeat)
     trainer = ShardedTrainer(
         model=model,
         args=arguments,
         train_dataset=WholeBatches(load(rundir.data, "train"), plan.choice.global_batch_size),
         eval_dataset=load(rundir.data, "eval"),
         data_collator=collator(rundir.data, plan.workload.attention),
-        processing_class=load_tokenizer(settings),
-        optimizer_cls_and_kwargs=named_optimizer(settings),
-        callbacks=watch.callbacks,
+        processing_class=load_tokenizer(context.settings),
+        optimizer_cls_and_kwargs=planned_optimizer(context.settings),
+        callbacks=callbacks.callbacks,
     )
-    trainer.guard, trainer.saver = watch.guard, watch.saver
+    trainer.non_finite, trainer.saver = callbacks.non_finite, callbacks.saver
     _share_data(trainer, plan.choice.tensor_parallel)
-    return trainer, watch.stop
+    return trainer, callbacks.stop
 
 
 def _share_data(trainer: ShardedTrainer, tensor_parallel: int) -> None:
     """Give the ranks of a tensor-parallel group the same batches.
 
-    Accelerate's data loaders look for this mesh, but Accelerate itself makes it only once they are there already, so
-    that each rank of a group would get other data, without a word.
+    Accelerate's data loaders read this mesh, but Accelerate creates it only after them. Without it, each rank of a
+    group would silently get different data.
     """
     if tensor_parallel > 1:
         shape = (trainer.args.world_size // tensor_parallel, tensor_parallel)
@@ -120,15 +128,15 @@ def _share_data(trainer: ShardedTrainer, tensor_parallel: int) -> None:
         trainer.accelerator.state.ds_device_mesh = mesh
 
 
-class _Gate(TrainerCallback):
-    """Placed before the first step: report what came up and refuse to train anything else than the plan."""
+class EngineCheck(TrainerCallback):
+    """Compare the engine with the plan before the first step."""
 
-    def __init__(self, folder: AttemptDir, rank: int, expected: dict[str, Any], trainer: ShardedTrainer) -> None:
-        self.folder, self.rank, self.expected, self.trainer = folder, rank, expected, trainer
+    def __init__(self, context: RankContext, trainer: ShardedTrainer) -> None:
+        self.context, self.trainer = context, trainer
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Compare and, if anything differs, raise on every rank."""
+        """Raise on every rank if the engine differs from the plan."""
         extend_timeouts(args.ddp_timeout_delta)
         wrapped, precision = self.trainer.model_wrapped, self.trainer.accelerator.mixed_precision
         collate: Any = self.trainer.data_collator
-        check_ready(self.folder, self.rank, self.expected, wrapped, precision, collate, args.device)
+        check_ready(self.context, wrapped, precision, collate, args.device)

@@ -1,11 +1,12 @@
-"""``python -m shardmake.train.upload ORDER``: bring what a node saved on its scratch to the shared folder.
+"""``python -m shardmake.train.upload REQUEST``: copy an asynchronous checkpoint from scratch to the shared folder.
 
-Training goes on meanwhile. One such process runs per node, started by the node's first rank, and dies with it. Each
-copies the files of its node, with their checksums on the way, makes them durable and leaves a listing; the one of
-node 0 waits for all listings and seals the checkpoint as any other. What is killed before that leaves nothing that
-counts. No torch is imported here.
+Training continues meanwhile. The first rank of each node starts one such process, which ends with that rank. Each
+process copies its node's files, computes their checksums, makes them durable, and writes a listing. The process of
+node 0 waits for all listings and commits the checkpoint. A process that is killed earlier leaves no committed
+checkpoint. This module does not import torch.
 """
 
+import contextlib
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.files import BLOCK, FileEntry, list_files, wait_visible
 from shardmake.checkpoint.retention import Retention
 from shardmake.core.atomic import write_json
+from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.record import RunRecord
@@ -29,55 +31,55 @@ _WORKERS = 4
 _LISTING = TypeAdapter(dict[str, FileEntry])
 
 
-class Order(RunRecord):
-    """What one node's upload has to do."""
+class UploadRequest(RunRecord):
+    """The input of one node's upload process."""
 
     local: Path = Field(description="The checkpoint as this node's ranks wrote it.")
-    staged: Path = Field(description="Where it is put together before it counts.")
-    attempt: Path = Field(description="Folder of the attempt; once a later one has begun, nothing is written any more.")
+    staged: Path = Field(description="Folder in which the checkpoint is assembled before its commit.")
+    attempt: Path = Field(description="Folder of the attempt; nothing is written once a later attempt has started.")
     node: int = Field(description="Rank of this node.")
     nodes: int = Field(description="Nodes that save.")
-    parent: int = Field(description="Process id of the rank that waits for this.")
-    described: dict[str, Any] = Field(description="What the record says besides files and times.")
-    started: float = Field(description="Unix time at which the save began.")
+    parent: int = Field(description="Process id of the rank that started the upload.")
+    described: dict[str, Any] = Field(description="Content of the record besides files and times.")
+    started: float = Field(description="Unix time at which the save started.")
     retention: Retention = Field(description="Which checkpoints stay.")
 
     def listing(self, node: int) -> Path:
-        """Sizes and checksums of what ``node`` has brought."""
+        """Return the file with the sizes and checksums of what ``node`` has copied."""
         return self.staged.parent / f"node-{node}.json"
 
 
-def carry_out(order: Order) -> None:
-    """Copy this node's files; on node 0, wait for those of the others and seal the checkpoint."""
-    files = _copy_all(order)
-    shutil.rmtree(order.local, ignore_errors=True)
-    if order.node:
-        write_json(order.listing(order.node), _LISTING.dump_python(files))
+def run_upload(request: UploadRequest) -> None:
+    """Copy this node's files; on node 0, wait for the listings of the other nodes and commit the checkpoint."""
+    files = _copy_all(request)
+    shutil.rmtree(request.local, ignore_errors=True)
+    if request.node:
+        write_json(request.listing(request.node), _LISTING.dump_python(files))
         return
-    others = [wait_visible(order.listing(node), float("inf")) for node in range(1, order.nodes)]
-    files = put_together([files, *(_LISTING.validate_json(path.read_bytes()) for path in others)])
-    for path in others:
+    listings = [wait_visible(request.listing(node), float("inf")) for node in range(1, request.nodes)]
+    files = merge_listings([files, *(_LISTING.validate_json(path.read_bytes()) for path in listings)])
+    for path in listings:
         path.unlink()
-    _stop_if_superseded(order)
-    store.commit_and_prune(order.staged, files, order.described, order.started, order.retention)
+    _stop_if_superseded(request)
+    store.commit_and_prune(request.staged, files, request.described, request.started, request.retention)
 
 
-def put_together(listings: Iterable[dict[str, FileEntry]]) -> dict[str, FileEntry]:
-    """All files of a checkpoint; one that several nodes wrote must be the same on all of them.
+def merge_listings(listings: Iterable[dict[str, FileEntry]]) -> dict[str, FileEntry]:
+    """Return all files of a checkpoint; several nodes may write one file only with the same content.
 
     Raises:
-        RuntimeError: it is not.
+        RuntimeError: the content differs.
     """
     found: dict[str, FileEntry] = {}
     for files in listings:
         for name, entry in files.items():
             if found.setdefault(name, entry) != entry:
-                raise RuntimeError(f"Two nodes wrote {name}, and not the same; it must be of one of them.")
+                raise RuntimeError(f"Two nodes wrote {name} with different content. Only one node may write it.")
     return found
 
 
 def copy(source: Path, target: Path) -> FileEntry:
-    """Copy a file and make it durable; size and checksum of what was written."""
+    """Copy a file and make it durable; return the size and checksum of what was written."""
     target.parent.mkdir(parents=True, exist_ok=True)
     checksum = size = 0
     with source.open("rb") as read, target.open("wb") as written:
@@ -89,31 +91,39 @@ def copy(source: Path, target: Path) -> FileEntry:
     return FileEntry(size=size, crc32=f"{checksum:08x}")
 
 
-def _copy_all(order: Order) -> dict[str, FileEntry]:
-    def bring(name: str) -> FileEntry:
-        _stop_if_superseded(order)
-        return copy(order.local / name, order.staged / name)
+def _copy_all(request: UploadRequest) -> dict[str, FileEntry]:
+    def copy_file(name: str) -> FileEntry:
+        _stop_if_superseded(request)
+        return copy(request.local / name, request.staged / name)
 
-    order.staged.mkdir(parents=True, exist_ok=True)
-    names = list_files(order.local)
+    request.staged.mkdir(parents=True, exist_ok=True)
+    names = list_files(request.local)
     with ThreadPoolExecutor(_WORKERS) as pool:
-        return dict(zip(names, pool.map(bring, names), strict=True))
+        return dict(zip(names, pool.map(copy_file, names), strict=True))
 
 
-def _stop_if_superseded(order: Order) -> None:
-    """A rank that is killed may take seconds to give its memory back, and only then the kernel ends its child."""
-    if AttemptDir(order.attempt).is_superseded():
-        raise RuntimeError("A later attempt has begun.")
+def _stop_if_superseded(request: UploadRequest) -> None:
+    """Raise once a later attempt has started.
+
+    A killed rank may need seconds to release its memory, and the kernel ends its child only after that.
+    """
+    if AttemptDir(request.attempt).is_superseded():
+        raise RuntimeError("The upload was stopped, because a later attempt has started.")
 
 
 def main() -> None:
-    """Carry out the order; the exit status is the error's number where the system gave one."""
-    order = Order.model_validate_json(sys.argv[1])
+    """Run the upload; the exit status is the system's error number if there is one.
+
+    Only the error goes to stderr, which the rank reads. Log lines go to stdout and so to the log of the node.
+    """
+    request = UploadRequest.model_validate_json(sys.argv[1])
     die_with_parent()
-    if os.getppid() != order.parent:
-        sys.exit("The rank that saved is gone.")
+    if os.getppid() != request.parent:
+        sys.exit("The upload was not started, because the rank that saved has ended.")
+    configure_logging(rank=int(os.environ.get("RANK", "0")))
     try:
-        carry_out(order)
+        with contextlib.redirect_stderr(sys.stdout):
+            run_upload(request)
     except OSError as error:
         print(error, file=sys.stderr)
         sys.exit(error.errno or 1)

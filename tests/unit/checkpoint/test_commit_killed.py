@@ -20,7 +20,7 @@ def describe(step: int) -> dict[str, Any]:
 
 def save(folder: Path, step: int) -> None:
     """Weights that say which step they are of, in the way of an engine: folders, tensors, a file that names them."""
-    with Saver(folder, describe, Retention(keep=1)).saving(step, must=True) as staged:
+    with Saver(folder, describe, Retention(keep=1)).saving(step, required=True) as staged:
         assert staged is not None
         (staged / f"global_step{step}").mkdir(parents=True)
         for rank in (0, 1):

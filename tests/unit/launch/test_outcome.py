@@ -62,8 +62,8 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), EndReason.COMMUNICATION),
         (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), EndReason.PREFLIGHT),
-        (evidence(errors=[error("NetworkCheckError", "Rank(s) [3] did not come: timeout")]), EndReason.PREFLIGHT),
-        (evidence(errors=[error("NetworkCheckError", "All ranks came, and the network failed them: timeout")]), EndReason.COMMUNICATION),
+        (evidence(errors=[error("NetworkCheckError", "Rank(s) [3] did not join: timeout")]), EndReason.PREFLIGHT),
+        (evidence(errors=[error("NetworkCheckError", "All ranks joined, but the network check failed: timeout")]), EndReason.COMMUNICATION),
         (evidence(errors=[error("NonFiniteError", "Step 7: the loss of rank 1 is nan.")]), EndReason.NON_FINITE),
         (evidence(job_word="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
         (evidence(job_word="CANCELLED", hang=Hang(rank=1, host="c2", sentence="no progress")), EndReason.CANCELLED),
@@ -163,7 +163,7 @@ def test_a_broken_node_that_a_rank_met_is_left_out() -> None:
 
 
 def test_who_did_not_come_is_not_mixed_up_with_who_says_so() -> None:
-    unknown = error("NetworkCheckError", "Rank(s) [3] did not come: timeout").model_copy(update={"blamed": None})
+    unknown = error("NetworkCheckError", "Rank(s) [3] did not join: timeout").model_copy(update={"blamed": None})
     outcome = classify(evidence(errors=[unknown]))
     assert (outcome.end, outcome.host) == (EndReason.PREFLIGHT, None)
 

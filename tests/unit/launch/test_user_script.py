@@ -16,7 +16,8 @@ from shardmake.render.stage import render_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
-from shardmake.train.user_script import _run, variables
+from shardmake.train.rank_context import RankContext
+from shardmake.train.user_script import run_script, script_environment
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -86,7 +87,7 @@ def leave(folder: AttemptDir, *codes: int) -> None:
 def test_documented_variables_are_set(folder: AttemptDir) -> None:
     plan, cluster = make_plan("zero2"), Cluster(**make_cluster().model_dump())
     training = render_files(plan, make_run(), cluster, make_model(), folder.root).training
-    values = variables(folder, folder.read(), training)
+    values = script_environment(RankContext(folder, folder.read(), plan, training, rank=0))
     page = (Path(__file__).resolve().parents[3] / "docs/how-to/user-script.md").read_text()
     assert [name for name in values if f"`{name}`" not in page] == []
     assert values["SHARDMAKE_ATTEMPT"] == "2"
@@ -162,6 +163,6 @@ def test_only_a_status_other_than_0_is_an_error(tmp_path: Path, end: str, fails:
     script.write_text(f"import sys\nassert __name__ == '__main__'\n{end}\n")
     if fails:
         with pytest.raises(SystemExit):
-            _run(str(script))
+            run_script(str(script))
     else:
-        _run(str(script))
+        run_script(str(script))

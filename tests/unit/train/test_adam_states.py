@@ -1,4 +1,4 @@
-"""States of one Adam, read by the other."""
+"""States of one Adam implementation are read by the other."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ SETTINGS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1,
 
 
 def cpu_adam(parameters: list[torch.Tensor]) -> Any:
-    """DeepSpeed's, without the kernel that it would compile."""
+    """Return DeepSpeed's Adam without compiling its kernel."""
     optimizer = DeepSpeedCPUAdam.__new__(DeepSpeedCPUAdam)
     torch.optim.Optimizer.__init__(optimizer, parameters, SETTINGS | {"bias_correction": True})
     return optimizer
@@ -23,7 +23,7 @@ def torch_adam(parameters: list[torch.Tensor]) -> Any:
 
 
 def with_states(make: Any, step: Any) -> Any:
-    """Two parameters that share one counter, as DeepSpeed may leave them."""
+    """Return an optimizer whose two parameters share one counter, as after DeepSpeed's load."""
     parameters = [torch.zeros(3, requires_grad=True) for _ in range(2)]
     optimizer = make(parameters)
     for parameter in parameters:
@@ -32,7 +32,7 @@ def with_states(make: Any, step: Any) -> Any:
 
 
 @pytest.mark.parametrize(("writes", "reads"), [(torch_adam, cpu_adam), (cpu_adam, torch_adam)])
-def test_either_goes_on_with_the_states_of_the_other(writes: Any, reads: Any) -> None:
+def test_each_adam_continues_with_states_of_the_other(writes: Any, reads: Any) -> None:
     saved = with_states(writes, torch.tensor(7.0) if writes is torch_adam else 7).state_dict()
     optimizer = with_states(reads, 0)
     optimizer.load_state_dict(saved)
@@ -47,7 +47,7 @@ def test_either_goes_on_with_the_states_of_the_other(writes: Any, reads: Any) ->
         assert [state["step"].item() for state in optimizer.state.values()] == [8, 8]
 
 
-def test_every_parameter_gets_a_counter_of_its_own() -> None:
+def test_each_parameter_gets_its_own_counter() -> None:
     optimizer = with_states(torch_adam, torch.tensor(7.0))
     fit_states(optimizer)
     first, second = (state["step"] for state in optimizer.state.values())
@@ -55,7 +55,7 @@ def test_every_parameter_gets_a_counter_of_its_own() -> None:
     assert second == 7
 
 
-def test_other_optimizers_count_as_they_did() -> None:
+def test_other_optimizers_are_unchanged() -> None:
     parameter = torch.zeros(3, requires_grad=True)
     optimizer = torch.optim.SGD([parameter], lr=1e-3)
     optimizer.state[parameter] = {"step": 3, "row": torch.ones(3)}

@@ -1,4 +1,4 @@
-"""Saves that training does not wait for: what waits for what, what is told, and what happens when an upload fails."""
+"""Asynchronous saves: the order of saves and uploads, warnings, and uploads that fail."""
 
 import os
 import socket
@@ -21,7 +21,7 @@ from shardmake.config.models import Strategy
 from shardmake.core import disk
 from shardmake.core.disk import FreeSpace
 from shardmake.train.async_saver import ScratchFolder, share_of_node
-from shardmake.train.callbacks import SaveScheduler
+from shardmake.train.callbacks.save_scheduler import SaveScheduler
 from shardmake.train.checkpoint_saver import Saver
 from tests.unit.plans import make_plan
 
@@ -31,17 +31,17 @@ def describe(step: int) -> dict[str, Any]:
 
 
 def make_saver(root: Path, node: int = 0, nodes: int = 1) -> Saver:
-    """That of the first rank of a node with a scratch folder of its own."""
+    """Return the saver of the first rank of a node with its own scratch folder."""
     attempt = root / "attempts/001"
     attempt.mkdir(parents=True, exist_ok=True)
-    scratch = ScratchFolder(root / f"scratch-of-{node}", attempt, node, nodes, 1 / nodes)
+    scratch = ScratchFolder(root / f"scratch-{node}", attempt, node, nodes, 1 / nodes)
     return Saver(root / "checkpoints", describe, Retention(keep=2), scratch=scratch)
 
 
-def save(saver: Saver, step: int, *, must: bool = False, rank: int = 0, content: str = "") -> Path:
-    """One file a rank, and one that all write, with ``content``; the folder they were written to."""
-    with saver.saving(step, must=must) as folder:
-        assert folder is not None and folder.parent == saver.place
+def save(saver: Saver, step: int, *, required: bool = False, rank: int = 0, content: str = "") -> Path:
+    """Save one file per rank, and one with ``content`` that all ranks write; return the folder they wrote to."""
+    with saver.saving(step, required=required) as folder:
+        assert folder is not None and folder.parent == saver.write_dir
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"rng_state_{rank}.pth").write_bytes(bytes(1000 * step))
         (folder / "latest").write_text(content or f"global_step{step}")
@@ -52,39 +52,38 @@ def steps(root: Path) -> list[int]:
     return [record.step for record, path in store.committed(root / "checkpoints") if not find_problems(path)]
 
 
-def test_the_next_save_waits_and_the_last_one_goes_there_at_once(tmp_path: Path) -> None:
-    left = tmp_path / "scratch-of-0/checkpoint-1/of an attempt that was killed"
-    left.parent.mkdir(parents=True)
-    left.touch()
+def test_next_save_waits_and_required_save_is_direct(tmp_path: Path) -> None:
+    leftover = tmp_path / "scratch-0/checkpoint-1/file of a killed attempt"
+    leftover.parent.mkdir(parents=True)
+    leftover.touch()
     saver = make_saver(tmp_path)
-    assert save(saver, 1).is_relative_to(tmp_path / "scratch-of-0")
-    assert saver.under_way is not None and saver.upload_seconds == 0
+    assert save(saver, 1).is_relative_to(tmp_path / "scratch-0")
+    assert saver.pending_upload is not None and saver.upload_seconds == 0
     save(saver, 2)
-    assert steps(tmp_path)[-1] == 1, "its upload had to end first"
+    assert steps(tmp_path)[-1] == 1, "the next save waits for the upload"
     (record,) = [record for record, _ in store.committed(saver.folder) if record.step == 1]
     assert record.blocked_seconds is not None and 0 < record.blocked_seconds < record.save_seconds
     assert saver.upload_seconds == record.save_seconds
     assert set(record.files) == {"latest", "rng_state_0.pth"}
-    assert save(saver, 3, must=True).is_relative_to(saver.folder)
-    assert saver.under_way is None and steps(tmp_path) == [3, 2]
+    assert save(saver, 3, required=True).is_relative_to(saver.folder)
+    assert saver.pending_upload is None and steps(tmp_path) == [3, 2]
     last = read_record(saver.folder / "checkpoint-3")
     assert last is not None and last.blocked_seconds is None
-    assert not list((tmp_path / "scratch-of-0").iterdir())
+    assert not list((tmp_path / "scratch-0").iterdir())
 
 
-def test_where_the_scratch_is_full_saves_are_synchronous_and_it_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_full_scratch_makes_saves_synchronous_with_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def room(folder: Path) -> FreeSpace:
+    def free_space(folder: Path) -> FreeSpace:
         return FreeSpace(10 << 20 if "scratch" in str(folder) else 1 << 40, "free on the file system")
 
-    monkeypatch.setattr(disk, "free_space", room)
+    monkeypatch.setattr(disk, "free_space", free_space)
     saver = make_saver(tmp_path)
     assert save(saver, 1).is_relative_to(saver.folder) and save(saver, 2).is_relative_to(saver.folder)
     assert steps(tmp_path) == [2, 1]
-    told = capsys.readouterr().out
-    assert told.count("is not saved asynchronously. The next checkpoint needs 64 MiB, and") == 1
-    assert "scratch-of-0 has 10 MiB left" in told
+    assert caplog.text.count("is not saved asynchronously. The next checkpoint needs 64 MiB, and") == 1
+    assert "scratch-0 has 10 MiB left" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_where_the_scratch_is_full_saves_are_synchronous_and_it_is_told_once(
         ("fsdp", 1 / 4, 1 / 4),
     ],
 )
-def test_the_first_of_four_nodes_needs_room_for_what_is_not_sharded(
+def test_first_node_needs_space_for_unsharded_parts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: Strategy, first: float, second: float
 ) -> None:
     choice = make_plan(strategy, nodes=4).choice
@@ -111,29 +110,27 @@ def test_the_first_of_four_nodes_needs_room_for_what_is_not_sharded(
     assert refused == [True, first == second]
 
 
-def test_a_failed_upload_ends_training_but_not_without_the_last_save(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Node 0 waits for the other node's part, for ever: here nobody sends it."""
-    save(make_saver(tmp_path), 1, must=True)
+def test_failed_upload_ends_training_after_a_required_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Node 0 waits for the part of node 1, which does not exist here."""
+    save(make_saver(tmp_path), 1, required=True)
     saver = make_saver(tmp_path, nodes=2)
     save(saver, 2)
     assert saver.upload is not None
     saver.upload.kill()
-    with pytest.raises(RuntimeError, match=r"checkpoint-2 did not get from the node's scratch.*it ended with -9.*Run"):
+    with pytest.raises(RuntimeError, match=r"Uploading checkpoint-2 from the node's scratch.*it ended with -9.*Run"):
         save(saver, 3)
-    assert steps(tmp_path) == [1] and saver.under_way is None
+    assert steps(tmp_path) == [1] and saver.pending_upload is None
 
     save(saver, 4)
     assert saver.upload is not None
     saver.upload.kill()
-    save(saver, 5, must=True)
+    save(saver, 5, required=True)
     assert steps(tmp_path) == [5, 1]
-    assert "WARNING: checkpoint-4 did not get" in capsys.readouterr().out
+    assert "Uploading checkpoint-4 from" in caplog.text
 
 
 def in_two_ranks(root: Path, act: Callable[[Path, int], None]) -> None:
-    """Run ``act`` in two processes that talk over gloo, each the first rank of a node of its own."""
+    """Run ``act`` in two processes connected by gloo, each the first rank of its own node."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
@@ -157,23 +154,23 @@ def in_two_ranks(root: Path, act: Callable[[Path, int], None]) -> None:
 def _save_on_two_nodes(root: Path, rank: int) -> None:
     saver = make_saver(root, node=rank, nodes=2)
     folders = [save(saver, step, rank=rank) for step in (1, 2)]
-    assert all(folder.is_relative_to(root / f"scratch-of-{rank}") for folder in folders)
-    saver.settle()
+    assert all(folder.is_relative_to(root / f"scratch-{rank}") for folder in folders)
+    saver.wait_for_upload()
     assert steps(root) == [2, 1]
     assert set(list_files(saver.folder / "checkpoint-2")) == {"latest", "rng_state_0.pth", "rng_state_1.pth"}
 
     save(saver, 3, rank=rank, content=f"of rank {rank}")
-    with pytest.raises(RuntimeError, match="Two nodes wrote latest, and not the same"):
+    with pytest.raises(RuntimeError, match="Two nodes wrote latest with different content"):
         save(saver, 4, rank=rank)
     assert saver.scratch is not None
     if rank == 1:
         (root / "superseded/002").mkdir(parents=True)
         saver.scratch = replace(saver.scratch, attempt=root / "superseded/001")
     save(saver, 5, rank=rank)
-    with pytest.raises(RuntimeError, match="A later attempt has begun"):
-        saver.settle()
-    assert saver.upload is None, "that of node 0, which waited for the other, was ended"
-    save(saver, 6, rank=rank, must=True)
+    with pytest.raises(RuntimeError, match="a later attempt has started"):
+        saver.wait_for_upload()
+    assert saver.upload is None, "node 0's upload, which waited for node 1, was killed"
+    save(saver, 6, rank=rank, required=True)
     assert steps(root) == [6, 2]
 
 
@@ -182,10 +179,10 @@ def test_two_nodes_agree_on_what_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("upload_seconds", "expected"), [(0.0, 20), (150.0, 150)])
-def test_the_interval_is_never_shorter_than_an_upload(upload_seconds: float, expected: int) -> None:
-    """Steps of one second; Young's interval for 0.2 s and a failure every 1000 s is 20 s."""
-    pace = SaveScheduler(SimpleNamespace(seconds=0.2, upload_seconds=upload_seconds), 1000.0)  # type: ignore[arg-type]
-    pace.steps, pace.stepping = 11, 10.0
+def test_interval_is_never_shorter_than_an_upload(upload_seconds: float, expected: int) -> None:
+    """A step takes one second. Young's interval for 0.2 s and a failure every 1000 s is 20 s."""
+    scheduler = SaveScheduler(SimpleNamespace(seconds=0.2, upload_seconds=upload_seconds), 1000.0)  # type: ignore[arg-type]
+    scheduler.steps, scheduler.measured_seconds = 11, 10.0
     arguments, state = TrainingArguments(use_cpu=True), TrainerState()
-    pace.on_save(arguments, state, TrainerControl())
+    scheduler.on_save(arguments, state, TrainerControl())
     assert state.save_steps == expected

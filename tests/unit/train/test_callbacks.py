@@ -1,4 +1,4 @@
-"""What is evaluated and saved at the end of a step."""
+"""Evaluations and saves at the end of a step."""
 
 from pathlib import Path
 
@@ -7,12 +7,13 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from shardmake.checkpoint.retention import Retention
-from shardmake.train.callbacks import SaveScheduler, StopOnRequest
+from shardmake.train.callbacks.save_scheduler import SaveScheduler
+from shardmake.train.callbacks.stop_on_request import StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 
 
 @pytest.mark.parametrize(
-    ("step", "asked", "evaluates", "saves"),
+    ("step", "requested", "evaluates", "saves"),
     [
         (1, False, False, False),
         (2, False, True, True),
@@ -24,18 +25,18 @@ from shardmake.train.checkpoint_saver import Saver
         (10, True, True, True),
     ],
 )
-def test_a_stop_saves_without_an_evaluation_before_it(
-    tmp_path: Path, step: int, asked: bool, evaluates: bool, saves: bool
+def test_requested_stop_saves_without_evaluation(
+    tmp_path: Path, step: int, requested: bool, evaluates: bool, saves: bool
 ) -> None:
-    """Saves every 2 steps, evaluations every 3 and, because the best is kept, at each save."""
+    """The run saves every 2 steps. It evaluates every 3 steps and, because the best is kept, at each save."""
     arguments = TrainingArguments(use_cpu=True, save_steps=2, eval_strategy="steps", eval_steps=3)
     state = TrainerState(global_step=step, max_steps=10)
     state.compute_steps(arguments, state.max_steps)
     stop_file = tmp_path / "STOP"
-    if asked:
+    if requested:
         stop_file.touch()
-    pace = SaveScheduler(Saver(tmp_path, lambda step: {}, Retention(best=True)), None)
-    watching = CallbackHandler([DefaultFlowCallback(), StopOnRequest([stop_file]), pace], None, None, None, None)
-    control = watching.on_step_end(arguments, state, TrainerControl())
+    scheduler = SaveScheduler(Saver(tmp_path, lambda step: {}, Retention(best=True)), None)
+    handler = CallbackHandler([DefaultFlowCallback(), StopOnRequest([stop_file]), scheduler], None, None, None, None)
+    control = handler.on_step_end(arguments, state, TrainerControl())
     assert (control.should_evaluate, control.should_save) == (evaluates, saves)
-    assert control.should_training_stop == (asked or step == 10)
+    assert control.should_training_stop == (requested or step == 10)

@@ -1,4 +1,4 @@
-"""The same samples in every optimizer step, whatever the number of ranks and the micro batch."""
+"""Every optimizer step gets the same samples for any number of ranks and any micro batch size."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ SPLITS = [(1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2), (4, 3, 1), (4, 1, 3), (6
 
 
 def steps(data: Any, ranks: int, micro: int, accumulation: int, epochs: int = 2) -> list[list[int]]:
-    """Samples of each optimizer step, as Trainer and accelerate deal them out."""
+    """Return the samples of each optimizer step, as Trainer and accelerate distribute them."""
     loaders = [
         prepare_data_loader(
             DataLoader(data, batch_size=micro, sampler=RandomSampler(data)), num_processes=ranks, process_index=rank,
@@ -25,14 +25,16 @@ def steps(data: Any, ranks: int, micro: int, accumulation: int, epochs: int = 2)
     for epoch in range(epochs):
         for loader in loaders:
             loader.set_epoch(epoch)
-        dealt = [[batch.tolist() for batch in loader.base_dataloader] for loader in loaders]
-        for at in range(0, len(dealt[0]), accumulation):
-            found.append(sorted(n for rank in dealt for batch in rank[at : at + accumulation] for n in batch))
+        batches_of_ranks = [[batch.tolist() for batch in loader.base_dataloader] for loader in loaders]
+        for at in range(0, len(batches_of_ranks[0]), accumulation):
+            found.append(
+                sorted(n for rank in batches_of_ranks for batch in rank[at : at + accumulation] for n in batch)
+            )
     return found
 
 
 @pytest.mark.parametrize("length", [5, 36, 41, 47])
-def test_every_split_takes_the_same_samples(length: int) -> None:
+def test_every_split_gets_the_same_samples(length: int) -> None:
     data = WholeBatches(range(length), GLOBAL_BATCH)
     reference = steps(data, *SPLITS[0])
     assert [len(step) for step in reference] == [GLOBAL_BATCH] * (2 * len(data) // GLOBAL_BATCH)
@@ -42,5 +44,5 @@ def test_every_split_takes_the_same_samples(length: int) -> None:
         assert steps(data, *split) == reference, split
 
 
-def test_without_it_the_end_of_an_epoch_depends_on_the_split() -> None:
+def test_without_it_an_epochs_end_depends_on_the_split() -> None:
     assert len({str(steps(range(41), *split)) for split in SPLITS}) > 1

@@ -22,13 +22,13 @@ end_process()
 """
 
 
-def test_a_rank_ends_after_its_threads_and_what_was_registered_for_its_exit() -> None:
+def test_rank_ends_after_its_threads_and_exit_handlers() -> None:
     done = subprocess.run([sys.executable, "-c", RANK], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "bufferedthe thread ended\natexit ran\n", "")
 
 
-def test_every_group_waits_as_long_as_it_is_told() -> None:
-    """Torch gives a group that an engine makes its own default."""
+def test_every_process_group_gets_the_timeout() -> None:
+    """Torch gives a group that an engine creates the default timeout."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         groups = [dist.group.WORLD, dist.new_group([0])]

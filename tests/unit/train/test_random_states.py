@@ -1,4 +1,4 @@
-"""The states of random number generators in a checkpoint, in Trainer's format; GPUs are made up here."""
+"""The states of random number generators in a checkpoint, in Trainer's format, with simulated GPUs."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,26 +12,26 @@ from shardmake.train import checkpoint_files
 
 
 class Gpus:
-    """The part of `torch.cuda` that keeps states: one tensor a GPU of the node, of which ``mine`` is this rank's."""
+    """A replacement of `torch.cuda` with one state per GPU of the node; GPU ``own`` belongs to this rank."""
 
-    def __init__(self, states: list[int], mine: int) -> None:
+    def __init__(self, states: list[int], own: int) -> None:
         self.states = [torch.tensor(state) for state in states]
-        self.mine = mine
+        self.own = own
 
     def is_available(self) -> bool:
         return True
 
     def current_device(self) -> int:
-        return self.mine
+        return self.own
 
     def get_rng_state(self) -> torch.Tensor:
-        return self.states[self.mine]
+        return self.states[self.own]
 
     def get_rng_state_all(self) -> list[torch.Tensor]:
         return list(self.states)
 
     def set_rng_state(self, state: torch.Tensor) -> None:
-        self.states[self.mine] = state
+        self.states[self.own] = state
 
 
 def loop(mode: ParallelMode) -> Any:
@@ -48,7 +48,7 @@ def loop(mode: ParallelMode) -> Any:
         (ParallelMode.NOT_PARALLEL, Gpus([1], 0), Gpus([7, 8], 1), [7, 1]),
     ],
 )
-def test_a_rank_takes_the_state_of_its_own_gpu(
+def test_rank_restores_the_state_of_its_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: ParallelMode, wrote: Gpus, reads: Gpus, expected: list[int]
 ) -> None:
     monkeypatch.setattr(torch, "cuda", wrote)
@@ -61,9 +61,7 @@ def test_a_rank_takes_the_state_of_its_own_gpu(
     assert [int(state) for state in reads.states] == expected
 
 
-def test_a_checkpoint_of_a_machine_without_gpus_is_read_on_one_with_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_without_gpu_states_loads_on_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save(checkpoint_files._random_states(loop(ParallelMode.DISTRIBUTED)), path := tmp_path / "rng_state.pth")
     monkeypatch.setattr(torch, "cuda", gpus := Gpus([7], 0))
     checkpoint_files._set_random_states(path)

@@ -1,4 +1,4 @@
-"""Checkpoints that go through the scratch folders of two nodes: nothing counts that is not whole, whatever dies when."""
+"""Uploads from the scratch folders of two nodes: only complete checkpoints are committed, whenever a process dies."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from shardmake.checkpoint.files import FileEntry, fingerprint
 from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.retention import Retention
 from shardmake.train import upload
-from shardmake.train.async_saver import ScratchFolder, failure
-from shardmake.train.upload import Order, put_together
+from shardmake.train.async_saver import ScratchFolder, upload_error
+from shardmake.train.upload import UploadRequest, merge_listings
 from tests.kill_at_write import Killer, points
 
 FILES = {
@@ -31,7 +31,7 @@ DESCRIBED = {"step": 4, "tokens": 4, "world_size": 2, "strategy": "zero3", "atte
 
 
 class Site:
-    """A shared folder with a checkpoint of step 2, and the scratch folders of two nodes, which have saved step 4."""
+    """A shared folder with a checkpoint of step 2, and the scratch folders of two nodes that have saved step 4."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -53,18 +53,20 @@ class Site:
     def local(self, node: int) -> Path:
         return self.scratch[node].folder / "checkpoint-4"
 
-    def send(self, node: int) -> "subprocess.Popen[str]":
+    def start_upload(self, node: int) -> "subprocess.Popen[str]":
         described = {**DESCRIBED, "blocked_seconds": 0.5}
-        return self.scratch[node].send(self.local(node), self.staged, described, time.time() - 60, Retention(keep=1))
+        return self.scratch[node].start_upload(
+            self.local(node), self.staged, described, time.time() - 60, Retention(keep=1)
+        )
 
-    def order(self, node: int) -> Order:
-        return Order(
+    def request(self, node: int) -> UploadRequest:
+        return UploadRequest(
             local=self.local(node), staged=self.staged, attempt=self.attempt, node=node, nodes=2, parent=os.getpid(),
             described=DESCRIBED, started=time.time(), retention=Retention(keep=1),
         )  # fmt: skip
 
     def found(self) -> tuple[int, list[str]]:
-        """Step of the checkpoint that a driver would resume from, and what lies in the shared folder after that."""
+        """Return the step that a driver would resume from, and the content of the shared folder after that."""
         newest = store.recover(self.shared)
         assert newest is not None and not find_problems(newest[1])
         return newest[0].step, sorted(path.name for path in self.shared.iterdir())
@@ -79,7 +81,7 @@ def write(folder: Path, contents: dict[str, bytes]) -> None:
 def wait_for(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
     while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
+        assert time.monotonic() < deadline, "timed out waiting for the condition"
         time.sleep(0.02)
 
 
@@ -89,8 +91,8 @@ def site(tmp_path: Path) -> Site:
 
 
 @pytest.mark.parametrize("first", [0, 1])
-def test_two_nodes_bring_their_parts_and_one_seals(site: Site, first: int) -> None:
-    uploads = [site.send(node) for node in (first, 1 - first)]
+def test_two_nodes_upload_and_one_commits(site: Site, first: int) -> None:
+    uploads = [site.start_upload(node) for node in (first, 1 - first)]
     assert [process.wait() for process in uploads] == [0, 0], [process.stderr for process in uploads]
     ((record, path),) = store.committed(site.shared)
     assert {name: (path / name).read_bytes() for name in record.files} == FILES[0] | FILES[1]
@@ -100,43 +102,43 @@ def test_two_nodes_bring_their_parts_and_one_seals(site: Site, first: int) -> No
     assert not any(site.local(node).exists() for node in (0, 1))
 
 
-def test_files_that_several_nodes_wrote_must_be_the_same(tmp_path: Path) -> None:
+def test_files_of_several_nodes_must_be_equal(tmp_path: Path) -> None:
     one, other = FileEntry(size=1, crc32="00000001"), FileEntry(size=1, crc32="00000002")
-    assert put_together([{"a": one, "c": one}, {"b": other, "c": one}]) == {"a": one, "b": other, "c": one}
-    with pytest.raises(RuntimeError, match="Two nodes wrote c, and not the same"):
-        put_together([{"c": one}, {"c": other}])
+    assert merge_listings([{"a": one, "c": one}, {"b": other, "c": one}]) == {"a": one, "b": other, "c": one}
+    with pytest.raises(RuntimeError, match="Two nodes wrote c with different content"):
+        merge_listings([{"c": one}, {"c": other}])
 
     site = Site(tmp_path).save({0: FILES[0], 1: {**FILES[1], "latest": b"global_step5"}})
-    uploads = [site.send(node) for node in (0, 1)]
+    uploads = [site.start_upload(node) for node in (0, 1)]
     assert uploads[1].wait() == 0
-    error = failure(uploads[0])
-    assert "Two nodes wrote latest, and not the same" in str(error) and error.errno == 1
+    error = upload_error(uploads[0])
+    assert "Two nodes wrote latest with different content" in str(error) and error.errno == 1
     assert site.found() == (2, ["checkpoint-2"])
 
 
-def test_a_node_whose_part_never_comes_is_waited_for_and_not_left_out(site: Site) -> None:
-    process = site.send(0)
+def test_upload_waits_for_a_missing_node(site: Site) -> None:
+    process = site.start_upload(0)
     wait_for(lambda: not site.local(0).exists())
     time.sleep(0.5)
     assert process.poll() is None
     process.kill()
-    assert "it ended with -9" in str(failure(process))
+    assert "it ended with -9" in str(upload_error(process))
     assert site.found() == (2, ["checkpoint-2"])
 
 
-def test_nothing_is_written_once_a_later_attempt_has_begun(site: Site) -> None:
+def test_nothing_is_written_after_a_later_attempt_started(site: Site) -> None:
     (site.attempt.parent / "002").mkdir()
-    assert "A later attempt has begun" in str(failure(site.send(1)))
+    assert "a later attempt has started" in str(upload_error(site.start_upload(1)))
     assert site.found() == (2, ["checkpoint-2"])
 
 
-def test_an_upload_does_not_outlive_its_rank(site: Site) -> None:
-    """The rank here is a process that sends the part of node 0 and waits; its child waits for node 1."""
-    order = site.order(0).model_copy(update={"parent": 0})
+def test_upload_ends_with_its_rank(site: Site) -> None:
+    """The rank is a process that uploads the part of node 0 and waits. Its child waits for node 1."""
+    request = site.request(0).model_copy(update={"parent": 0})
     rank = f"""
 import os, subprocess, sys, time
-order = {order.model_dump_json()!r}.replace('"parent":0', f'"parent":{{os.getpid()}}')
-print(subprocess.Popen([sys.executable, "-m", "shardmake.train.upload", order]).pid, flush=True)
+request = {request.model_dump_json()!r}.replace('"parent":0', f'"parent":{{os.getpid()}}')
+print(subprocess.Popen([sys.executable, "-m", "shardmake.train.upload", request]).pid, flush=True)
 time.sleep(600)
 """
     process = subprocess.Popen([sys.executable, "-c", rank], stdout=subprocess.PIPE, text=True)
@@ -149,22 +151,22 @@ time.sleep(600)
     assert site.found() == (2, ["checkpoint-2"])
 
     write(site.local(0), FILES[0])
-    order = site.order(0).model_copy(update={"parent": process.pid})
-    command = [sys.executable, "-m", "shardmake.train.upload", order.model_dump_json()]
+    request = site.request(0).model_copy(update={"parent": process.pid})
+    command = [sys.executable, "-m", "shardmake.train.upload", request.model_dump_json()]
     late = subprocess.run(command, stderr=subprocess.PIPE, text=True, check=False)
-    assert late.returncode == 1 and "The rank that saved is gone" in late.stderr
+    assert late.returncode == 1 and "the rank that saved has ended" in late.stderr
     assert site.found() == (2, ["checkpoint-2"])
 
 
-def carry_out_and_die(site: Site, node: int, log: Path, at: int, mode: str) -> int:
-    """Exit status of a process that does the upload of ``node`` and dies there; one file at a time."""
+def upload_and_die(site: Site, node: int, log: Path, at: int, mode: str) -> int:
+    """Return the exit status of a process that uploads ``node``'s files one by one and dies at write ``at``."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     try:
         upload._WORKERS = 1
         Killer(site.root, log, at, mode).install()
-        upload.carry_out(site.order(node))
+        upload.run_upload(site.request(node))
         os._exit(0)
     finally:
         os._exit(1)
@@ -176,34 +178,34 @@ def branch(source: Site, target: Path) -> Site:
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_killed_at_any_write_of_either_node(tmp_path: Path, victim: int) -> None:
+def test_killed_at_every_write_of_each_node(tmp_path: Path, victim: int) -> None:
     started = Site(tmp_path / "started").save()
     whole = branch(started, tmp_path / "whole")
     logs = [tmp_path / f"writes-{node}" for node in (0, 1)]
-    assert [carry_out_and_die(whole, node, logs[node], -1, "before") for node in (1, 0)] == [0, 0]
-    places = points(logs[victim])
-    kinds = {what.split()[0] for _, _, what in places}
+    assert [upload_and_die(whole, node, logs[node], -1, "before") for node in (1, 0)] == [0, 0]
+    writes = points(logs[victim])
+    kinds = {what.split()[0] for _, _, what in writes}
     assert kinds == {"open", "fsync", "os.rename", "os.remove", "os.rmdir"}
-    assert len(places) > 12
+    assert len(writes) > 12
 
     steps = []
-    for at, mode, what in places:
+    for at, mode, what in writes:
         site = branch(started, tmp_path / f"{at}-{mode}")
         if victim == 0:
-            assert carry_out_and_die(site, 1, tmp_path / "log", -1, "before") == 0
-        assert carry_out_and_die(site, victim, tmp_path / f"{at}-{mode}.log", at, mode) == -signal.SIGKILL, what
-        if victim == 1 and site.order(0).listing(1).exists():
-            assert carry_out_and_die(site, 0, tmp_path / "log", -1, "before") == 0
+            assert upload_and_die(site, 1, tmp_path / "log", -1, "before") == 0
+        assert upload_and_die(site, victim, tmp_path / f"{at}-{mode}.log", at, mode) == -signal.SIGKILL, what
+        if victim == 1 and site.request(0).listing(1).exists():
+            assert upload_and_die(site, 0, tmp_path / "log", -1, "before") == 0
         step, left = site.found()
-        assert set(left) <= {"checkpoint-2", "checkpoint-4"}, "the rest was cleaned up"
+        assert set(left) <= {"checkpoint-2", "checkpoint-4"}, "recovery removes everything else"
         assert all(not find_problems(site.shared / name) for name in left), what
         steps.append(step)
         shutil.rmtree(site.root)
-    assert steps == sorted(steps), "it counts from one write on, and not before"
+    assert steps == sorted(steps), "the checkpoint is committed by one write"
     assert set(steps) == {2, 4}
 
 
-def test_a_rank_tells_what_it_needs_in_one_line(site: Site) -> None:
-    """The order is JSON, so that a person can start an upload by hand and see one in the list of processes."""
-    values: dict[str, Any] = json.loads(site.order(1).model_dump_json())
-    assert Order.model_validate(values) == site.order(1).model_copy(update={"started": values["started"]})
+def test_request_is_one_line_of_json(site: Site) -> None:
+    """A user can start an upload by hand, and read its request in the process list."""
+    values: dict[str, Any] = json.loads(site.request(1).model_dump_json())
+    assert UploadRequest.model_validate(values) == site.request(1).model_copy(update={"started": values["started"]})

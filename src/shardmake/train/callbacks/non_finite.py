@@ -1,4 +1,4 @@
-"""Stop before a loss or gradient norm that is not finite gets into a checkpoint, and say where it came from."""
+"""Stop before a loss or gradient norm that is not finite reaches a checkpoint, and report its origin."""
 
 from typing import Any
 
@@ -10,16 +10,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 class NonFiniteError(FloatingPointError):
     """A loss or a gradient norm is infinite or not a number after ``step``."""
 
-    def __init__(self, step: int, what: str) -> None:
-        super().__init__(f"Step {step}: {what}. No checkpoint holds this step.")
+    def __init__(self, step: int, cause: str) -> None:
+        super().__init__(f"Step {step}: {cause}. No checkpoint contains this step.")
         self.step = step
 
 
 class NonFiniteCheck(TrainerCallback):
-    """Checks each step, before anything is saved. The trainer hands it the losses and gradient norms.
+    """Check each step before anything is saved. The trainer passes the losses and gradient norms.
 
-    A gradient norm is the same on all ranks, so all of them look for the rank with the bad loss together; a loss
-    alone is each rank's own. In fp16 the loss scaler skips steps whose gradients overflow; only the loss counts then.
+    A gradient norm is the same on all ranks, so all ranks look for the rank with the bad loss together. A loss is
+    each rank's own. In fp16 the loss scaler skips steps whose gradients overflow, so only the loss is checked.
     """
 
     def __init__(self, rank: int) -> None:
@@ -27,20 +27,20 @@ class NonFiniteCheck(TrainerCallback):
         self.loss: torch.Tensor | float = 0.0
         self.norm: torch.Tensor | float = 0.0
 
-    def see_loss(self, loss: torch.Tensor) -> None:
-        """Add the loss of one pass; a sum stays not finite, and nothing waits for the GPU here."""
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of one pass. A sum stays non-finite, and summing does not wait for the GPU."""
         self.loss = self.loss + loss.detach()
 
-    def see_norm(self, norm: torch.Tensor | float | None) -> None:
+    def set_norm(self, norm: torch.Tensor | float | None) -> None:
         """Keep the step's gradient norm."""
         self.norm = 0.0 if norm is None else norm
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Raise `NonFiniteError` for this step if need be."""
+        """Raise `NonFiniteError` if this step's loss or gradient norm is not finite."""
         loss, norm = float(self.loss), 0.0 if args.fp16 else float(self.norm)
         self.loss = self.norm = 0.0
         if not _is_finite(norm):
-            raise NonFiniteError(state.global_step, _name_culprits(norm, loss))
+            raise NonFiniteError(state.global_step, _find_culprits(norm, loss))
         if not _is_finite(loss):
             raise NonFiniteError(state.global_step, f"the loss of rank {self.rank} is {loss}")
 
@@ -49,12 +49,12 @@ def _is_finite(value: float) -> bool:
     return abs(value) < float("inf")
 
 
-def _name_culprits(norm: float, loss: float) -> str:
-    """What all ranks say after a bad gradient norm: whose loss made it so."""
+def _find_culprits(norm: float, loss: float) -> str:
+    """Return which ranks' losses caused a bad gradient norm; all ranks take part."""
     losses = [loss]
     if dist.is_initialized():
         losses = [0.0] * dist.get_world_size()
         dist.all_gather_object(losses, loss)
     bad = {rank: value for rank, value in enumerate(losses) if not _is_finite(value)}
-    named = ", ".join(f"the loss of rank {rank} is {value}" for rank, value in bad.items())
-    return named or f"the gradient norm is {norm}, though the losses of all ranks are finite"
+    culprits = ", ".join(f"the loss of rank {rank} is {value}" for rank, value in bad.items())
+    return culprits or f"the gradient norm is {norm}, although the losses of all ranks are finite"

@@ -1,5 +1,6 @@
-"""Real ranks that meet over gloo, each as a node of its own."""
+"""The network check between real ranks over gloo, each on its own simulated node."""
 
+import logging
 import os
 import signal
 import socket
@@ -15,23 +16,26 @@ from shardmake.launch.outcome import error_end
 from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
 from shardmake.train import network_check
-from shardmake.train.network_check import NetworkCheckError, describe, run_in_fork
+from shardmake.train.all_reduce import Finding, describe_bandwidth
+from shardmake.train.network_check import NetworkCheckError, run_in_fork
 
 RANK = """
 import sys
+from shardmake.core.log import configure_logging
 from shardmake.train.network_check import NetworkCheckError, check_all_reduce
+configure_logging()
 try:
-    check_all_reduce(True, None, print, deadline=float(sys.argv[1]))
+    check_all_reduce(True, None, deadline=float(sys.argv[1]))
 except NetworkCheckError as error:
     sys.exit(f"{error} missing: {list(error.missing)}")
 """
 
 
-def meet(world_size: int, deadlines: Sequence[float]) -> list[tuple[int, str, str]]:
-    """Status, output and errors of the first ranks of ``world_size``, one for each of ``deadlines``."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+def check_network(world_size: int, deadlines: Sequence[float]) -> list[tuple[int, str, str]]:
+    """Return exit status, stdout and stderr of the first ranks of ``world_size``, one for each of ``deadlines``."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
     shared |= {"GROUP_WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
     ranks = [
@@ -48,60 +52,60 @@ def meet(world_size: int, deadlines: Sequence[float]) -> list[tuple[int, str, st
     return [(rank.returncode, *output) for rank, output in zip(ranks, outputs, strict=True)]
 
 
-def test_three_nodes_meet_and_try_their_links() -> None:
-    found = meet(3, [60, 60, 60])
+def test_three_nodes_measure_their_links() -> None:
+    found = check_network(3, [60, 60, 60])
     assert [code for code, _, _ in found] == [0, 0, 0], found
     assert found[0][1].startswith("preflight: all-reduce of 1 MiB over 3 ranks at ")
-    assert [said for _, said, _ in found[1:]] == ["", ""], "rank 0 alone tells"
+    assert [output for _, output, _ in found[1:]] == ["", ""], "only rank 0 reports"
 
 
-def test_a_rank_that_does_not_come_is_named_by_all_others() -> None:
-    """Rank 0, whose process holds the store, gives up first."""
-    for code, _, errors in meet(3, [8, 11]):
-        assert code == 1 and "Rank(s) [2] did not come" in errors and "missing: [2]" in errors
+def test_all_ranks_name_the_missing_rank() -> None:
+    """Rank 0, whose process serves the store, times out first."""
+    for code, _, errors in check_network(3, [8, 11]):
+        assert code == 1 and "Rank(s) [2] did not join" in errors and "missing: [2]" in errors
 
 
 @pytest.mark.parametrize(("planned", "warns"), [(50e9, True), (1e9, False), (None, False)])
 def test_bandwidth_far_below_the_cluster_file_is_a_warning(planned: float | None, warns: bool) -> None:
-    line = describe(0.064, 64 << 20, 2, planned)
+    level, line = describe_bandwidth(0.064, 64 << 20, 2, planned)
     assert "64 MiB over 2 ranks at 1.05 GB/s" in line
-    assert ("look at the network" in line) == warns
+    assert (level == logging.WARNING) == ("Check the network" in line) == warns
 
 
-def die() -> list[str]:
+def die() -> list[Finding]:
     os.kill(os.getpid(), signal.SIGKILL)
     return []
 
 
-def fail() -> list[str]:
-    raise NetworkCheckError("Rank(s) [3] did not come", [3], host="c4")
+def fail() -> list[Finding]:
+    raise NetworkCheckError("Rank(s) [3] did not join", [3], host="c4")
 
 
-def block() -> list[str]:
+def block() -> list[Finding]:
     time.sleep(60)
     return []
 
 
 @pytest.mark.parametrize(
-    ("work", "words"),
-    [(die, "status -9"), (fail, "did not come"), (lambda: [str(1 // 0)], "ZeroDivisionError"), (block, "within 1 s")],
+    ("work", "message"),
+    [(die, "status -9"), (fail, "did not join"), (lambda: [(1 // 0, "")], "ZeroDivisionError"), (block, "within 1 s")],
     ids=["dies", "fails", "errs", "blocks"],
 )
-def test_work_apart_cannot_take_its_rank_with_it(work: Callable[[], list[str]], words: str) -> None:
+def test_failing_fork_does_not_end_its_rank(work: Callable[[], list[Finding]], message: str) -> None:
     started = time.monotonic()
-    with pytest.raises(NetworkCheckError, match=words) as error:
+    with pytest.raises(NetworkCheckError, match=message) as error:
         run_in_fork(work, seconds=1)
     assert (list(error.value.missing), error.value.host) == (([3], "c4") if work is fail else ([], None))
     assert time.monotonic() - started < 10
 
 
-def test_work_is_done_in_another_process() -> None:
-    assert run_in_fork(lambda: ["a line", str(os.getppid())], seconds=10) == ["a line", str(os.getpid())]
+def test_work_runs_in_another_process() -> None:
+    assert run_in_fork(lambda: [(os.getppid(), "a line")], seconds=10) == [(os.getpid(), "a line")]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("uncorrectable ECC")])
-def test_a_broken_gpu_is_its_own_nodes_fault(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
-    """No other rank is waited for, and neither the network nor the size of the training is blamed."""
+def test_broken_gpu_blames_its_node(monkeypatch: pytest.MonkeyPatch, error: RuntimeError) -> None:
+    """The rank waits for no other rank, and blames neither the network nor the size of the training."""
 
     def broken(*sizes: object, **options: object) -> None:
         raise error
@@ -111,7 +115,7 @@ def test_a_broken_gpu_is_its_own_nodes_fault(monkeypatch: pytest.MonkeyPatch, er
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(NetworkCheckError) as found:
-        network_check.check_all_reduce(False, None, print)
+        network_check.check_all_reduce(False, None)
     assert found.value.host == socket.gethostname()
-    told = RankError(rank=1, host="c1", time=0, kind="NetworkCheckError", message=str(found.value), traceback="")
-    assert error_end(told) is EndReason.PREFLIGHT
+    record = RankError(rank=1, host="c1", time=0, kind="NetworkCheckError", message=str(found.value), traceback="")
+    assert error_end(record) is EndReason.PREFLIGHT

@@ -1,0 +1,25 @@
+"""Write files whose loss must not end training."""
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+logger = logging.getLogger(__name__)
+
+
+class BestEffortWriter:
+    """Writes that may fail, for example because other users have filled the file system."""
+
+    def __init__(self, what: str) -> None:
+        self.what = what
+        self._reported = False
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[None]:
+        """Ignore every `OSError`, and log the first one."""
+        try:
+            yield
+        except OSError as error:
+            if not self._reported:
+                logger.warning("%s cannot be written: %s. Training continues without them.", self.what, error)
+            self._reported = True

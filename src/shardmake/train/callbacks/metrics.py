@@ -1,0 +1,89 @@
+"""Append the metrics of a training to ``metrics.jsonl``."""
+
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from shardmake.train.callbacks.best_effort import BestEffortWriter
+
+
+class MetricsCallback(TrainerCallback):
+    """Write one JSON object per line on rank 0; all attempts of a run append to one file, ordered by step.
+
+    ``tokens`` counts the tokens of all ranks since step 0, padding included. ``tokens_per_second`` is the rate since
+    the line before.
+    """
+
+    def __init__(self, path: Path, tokens_per_step: int, attempt: int) -> None:
+        self.path = path
+        self.tokens_per_step = tokens_per_step
+        self.attempt = attempt
+        self.last = (time.time(), 0)
+        self.writer = BestEffortWriter("Metrics")
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Remove the lines of steps that will be repeated."""
+        self.last = (time.time(), state.global_step)
+        if state.is_world_process_zero and self.path.exists():
+            lines = self.path.read_text().splitlines(keepends=True)
+            kept = [line for line in lines if _step_of(line) <= state.global_step]
+            self.path.write_text("".join(kept))
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Append what the Trainer logged."""
+        if not state.is_world_process_zero or not logs or "train_runtime" in logs:
+            return
+        now, step = time.time(), state.global_step
+        line: dict[str, Any] = {"step": step, "time": now, "attempt": self.attempt}
+        line |= {key: logs[key] for key in ("loss", "learning_rate", "grad_norm", "eval_loss") if key in logs}
+        line["tokens"] = step * self.tokens_per_step
+        if "loss" in logs:
+            last_time, last_step = self.last
+            line["tokens_per_second"] = (step - last_step) * self.tokens_per_step / max(now - last_time, 1e-9)
+            self.last = (now, step)
+        if memory := _device_memory():
+            line["memory"] = memory
+        with self.writer.write():
+            _append(self.path, json.dumps(line) + "\n")
+
+
+def _append(path: Path, text: str) -> None:
+    """Append all of ``text`` or nothing."""
+    size = path.stat().st_size if path.exists() else 0
+    try:
+        with path.open("a") as file:
+            file.write(text)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.truncate(path, size)
+        raise
+
+
+def _step_of(line: str) -> float:
+    """Return the step of a metrics line, or infinity for a line that is cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return float("inf")
+
+
+def _device_memory() -> dict[str, int]:
+    """Return the peak bytes of the caching allocator on this rank's GPU; empty on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}

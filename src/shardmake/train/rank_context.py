@@ -1,0 +1,34 @@
+"""The settings that one rank reads before it trains."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.core.atomic import read_json
+from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.plan import Plan
+
+
+def rank_of_process() -> int:
+    """Return the global rank that the launcher gave this process."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """An attempt as one of its ranks sees it."""
+
+    folder: AttemptDir
+    attempt: Attempt
+    plan: Plan
+    settings: dict[str, Any]
+    """Content of ``training.json``."""
+    rank: int
+
+    @classmethod
+    def load(cls, attempt_folder: Path) -> "RankContext":
+        """Read the files of the attempt in ``attempt_folder``."""
+        folder = AttemptDir(attempt_folder)
+        settings = read_json(folder.training, "shardmake train NAME")
+        return cls(folder, folder.read(), Plan.read(folder.plan), settings, rank_of_process())
