@@ -143,6 +143,7 @@ def make_plan() -> Plan:
             model="lab/base",
             sequence_length=256,
             packing=True,
+            objective="sft",
             method="full",
             optimizer="adamw",
             attention="sdpa",

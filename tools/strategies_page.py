@@ -196,6 +196,7 @@ def _plan(strategy: Strategy, **changes: int) -> Plan:
         model="llama",
         sequence_length=8192,
         packing=True,
+        objective="sft",
         method="full",
         optimizer="adamw",
         attention="flash",

@@ -62,6 +62,7 @@ def make_plan(strategy: Strategy, **changes: Any) -> Plan:
         model="base",
         sequence_length=32,
         packing=True,
+        objective="sft",
         method="full",
         optimizer="adamw",
         attention="sdpa",

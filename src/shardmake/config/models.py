@@ -11,14 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 
 if TYPE_CHECKING:
     Strategy = str
     EvaluationBackend = str
+    Objective = str
 else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
     EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
+    Objective = Literal[tuple(OBJECTIVES)]
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
 Attention = Literal["flash", "sdpa", "eager"]
@@ -209,6 +212,7 @@ class Run(Section):
         "auto", description="Recompute activations in the backward pass; `auto`: only where memory asks for it."
     )
     loss: Loss = Field("plain", description="`fused`: Liger's fused linear cross entropy, where it is installed.")
+    objective: Objective = Field("sft", description="What training optimizes; `sft`: supervised fine-tuning.")
     method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
     strategy: Strategy | Literal["auto"] = Field(
@@ -271,6 +275,16 @@ class Run(Section):
     def _check_length(self) -> "Run":
         if (self.max_steps is None) == (self.epochs is None):
             raise ValueError("give either max_steps or epochs, not both and not neither")
+        return self
+
+    @model_validator(mode="after")
+    def _check_objective(self) -> "Run":
+        formats = OBJECTIVES[self.objective].data_formats
+        if self.data.format not in ("auto", *formats):
+            raise ValueError(
+                f"objective {self.objective!r} cannot learn from data.format {self.data.format!r}. "
+                f"Use {' or '.join(formats)}"
+            )
         return self
 
     @model_validator(mode="after")

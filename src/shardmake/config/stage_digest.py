@@ -9,7 +9,7 @@ from shardmake.core.atomic import digest
 # push destination never retrains anything.
 STAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "fetch": ("model", "revision", "data"),
-    "data": ("data", "model", "revision", "sequence_length", "packing", "seed", "trust_remote_code"),
+    "data": ("data", "objective", "model", "revision", "sequence_length", "packing", "seed", "trust_remote_code"),
     "consolidate": ("dtype", "max_shard_size"),
     "evaluate": ("evaluation",),
     "push": ("push",),

@@ -7,18 +7,18 @@ token, and in a packed sequence it would be predicted from the end of another ex
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from shardmake.config.models import Data
+from shardmake.config.models import Data, Objective
+from shardmake.config.objectives import OBJECTIVES, DataFormat
 from shardmake.core.errors import ShardmakeError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Format = Literal["chat", "prompt-completion", "text"]
 Message = Mapping[str, Any]
 Tokens = tuple[list[int], list[bool]]
-COLUMNS: Mapping[Format, tuple[str, ...]] = {
+COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
     "chat": ("messages",),
     "prompt-completion": ("prompt", "completion"),
     "text": ("text",),
@@ -26,12 +26,12 @@ COLUMNS: Mapping[Format, tuple[str, ...]] = {
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
-def detect_format(data: Data, example: Mapping[str, Any], place: str) -> Format:
+def detect_format(data: Data, objective: Objective, example: Mapping[str, Any], place: str) -> DataFormat:
     """The format that ``data`` asks for, or for `auto` the one whose columns the first example has."""
     if data.format != "auto":
         return data.format
-    for format, columns in COLUMNS.items():
-        if all(column in example for column in columns):
+    for format in OBJECTIVES[objective].data_formats:
+        if all(column in example for column in COLUMNS[format]):
             return format
     raise ShardmakeError(
         f"{place}: no columns that say a format. There are: {', '.join(example)}. Wanted: messages (chat), "
@@ -39,7 +39,7 @@ def detect_format(data: Data, example: Mapping[str, Any], place: str) -> Format:
     )
 
 
-def loss_on_assistant(data: Data, format: Format) -> bool:
+def loss_on_assistant(data: Data, format: DataFormat) -> bool:
     """Whether only the assistant's (or completion's) tokens carry loss."""
     if data.loss_on == "assistant" and format == "text":
         raise ShardmakeError(
@@ -53,7 +53,7 @@ class Encoder:
     """Tokenizes examples of one format."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    format: Format
+    format: DataFormat
     assistant_only: bool
 
     def __call__(self, example: Mapping[str, Any], place: str) -> Tokens:

@@ -139,7 +139,7 @@ def _build(
     if "eval" not in rows:
         rows = _set_aside(rows["train"], run)
     first = rows["train"][0]
-    format = detect_format(run.data, example_in(first), place_of(first))
+    format = detect_format(run.data, run.objective, example_in(first), place_of(first))
     encoder = Encoder(tokenizer, format, loss_on_assistant(run.data, format))
     results = {split: _build_split(split, rows[split], encoder, run, work, cpus) for split in ("train", "eval")}
     _check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))

@@ -81,6 +81,7 @@ class ResolvedRun:
             model=self.run.model,
             sequence_length=self.run.sequence_length,
             packing=self.run.packing,
+            objective=self.run.objective,
             method=self.run.method,
             optimizer=self.run.optimizer,
             attention=self.attention,

@@ -32,6 +32,7 @@ def training_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dic
             "attention": ATTENTION[plan.workload.attention],
             "gradient_checkpointing": choice.gradient_checkpointing,
         },
+        "objective": run.objective,
         "method": _method(run),
         "arguments": training_arguments(plan, run, cluster, model),
         "optimizer": cpu_optimizer(choice, run, cluster),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import read_json
 from shardmake.core.hub import is_hub_id
 from shardmake.report.figures import length_name
@@ -109,6 +110,7 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str
     return {
         "Base model": _named(run.model, _commit(sources.model if sources else None, run.revision)),
         "Data": _named(run.data.train, _commit(sources.train if sources else None, run.data.revision)),
+        "Objective": OBJECTIVES[run.objective].label,
         "Method": _METHODS[run.method],
         "Strategy": f"{choice.strategy}. {plan.reason}",
         "Hardware": _hardware(training["world_size"], history, rundir),

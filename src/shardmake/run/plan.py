@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from shardmake.config.models import Attention, Loss, Method, Optimizer, Precision, Strategy
+from shardmake.config.models import Attention, Loss, Method, Objective, Optimizer, Precision, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.atomic import digest
 from shardmake.run.record import RunRecord
@@ -71,6 +71,7 @@ class Workload(RunRecord):
     model: str = Field(description="Folder, config.json or hub id of the base model.")
     sequence_length: int = Field(gt=0, description="Tokens per sequence.")
     packing: bool = Field(description="Whether sequences are packed.")
+    objective: Objective = Field(description="What training optimizes.")
     method: Method = Field(description="full, lora or qlora.")
     optimizer: Optimizer = Field(description="Optimizer.")
     attention: Attention = Field(description="Attention kernel.")

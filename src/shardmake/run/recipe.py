@@ -22,7 +22,7 @@ _RESULT_ARGUMENTS = (
 
 
 def settings_digest(settings: Mapping[str, Any], plan: Plan, data_receipt: Mapping[str, Any]) -> str:
-    """Digest of model, method, data and hyperparameters.
+    """Digest of model, objective, method, data and hyperparameters.
 
     Checkpoints of equal digests may be resumed under another strategy, node count or micro batch; checkpoints of
     another digest belong to another training.
@@ -33,6 +33,7 @@ def settings_digest(settings: Mapping[str, Any], plan: Plan, data_receipt: Mappi
         {
             **script,
             "model": {key: settings["model"][key] for key in ("path", "revision")},
+            "objective": settings["objective"],
             "method": settings["method"],
             "arguments": {name: arguments.get(name) for name in _RESULT_ARGUMENTS},
             "global_batch_size": plan.choice.global_batch_size,

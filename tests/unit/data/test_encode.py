@@ -147,14 +147,14 @@ def test_what_cannot_be_encoded_is_refused(template: str | None, format: Any, ex
     ],
 )
 def test_the_columns_say_the_format(columns: set[str], format: str) -> None:
-    assert detect_format(Data(train="x"), dict.fromkeys(columns, ""), "here") == format
+    assert detect_format(Data(train="x"), "sft", dict.fromkeys(columns, ""), "here") == format
 
 
 def test_columns_that_say_nothing_are_listed() -> None:
     with pytest.raises(
         ShardmakeError, match=r"^f\.jsonl, line 1: no columns that say a format\. There are: question, answer\. "
     ):
-        detect_format(Data(train="x"), {"question": "", "answer": ""}, "f.jsonl, line 1")
+        detect_format(Data(train="x"), "sft", {"question": "", "answer": ""}, "f.jsonl, line 1")
 
 
 @pytest.mark.parametrize(

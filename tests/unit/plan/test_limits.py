@@ -19,7 +19,7 @@ def plan(nodes: int = 2, memory_gib: int = 4, cpus: int = 2) -> Plan:
             nodes=nodes, processes_per_node=2, precision="bf16",
         ),
         workload=Workload(
-            model="m", sequence_length=8, packing=True, method="full", optimizer="adamw", attention="sdpa", loss="plain"
+            model="m", sequence_length=8, packing=True, objective="sft", method="full", optimizer="adamw", attention="sdpa", loss="plain"
         ),
         reason="", rejected={}, fallbacks=[], host_memory=1 << 30,
         resources={"train": Resources(memory_gib=memory_gib, cpus=cpus)},
