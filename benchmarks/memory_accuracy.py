@@ -20,7 +20,7 @@ from shardmake.config.models import Method
 from shardmake.core.units import GIB
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.estimate import gpu
+from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.model import Model, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
@@ -206,7 +206,7 @@ def bert(row: Row) -> Case:
     accumulation = int(re.search(r"grad_accum=(\d+)", row["notes"]).group(1))  # type: ignore[union-attr]
     precision = "fp16" if half else "fp32"
     scenario = base(row, precision=precision, optimizer=optimizer, accumulation=accumulation, stack=BEFORE_TORCH_2)
-    figures = gpu(scenario, Buckets())
+    figures = gpu_memory(scenario, Buckets())
     return Case((figures.reserved + context) / GIB, "device")
 
 
@@ -307,11 +307,11 @@ CASES: list[tuple[str, Callable[[Row], Case]]] = [
 
 
 def reserved(scenario: Scenario, capacity: int | None = None) -> Case:
-    return Case(gpu(scenario, Buckets(), capacity=capacity).reserved / GIB, "reserved")
+    return Case(gpu_memory(scenario, Buckets(), capacity=capacity).reserved / GIB, "reserved")
 
 
 def device(scenario: Scenario, buckets: Buckets) -> Case:
-    return Case(gpu(scenario, buckets).device / GIB, "device")
+    return Case(gpu_memory(scenario, buckets).device / GIB, "device")
 
 
 def case_of(row: Row) -> Case:

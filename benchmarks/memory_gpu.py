@@ -209,7 +209,7 @@ def zero_section(cell: Cell) -> dict[str, Any]:
 
 def estimate(cell: Cell, capacity: int) -> dict[str, int]:
     from shardmake.memory.buckets import Buckets, read_buckets
-    from shardmake.memory.estimate import gpu
+    from shardmake.memory.estimate import gpu_memory
     from shardmake.memory.model import split
     from shardmake.memory.read_config import from_config
     from shardmake.memory.scenario import Scenario
@@ -230,7 +230,7 @@ def estimate(cell: Cell, capacity: int) -> dict[str, int]:
     )
     zero = cell.engine.startswith("zero")
     buckets = read_buckets(zero_section(cell), model.hidden_size) if zero else Buckets()
-    figures = gpu(scenario, buckets, capacity=capacity)
+    figures = gpu_memory(scenario, buckets, capacity=capacity)
     return {"allocated": figures.allocated, "reserved": figures.reserved, "device": figures.device}
 
 

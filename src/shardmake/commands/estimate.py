@@ -271,7 +271,7 @@ def print_table(answer: EstimateResult, explain: bool = False) -> None:
         "nvidia-smi shows it. Host and NVMe: per node. Disk: checkpoints and the model. step: seconds per step."
     )
     if answer.measured:
-        console.print(f"On the device: {answer.measured.words}.")
+        console.print(f"On the device: {answer.measured.origin}.")
     if answer.advice:
         console.print(f"Nothing fits. What would: {answer.advice}.")
     if explain:

@@ -1,9 +1,9 @@
-"""A model of PyTorch's CUDA caching allocator: what it reserves for a sequence of allocations and frees.
+"""A model of PyTorch's CUDA caching allocator: the memory it reserves for a sequence of allocations and frees.
 
-After ``c10/cuda/CUDACachingAllocator.cpp``: sizes are rounded to 512 bytes; requests up to 1 MiB come from segments of
-2 MiB, those below 10 MiB from segments of 20 MiB, larger ones get a segment of their own, rounded to 2 MiB; the
-smallest free block that is large enough is taken and split where enough remains; neighbours are joined on a free. Every
-stream has blocks of its own.
+It follows ``c10/cuda/CUDACachingAllocator.cpp``. Sizes are rounded to 512 bytes. Requests up to 1 MiB come from
+segments of 2 MiB, those below 10 MiB from segments of 20 MiB. Larger ones get a segment of their own, rounded to 2 MiB.
+The smallest free block that is large enough is taken, and split if enough remains. A freed block is joined with free
+neighbours. Every stream has separate blocks.
 """
 
 from bisect import bisect_left, insort
@@ -20,7 +20,7 @@ NUMBER_BITS = 32
 
 
 def rounded(size: int) -> int:
-    """Bytes that an allocation of ``size`` takes."""
+    """Return the bytes that an allocation of ``size`` takes."""
     return -(-size // ROUND) * ROUND
 
 
@@ -37,7 +37,7 @@ class _Block:
 
 
 class _Pool:
-    """Free blocks of one stream and size class, by size, then number; both in one integer, which compares fast."""
+    """Free blocks of one stream and size class, sorted by size and number; one integer holds both, for speed."""
 
     __slots__ = ("blocks", "keys", "least_rest")
 
@@ -68,9 +68,9 @@ class _Pool:
 
 
 class CachingAllocator:
-    """Follows allocations by key; ``peak`` is the most that segments took.
+    """The allocator's state; ``peak`` is the largest total of its segments.
 
-    Where a new segment would pass ``limit``, all segments without a taken block are given back first.
+    If a new segment would exceed ``limit``, all segments without an allocated block are released first.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -82,7 +82,7 @@ class CachingAllocator:
         self._numbers = 0
 
     def alloc(self, key: int, size: int, stream: int = 0) -> None:
-        """Take ``size`` bytes under ``key``."""
+        """Allocate ``size`` bytes under ``key``."""
         size = rounded(size)
         small = size <= SMALL
         pool = self._pools.get((stream, small)) or self._pool(stream, small)
@@ -96,7 +96,7 @@ class CachingAllocator:
         return self._pools.setdefault((stream, small), pool)
 
     def free(self, key: int) -> None:
-        """Give back what ``key`` holds."""
+        """Free the block of ``key``."""
         block = self._taken.pop(key)
         pool = block.pool
         after, before = block.after, block.before

@@ -1,6 +1,6 @@
-"""What cannot be known from outside and a probe on a GPU has measured: context, NCCL's buffers, other streams' pools.
+"""Memory that only a probe on a GPU can measure: CUDA's context, NCCL's buffers, pools of other streams.
 
-Kept in the user's cache by accelerator and torch version, so that a login node uses what a compute node has found.
+The user's cache holds a calibration per accelerator and torch version, so that a login node uses a compute node's.
 """
 
 import json
@@ -11,15 +11,15 @@ from pathlib import Path
 from statistics import median
 
 from shardmake.core.atomic import digest, write_json
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.memory.cache import cache_folder
 
-LARGEST = 8 << 30  # no context and no communicator takes as much: another process's memory was counted
+LARGEST = 8 << 30  # no context or communicator takes that much: another process's memory was counted
 
 
 @dataclass(frozen=True)
 class Observation:
-    """Peaks of one step on one GPU, in bytes, and what the allocator's model says it reserves."""
+    """Peaks of one step on one GPU, in bytes, and the reserved memory that the allocator's model predicts."""
 
     tokens: int
     allocated: int
@@ -30,53 +30,55 @@ class Observation:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Bytes per GPU beside the model's own, and where they were measured."""
+    """Bytes per GPU outside the allocator, and the machine that measured them."""
 
     context: int
     nccl: int | None
-    """None where the machine had one GPU: the default stays."""
+    """None if the machine had one GPU; the default is used then."""
     pools: int
-    """What the allocator reserved beyond its model, whatever the size of the step."""
+    """Memory that the allocator reserved beyond its model, at every size of the step."""
     gpu: str
     host: str
     day: str
 
     @property
-    def words(self) -> str:
-        """For people: where the figures come from."""
+    def origin(self) -> str:
+        """Origin of the figures, as text."""
         return f"CUDA's context, NCCL and stream pools as measured on {self.host} ({self.gpu}) on {self.day}"
 
 
 def fit(
     observations: Sequence[Observation], nccl: int | None, occupied: int, gpu: str, host: str, day: str
 ) -> Calibration:
-    """The calibration that steps of different sizes agree on; ``occupied`` is what others held on the GPU before.
+    """Return the calibration from steps of different sizes; other processes held ``occupied`` bytes before.
 
-    Context and pools are medians over the steps: they do not depend on the size, which is what tells them from errors
-    of the estimate. Raises `ShardmakeError` where they come out negative or beyond reason.
+    Context and pools are medians over the steps. They do not depend on the size, unlike errors of the estimate.
+
+    Raises:
+        ConfigError: A result is negative or implausibly large.
     """
     context = int(median(item.device - item.reserved for item in observations)) - occupied - (nccl or 0)
     pools = max(0, int(median(item.reserved - item.predicted_reserved for item in observations)))
     for name, size in (("CUDA's context", context), ("NCCL's buffers", nccl or 0)):
         if not 0 <= size < LARGEST:
-            raise ShardmakeError(
-                f"The probe found {size / 2**30:.2f} GiB for {name}, which cannot be: another process used the GPU "
-                "meanwhile. Run it on a GPU of its own."
+            raise ConfigError(
+                f"The probe measured {size / 2**30:.2f} GiB for {name}, which is impossible. Another process used the "
+                "GPU at the same time. Run the probe on a GPU that no other process uses."
             )
     return Calibration(context, nccl, pools, gpu, host, day)
 
 
 def path_of(accelerator: str) -> Path:
-    """Where the calibration of ``accelerator`` (its name in the catalogue) is kept for this torch."""
+    """Return the file with the calibration of ``accelerator`` (its name in the catalogue) for this torch."""
     return cache_folder() / f"calibration-{accelerator}-{digest(version('torch'))[:12]}.json"
 
 
 def read(accelerator: str) -> Calibration | None:
-    """What a probe has found for ``accelerator``, if one ran."""
+    """Return the calibration of ``accelerator``, or None if no probe has run."""
     path = path_of(accelerator)
     return Calibration(**json.loads(path.read_text())) if path.is_file() else None
 
 
 def keep(accelerator: str, calibration: Calibration) -> None:
-    """Remember ``calibration`` for later estimates."""
+    """Save ``calibration`` for later estimates."""
     write_json(path_of(accelerator), asdict(calibration))

@@ -60,12 +60,12 @@ def _figures(profile: Profile) -> tuple[int, int, int, int]:
     return profile.forward, profile.loss, profile.last_layer, profile.first_layer
 
 
-def of_events(script: StepEvents, layers: int) -> Profile:
+def of_events(events: StepEvents, layers: int) -> Profile:
     """Peaks of a micro step's own allocations; a weight's gradient ends when it is whole."""
     sizes: dict[int, int] = {}
     peaks = {"forward": 0, "loss": 0, "last": 0, "first": 0}
     live, phase = 0, "forward"
-    for event in script:
+    for event in events:
         kind = event[0]
         if kind == "alloc":
             sizes[event[1]] = event[2]

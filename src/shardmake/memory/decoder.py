@@ -1,7 +1,7 @@
-"""One micro step of a Llama-like decoder acted out with ghost tensors: what transformers' code allocates, in order.
+"""One micro step of a Llama-like decoder, simulated: every allocation of transformers' code, in order.
 
-Follows ``modeling_llama.py`` (and Mistral, Qwen2, Qwen3, Gemma) of transformers 5; `Stack` holds what older versions
-did differently. `tests/unit/test_decoder.py` compares the result with the fake-tensor trace of the real code.
+It follows ``modeling_llama.py`` (and Mistral, Qwen2, Qwen3, Gemma) of transformers 5; `LibraryBehavior` holds the
+differences of older versions. `tests/unit/memory/test_decoder.py` compares it with a fake-tensor trace of that code.
 """
 
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from shardmake.memory import size_tensors
 from shardmake.memory.model import Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
-from shardmake.memory.size_tensors import GradNode, Parameter, SizeTensor, Storage, Tape, TensorEvent
+from shardmake.memory.size_tensors import GradNode, Parameter, SizeStorage, SizeTensor, Tape, TensorEvent
 
 
 @dataclass
 class Weights:
-    """Parameters by name, with adapters where a layer has them."""
+    """Parameters by name, adapters included."""
 
     items: dict[str, Parameter]
     shapes: dict[str, tuple[int, ...]]
@@ -25,13 +25,13 @@ class Weights:
 
 
 def micro_step(scenario: Scenario) -> list[TensorEvent]:
-    """Events of one forward and backward pass of ``scenario``'s decoder."""
+    """Return the events of one forward and backward pass of ``scenario``'s decoder."""
     assert scenario.model.decoder is not None
-    return _Step(scenario, scenario.model.decoder).run()
+    return _DecoderStep(scenario, scenario.model.decoder).run()
 
 
 def weights_of(scenario: Scenario) -> Weights:
-    """The model's parameters as ``scenario`` trains and holds them."""
+    """Return the model's parameters as ``scenario`` trains and holds them."""
     full = scenario.method == "full"
     item = weight_bytes(scenario)
     items = {t.name: Parameter(t.name, t.numel, item, full) for t in scenario.model.tensors}
@@ -47,12 +47,12 @@ def weights_of(scenario: Scenario) -> Weights:
 
 
 def weight_bytes(scenario: Scenario) -> int:
-    """Bytes per element of the weights that the forward pass meets: fp32 under autocast, else the compute type."""
+    """Return the bytes per element of the weights in the forward pass: fp32 under autocast, else the compute type."""
     return 4 if scenario.autocast and scenario.method == "full" else scenario.compute
 
 
-class _Step:
-    """The pieces of the model, each in the order in which transformers runs them."""
+class _DecoderStep:
+    """The parts of the model, in the order in which transformers runs them."""
 
     def __init__(self, scenario: Scenario, shape: Decoder) -> None:
         self.scenario = scenario
@@ -72,7 +72,7 @@ class _Step:
         hidden = self._norm(hidden, "model.norm.weight")
         loss, logits = self._loss(hidden)
         del hidden, mask
-        tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps what it saved
+        tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps its saved tensors
         if not self.scenario.stack.keeps_output:
             logits = None
         tape.mark("backward")
@@ -80,18 +80,18 @@ class _Step:
         del loss, logits, cosine_and_sine
         return tape.events
 
-    def _positions(self) -> Storage:
-        """Cosine and sine of the rotary embedding, saved by the products with them; one copy for all sequences."""
+    def _positions(self) -> SizeStorage:
+        """Return cosine and sine of the rotary embedding, which the products save; one copy for all sequences."""
         item = weight_bytes(self.scenario)
-        return Storage(self.tape, 2 * self.scenario.sequence_length * self.shape.d * item)
+        return SizeStorage(self.tape, 2 * self.scenario.sequence_length * self.shape.d * item)
 
-    def _mask(self) -> Storage | None:
-        """The mask made once before the first layer: boolean for SDPA, in the compute type for eager attention."""
+    def _mask(self) -> SizeStorage | None:
+        """Return the mask that all layers share: boolean for SDPA, in the compute type for eager attention."""
         scenario = self.scenario
         if scenario.attention == "flash" or (scenario.attention == "sdpa" and not scenario.masked):
             return None
         item = weight_bytes(scenario) if scenario.attention == "eager" else 1
-        return Storage(self.tape, scenario.micro_batch * scenario.sequence_length**2 * item)
+        return SizeStorage(self.tape, scenario.micro_batch * scenario.sequence_length**2 * item)
 
     # -- layers
 
@@ -115,7 +115,7 @@ class _Step:
         return out
 
     def _checkpointed(self, hidden: SizeTensor, index: int) -> SizeTensor:
-        """Keeps the input alone; the backward pass runs the layer again first (torch.utils.checkpoint)."""
+        """Keep only the input; the backward pass runs the layer again first (torch.utils.checkpoint)."""
         tape = self.tape
         tape.recording = False
         out = self._layer(hidden, index)
@@ -142,7 +142,7 @@ class _Step:
         return out
 
     def _layer(self, hidden: SizeTensor, index: int, stops_early: bool = False) -> SizeTensor:
-        """A layer; a recomputation stops once all is saved, before the last product and sum are made."""
+        """Run a layer; a recomputation stops when everything is saved, before the last product and sum."""
         prefix = f"model.layers.{index}"
         attended = self._attention(self._norm(hidden, f"{prefix}.input_layernorm.weight"), f"{prefix}.self_attn")
         hidden = size_tensors.add(hidden, attended)
@@ -156,7 +156,7 @@ class _Step:
         return self._rms_norm(hidden, self._parameter(name), self.tokens)
 
     def _rms_norm(self, hidden: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
-        """transformers' RMSNorm: computed in fp32, with an fp32 copy of the input."""
+        """Run transformers' RMSNorm, which computes in fp32 on an fp32 copy of the input."""
         if self.scenario.fused_layers:
             return size_tensors.fused_norm(hidden, weight, rows)
         wide = size_tensors.cast(hidden, 4)
@@ -180,9 +180,9 @@ class _Step:
         return self._linear(mixed, f"{prefix}.o_proj")
 
     def _rotary(self, tensor: SizeTensor) -> SizeTensor:
-        """``x cos + rotate_half(x) sin``; under autocast cos and sin are fp32, and so is the result.
+        """Run ``x cos + rotate_half(x) sin``; under autocast cos, sin and the result are fp32.
 
-        Liger's kernel turns in place.
+        Liger's kernel rotates in place.
         """
         if self.scenario.fused_layers:
             return tensor
@@ -240,7 +240,7 @@ class _Step:
         return self._adapted(hidden, out, module, rows, columns)
 
     def _adapted(self, hidden: SizeTensor, out: SizeTensor, module: str, rows: int, columns: int) -> SizeTensor:
-        """PEFT's LoRA: the input is cast to the adapter's type, dropped out, and its product added to the base's."""
+        """Run PEFT's LoRA: cast the input to the adapter's type, apply dropout, add the product to the base's."""
         weights, item = self.weights, out.item
         first, second = (weights.items[f"{module}.lora_{part}.weight"] for part in "AB")
         narrow = size_tensors.dropout(size_tensors.cast(hidden, first.item), weights.dropout)
@@ -262,7 +262,7 @@ class _Step:
         return self._cross_entropy(size_tensors.linear(hidden, head, self.shape.v, self.shape.h))
 
     def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
-        """``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may hold on to the 16-bit logits."""
+        """Run ``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may keep the 16-bit logits."""
         stack = self.scenario.stack
         wide = logits if stack.keeps_logits_narrow else size_tensors.cast(logits, 4)
         if stack.returns_wide_logits:
@@ -275,9 +275,9 @@ class _Step:
 
 
 def layer_forward_bytes(scenario: Scenario) -> int:
-    """Bytes that one layer holds after its forward pass: what it saved and its output."""
+    """Return the bytes that one layer holds after its forward pass: saved tensors and its output."""
     assert scenario.model.decoder is not None
-    step = _Step(scenario, scenario.model.decoder)
+    step = _DecoderStep(scenario, scenario.model.decoder)
     hidden = size_tensors.root(SizeTensor(step.tape, scenario.tokens * scenario.model.hidden_size, scenario.compute))
     first = len(step.tape.events)
     out = step._layer(hidden, 0)

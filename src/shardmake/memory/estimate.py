@@ -1,4 +1,4 @@
-"""Model, strategy and hardware to bytes: the peak as a maximum over phases, three figures per GPU, host, NVMe, disk."""
+"""The memory estimate of one candidate: GPU (the peak over phases), host RAM, NVMe and disk."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -6,24 +6,26 @@ from typing import Any
 from shardmake.core.units import GIB
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
+from shardmake.memory.ddp import DdpMemory
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.engines import make_engine
 from shardmake.memory.events import StepEvents, replay
+from shardmake.memory.fsdp import Fsdp1Memory, Fsdp2Memory
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
 from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import scaled
+from shardmake.memory.zero import Zero3Memory, Zero12Memory
 
-COMFORT = 1.05  # used memory times this must fit; between it and 1 a candidate is called tight
+COMFORT = 1.05  # a candidate that fits only without this headroom is called tight
 
 
 @dataclass(frozen=True)
-class Gpu:
-    """Bytes on the fullest rank: tensors, what the allocator holds, what the device shows; terms of the peak phase.
+class GpuMemory:
+    """Bytes on the fullest rank: allocated tensors, the allocator's reserved memory, the device; terms of the peak.
 
-    ``wanted`` is what the allocator would hold on a device without end. Where that is more than the device has, it
-    gives unused segments back before it takes a new one, and ``reserved`` is what it holds at most then.
+    ``wanted`` is the reserved memory on a device without a limit. If the device has less, the allocator releases
+    unused segments before it takes a new one, and ``reserved`` is its peak then.
     """
 
     allocated: int
@@ -36,9 +38,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Estimate:
-    """All the memory of one candidate; ``host``, ``nvme`` per node, ``disk`` over all."""
+    """The memory of one candidate; ``host`` and ``nvme`` are per node, ``disk`` is the total."""
 
-    gpu: Gpu
+    gpu: GpuMemory
     host: Terms
     nvme: Terms
     disk: Terms
@@ -49,7 +51,7 @@ class Estimate:
         return sum(self.host.values())
 
     def as_json(self) -> dict[str, Any]:
-        """Bytes, term by term."""
+        """Return the bytes, term by term."""
         return {
             "gpu": asdict(self.gpu),
             "host": {"total": self.host_total, "terms": self.host},
@@ -59,31 +61,31 @@ class Estimate:
 
 
 def from_json(values: dict[str, Any]) -> Estimate:
-    """The estimate that `Estimate.as_json` wrote."""
-    return Estimate(Gpu(**values["gpu"]), *(values[place]["terms"] for place in ("host", "nvme", "disk")))
+    """Return the estimate that `Estimate.as_json` wrote."""
+    return Estimate(GpuMemory(**values["gpu"]), *(values[place]["terms"] for place in ("host", "nvme", "disk")))
 
 
 def estimate_closed_form(
     scenario: Scenario, buckets: Buckets, activations: closed_form.Profile, kept: int = 2
 ) -> Estimate:
-    """The estimate in closed form."""
+    """Return the estimate in closed form."""
     by_phase = closed_form.phases(scenario, buckets, activations)
     phase = max(by_phase, key=lambda name: sum(by_phase[name].values()))
     terms = {term: size for term, size in by_phase[phase].items() if size}
     allocated = sum(terms.values())
     reserved = allocated if scenario.on_cpu else int(closed_form.RESERVED_SHARE * allocated)
-    figures = Gpu(allocated, reserved, reserved, reserved + outside(scenario), phase, terms)
+    figures = GpuMemory(allocated, reserved, reserved, reserved + outside(scenario), phase, terms)
     return _estimate(scenario, buckets, figures, kept)
 
 
 def estimate_simulated(
-    scenario: Scenario, buckets: Buckets, script: StepEvents, kept: int = 2, capacity: int | None = None
+    scenario: Scenario, buckets: Buckets, events: StepEvents, kept: int = 2, capacity: int | None = None
 ) -> Estimate:
-    """The estimate with the step acted out and the allocator's model."""
-    return _estimate(scenario, buckets, gpu(scenario, buckets, script, capacity), kept)
+    """Return the estimate from the simulated step and the allocator's model."""
+    return _estimate(scenario, buckets, gpu_memory(scenario, buckets, events, capacity), kept)
 
 
-def _estimate(scenario: Scenario, buckets: Buckets, figures: Gpu, kept: int) -> Estimate:
+def _estimate(scenario: Scenario, buckets: Buckets, figures: GpuMemory, kept: int) -> Estimate:
     return Estimate(
         gpu=figures,
         host=host.host_terms(scenario, buckets),
@@ -92,44 +94,54 @@ def _estimate(scenario: Scenario, buckets: Buckets, figures: Gpu, kept: int) -> 
     )
 
 
-def gpu(scenario: Scenario, buckets: Buckets, script: StepEvents | None = None, capacity: int | None = None) -> Gpu:
-    """Memory of the fullest rank, acted out allocation by allocation, on a device of ``capacity`` bytes."""
-    timeline = simulate(scenario, buckets, script or events_of(scenario))
+def gpu_memory(
+    scenario: Scenario, buckets: Buckets, events: StepEvents | None = None, capacity: int | None = None
+) -> GpuMemory:
+    """Return the memory of the fullest rank from a simulated step, on a device of ``capacity`` bytes."""
+    timeline = simulate(scenario, buckets, events or events_of(scenario))
     phase = timeline.highest()
     peak = timeline.peaks[phase]
     wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()
     limit = capacity - outside(scenario) if capacity is not None and not scenario.on_cpu else wanted
     if peak.total <= limit < wanted:
         reserved = timeline.reserved(limit)
-    return Gpu(peak.total, reserved, wanted, reserved + outside(scenario), phase, peak.terms)
+    return GpuMemory(peak.total, reserved, wanted, reserved + outside(scenario), phase, peak.terms)
 
 
 def events_of(scenario: Scenario) -> StepEvents:
-    """The micro step in closed form where the family is known, else traced."""
+    """Return the events of the micro step: simulated if the family is written down, else traced."""
     return micro_step(scenario) if scenario.model.decoder else scaled(scenario)
 
 
-def simulate(scenario: Scenario, buckets: Buckets, script: StepEvents) -> Timeline:
-    """Two optimizer steps, the second with up to two micro steps: it is like all that follow."""
+def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeline:
+    """Simulate two optimizer steps, the second with up to two micro steps; all later steps are like it."""
     timeline = Timeline()
-    engine = make_engine(scenario, buckets, timeline)
-    engine.load()
+    memory = rank_memory(scenario, buckets, timeline)
+    memory.load()
     timeline.enter("load")
     for micro_steps in (1, min(scenario.accumulation, 2)):
         for _ in range(micro_steps):
-            replay(script, engine, timeline, last_block(scenario))
+            replay(events, memory, timeline, last_block(scenario))
         timeline.enter("optimizer step")
-        engine.step()
+        memory.step()
     return timeline
 
 
+def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> DdpMemory:
+    """Return the memory of one rank as the library of ``scenario`` shards it."""
+    if scenario.is_fsdp:
+        return (Fsdp1Memory if scenario.fsdp_version == 1 else Fsdp2Memory)(scenario, buckets, timeline)
+    by_stage = {0: DdpMemory, 1: Zero12Memory, 2: Zero12Memory, 3: Zero3Memory}
+    return by_stage[scenario.zero_stage](scenario, buckets, timeline)
+
+
 def last_block(scenario: Scenario) -> int:
-    """Index of the last layer."""
+    """Return the index of the last layer."""
     return len(scenario.model.blocks) - 1
 
 
 def outside(scenario: Scenario) -> int:
-    """What the device shows beyond the allocator."""
+    """Return the bytes on the device outside the allocator."""
     if scenario.on_cpu:
         return 0
     talks = scenario.world_size > 1 and scenario.stack.nccl
@@ -141,7 +153,7 @@ def outside(scenario: Scenario) -> int:
 
 
 def verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[bool, str]:
-    """Whether ``result`` fits, and a sentence with the figures."""
+    """Return True if ``result`` fits, and a message with the figures."""
     if hardware.is_cpu:
         return _cpu_verdict(result, scenario, hardware)
     for need, room, what in (
@@ -152,18 +164,16 @@ def verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[b
         if need and room is None:
             return False, "needs node-local NVMe; set nvme_path in the cluster file"
         if room is not None and need > room:
-            return False, f"needs {need / GIB:.1f} GiB of {what}, there are {room / GIB:.1f}"
+            return False, f"needs {need / GIB:.1f} GiB of {what}, {room / GIB:.1f} GiB available"
     tight = result.gpu.device * COMFORT > hardware.gpu_memory
     figures = f"{result.gpu.device / GIB:.1f} of {hardware.gpu_memory / GIB:.1f} GiB per GPU"
     if result.gpu.wanted > result.gpu.reserved:
-        figures += (
-            f", where PyTorch's cache gives back what it has beyond (it would grow to {result.gpu.wanted / GIB:.1f})"
-        )
+        figures += f" (without this limit PyTorch's cache would grow to {result.gpu.wanted / GIB:.1f} GiB)"
     return True, f"tight: {figures}" if tight else f"fits: {figures}"
 
 
 def _cpu_verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[bool, str]:
-    """On CPU the ranks' tensors and the host's share one node's RAM."""
+    """Return the verdict on CPU, where the tensors of the ranks share the node's RAM with the host's."""
     need = scenario.ranks_per_node * result.gpu.reserved + result.host_total
     figures = f"{need / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
     if need > hardware.host_memory:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardmake.memory.model import Decoder, Model, Tensor
+from shardmake.memory.model import Decoder, Model, ParameterSpec
 
 
 @dataclass(frozen=True)
@@ -90,16 +90,16 @@ def _biases(family: Family, config: Mapping[str, Any]) -> _Biases:
     return _Biases(attention or family.qkv_bias, attention, bool(config.get("mlp_bias", False)))
 
 
-def _decoder_tensors(shape: Decoder, biases: _Biases, tied: bool) -> Iterator[Tensor]:
-    yield Tensor("model.embed_tokens.weight", (shape.v, shape.h), "embedding")
+def _decoder_tensors(shape: Decoder, biases: _Biases, tied: bool) -> Iterator[ParameterSpec]:
+    yield ParameterSpec("model.embed_tokens.weight", (shape.v, shape.h), "embedding")
     for block in range(shape.layers):
         yield from _block_tensors(shape, biases, block)
-    yield Tensor("model.norm.weight", (shape.h,), "norm")
+    yield ParameterSpec("model.norm.weight", (shape.h,), "norm")
     if not tied:
-        yield Tensor("lm_head.weight", (shape.v, shape.h), "linear")
+        yield ParameterSpec("lm_head.weight", (shape.v, shape.h), "linear")
 
 
-def _block_tensors(shape: Decoder, biases: _Biases, block: int) -> Iterator[Tensor]:
+def _block_tensors(shape: Decoder, biases: _Biases, block: int) -> Iterator[ParameterSpec]:
     prefix = f"model.layers.{block}"
     q, kv = shape.a * shape.d, shape.k * shape.d
     linears = [
@@ -112,11 +112,11 @@ def _block_tensors(shape: Decoder, biases: _Biases, block: int) -> Iterator[Tens
         ("mlp.down_proj", shape.h, shape.f, biases.mlp),
     ]
     for name, rows, columns, bias in linears:
-        yield Tensor(f"{prefix}.{name}.weight", (rows, columns), "linear", block)
+        yield ParameterSpec(f"{prefix}.{name}.weight", (rows, columns), "linear", block)
         if bias:
-            yield Tensor(f"{prefix}.{name}.bias", (rows,), "linear", block)
+            yield ParameterSpec(f"{prefix}.{name}.bias", (rows,), "linear", block)
         if name == "self_attn.o_proj" and shape.qk_norm:
-            yield Tensor(f"{prefix}.self_attn.q_norm.weight", (shape.d,), "norm", block)
-            yield Tensor(f"{prefix}.self_attn.k_norm.weight", (shape.d,), "norm", block)
+            yield ParameterSpec(f"{prefix}.self_attn.q_norm.weight", (shape.d,), "norm", block)
+            yield ParameterSpec(f"{prefix}.self_attn.k_norm.weight", (shape.d,), "norm", block)
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield Tensor(f"{prefix}.{name}.weight", (shape.h,), "norm", block)
+        yield ParameterSpec(f"{prefix}.{name}.weight", (shape.h,), "norm", block)

@@ -9,7 +9,7 @@ from math import ceil
 
 from shardmake.core.units import MIB
 from shardmake.memory import states
-from shardmake.memory.ddp import MemoryEngine
+from shardmake.memory.ddp import DdpMemory
 from shardmake.memory.timeline import COMMUNICATION, REDUCTION, Pending
 from shardmake.memory.units import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
 
@@ -17,7 +17,7 @@ BROADCAST_BUCKET = 250 * MIB  # PARAM_BROADCAST_BUCKET_SIZE in FSDP1's _init_uti
 IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in FSDP1's _limiter_utils.py
 
 
-class Fsdp(MemoryEngine):
+class Fsdp2Memory(DdpMemory):
     """FSDP2 as Accelerate prepares it: a unit per layer, the embedding, and norm with head, which stays gathered.
 
     An all-gather lands flat and is copied out into the weights; backwards, the next one is on its way meanwhile. A
@@ -33,11 +33,11 @@ class Fsdp(MemoryEngine):
         self._flat: dict[Unit, int] = {}
         self._waiting: list[int] = []
         self._reducing: int | None = None
-        self._bring()
+        self._load_states()
 
-    def _bring(self) -> None:
+    def _load_states(self) -> None:
         super().load()
-        self._brief(4 * max(self.sizes.values()), "weights on their way")
+        self._allocate_briefly(4 * max(self.sizes.values()), "weights on their way")
 
     def before_forward(self, block: int) -> None:
         """Gather the layer."""
@@ -63,7 +63,7 @@ class Fsdp(MemoryEngine):
         self._gather(block)
         self._drop_flat()
         if block - 1 in self._units:
-            self._send_for(block - 1)
+            self._prefetch(block - 1)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
         """Held until its unit is done."""
@@ -88,7 +88,7 @@ class Fsdp(MemoryEngine):
     def _numel(self, unit: Unit) -> int:
         return 0 if unit in self._live else self._units.get(unit, 0)
 
-    def _send_for(self, unit: Unit) -> None:
+    def _prefetch(self, unit: Unit) -> None:
         """Start an all-gather: this rank's part is cast, then joined by the others' in one flat buffer.
 
         A single rank casts tensor by tensor and gathers nothing.
@@ -105,10 +105,10 @@ class Fsdp(MemoryEngine):
         numel, compute = self._numel(unit), self.scenario.compute
         if not numel:
             return
-        self._send_for(unit)
+        self._prefetch(unit)
         self._live[unit] = self.timeline.alloc(compute * numel, "gathered weights")
         if self.scenario.shards == 1:
-            self._brief(compute * max(self._tensors[unit]), "gathered weights")
+            self._allocate_briefly(compute * max(self._tensors[unit]), "gathered weights")
         self._drop_flat(but=unit)
 
     def _drop_flat(self, but: Unit | None = None) -> None:
@@ -152,7 +152,7 @@ class Fsdp(MemoryEngine):
             self._reducing = None
 
 
-class Fsdp1(Fsdp):
+class Fsdp1Memory(Fsdp2Memory):
     """FSDP1: one flat weight per unit, gathered in place; the root's (embedding, norm and head) stays gathered.
 
     A gathered weight is given back at once, but its memory is used again only when the GPU is done with it, and two
@@ -164,13 +164,13 @@ class Fsdp1(Fsdp):
         self._pending = Pending(self.timeline)
         super().load()
 
-    def _bring(self) -> None:
+    def _load_states(self) -> None:
         """Each unit's tensors, their broadcast, their flat copy, and the part of it that stays (`FlatParamHandle`)."""
         terms = states.resident(self.scenario, self.buckets)
-        self._late = terms.pop("optimizer states", 0)
+        self._state_bytes = terms.pop("optimizer states", 0)
         weights = terms.pop("weights", 0) + terms.pop("frozen weights", 0)
         for term, size in terms.items():
-            self._take(term, size)
+            self._allocate(term, size)
         for unit in self._units:
             self._wrap(unit, stays=bool(weights))
 
@@ -200,7 +200,7 @@ class Fsdp1(Fsdp):
     def end_backward(self) -> None:
         """As for FSDP2; the GPU has caught up when the optimizer begins."""
         super().end_backward()
-        self._pending.settle(0)
+        self._pending.drain(0)
 
     def _keeps(self, unit: Unit) -> bool:
         return super()._keeps(unit) or unit == EMBEDDING
@@ -213,7 +213,7 @@ class Fsdp1(Fsdp):
     def _gather(self, unit: Unit) -> None:
         numel = self._numel(unit)
         if numel:
-            self._pending.settle(IN_FLIGHT - 1)
+            self._pending.drain(IN_FLIGHT - 1)
             self._live[unit] = self.timeline.alloc(self.scenario.compute * numel, "gathered weights", COMMUNICATION)
 
     def _reshard(self, unit: Unit) -> None:

@@ -1,7 +1,7 @@
-"""Stand-ins for operators whose CPU versions save something else for the backward pass than the GPU's.
+"""Replacements for operators whose CPU versions save other tensors for the backward pass than the GPU's.
 
-Attention (FlashAttention-2 or the memory-efficient kernel), dropout (a mask of one byte an element), the experts'
-grouped product, autocast's fp32 list. They only make tensors of the right sizes: nothing is computed.
+Attention (FlashAttention-2 or the memory-efficient kernel), dropout (a mask of one byte per element), the experts'
+grouped product, autocast's fp32 list. They only create tensors of the right sizes; nothing is computed.
 """
 
 from collections.abc import Callable
@@ -38,7 +38,7 @@ class _Flash(torch.autograd.Function):
 
 
 def _grouped_grad(tensor: torch.Tensor, heads: int) -> torch.Tensor:
-    """Gradient of keys or values: made per query head, then summed over the group."""
+    """Return the gradient of keys or values: computed per query head, then summed over the group."""
     batch, groups, length, width = tensor.shape
     grad = tensor.new_empty(batch, length, heads, width)
     if groups != heads:
@@ -71,7 +71,7 @@ class _MemoryEfficient(torch.autograd.Function):
 
 
 def _autocast_attention(*tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Attention kernels are on autocast's 16-bit list."""
+    """Cast to autocast's type; attention kernels are on its 16-bit list."""
     if not torch.is_autocast_enabled("cpu"):
         return list(tensors)
     dtype = torch.get_autocast_dtype("cpu")
@@ -83,7 +83,7 @@ def _fused_attention(module: Any, query: Any, key: Any, value: Any, attention_ma
 
 
 def _masked_attention(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **_: Any) -> Any:
-    """As transformers' SDPA with a mask: keys and values repeated, the mask made additive in every layer."""
+    """Model transformers' SDPA with a mask: keys and values are repeated, every layer creates an additive mask."""
     query, key, value = _autocast_attention(query, key, value)
     key, value = (_repeated(tensor, query.shape[1]) for tensor in (key, value))
     batch, _, length, _ = query.shape
@@ -99,7 +99,7 @@ def _repeated(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def register_attention() -> None:
-    """Make the stand-ins known to transformers; their masks are made where they are used."""
+    """Register the replacements with transformers; they create their own masks."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -120,7 +120,7 @@ class _DropoutFunction(torch.autograd.Function):
 
 
 def _gpu_dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """Dropout as on the GPU: an output and a mask of one byte an element."""
+    """Model dropout on the GPU: an output and a mask of one byte per element."""
     return _DropoutFunction.apply(input) if training and p else input
 
 
@@ -162,7 +162,7 @@ def _grouped_product(input: torch.Tensor, weight: torch.Tensor, **_: Any) -> tor
 
 
 def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """``function`` as CUDA's autocast runs it: in fp32. The CPU's leaves it as it comes."""
+    """Return ``function`` as CUDA's autocast runs it, in fp32; the CPU's autocast does not cast its input."""
 
     def wrapped(*args: Any, **kwargs: Any) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
@@ -173,8 +173,10 @@ def _in_fp32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def emulate_gpu_kernels(softmax_saves_input: bool = False) -> None:
-    """Replace the functions whose CPU versions save something else. Function modes would not do: they are off while the
-    backward pass recomputes a checkpointed layer."""
+    """Replace the functions whose CPU versions save other tensors.
+
+    Function modes do not work here: they are off while the backward pass recomputes a checkpointed layer.
+    """
     nn.functional.dropout = _gpu_dropout
     nn.functional.grouped_mm = _grouped_product  # type: ignore[assignment]
     for name, original in ORIGINALS.items():

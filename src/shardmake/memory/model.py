@@ -15,7 +15,7 @@ Kind = Literal["linear", "embedding", "norm", "other"]
 
 
 @dataclass(frozen=True)
-class Tensor:
+class ParameterSpec:
     """One parameter; ``block`` is the index of its decoder or encoder layer, None outside the layers."""
 
     name: str
@@ -64,7 +64,7 @@ class Model:
 
     model_type: str
     architecture: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[ParameterSpec, ...]
     tied: bool
     buffer_bytes: int
     block_classes: tuple[str, ...]
@@ -130,7 +130,7 @@ class Split:
     trainable: int
     frozen: int
     quantized: int
-    adapters: tuple[Tensor, ...] = ()
+    adapters: tuple[ParameterSpec, ...] = ()
 
     @property
     def total(self) -> int:
@@ -138,7 +138,7 @@ class Split:
         return self.trainable + self.frozen + self.quantized
 
 
-def is_head(tensor: Tensor) -> bool:
+def is_head(tensor: ParameterSpec) -> bool:
     """Return True for an output head over the vocabulary, which gets no adapters and is not quantized."""
     return tensor.block is None and tensor.kind == "linear" and tensor.module.endswith(("lm_head", "embed_out"))
 
@@ -155,12 +155,12 @@ def split(model: Model, method: str, rank: int = 16, targets: Iterable[str] | st
     return Split(trainable, model.parameters - quantized, quantized, adapters)
 
 
-def is_quantized(tensor: Tensor) -> bool:
+def is_quantized(tensor: ParameterSpec) -> bool:
     """Return True if QLoRA holds ``tensor`` in 4 bits: weights of all linear layers but the head (bitsandbytes)."""
     return tensor.kind == "linear" and len(tensor.shape) == 2 and not is_head(tensor)
 
 
-def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Tensor]:
+def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[ParameterSpec]:
     """Return the weights that PEFT adapts: those of all linear layers but the head, or of the named ones."""
     linear = [t for t in model.tensors if t.kind == "linear" and len(t.shape) == 2 and t.name.endswith("weight")]
     if targets == "all-linear":
@@ -177,7 +177,7 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Tensor]:
     return chosen
 
 
-def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> tuple[Tensor, ...]:
+def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> tuple[ParameterSpec, ...]:
     """Return PEFT's LoRA weights; PEFT itself lists them for an architecture that is not in `families`."""
     layers = adapted_layers(model, targets)
     if model.decoder is None:
@@ -187,10 +187,10 @@ def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> tuple[Te
     return tuple(adapter for tensor in layers for adapter in _pair(tensor, rank))
 
 
-def _pair(tensor: Tensor, rank: int) -> Iterator[Tensor]:
+def _pair(tensor: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
     out_features, in_features = tensor.shape
-    yield Tensor(f"{tensor.module}.lora_A.weight", (rank, in_features), "linear", tensor.block)
-    yield Tensor(f"{tensor.module}.lora_B.weight", (out_features, rank), "linear", tensor.block)
+    yield ParameterSpec(f"{tensor.module}.lora_A.weight", (rank, in_features), "linear", tensor.block)
+    yield ParameterSpec(f"{tensor.module}.lora_B.weight", (out_features, rank), "linear", tensor.block)
 
 
 def inventory_request(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> dict[str, Any]:
@@ -198,11 +198,11 @@ def inventory_request(config: Mapping[str, Any], source: str, trust_remote_code:
     return {"config": dict(config), "source": source, "trust_remote_code": trust_remote_code}
 
 
-def tensors_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[Tensor, ...]:
+def tensors_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[ParameterSpec, ...]:
     """Return the tensors that `tensor_json` wrote."""
-    return tuple(Tensor(t["name"], tuple(t["shape"]), t["kind"], t["block"]) for t in values)
+    return tuple(ParameterSpec(t["name"], tuple(t["shape"]), t["kind"], t["block"]) for t in values)
 
 
-def tensor_json(tensor: Tensor) -> dict[str, Any]:
+def tensor_json(tensor: ParameterSpec) -> dict[str, Any]:
     """Return ``tensor`` as JSON data."""
     return asdict(tensor)

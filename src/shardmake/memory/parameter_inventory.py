@@ -1,6 +1,7 @@
-"""The inventory of any transformers model: built on the meta device, so that no weight takes memory.
+"""List the parameters of any transformers model, built on the meta device so that no weight takes memory.
 
-Run as a process by `shardmake.memory.model`: JSON in, JSON out; exit code 2 and a sentence for what the user can mend.
+`shardmake.memory.cache` runs this module as a process: JSON in, JSON out. Exit code 2 and a message on standard output
+report an error that the user can fix.
 """
 
 from collections.abc import Mapping
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
-from shardmake.memory.model import Tensor, tensor_json
+from shardmake.memory.model import ParameterSpec, tensor_json
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,9 +24,9 @@ def answer(request: Mapping[str, Any]) -> Any:
 
 
 def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = False) -> "nn.Module":
-    """The transformers model that ``config`` describes, on the meta device.
+    """Return the transformers model that ``config`` describes, on the meta device.
 
-    The class is the config's own architecture where transformers has it, else its causal language model.
+    Its class is the config's own architecture if transformers has it, else the causal language model.
     """
     import torch
     import transformers
@@ -38,7 +39,7 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
             if model_class is not None:
                 return model_class(parsed)
             return transformers.AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
-    except Exception as error:  # a model's code may raise anything over odd sizes
+    except Exception as error:  # a model's code may raise anything for unusual sizes
         raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
 
 
@@ -55,15 +56,15 @@ def _parse(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> A
         from importlib.metadata import version
 
         raise ModelError(
-            f"{source}: transformers {version('transformers')} does not know the model type {kind!r}. "
-            "Check the spelling, or install the version that brings it."
+            f"{source}: transformers {version('transformers')} has no model type {kind!r}. "
+            "Check the spelling, or install a version of transformers that has it."
         ) from None
-    except Exception as error:  # a config class may raise anything over odd values
-        raise ModelError(f"{source}: transformers refuses this config: {error}") from None
+    except Exception as error:  # a config class may raise anything for unusual values
+        raise ModelError(f"{source}: transformers rejects this config: {error}") from None
 
 
 def inventory(model: "nn.Module") -> dict[str, Any]:
-    """Everything `shardmake.memory.model.Model` holds about a built model, as JSON data."""
+    """Return the fields of `shardmake.memory.model.Model` for a built model, as JSON data."""
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     blocks = block_paths(model)
@@ -82,7 +83,7 @@ def inventory(model: "nn.Module") -> dict[str, Any]:
 
 
 def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[dict[str, Any]]:
-    """The weights that PEFT's LoRA adds, named as without its wrapping; experts and routers get some too."""
+    """Return the weights that PEFT's LoRA adds, named without its wrapping; experts and routers get some too."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -94,11 +95,11 @@ def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[di
     except ValueError as error:
         raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
-    return [tensor_json(Tensor(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
+    return [tensor_json(ParameterSpec(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
 
 
 def plain_name(name: str) -> str:
-    """A parameter's name as without PEFT's wrapping."""
+    """Return a parameter's name without PEFT's wrapping."""
     return name.removeprefix("base_model.model.").replace(".default.", ".")
 
 
@@ -107,22 +108,24 @@ def _first(config: Any, *names: str) -> int:
         value = getattr(config, name, None)
         if isinstance(value, int):
             return value
-    raise ModelError(f"The config of {config.model_type} gives none of {', '.join(names)}.")
+    raise ModelError(
+        f"The config of this {config.model_type} model has none of {', '.join(names)}. Use its complete config.json."
+    )
 
 
 def block_paths(model: "nn.Module") -> dict[str, int]:
-    """Path of each layer with its index: the modules that transformers says must not be split, in model order."""
+    """Return the path and index of each layer: the modules that transformers does not split, in model order."""
     wanted = set(getattr(model, "_no_split_modules", None) or ())
     found = [name for name, module in model.named_modules() if type(module).__name__ in wanted]
     in_lists = [name for name in found if name.rpartition(".")[2].isdigit()]
     return {name: index for index, name in enumerate(in_lists)}
 
 
-def _tensors(model: "nn.Module", blocks: Mapping[str, int]) -> tuple[list[Tensor], int]:
-    """Each parameter once, and the number of names including ties."""
+def _tensors(model: "nn.Module", blocks: Mapping[str, int]) -> tuple[list[ParameterSpec], int]:
+    """Return each parameter once, and the number of names including ties."""
     kinds = {name: _kind(module) for name, module in model.named_modules()}
     unique = [
-        Tensor(name, tuple(parameter.shape), kinds[name.rpartition(".")[0]], _block_of(name, blocks))  # type: ignore[arg-type]
+        ParameterSpec(name, tuple(parameter.shape), kinds[name.rpartition(".")[0]], _block_of(name, blocks))  # type: ignore[arg-type]
         for name, parameter in model.named_parameters()
     ]
     return unique, sum(1 for _ in model.named_parameters(remove_duplicate=False))

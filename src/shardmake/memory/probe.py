@@ -20,7 +20,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.calibration import Calibration, Observation, fit
-from shardmake.memory.estimate import gpu
+from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.model import Model, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -66,7 +66,7 @@ def scenario(shape: Model, ranks: int, tokens: int) -> Scenario:
 
 
 def _predicted(shape: Model, ranks: int, tokens: int) -> int:
-    return gpu(scenario(shape, ranks, tokens), Buckets()).reserved
+    return gpu_memory(scenario(shape, ranks, tokens), Buckets()).reserved
 
 
 def _occupied() -> list[int]:

@@ -1,9 +1,9 @@
-"""Ghost tensors: sizes without data, and an autograd over them, so that a training step can be acted out in Python.
+"""Tensors with sizes but no data, and an autograd over them: a training step simulated in Python.
 
-A `SizeTensor` has a number of elements and an element size. Its storage is added to a `Tape` when it is made and when
-its last reference ends, which CPython does at once, as in PyTorch. Each operator below allocates and saves what
-PyTorch's kernel does (``derivatives.yaml``); `backward` runs the nodes from the last to the first and drops what each
-saved, as the autograd engine does.
+A `SizeTensor` has a number of elements and an element size. A `Tape` records when its storage is created and when the
+last reference to it ends, which CPython notices at once, as PyTorch does. Each operator below allocates and saves what
+PyTorch's kernel does (``derivatives.yaml``). `backward` runs the nodes from the last to the first and drops what each
+one saved, as the autograd engine does.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,42 +20,42 @@ class Tape:
         self.nodes: list[GradNode] = []
         self.recording = True
         self.autocast: int | None = None
-        self.casts: dict[str, Storage] = {}
-        self.pending: list[tuple[Parameter, SizeTensor]] = []
+        self.casts: dict[str, SizeStorage] = {}
+        self.finished: list[tuple[Parameter, SizeTensor]] = []
         self._next = 0
 
     def alloc(self, size: int) -> int:
-        """Note a storage of ``size`` bytes; its number."""
+        """Record a storage of ``size`` bytes; return its number."""
         number = self._next
         self._next = number + 1
         self.events.append(("alloc", number, size))
         return number
 
-    def cast_weight(self, weight: "Parameter", item: int) -> "Storage | None":
-        """A copy of ``weight`` in ``item`` bytes where its type differs; trained ones are kept (autocast's cache)."""
+    def cast_weight(self, weight: "Parameter", item: int) -> "SizeStorage | None":
+        """Return a copy of ``weight`` in ``item`` bytes if its type differs; copies of trained weights are cached."""
         if weight.item == item:
             return None
         if weight.name not in self.casts:
-            made = Storage(self, weight.numel * item)
+            made = SizeStorage(self, weight.numel * item)
             if not weight.trained:
                 return made
             self.casts[weight.name] = made
         return self.casts[weight.name]
 
-    def announce_pending(self) -> None:
-        """Announce whole gradients in their parameters' type; who runs the step decides what becomes of them."""
-        for parameter, grad in self.pending:
+    def mark_gradients(self) -> None:
+        """Mark each finished gradient, in its parameter's type; the sharding decides whether it is kept."""
+        for parameter, grad in self.finished:
             final = _as(grad, parameter.item)
             self.mark("grad", final.storage.number, parameter.name)
-        self.pending.clear()
+        self.finished.clear()
 
     def mark(self, *event: object) -> None:
-        """Put a marker between the events."""
+        """Add a marker to the events."""
         self.events.append(event)
 
 
-class Storage:
-    """Memory that lives as long as something refers to it."""
+class SizeStorage:
+    """Memory that is allocated as long as something refers to it."""
 
     __slots__ = ("events", "number")
 
@@ -67,8 +67,8 @@ class Storage:
         self.events.append(("free", self.number))
 
 
-class _Nothing(Storage):
-    """The storage of a tensor that is never made."""
+class _NoStorage(SizeStorage):
+    """The storage of a tensor that is never created."""
 
     __slots__ = ()
 
@@ -79,26 +79,26 @@ class _Nothing(Storage):
         pass
 
 
-NOTHING = _Nothing()
+NO_STORAGE = _NoStorage()
 
 
 class SizeTensor:
-    """A tensor of ``numel`` elements of ``item`` bytes; ``node`` made it where a gradient flows back."""
+    """A tensor of ``numel`` elements of ``item`` bytes; ``node`` created it if a gradient flows back."""
 
     __slots__ = ("item", "node", "numel", "storage", "tape")
 
     def __init__(
-        self, tape: Tape, numel: int, item: int, node: "GradNode | None" = None, storage: Storage | None = None
+        self, tape: Tape, numel: int, item: int, node: "GradNode | None" = None, storage: SizeStorage | None = None
     ):
         self.tape = tape
         self.numel = numel
         self.item = item
         self.node = node
-        self.storage = storage if storage is not None else Storage(tape, numel * item)
+        self.storage = storage if storage is not None else SizeStorage(tape, numel * item)
 
 
 class Parameter:
-    """A weight: it takes no memory here (its engine's business), only its gradient is announced."""
+    """A weight: the sharding accounts for its memory, so only its gradient appears in the events."""
 
     __slots__ = ("item", "name", "numel", "trained")
 
@@ -113,7 +113,7 @@ Backward = Callable[[SizeTensor], Sequence[SizeTensor | None]]
 
 
 class GradNode:
-    """One operator of the graph: who gets its gradients, and how they are made from its output's."""
+    """One operator of the graph: its inputs, and the function from its output's gradient to theirs."""
 
     __slots__ = ("backward", "grad", "inputs", "mark")
 
@@ -125,12 +125,12 @@ class GradNode:
 
 
 def new(like: SizeTensor, numel: int | None = None, item: int | None = None) -> SizeTensor:
-    """A fresh tensor, by default of the size of ``like``."""
+    """Return a new tensor, by default of the size of ``like``."""
     return SizeTensor(like.tape, like.numel if numel is None else numel, like.item if item is None else item)
 
 
 def derive(out: SizeTensor, inputs: Sequence[SizeTensor], backward: Backward) -> SizeTensor:
-    """Make ``out`` the result of ``inputs``, where one of them has a graph; ``backward`` holds what is saved."""
+    """Make ``out`` the result of ``inputs`` if one of them has a graph; ``backward`` holds what is saved."""
     if out.tape.recording and any(tensor.node is not None for tensor in inputs):
         out.node = GradNode([tensor.node for tensor in inputs], backward)
         out.tape.nodes.append(out.node)
@@ -138,7 +138,7 @@ def derive(out: SizeTensor, inputs: Sequence[SizeTensor], backward: Backward) ->
 
 
 def root(tensor: SizeTensor) -> SizeTensor:
-    """Start a graph at ``tensor``: it wants a gradient and passes it to nobody."""
+    """Start a graph at ``tensor``: it requires a gradient and has no inputs."""
     tensor.node = GradNode([], None)
     tensor.tape.nodes.append(tensor.node)
     return tensor
@@ -163,7 +163,7 @@ def run_backward(tape: Tape, first: int = 0) -> None:
         function, node.backward = node.backward, None
         grads = function(grad)
         del grad, function
-        tape.announce_pending()
+        tape.mark_gradients()
         for target, value in zip(node.inputs, grads, strict=True):
             if target is not None and target.grad is None:
                 target.grad = value  # a second gradient is added in place
@@ -176,7 +176,7 @@ def run_backward(tape: Tape, first: int = 0) -> None:
 
 
 def cast(tensor: SizeTensor, item: int) -> SizeTensor:
-    """``tensor.to(dtype)``: nothing where the type is the same."""
+    """Model ``tensor.to(dtype)``; nothing is allocated if the type is the same."""
     source = tensor.item
     if source == item:
         return tensor
@@ -184,15 +184,15 @@ def cast(tensor: SizeTensor, item: int) -> SizeTensor:
 
 
 def copy(tensor: SizeTensor) -> SizeTensor:
-    """``contiguous()`` or ``reshape`` where the layout asks for a copy."""
+    """Model ``contiguous()`` or ``reshape`` if the layout requires a copy."""
     return derive(new(tensor), [tensor], lambda grad: [grad])
 
 
 def add(left: SizeTensor, right: SizeTensor, made: bool = True) -> SizeTensor:
-    """A sum; both sides get the same gradient, cast to their type. Where it is not ``made``, only the graph is."""
+    """Model a sum; both sides get the same gradient in their type. Without ``made`` only the graph is extended."""
     item = max(left.item, right.item)
     sides = (left.item, right.item)
-    out = SizeTensor(left.tape, left.numel, item, storage=None if made else NOTHING)
+    out = SizeTensor(left.tape, left.numel, item, storage=None if made else NO_STORAGE)
     return derive(out, [left, right], lambda grad: [_as(grad, side) for side in sides])
 
 
@@ -201,7 +201,7 @@ def _as(grad: SizeTensor, item: int) -> SizeTensor:
 
 
 def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
-    """A product; saves both factors."""
+    """Model a product, which saves both factors."""
     saved = [left.storage, right.storage]
     out = new(left, item=max(left.item, right.item))
 
@@ -215,7 +215,7 @@ def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
 
 
 def scale(tensor: SizeTensor, item: int | None = None) -> SizeTensor:
-    """A product with something that has no gradient and is small; saves nothing that counts."""
+    """Model a product with something small that has no gradient; it saves nothing of size."""
     source = tensor.item
     out = new(tensor, item=max(source, item or source))
     return derive(out, [tensor], lambda grad: [_scaled_grad(grad, source)])
@@ -227,7 +227,7 @@ def _scaled_grad(grad: SizeTensor, item: int) -> SizeTensor:
 
 
 def activation(tensor: SizeTensor) -> SizeTensor:
-    """SiLU, GELU, tanh: saves its input, or an output of the same size."""
+    """Model SiLU, GELU or tanh, which saves its input or an output of the same size."""
     saved = [tensor.storage]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
@@ -236,11 +236,6 @@ def activation(tensor: SizeTensor) -> SizeTensor:
         return [out]
 
     return derive(new(tensor), [tensor], function)
-
-
-def announce(parameter: Parameter, grad: SizeTensor) -> None:
-    """The gradient of ``parameter`` is whole; who runs the step decides what becomes of it."""
-    grad.tape.mark("grad", grad.storage.number, parameter.name)
 
 
 def linear(
@@ -252,31 +247,31 @@ def linear(
     made: bool = True,
     expanded: bool = False,
 ) -> SizeTensor:
-    """``x W^T + b``; saves x only for a trained weight; the weight's gradient is made before x's.
+    """Model ``x W^T + b``, which saves x only for a trained weight; the weight's gradient is computed before x's.
 
-    Under autocast the input is cast for this layer alone, a trained weight's cast is kept for the whole forward pass,
-    and its gradient is made in 16 bits and cast to the weight's type. An ``expanded`` weight is held in 4 bits and made
-    whole for each use (bitsandbytes' `MatMul4Bit`).
+    Under autocast the input is cast for this layer alone. The cast of a trained weight is kept for the whole forward
+    pass; its gradient is computed in 16 bits and cast to the weight's type. An ``expanded`` weight is held in 4 bits
+    and dequantized for each use (bitsandbytes' `MatMul4Bit`).
     """
     tape = tensor.tape
     tensor = cast(tensor, tape.autocast or tensor.item)
     cast_weight = tape.cast_weight(weight, tensor.item)
     tokens, wants = tensor.numel // columns, tensor.node is not None
-    whole = Storage(tape, rows * columns * tensor.item) if expanded else None
+    whole = SizeStorage(tape, rows * columns * tensor.item) if expanded else None
     saved = [tensor.storage if weight.trained else None, cast_weight if wants else None]
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
-        whole = Storage(tape, rows * columns * grad.item) if expanded and wants else None
+        whole = SizeStorage(tape, rows * columns * grad.item) if expanded and wants else None
         weight_grad = new(grad, rows * columns) if weight.trained else None
         bias_grad = new(grad, rows) if bias is not None and bias.trained else None
         input_grad = new(grad, tokens * columns) if wants else None
         saved.clear()
         del whole
-        _announce(bias, bias_grad)
-        _announce(weight, weight_grad)
+        _finish_gradient(bias, bias_grad)
+        _finish_gradient(weight, weight_grad)
         return [input_grad]
 
-    out = SizeTensor(tape, tokens * rows, tensor.item, storage=None if made else NOTHING)
+    out = SizeTensor(tape, tokens * rows, tensor.item, storage=None if made else NO_STORAGE)
     del whole
     if tape.recording and (wants or weight.trained):
         out.node = GradNode([tensor.node], function)
@@ -284,19 +279,19 @@ def linear(
     return out
 
 
-def _announce(parameter: Parameter | None, grad: SizeTensor | None) -> None:
-    """The gradient of ``parameter`` is whole once this node is done."""
+def _finish_gradient(parameter: Parameter | None, grad: SizeTensor | None) -> None:
+    """Finish the gradient of ``parameter`` when this node is done."""
     if parameter is not None and grad is not None:
-        grad.tape.pending.append((parameter, grad))
+        grad.tape.finished.append((parameter, grad))
 
 
 def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> SizeTensor:
-    """Rows of a table; its gradient is dense."""
+    """Model a lookup in a table, whose gradient is dense."""
     out = SizeTensor(tape, tokens * width, weight.item)
     if tape.recording and weight.trained:
 
         def function(grad: SizeTensor) -> list[SizeTensor | None]:
-            _announce(weight, new(grad, weight.numel))
+            _finish_gradient(weight, new(grad, weight.numel))
             return []
 
         out.node = GradNode([], function)
@@ -305,7 +300,7 @@ def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> SizeTen
 
 
 def square(tensor: SizeTensor) -> SizeTensor:
-    """``x.pow(2)``: saves x; its gradient takes a power, a product and a sum of the same size at a time."""
+    """Model ``x.pow(2)``, which saves x; its gradient needs a power, a product and a sum, two at a time."""
     saved = [tensor.storage]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
@@ -321,13 +316,13 @@ def square(tensor: SizeTensor) -> SizeTensor:
 
 
 def row_mean(tensor: SizeTensor, rows: int) -> SizeTensor:
-    """Mean over the last dimension; its gradient is expanded and divided."""
+    """Model a mean over the last dimension; its gradient is expanded and divided."""
     numel = tensor.numel
     return derive(new(tensor, rows), [tensor], lambda grad: [new(grad, numel)])
 
 
 def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
-    """``rsqrt(x + eps)``: the sum is a tensor of its own; saves its result."""
+    """Model ``rsqrt(x + eps)``, which saves its result; the sum is a separate tensor."""
     shifted = derive(new(tensor), [tensor], lambda grad: [grad])
     out = new(tensor)
     saved = [out.storage]
@@ -345,7 +340,7 @@ def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
 
 
 def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
-    """Each row times its factor; saves both."""
+    """Model each row times its factor, which saves both."""
     saved = [tensor.storage, factors.storage]
     rows = factors.numel
 
@@ -361,7 +356,7 @@ def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
 
 
 def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
-    """Each column times a trained weight; saves the tensor for the weight's gradient."""
+    """Model each column times a weight, which saves the tensor for the weight's gradient."""
     saved = [tensor.storage] if weight.trained else []
     item, source, wants = max(tensor.item, weight.item), tensor.item, tensor.node is not None
 
@@ -372,7 +367,7 @@ def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
         del product
         to_tensor = _as(to_tensor, source)
         saved.clear()
-        _announce(weight, weight_grad)
+        _finish_gradient(weight, weight_grad)
         return [to_tensor if wants else None]
 
     out = new(tensor, item=item)
@@ -383,10 +378,10 @@ def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
 
 
 def dropout(tensor: SizeTensor, probability: float) -> SizeTensor:
-    """Saves a mask of one byte an element."""
+    """Model dropout, which saves a mask of one byte per element."""
     if not probability:
         return tensor
-    saved = [Storage(tensor.tape, tensor.numel)] if tensor.tape.recording else []
+    saved = [SizeStorage(tensor.tape, tensor.numel)] if tensor.tape.recording else []
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         out = new(grad)
@@ -397,7 +392,7 @@ def dropout(tensor: SizeTensor, probability: float) -> SizeTensor:
 
 
 def rotate_half(tensor: SizeTensor) -> SizeTensor:
-    """``cat(-x2, x1)``: a negated half, then the whole; backwards two padded halves that are added."""
+    """Model ``cat(-x2, x1)``: a negated half, then the whole; backward, two padded halves that are added."""
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         negated = new(grad, grad.numel // 2)
@@ -414,7 +409,7 @@ def rotate_half(tensor: SizeTensor) -> SizeTensor:
 
 
 def repeat(tensor: SizeTensor, times: int) -> SizeTensor:
-    """``repeat_kv``: an expanded copy for grouped heads; its gradient is summed over the group."""
+    """Model ``repeat_kv``: an expanded copy for grouped heads; its gradient is summed over the group."""
     if times == 1:
         return tensor
     numel = tensor.numel
@@ -424,14 +419,14 @@ def repeat(tensor: SizeTensor, times: int) -> SizeTensor:
 def fused_attention(
     query: SizeTensor, key: SizeTensor, value: SizeTensor, rows: int, width: int, heads: int, mask: int, *, flash: bool
 ) -> SizeTensor:
-    """FlashAttention-2, or the memory-efficient kernel with a ``mask`` of that many elements.
+    """Model FlashAttention-2, or the memory-efficient kernel with a ``mask`` of that many elements.
 
-    Saves q, k, v, out, the mask and an fp32 log-sum-exp per row. Flash's backward pass has an fp32 accumulator of dq
-    and a row sum, and makes dk and dv per query head before they are summed over the group.
+    Both save q, k, v, out, the mask and an fp32 log-sum-exp per row. The backward pass of FlashAttention has an fp32
+    accumulator of dq and a row sum. It computes dk and dv per query head before they are summed over the group.
     """
-    extra = Storage(query.tape, mask * query.item) if mask else None
+    extra = SizeStorage(query.tape, mask * query.item) if mask else None
     out = new(query)
-    sums = Storage(query.tape, 4 * rows) if query.tape.recording else None
+    sums = SizeStorage(query.tape, 4 * rows) if query.tape.recording else None
     saved: list[object] = [query.storage, key.storage, value.storage, out.storage, extra, sums]
     grouped = key.numel != query.numel
     key_numel = key.numel
@@ -453,7 +448,7 @@ def fused_attention(
 def eager_attention(
     query: SizeTensor, key: SizeTensor, value: SizeTensor, scores: int, autocast: int | None
 ) -> SizeTensor:
-    """Scores, scaled and masked, an fp32 softmax and its cast, times the values."""
+    """Model eager attention: scores, scaled and masked, an fp32 softmax and its cast, times the values."""
     raw = matmul(query, key, scores)
     scaled = scale(raw)
     del raw
@@ -465,7 +460,7 @@ def eager_attention(
 
 
 def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
-    """A batched product; saves both sides."""
+    """Model a batched product, which saves both sides."""
     saved = [left.storage, right.storage]
     sizes = (left.numel, right.numel)
 
@@ -478,7 +473,7 @@ def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
 
 
 def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
-    """Softmax computed and saved in ``item`` bytes."""
+    """Model a softmax that is computed and saved in ``item`` bytes."""
     source = tensor.item
     out = new(tensor, item=item)
     saved = [out.storage]
@@ -492,7 +487,7 @@ def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
 
 
 def fused_product(gate: SizeTensor, up: SizeTensor) -> SizeTensor:
-    """Liger's SwiGLU: saves gate and up, and writes their gradients over them."""
+    """Model Liger's SwiGLU, which saves gate and up and overwrites them with their gradients."""
     saved = [gate, up]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
@@ -504,11 +499,11 @@ def fused_product(gate: SizeTensor, up: SizeTensor) -> SizeTensor:
 
 
 def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
-    """Liger's RMSNorm: saves its input and a factor per row, and writes its gradient over the one it gets."""
-    saved: list[object] = [tensor.storage, Storage(tensor.tape, 4 * rows)]
+    """Model Liger's RMSNorm, which saves its input and a factor per row; its gradient is computed in place."""
+    saved: list[object] = [tensor.storage, SizeStorage(tensor.tape, 4 * rows)]
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
-        _announce(weight, new(grad, weight.numel) if weight.trained else None)
+        _finish_gradient(weight, new(grad, weight.numel) if weight.trained else None)
         saved.clear()
         return [grad]
 
@@ -516,9 +511,9 @@ def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
 
 
 def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
-    """Cross entropy: log-softmax is saved; backwards nll's gradient and the result stand beside it."""
+    """Model cross entropy, which saves the log-softmax; backward, nll's gradient and the result exist beside it."""
     tape, numel = logits.tape, logits.numel
-    labels = Storage(tape, 8 * rows)
+    labels = SizeStorage(tape, 8 * rows)
     log_probabilities = new(logits)
     saved = [log_probabilities.storage, labels]
     del log_probabilities
@@ -534,7 +529,7 @@ def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
 
 
 def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
-    """Liger's fused linear cross entropy: logits in chunks, gradients of x and of the head made in the forward pass."""
+    """Model Liger's fused linear cross entropy: logits in chunks, gradients of x and head in the forward pass."""
     tape = hidden.tape
     chunk = fused_chunk(rows, width, vocabulary)
     head_grad = new(hidden, vocabulary * width, head.item) if head.trained else None
@@ -548,7 +543,7 @@ def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int,
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
         of_hidden, of_head = saved
         saved.clear()
-        _announce(head, of_head)
+        _finish_gradient(head, of_head)
         return [of_hidden]
 
     loss = SizeTensor(tape, rows, 4)
@@ -558,6 +553,6 @@ def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int,
 
 
 def fused_chunk(rows: int, width: int, vocabulary: int) -> int:
-    """Rows of logits at a time: as many chunks as the vocabulary is wider than x, to the next power of two (Liger)."""
+    """Return the rows of logits per chunk: as many chunks as the vocabulary is wider than x (Liger)."""
     chunks = -(-vocabulary // width)
     return 1 << (max(1, -(-rows // chunks)) - 1).bit_length()

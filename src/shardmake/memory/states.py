@@ -8,7 +8,7 @@ trained ones, N for the ranks that share a copy.
 from math import ceil
 
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.model import Tensor
+from shardmake.memory.model import ParameterSpec
 from shardmake.memory.scenario import BYTES, Scenario
 
 Terms = dict[str, int]
@@ -48,7 +48,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
     return {name: size for name, size in terms.items() if size}
 
 
-def trained_tensors(scenario: Scenario) -> tuple[Tensor, ...]:
+def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
     """What the optimizer updates."""
     return scenario.model.tensors if scenario.method == "full" else scenario.split.adapters
 

@@ -1,4 +1,4 @@
-"""Allocations and frees of a whole step on one GPU: its peak by phase and term, and what the allocator reserves."""
+"""Allocations and frees of a whole step on one GPU: the peak by phase and term, and the reserved memory."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from shardmake.memory.allocator import CachingAllocator, rounded
 
 COMPUTE, COMMUNICATION, REDUCTION = range(3)  # streams
-HEAP_BLOCK = 32 << 20  # glibc's largest dynamic mmap threshold: freed blocks below it stay with the process
+HEAP_BLOCK = 32 << 20  # glibc's largest dynamic mmap threshold: the process keeps freed blocks below it
 
 
 @dataclass
 class Peak:
-    """Most bytes at once in one phase, and whose they were."""
+    """The most bytes at once in one phase, by term."""
 
     total: int = 0
     terms: dict[str, int] = field(default_factory=dict)
@@ -19,7 +19,7 @@ class Peak:
 
 @dataclass
 class Timeline:
-    """Notes what is taken and given back, under the name of the current phase."""
+    """Records allocations and frees under the name of the current phase."""
 
     phase: str = "load"
     peaks: dict[str, Peak] = field(default_factory=dict)
@@ -31,13 +31,13 @@ class Timeline:
     _next: int = 0
 
     def enter(self, phase: str) -> None:
-        """Begin ``phase``: its peak starts from what lives now."""
+        """Begin ``phase``; its peak starts from the memory allocated now."""
         self.phase = phase
         self._peak = self.peaks[phase].total if phase in self.peaks else 0
-        self._note()
+        self._record_peak()
 
     def alloc(self, size: int, term: str, stream: int = COMPUTE) -> int:
-        """Take ``size`` bytes for ``term``; the key to give them back with."""
+        """Allocate ``size`` bytes for ``term``; return the key to free them."""
         key = self._next
         self._next += 1
         size = rounded(size)
@@ -46,47 +46,47 @@ class Timeline:
         self._total += size
         self.events.append((key, size, stream))
         if self._total > self._peak:
-            self._note()
+            self._record_peak()
         return key
 
     def free(self, key: int) -> None:
-        """Give back what ``key`` holds."""
+        """Free the memory of ``key``."""
         self.release(key)
         self.reuse(key)
 
     def release(self, key: int) -> None:
-        """Count ``key`` as free, while its memory waits for another stream to be done with it (`record_stream`)."""
+        """Count ``key`` as free while its memory waits for another stream to finish (`record_stream`)."""
         size, term = self._live.pop(key)
         self._terms[term] -= size
         self._total -= size
 
     def reuse(self, key: int) -> None:
-        """The memory of the released ``key`` can be taken again."""
+        """Make the memory of the released ``key`` available again."""
         self.events.append((key, -1, 0))
 
     def rename(self, key: int, term: str) -> None:
-        """Count what ``key`` holds under another term from now on."""
+        """Count the memory of ``key`` under another term from now on."""
         size, old = self._live[key]
         self._terms[old] -= size
         self._terms[term] = self._terms.get(term, 0) + size
         self._live[key] = (size, term)
 
-    def _note(self) -> None:
+    def _record_peak(self) -> None:
         if self._total >= self._peak:
             self._peak = self._total
             self.peaks[self.phase] = Peak(self._total, {k: v for k, v in self._terms.items() if v})
 
     @property
     def allocated(self) -> int:
-        """Most bytes at once in the whole step."""
+        """The most bytes at once in the whole step."""
         return max(peak.total for peak in self.peaks.values())
 
     def highest(self) -> str:
-        """The phase of the peak."""
+        """Return the phase of the peak."""
         return max(self.peaks, key=lambda phase: self.peaks[phase].total)
 
     def resident(self) -> int:
-        """Most RSS of a process on CPU: what glibc took for smaller blocks it keeps, larger ones are returned."""
+        """Return the peak RSS of a process on CPU: glibc keeps smaller blocks and returns larger ones."""
         sizes: dict[int, int] = {}
         heap = mapped = heap_peak = peak = 0
         for key, size, _ in self.events:
@@ -102,7 +102,7 @@ class Timeline:
         return peak
 
     def reserved(self, limit: int | None = None) -> int:
-        """The most that the caching allocator holds on a device that gives it at most ``limit`` bytes."""
+        """Return the peak of the caching allocator on a device that gives it at most ``limit`` bytes."""
         allocator = CachingAllocator(limit)
         for key, size, stream in self.events:
             if size >= 0:
@@ -114,17 +114,17 @@ class Timeline:
 
 @dataclass
 class Pending:
-    """Memory that was let go and can be taken again once the GPU is done with it, in this order (`record_stream`)."""
+    """Released memory that can be reused when the GPU has finished with it, in this order (`record_stream`)."""
 
     timeline: Timeline
     _keys: deque[int] = field(default_factory=deque)
 
     def add(self, key: int) -> None:
-        """Let go of ``key``."""
+        """Release ``key``."""
         self.timeline.release(key)
         self._keys.append(key)
 
-    def settle(self, left: int) -> None:
-        """The GPU has come so far that at most ``left`` are pending."""
+    def drain(self, left: int) -> None:
+        """Let the GPU finish until at most ``left`` keys are pending."""
         while len(self._keys) > left:
             self.timeline.reuse(self._keys.popleft())

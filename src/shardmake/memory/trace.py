@@ -1,4 +1,4 @@
-"""The script of a micro step from the fake-tensor trace, for architectures without a closed form."""
+"""The events of a micro step from a fake-tensor trace, for architectures outside `families`."""
 
 import json
 from collections.abc import Iterable
@@ -18,7 +18,7 @@ TRACER = "shardmake.memory.tracer"
 
 
 def trace_all(scenarios: Iterable[Scenario]) -> None:
-    """Trace what `scaled` needs for each of ``scenarios``, in one process, and keep it by config and versions."""
+    """Trace the steps that `scaled` needs for ``scenarios``, in one process, and cache them on disk."""
     wanted: dict[str, dict[str, Any]] = {}
     for scenario in scenarios:
         for size in _sizes(scenario):
@@ -27,29 +27,29 @@ def trace_all(scenarios: Iterable[Scenario]) -> None:
             if not path.is_file():
                 wanted[str(path)] = request
     if wanted:
-        scripts = run_helper(TRACER, {"requests": list(wanted.values())})
-        for request, script in zip(wanted.values(), scripts, strict=True):
-            write_json(cached_path(TRACER, request), script)
+        traces = run_helper(TRACER, {"requests": list(wanted.values())})
+        for request, events in zip(wanted.values(), traces, strict=True):
+            write_json(cached_path(TRACER, request), events)
 
 
 def scaled(scenario: Scenario) -> StepEvents:
-    """Events of one forward and backward pass of ``scenario``: every size is linear in the micro batch.
+    """Return the events of one forward and backward pass of ``scenario``; every size is linear in the micro batch.
 
-    A few layers are traced and repeated. Models whose layers differ are traced whole, and steps whose events differ
-    between micro batches 2 and 3, at their own size.
+    A few layers are traced and repeated. A model whose layers differ is traced as a whole. A step whose events differ
+    between micro batches 2 and 3 is traced at its own size.
     """
     trace_all([scenario])
     one, *more = (read_cached(TRACER, _request(replace(scenario, micro_batch=size))) for size in _sizes(scenario))
     if more and not _same_events(one, more[0]):
         return _traced(scenario, None)
-    script = [_at_batch(scenario.micro_batch, *pair) for pair in zip(one, more[0], strict=True)] if more else one
+    events = [_at_batch(scenario.micro_batch, *pair) for pair in zip(one, more[0], strict=True)] if more else one
     if _kept_layers(scenario.model) is None:
-        return script
-    return unrolled(script, len(scenario.model.blocks), _prefix(scenario.model)) or _traced(scenario, None)
+        return events
+    return unrolled(events, len(scenario.model.blocks), _prefix(scenario.model)) or _traced(scenario, None)
 
 
 def _kept_layers(model: Model) -> int | None:
-    """How many layers are enough; None where not all have the same weights, or they stand in several lists."""
+    """Return how many layers to trace; None for all, if their weights differ or they are in several lists."""
     shapes: dict[int | None, list[tuple[str, tuple[int, ...]]]] = {}
     for tensor in model.tensors:
         name = tensor.name.replace(f"{_prefix(model)}{tensor.block}.", "")
@@ -60,13 +60,13 @@ def _kept_layers(model: Model) -> int | None:
 
 
 def _prefix(model: Model) -> str:
-    """What stands before a layer's index in its weights' names."""
+    """Return the part of a weight's name before the layer's index."""
     one, two = (next((t.name for t in model.tensors if t.block == block), "") for block in (0, 1))
     return "".join(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, two, strict=False)))
 
 
 def _sizes(scenario: Scenario) -> tuple[int, ...]:
-    """A batch of one is a case of its own: PyTorch skips copies where a dimension is 1."""
+    """Return the micro batches to trace. A batch of one is separate: PyTorch skips copies if a dimension is 1."""
     return (1,) if scenario.micro_batch == 1 else (2, 3)
 
 
@@ -75,8 +75,8 @@ def _traced(scenario: Scenario, layers: int | None) -> StepEvents:
     path = cached_path(TRACER, request)
     if not path.is_file():
         write_json(path, run_helper(TRACER, {"requests": [request]})[0])
-    script: StepEvents = json.loads(path.read_text())
-    return script
+    events: StepEvents = json.loads(path.read_text())
+    return events
 
 
 def _same_events(one: StepEvents, two: StepEvents) -> bool:

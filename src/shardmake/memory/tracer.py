@@ -1,8 +1,8 @@
-"""One training step of any transformers model on fake tensors: every allocation and free, in order.
+"""Trace one training step of any transformers model on fake tensors: every allocation and free, in order.
 
-Run as a process by `shardmake.memory.trace`. No weight and no activation takes memory. Fake tensors live on "cpu":
-a torch without CUDA aborts on the first backward pass of a fake CUDA tensor. Where CPU kernels save something else than
-the GPU's, `shardmake.memory.gpu_kernels` stands in.
+`shardmake.memory.trace` runs this module as a process. No weight and no activation takes memory. Fake tensors are on
+"cpu", because a torch without CUDA aborts on the first backward pass of a fake CUDA tensor. If CPU kernels save other
+tensors than the GPU's, `shardmake.memory.gpu_kernels` replaces them.
 """
 
 import gc
@@ -28,19 +28,19 @@ Event = list[Any]
 
 def answer(request: Mapping[str, Any]) -> list[list[Event]]:
     """Return the events of each requested step."""
-    return [_trace_or_say_why(step) for step in request["requests"]]
+    return [_trace_or_explain(step) for step in request["requests"]]
 
 
-def _trace_or_say_why(request: Mapping[str, Any]) -> list[Event]:
+def _trace_or_explain(request: Mapping[str, Any]) -> list[Event]:
     try:
         return trace(request)
     except (RuntimeError, TypeError, AttributeError, ValueError) as error:
         model = request["config"]["model_type"]
-        raise ModelError(f"A training step of this {model} cannot be traced: {error}") from None
+        raise ModelError(f"Cannot trace a training step of this {model} model: {error}") from None
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
-    """Events of the second of two identical micro steps, in the form of `shardmake.memory.events`."""
+    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.events`."""
     emulate_gpu_kernels(request["softmax_saves_input"])
     model = prepare(request)
     recorder = Recorder()
@@ -49,17 +49,17 @@ def trace(request: Mapping[str, Any]) -> list[Event]:
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         _materialize(model, DTYPES[request["weights"]], DTYPES[request["frozen"]])
         inputs = _inputs(model, request["micro_batch"], request["sequence_length"], request["masked"])
-        _watch_blocks(model, recorder)
-        _watch_gradients(model, recorder)
+        _mark_blocks(model, recorder)
+        _mark_gradients(model, recorder)
         stack.enter_context(recorder)
-        for _ in range(2):  # the first settles what is made once, such as autocast's and kernels' caches
+        for _ in range(2):  # the first one fills caches, such as those of autocast and of kernels
             recorder.start()
             _micro_step(model, inputs, request, recorder)
     return recorder.events
 
 
 def prepare(request: Mapping[str, Any]) -> nn.Module:
-    """The model on the meta device, with adapters, checkpointing and the stand-in for its attention."""
+    """Return the model on the meta device, with adapters, checkpointing and the replacement of its attention."""
     register_attention()
     model = build(request["config"], request["source"], request["trust_remote_code"])
     if request["layers"]:
@@ -74,7 +74,7 @@ def prepare(request: Mapping[str, Any]) -> nn.Module:
 
 
 def _keep_layers(model: nn.Module, count: int) -> None:
-    """Leave the first ``count`` layers of the one list that holds them all."""
+    """Keep the first ``count`` layers of the list of layers."""
     (path,) = {path.rpartition(".")[0] for path in block_paths(model)}
     parent, _, name = path.rpartition(".")
     layers = model.get_submodule(path)
@@ -125,7 +125,7 @@ def _autocast(request: Mapping[str, Any]) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _without_collector() -> Iterator[None]:
-    """Frees must come when references end, as on the GPU, not when Python collects."""
+    """Disable garbage collection, so that frees come when references end, as on the GPU."""
     gc.disable()
     try:
         yield
@@ -162,11 +162,11 @@ def _inputs(model: Any, batch: int, length: int, masked: bool) -> dict[str, torc
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is recorded
+# Recording
 
 
 class Recorder(TorchDispatchMode):
-    """Notes when a tensor's storage appears and when its last reference ends."""
+    """A dispatch mode that records when a tensor's storage appears and when its last reference ends."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Recorder(TorchDispatchMode):
         self._known: dict[int, tuple[Any, int]] = {}
 
     def start(self) -> None:
-        """Begin the script anew; frees of older storages are left out."""
+        """Start a new list of events; frees of older storages are left out."""
         self.events = []
         self._first = self._next
         self._backward = False
@@ -187,7 +187,7 @@ class Recorder(TorchDispatchMode):
         self.events.append([kind, *values])
 
     def mark_block(self, kind: str, index: int) -> None:
-        """A layer's marker; in the backward pass, its recomputation is where its backward pass begins."""
+        """Mark a layer; in the backward pass, its recomputation is the begin of its backward pass."""
         if not self._backward:
             self.mark(kind, index)
         elif kind != "forward end" and index not in self._begun:
@@ -195,21 +195,21 @@ class Recorder(TorchDispatchMode):
             self.mark("backward block", index)
 
     def known_id(self, tensor: torch.Tensor) -> int | None:
-        """Number of the storage of ``tensor`` where it appeared in this script."""
+        """Number of the storage of ``tensor`` where it appeared in this events."""
         found = self._known.get(tensor.untyped_storage()._cdata)
         return found[1] if found and found[1] >= self._first else None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and note the storages of what it returns."""
+        """Run the operator and record the storages of its results."""
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
-                self._note(leaf)
+                self._record(leaf)
         return result
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _record(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._known or storage.nbytes() == 0:
@@ -225,8 +225,8 @@ class Recorder(TorchDispatchMode):
             self.events.append(["free", number])
 
 
-def _watch_blocks(model: nn.Module, recorder: Recorder) -> None:
-    """Markers where each layer's forward and backward pass begin and end."""
+def _mark_blocks(model: nn.Module, recorder: Recorder) -> None:
+    """Mark the begin and end of each layer's forward and backward pass."""
     for path, index in block_paths(_base(model)).items():
         block = _base(model).get_submodule(path)
         block.register_forward_pre_hook(_marker(recorder, "forward", index))
@@ -245,8 +245,8 @@ def _marker(recorder: Recorder, kind: str, index: int) -> Callable[..., None]:
     return hook
 
 
-def _watch_gradients(model: nn.Module, recorder: Recorder) -> None:
-    """A marker when a parameter's gradient is whole; who runs the step decides what becomes of it."""
+def _mark_gradients(model: nn.Module, recorder: Recorder) -> None:
+    """Mark each complete gradient and drop it; the replay decides whether it is kept."""
 
     def hook(name: str) -> Callable[[torch.Tensor], None]:
         def note(parameter: torch.Tensor) -> None:

@@ -1,9 +1,9 @@
-"""The groups of weights that ZeRO-3 and FSDP gather at once: layers, the embedding, and norm with head."""
+"""Groups of weights that ZeRO-3 and FSDP gather at once: layers, the embedding, and norm with head."""
 
 from math import ceil
 
 from shardmake.memory import states
-from shardmake.memory.model import Tensor, is_quantized
+from shardmake.memory.model import ParameterSpec, is_quantized
 from shardmake.memory.scenario import Scenario
 
 HEAD = "head"
@@ -11,8 +11,8 @@ EMBEDDING = "embedding"
 Unit = int | str
 
 
-def unit_of(tensor: Tensor, tied: bool) -> Unit:
-    """The group that ``tensor`` is gathered with: its layer, the embedding, or the tail, which tied weights go to."""
+def unit_of(tensor: ParameterSpec, tied: bool) -> Unit:
+    """Return the group of ``tensor``: its layer, the embedding, or the tail, which also holds tied weights."""
     if tensor.block is not None:
         return tensor.block
     if tensor.kind == "embedding":
@@ -21,12 +21,12 @@ def unit_of(tensor: Tensor, tied: bool) -> Unit:
 
 
 def units(scenario: Scenario) -> dict[Unit, int]:
-    """Elements of each group that is gathered; 4-bit weights count as the 16-bit elements that carry them."""
+    """Return the elements of each group; 4-bit weights count as the 16-bit elements that store them."""
     return {unit: sum(parts) for unit, parts in unit_tensors(scenario).items()}
 
 
 def unit_tensors(scenario: Scenario) -> dict[Unit, list[int]]:
-    """Elements of each tensor of each group."""
+    """Return the elements of each tensor of each group."""
     sizes: dict[Unit, list[int]] = {}
     model = scenario.model
     for tensor in (*model.tensors, *scenario.split.adapters):
@@ -37,7 +37,7 @@ def unit_tensors(scenario: Scenario) -> dict[Unit, list[int]]:
 
 
 def trained_units(scenario: Scenario) -> dict[Unit, int]:
-    """Trained elements of each group."""
+    """Return the trained elements of each group."""
     sizes: dict[Unit, int] = {}
     for tensor in states.trained_tensors(scenario):
         unit = unit_of(tensor, scenario.model.tied)

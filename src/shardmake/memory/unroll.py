@@ -1,7 +1,7 @@
-"""A script of a few layers, grown to as many as the model has.
+"""Extend the events of a few layers to all layers of the model.
 
-A middle layer's part of the script is repeated, with its references moved along: to its own allocations, to those of
-its neighbours, and to those outside of the layers. That is right only where layers are alike, which is checked.
+The events of a middle layer are repeated. Their references move along: to the layer's own allocations, to those of its
+neighbours, and to those outside the layers. That is right only if layers are alike, which is checked.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,24 +15,24 @@ Origin = tuple[Place, int]  # the segment of an allocation and its ordinal there
 TEMPLATE = 1
 
 
-def unrolled(script: StepEvents, layers: int, prefix: str) -> list[list[Any]] | None:
-    """``script`` of `KEPT` layers for ``layers`` of them, whose weights' names begin with ``prefix`` and their index.
+def unrolled(events: StepEvents, layers: int, prefix: str) -> list[list[Any]] | None:
+    """Return the events of `KEPT` layers extended to ``layers``; weights' names begin with ``prefix`` and an index.
 
-    None where the two middle layers differ, or refer to layers further away than the next.
+    The result is None if the two middle layers differ, or refer to layers further away than the next.
     """
-    segments, origins = _segments(script)
-    if not _alike(segments, origins, prefix):
+    segments, origins = _segments(events)
+    if not _layers_alike(segments, origins, prefix):
         return None
-    return _Growing(segments, origins, layers, prefix).run()
+    return _Unroller(segments, origins, layers, prefix).run()
 
 
-def _segments(script: StepEvents) -> tuple[dict[Place, list[Sequence[Any]]], dict[int, Origin]]:
-    """Events by place, in order, and where each number was allocated."""
+def _segments(events: StepEvents) -> tuple[dict[Place, list[Sequence[Any]]], dict[int, Origin]]:
+    """Return the events by place, in order, and the place in which each number was allocated."""
     place: Place = ("start", 0)
     segments: dict[Place, list[Sequence[Any]]] = {place: []}
     origins: dict[int, Origin] = {}
     counts: dict[Place, int] = {}
-    for event in script:
+    for event in events:
         if event[0] in ("forward", "backward block"):
             place = (event[0].split()[0], event[1])
         elif event[0] == "loss" or (event[0] == "alloc" and place == ("forward", KEPT - 1) and _ended(segments[place])):
@@ -48,7 +48,7 @@ def _ended(segment: Sequence[Sequence[Any]]) -> bool:
     return any(event[0] == "forward end" for event in segment)
 
 
-def _alike(segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], prefix: str) -> bool:
+def _layers_alike(segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], prefix: str) -> bool:
     for kind in ("forward", "backward"):
         one, two = (
             list(_relative(segments.get((kind, layer), []), layer, origins, prefix))
@@ -62,7 +62,7 @@ def _alike(segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin
 def _relative(
     segment: Sequence[Sequence[Any]], layer: int, origins: dict[int, Origin], prefix: str
 ) -> Iterator[tuple[Any, ...]]:
-    """A layer's events, free of its own index and of numbers."""
+    """Yield a layer's events without its own index and without numbers."""
     for event in segment:
         match event[0]:
             case "alloc":
@@ -85,8 +85,8 @@ def _deltas(event: Sequence[Any]) -> list[int]:
     return [event[2]] if event[0] == "free" else []
 
 
-class _Growing:
-    """Writes the longer script, and numbers anew."""
+class _Unroller:
+    """Writes the longer events, and numbers anew."""
 
     def __init__(
         self, segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], layers: int, prefix: str
@@ -108,7 +108,7 @@ class _Growing:
         return self.events
 
     def _kept(self, layer: int) -> int:
-        """The traced layer that ``layer`` is a copy of."""
+        """Return the traced layer that ``layer`` is a copy of."""
         from_end = self.layers - layer
         return KEPT - from_end if from_end < KEPT - TEMPLATE else min(layer, TEMPLATE)
 
@@ -133,7 +133,7 @@ class _Growing:
                     self.events.append(list(event))
 
     def _moved(self, number: int, kind: str, kept: int, layer: int) -> list[int]:
-        """What ``number`` of the short script is in the long one; several where a place outside frees all layers'."""
+        """Return the new numbers for ``number``; several if a place outside the layers frees it for all layers."""
         (its_kind, its_layer), ordinal = self.origins[number]
         if its_kind in ("start", "loss"):
             places = [0]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardmake.config.models import Method, Run
 from shardmake.memory.hardware import find_accelerator
-from shardmake.memory.model import Model, Tensor
+from shardmake.memory.model import Model, ParameterSpec
 from shardmake.memory.read_config import read_model
 from shardmake.report.history import TrainingHistory, attempt_of
 from shardmake.run.paths import RunDir
@@ -50,12 +50,12 @@ def flops_per_token(model: Model, method: Method, context: float) -> float:
     return per_weight * weights + 12 * len(model.blocks) * _attention_width(model) * context
 
 
-def _multiplies(tensor: Tensor, model: Model) -> bool:
+def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
     """Whether a token meets the weight in a matrix product; an embedding is looked up, unless it is also the head."""
     return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
 
 
-def _active(tensor: Tensor, model: Model) -> float:
+def _active(tensor: ParameterSpec, model: Model) -> float:
     """Elements that one token meets: of a mixture's experts, only the chosen ones."""
     if ".experts." not in tensor.name:
         return tensor.numel

@@ -11,7 +11,7 @@ import pytest
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import Profile, of_events
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import gpu
+from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.events import StepEvents
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
@@ -100,10 +100,10 @@ def figures(profile: Profile) -> list[int]:
     return [max(profile.loss, profile.last_layer, profile.first_layer)]
 
 
-def saved(script: StepEvents) -> int:
+def saved(events: StepEvents) -> int:
     """Bytes alive when the backward pass begins."""
     sizes: dict[int, int] = {}
-    for event in script:
+    for event in events:
         if event[0] == "alloc":
             sizes[event[1]] = event[2]
         elif event[0] == "free":
@@ -113,9 +113,9 @@ def saved(script: StepEvents) -> int:
     return sum(sizes.values())
 
 
-def gradients(script: StepEvents) -> set[str]:
+def gradients(events: StepEvents) -> set[str]:
     """Weights that got a gradient, by the model's own names."""
-    return {event[2] for event in script if event[0] == "grad"}
+    return {event[2] for event in events if event[0] == "grad"}
 
 
 @pytest.mark.parametrize("config", [config for config, _ in OTHERS], ids=lambda config: config["model_type"])
@@ -123,11 +123,11 @@ def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> 
     """Encoders, encoder-decoders, mixtures of experts: marks for each layer and a gradient for each weight."""
     model = from_config(config)
     case = scenario(model=model, split=split(model, "full"), sequence_length=32, attention="sdpa", masked=True)
-    script = tracer.trace(_request(case))
+    events = tracer.trace(_request(case))
     blocks = len(model.blocks)
-    assert [event[1] for event in script if event[0] == "forward"] == list(range(blocks))
-    assert gradients(script) >= {tensor.name for tensor in model.tensors if tensor.block is not None} - UNUSED
-    assert gpu(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), script).allocated > 0
+    assert [event[1] for event in events if event[0] == "forward"] == list(range(blocks))
+    assert gradients(events) >= {tensor.name for tensor in model.tensors if tensor.block is not None} - UNUSED
+    assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
 
 
 SEVEN = {
@@ -157,9 +157,9 @@ def plain(event: Any) -> str:
 
 def test_layers_that_differ_are_traced_whole() -> None:
     config = {**SIZES, "model_type": "llama", "num_hidden_layers": 8}
-    script = micro_step(scenario(config))
+    events = micro_step(scenario(config))
     prefix = "model.layers."
-    two = [list(event) for event in script if not (event[0] == "grad" and f"{prefix}2." in event[2])]
+    two = [list(event) for event in events if not (event[0] == "grad" and f"{prefix}2." in event[2])]
     assert unrolled(two, 8, prefix) is None
 
 

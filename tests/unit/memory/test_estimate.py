@@ -9,7 +9,7 @@ from shardmake.config.models import STRATEGIES
 from shardmake.core.units import GIB
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets, read_buckets
-from shardmake.memory.estimate import estimate_closed_form, events_of, gpu
+from shardmake.memory.estimate import estimate_closed_form, events_of, gpu_memory
 from shardmake.memory.model import Model, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -94,7 +94,7 @@ def test_adapters_leave_the_base_in_16_or_4_bits() -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_closed_form_and_the_acted_step_agree(strategy: str, checkpointing: bool) -> None:
     case = scenario(strategy=strategy, checkpointing=checkpointing, accumulation=2)
-    acted = gpu(case, BUCKETS)
+    acted = gpu_memory(case, BUCKETS)
     scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu
     assert scanned.allocated == pytest.approx(acted.allocated, rel=0.08)
     assert acted.allocated <= acted.reserved <= acted.device
@@ -102,26 +102,28 @@ def test_closed_form_and_the_acted_step_agree(strategy: str, checkpointing: bool
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_terms_add_up_to_what_is_allocated(strategy: str) -> None:
-    figures = gpu(scenario(strategy=strategy), BUCKETS)
+    figures = gpu_memory(scenario(strategy=strategy), BUCKETS)
     assert sum(figures.terms.values()) == figures.allocated
     assert all(size > 0 for size in figures.terms.values())
 
 
 def test_the_peak_is_a_maximum_over_phases_not_a_sum() -> None:
-    figures = gpu(scenario(sequence_length=8192), BUCKETS)
+    figures = gpu_memory(scenario(sequence_length=8192), BUCKETS)
     assert figures.phase == "cross entropy"
     assert "fp32 gradients" not in figures.terms
 
 
 def test_cross_entropy_is_twelve_bytes_a_logit() -> None:
-    short, long = (gpu(scenario(sequence_length=n, strategy="zero3-offload"), BUCKETS) for n in (4096, 8192))
+    short, long = (gpu_memory(scenario(sequence_length=n, strategy="zero3-offload"), BUCKETS) for n in (4096, 8192))
     per_token = (long.allocated - short.allocated) / 4096
     saved = 2 * 4096 * 32
     assert per_token == pytest.approx(12 * 128256 + saved, rel=0.02)
 
 
 def test_fused_loss_takes_the_logits_away() -> None:
-    plain, fused = (gpu(scenario(sequence_length=8192, loss=loss), BUCKETS).allocated for loss in ("plain", "fused"))
+    plain, fused = (
+        gpu_memory(scenario(sequence_length=8192, loss=loss), BUCKETS).allocated for loss in ("plain", "fused")
+    )
     assert fused < plain - 8 * GIB
 
 
@@ -130,7 +132,9 @@ ORDER = [("zero2", "zero3"), ("zero1", "zero2"), ("zero3", "zero3-offload-optimi
 
 @pytest.mark.parametrize(("more", "less"), ORDER)
 def test_each_step_of_the_guide_saves(more: str, less: str) -> None:
-    assert gpu(scenario(strategy=less), BUCKETS).allocated < gpu(scenario(strategy=more), BUCKETS).allocated
+    assert (
+        gpu_memory(scenario(strategy=less), BUCKETS).allocated < gpu_memory(scenario(strategy=more), BUCKETS).allocated
+    )
 
 
 SMALL = from_config({**LLAMA_8B, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
@@ -154,12 +158,12 @@ def test_more_work_never_takes_less_and_more_ranks_never_more(
         SMALL, strategy=strategy, method=method, micro_batch=batch, sequence_length=length, ranks_per_node=ranks,
         checkpointing=checkpointing,
     )  # fmt: skip
-    here = gpu(case, SMALL_BUCKETS)
+    here = gpu_memory(case, SMALL_BUCKETS)
     assert min(here.terms.values()) > 0
     assert sum(here.terms.values()) == here.allocated <= here.reserved <= here.device
     for more in (replace(case, micro_batch=batch + 1), replace(case, sequence_length=2 * length)):
-        assert gpu(more, SMALL_BUCKETS).allocated >= here.allocated
-    assert gpu(replace(case, ranks_per_node=2 * ranks), SMALL_BUCKETS).allocated <= here.allocated
+        assert gpu_memory(more, SMALL_BUCKETS).allocated >= here.allocated
+    assert gpu_memory(replace(case, ranks_per_node=2 * ranks), SMALL_BUCKETS).allocated <= here.allocated
     assert min((*host.host_terms(case, SMALL_BUCKETS).values(), *host.disk_terms(case, 2).values())) > 0
 
 
@@ -199,17 +203,17 @@ def test_an_architecture_without_a_closed_form_is_traced(tmp_path: Any, monkeypa
     model = from_config(config)
     assert model.decoder is None
     cases = [scenario(model, strategy="ddp", ranks_per_node=1, micro_batch=b, sequence_length=64) for b in (3, 4)]
-    three, four = (gpu(case, Buckets(), events_of(case)).allocated for case in cases)
+    three, four = (gpu_memory(case, Buckets(), events_of(case)).allocated for case in cases)
     assert 0 < four - three < three
     assert len(list(tmp_path.rglob("tracer-*.json"))) == 2
 
 
 def test_reserved_stays_within_the_gpu_where_its_tensors_fit() -> None:
     case = scenario(strategy="fsdp", sequence_length=8192)
-    free = gpu(case, BUCKETS)
+    free = gpu_memory(case, BUCKETS)
     outside = free.device - free.reserved
     capacity = (free.allocated + free.reserved) // 2 + outside
-    pressed = gpu(case, BUCKETS, capacity=capacity)
+    pressed = gpu_memory(case, BUCKETS, capacity=capacity)
     assert pressed.allocated == free.allocated
     assert pressed.wanted == free.reserved > pressed.reserved
     assert pressed.device <= capacity

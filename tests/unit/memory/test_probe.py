@@ -46,12 +46,12 @@ def test_what_went_in_comes_out(context: int, nccl: int | None, pools: int, occu
     assert (found.context, found.nccl, found.pools) == (context, nccl, pools)
 
 
-def test_less_reserved_than_modelled_is_no_negative_pool() -> None:
+def test_less_reserved_than_predicted_gives_no_pools() -> None:
     assert fit([Observation(512, 1, GIB, 2 * GIB, 3 * GIB)], None, 0, "", "", "").pools == 0
 
 
-def test_figures_that_cannot_be_are_refused() -> None:
-    with pytest.raises(ShardmakeError, match="another process used the GPU"):
+def test_impossible_measurements_are_rejected() -> None:
+    with pytest.raises(ShardmakeError, match="Another process used the GPU"):
         fit([Observation(512, 1, GIB, GIB // 2, GIB)], None, 0, "", "", "")
 
 
