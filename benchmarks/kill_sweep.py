@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.demo import make_inputs
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked
 from tests.workflow.sweep import CASES, Sweep
@@ -35,11 +35,11 @@ def main() -> None:
         make_inputs(root / "inputs")
         lab = Checkout.create(root / "checkout", root / "inputs")
         lab("shardmake", "data", "demo")
-        nursery = Nursery()
+        server = ForkServer()
         for case in CASES:
             if not wanted or case[0] in wanted:
-                keep(list(swept(Sweep(Forked(lab, nursery), root / "-".join(map(str, case)), *case))))
-        nursery.close()
+                keep(list(swept(Sweep(Forked(lab, server), root / "-".join(map(str, case)), *case))))
+        server.close()
 
 
 def keep(rows: list[dict[str, Any]]) -> None:

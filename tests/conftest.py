@@ -28,6 +28,20 @@ def default_logging() -> Iterator[None]:
     logger.propagate = True
 
 
+EXPENSIVE = {"cluster": "cluster", "forked": "forked", "lab": "lab"}
+"""Expensive fixtures of the session, and the group of the tests that share one."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share something in one of the processes that run side by side."""
+    for item in items:
+        fixtures = getattr(item, "fixturenames", ())
+        groups = [group for fixture, group in EXPENSIVE.items() if fixture in fixtures]
+        if item.path.name.startswith("test_consolidate"):
+            groups = ["consolidate"]
+        item.add_marker(pytest.mark.xdist_group(groups[0] if groups else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A chat data set, a tokenizer and a small base model."""

@@ -1,4 +1,4 @@
-"""What several trainings of the tests share."""
+"""Fixtures that several trainings of the tests share."""
 
 import shutil
 from collections.abc import Iterator
@@ -6,22 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.nursery import Nursery
+from tests.fork_server import ForkServer
 from tests.workflow.by_hand import STEPS, configure, train_by_hand
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked
-
-SHARING = {"forked": "forked", "lab": "lab"}
-"""Fixtures that are dear, and the group of the tests that share one."""
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that share something in one of the processes that run side by side."""
-    for item in items:
-        assert isinstance(item, pytest.Function)
-        dear = [group for fixture, group in SHARING.items() if fixture in item.fixturenames]
-        consolidates = item.path.name.startswith("test_consolidate")
-        item.add_marker(pytest.mark.xdist_group("consolidate" if consolidates else dear[0] if dear else item.path.name))
 
 
 @pytest.fixture(scope="session")
@@ -29,9 +17,9 @@ def forked(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[F
     """Trainings that start in a second: their ranks are forked from a process with everything imported."""
     lab = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs)
     lab("shardmake", "data", "demo")
-    nursery = Nursery()
-    yield Forked(lab, nursery)
-    nursery.close()
+    server = ForkServer()
+    yield Forked(lab, server)
+    server.close()
 
 
 @pytest.fixture(scope="session")

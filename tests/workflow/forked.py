@@ -17,7 +17,7 @@ from shardmake.render.stage import as_yaml, launch_command, render_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan
-from tests.nursery import Nursery, free_port, launched_environment
+from tests.fork_server import ForkServer, free_port, launched_environment
 from tests.workflow.checkout import Checkout
 
 
@@ -26,7 +26,7 @@ class Forked:
     """Trains runs of ``lab``; each run has a folder of its own beside the lab's."""
 
     lab: Checkout
-    nursery: Nursery
+    server: ForkServer
     environments: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
 
     def plan(self, strategy: Strategy, ranks: int, **changes: Any) -> tuple[Plan, Run, Cluster]:
@@ -63,7 +63,7 @@ class Forked:
         environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)
-        return self.nursery.run(folder.root, environment | (variables or {}), plan.choice.world_size, kill)
+        return self.server.run(folder.root, environment | (variables or {}), plan.choice.world_size, kill)
 
     def _environment(self, plan: Plan, folder: AttemptDir) -> dict[str, str]:
         choice: Choice = plan.choice

@@ -1,7 +1,7 @@
-"""Ranks without the wait: one process imports the libraries once, and every rank of every training is forked from it.
+"""One process imports the libraries once, and the ranks of every training are forked from it.
 
-`Nursery` is the handle; the rest runs in the process behind it. A rank is `shardmake.train`, in the environment that
-`accelerate launch` gives it: that is asked for once per strategy, by launching a program that writes it down.
+`ForkServer` is the handle; the rest runs in the process behind it. A rank is `shardmake.train` in the environment that
+`accelerate launch` sets. A launched program records that environment once per strategy.
 """
 
 import json
@@ -17,78 +17,78 @@ from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 _ENVIRONMENT = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
+_TIMEOUT_SECONDS = 300
+"""After that time a training is killed."""
 
 
-_PATIENCE_SECONDS = 300
-"""After that, a training hangs."""
-
-
-class Nursery:
-    """Runs one training at a time."""
+class ForkServer:
+    """A process that runs one training at a time."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.nursery"], cwd=REPOSITORY, env=rank_environment(), text=True,
+            [sys.executable, "-m", "tests.fork_server"], cwd=REPOSITORY, env=rank_environment(), text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
     def run(
         self, attempt: Path, environment: dict[str, str], ranks: int, kill: dict[str, Any] | None = None
     ) -> list[int]:
-        """Train the attempt in ``attempt``; exit statuses by rank, negative for signals.
+        """Train the attempt in the folder ``attempt`` and return the exit status of each rank, negative for a signal.
 
-        ``kill``: ``rank`` and the arguments of `tests.kill_at_write.Killer`. When a rank dies, the others get a moment
-        to go on writing and are killed then.
+        ``kill`` holds ``rank`` and the arguments of `tests.kill_at_write.Killer`. When a rank dies, the others may
+        write for another half second and are then killed.
         """
         assert self.process.stdin and self.process.stdout
-        order = {"attempt": str(attempt), "environment": environment, "ranks": ranks, "kill": kill}
-        print(json.dumps(order), file=self.process.stdin, flush=True)
+        request = {"attempt": str(attempt), "environment": environment, "ranks": ranks, "kill": kill}
+        print(json.dumps(request), file=self.process.stdin, flush=True)
         return list(json.loads(self.process.stdout.readline()))
 
     def close(self) -> None:
-        """End it."""
+        """End the process."""
         assert self.process.stdin
         self.process.stdin.close()
         self.process.wait(timeout=60)
 
 
 def rank_environment() -> dict[str, str]:
-    """What a rank needs on a CPU."""
+    """Return the environment of a rank on a CPU."""
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     quiet = {"TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **quiet}
 
 
 def launched_environment(command: list[str], folder: Path) -> dict[str, str]:
-    """What the launcher in ``command`` sets for its ranks, but for what differs between them."""
+    """Return the variables that the launcher in ``command`` sets to the same value for all its ranks."""
     start = command.index("-m", command.index("--num_cpu_threads_per_process"))
     probe = folder / "environment.py"
     probe.write_text(_ENVIRONMENT)
     subprocess.run([*command[:start], str(probe), str(folder / "environment-")], check=True, env=rank_environment())
     found = json.loads((folder / "environment-0").read_text())
-    own = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_", "TORCHELASTIC_", "PYTHONPATH")
+    rank_specific = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_", "TORCHELASTIC_", "PYTHONPATH")
     before = rank_environment()
-    return {name: value for name, value in found.items() if before.get(name) != value and not name.startswith(own)}
+    return {
+        name: value for name, value in found.items() if before.get(name) != value and not name.startswith(rank_specific)
+    }
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port that is not in use."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    _import_what_ranks_need()
+    _import_libraries()
 
     for line in sys.stdin:
-        print(json.dumps(_train(json.loads(line))), file=answers, flush=True)
+        print(json.dumps(_train(json.loads(line))), file=replies, flush=True)
 
 
-def _import_what_ranks_need() -> None:
-    """Everything that a rank would import or work out by itself, and that does not depend on the training."""
+def _import_libraries() -> None:
+    """Import and compute what every rank needs and what does not depend on the training."""
     import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
     import torch.distributed.checkpoint.state_dict  # noqa: F401
     import transformers.models.llama.modeling_llama  # noqa: F401
@@ -101,16 +101,16 @@ def _import_what_ranks_need() -> None:
     get_checkpoint_conversion_mapping("llama")
 
 
-def _train(order: dict[str, Any]) -> list[int]:
+def _train(request: dict[str, Any]) -> list[int]:
     port = free_port()
-    children = [_fork(order, rank, port) for rank in range(order["ranks"])]
+    children = [_fork(request, rank, port) for rank in range(request["ranks"])]
     codes: dict[int, int] = {}
-    give_up = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + _TIMEOUT_SECONDS
     while len(codes) < len(children):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid:
             codes[pid] = os.waitstatus_to_exitcode(status)
-        if codes.get(pid) or time.monotonic() > give_up:
+        if codes.get(pid) or time.monotonic() > deadline:
             time.sleep(0.5)
             for child in set(children) - set(codes):
                 os.kill(child, signal.SIGKILL)
@@ -118,18 +118,18 @@ def _train(order: dict[str, Any]) -> list[int]:
     return [codes[child] for child in children]
 
 
-def _fork(order: dict[str, Any], rank: int, port: int) -> int:
+def _fork(request: dict[str, Any], rank: int, port: int) -> int:
     child = os.fork()
     if child:
         return child
     status = 1
     try:
-        log = os.open(Path(order["attempt"]) / "node-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        log = os.open(Path(request["attempt"]) / "node-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        os.environ.update(order["environment"])
+        os.environ.update(request["environment"])
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        _be_rank(Path(order["attempt"]), rank, order["kill"])
+        _run_rank(Path(request["attempt"]), rank, request["kill"])
         status = 0
     except BaseException:
         traceback.print_exc()
@@ -139,7 +139,7 @@ def _fork(order: dict[str, Any], rank: int, port: int) -> int:
         os._exit(status)
 
 
-def _be_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
+def _run_rank(attempt: Path, rank: int, kill: dict[str, Any] | None) -> None:
     from shardmake.core.log import configure_logging
     from shardmake.run.attempt import AttemptDir, record_error
     from shardmake.train.__main__ import load_program
