@@ -40,7 +40,7 @@ def test_the_executor_in_force_is_the_one_asked_for(profile: str, executor: str)
 
 
 def test_plain_snakemake_refuses_on_a_login_node() -> None:
-    command = [sys.executable, "-m", "snakemake", "--nolock"]
+    command = [sys.executable, "-m", "snakemake", "--nolock", "--configfile", "tests/lint.yaml"]
     answer = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert answer.returncode != 0 and "cores" in answer.stderr + answer.stdout
 
