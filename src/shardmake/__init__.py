@@ -1,3 +1,31 @@
-"""Shardmake: distributed fine-tuning that fits, runs, survives and ends as a model people can load."""
+"""Shardmake: fine-tune Hugging Face models on a Slurm cluster with DeepSpeed or FSDP.
 
+The names below are the public interface of the package. They are imported on first use, because some of them import
+large libraries.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardmake.commands.estimate import EstimateRequest, estimate
+    from shardmake.consolidate.merge import consolidate
+    from shardmake.consolidate.verify import verify
+
+__all__ = ["EstimateRequest", "__version__", "consolidate", "estimate", "verify"]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "EstimateRequest": "shardmake.commands.estimate",
+    "estimate": "shardmake.commands.estimate",
+    "verify": "shardmake.consolidate.verify",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on first use."""
+    if name == "consolidate":
+        return import_module("shardmake.consolidate")  # a package that can be called
+    if name in _MODULES:
+        return getattr(import_module(_MODULES[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
