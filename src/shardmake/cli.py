@@ -83,7 +83,7 @@ def fetch(
     from shardmake.fetch.stage import fetch as bring
 
     run, cluster, rundir = _open(name, config, runs)
-    bring(run, rundir, logger.info, part)
+    bring(run, rundir, part)
     if cluster.shared and cluster.cache:
         share_tree(Path(cluster.cache))
 
@@ -221,7 +221,7 @@ def data(
     from shardmake.data import prepare
 
     run, _, rundir = _open_fetched(name, config, runs, on_node=True)
-    prepare(run, rundir, cpus=cpus, tell=logger.info)
+    prepare(run, rundir, cpus=cpus)
 
 
 @app.command()
@@ -297,7 +297,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     from shardmake.evaluate.stage import evaluate as measure
 
     run, cluster, rundir = _open(name, config, runs, on_node=True)
-    measure(run, rundir, cluster, tell=logger.info)
+    measure(run, rundir, cluster)
 
 
 @app.command()
@@ -306,7 +306,7 @@ def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.push.stage import push as send
 
     run, _, rundir = _open(name, config, runs)
-    send(run, rundir, tell=logger.info)
+    send(run, rundir)
 
 
 @app.command()

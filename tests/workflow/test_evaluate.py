@@ -161,11 +161,13 @@ def a_run(folder: Path, place: Path, prompts: list[str] | None = None, **evaluat
     return make_run(model=str(folder), data=data, evaluation=evaluation, sequence_length=32)
 
 
-def test_both_models_are_measured_on_the_same_tokens(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    said: list[str] = []
-    result = evaluate(a_run(folder, tmp_path), rundir, tell=said.append)
-    assert said[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank(s)."
-    assert [line.partition(":")[0] for line in said[1:]] == ["base", "tuned"]
+def test_both_models_are_measured_on_the_same_tokens(
+    folder: Path, rundir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardmake")
+    result = evaluate(a_run(folder, tmp_path), rundir)
+    assert caplog.messages[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank(s)."
+    assert [line.partition(":")[0] for line in caplog.messages[1:]] == ["base", "tuned"]
     assert result == read_json(rundir.evaluation, "")
     assert result["tokens"] == result["base"]["tokens"] == result["tuned"]["tokens"] == 8, "four times 2 and <end>"
     assert result["base"]["loss"] != result["tuned"]["loss"]

@@ -20,10 +20,12 @@ import json, sys
 from pathlib import Path
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.log import configure_logging
 from shardmake.fetch.stage import fetch
 from shardmake.run.paths import RunDir
+configure_logging()
 try:
-    fetch(Run.model_validate(json.loads(sys.argv[1])), RunDir(Path("runs/chat")), print)
+    fetch(Run.model_validate(json.loads(sys.argv[1])), RunDir(Path("runs/chat")))
 except ShardmakeError as error:
     sys.exit(str(error))
 """

@@ -1,6 +1,6 @@
-"""From examples to token sequences on disk: sources, chat template and loss mask, packing.
+"""Convert examples into token sequences on disk: sources, chat template, loss mask, packing.
 
-The ranks import `shardmake.data.dataset`, which needs torch; the stage does not until it runs.
+The ranks import `shardmake.data.dataset`, which needs torch. The stage imports torch only when it runs.
 """
 
 from shardmake.data.stage import check_sources as check_sources

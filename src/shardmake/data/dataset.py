@@ -1,9 +1,9 @@
-"""What the ranks read: packed sequences mapped from disk, and the batches made of them.
+"""Data of the ranks: packed sequences mapped from disk, and batches of them.
 
-How attention is kept inside an example depends on the kernel. SDPA and eager get position ids that restart at every
-example and no attention mask; transformers then builds a block-diagonal mask, but only without a key-value cache, so
-batches say ``use_cache=False``. Flash attention looks at position ids only in a batch of one row, so its batches are
-one long row with the examples' boundaries in ``cu_seq_lens``.
+The kernel determines how attention stays within an example. SDPA and eager get position ids that restart at every
+example and no attention mask. transformers then builds a block-diagonal mask, but only without a key-value cache, so
+batches have ``use_cache=False``. Flash attention reads position ids only in a batch of one row, so its batches are one
+long row with the boundaries of examples in ``cu_seq_lens``.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ Item = dict[str, torch.Tensor]
 
 
 class Sequences(Dataset[Item]):
-    """The sequences in ``folder``, mapped from disk; each holds one example, or several where packing is on."""
+    """The sequences in ``folder``, mapped from disk; each has one example, or several with packing."""
 
     def __init__(self, folder: Path) -> None:
         import datasets
@@ -33,9 +33,9 @@ class Sequences(Dataset[Item]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Item:
-        """``input_ids``, ``labels`` and ``position_ids`` of one sequence, int64, each of shape [tokens].
+        """Return ``input_ids``, ``labels`` and ``position_ids`` of one sequence, int64, each of shape [tokens].
 
-        Labels are -100 where a token carries no loss; position ids restart at 0 where an example begins.
+        Labels are -100 for tokens without loss; position ids restart at 0 with each example.
         """
         row = self._rows[index]
         ids = torch.from_numpy(row["input_ids"].astype("int64"))
@@ -45,7 +45,7 @@ class Sequences(Dataset[Item]):
 
 
 def load(folder: Path, split: Literal["train", "eval"]) -> Sequences:
-    """One split of the data that `shardmake.data.prepare` wrote to ``folder``."""
+    """Load one split of the data that `shardmake.data.prepare` wrote to ``folder``."""
     read_json(folder / "receipt.json", "shardmake data NAME")
     return Sequences(folder / split)
 
@@ -55,9 +55,9 @@ class Collator:
     """Makes a batch of sequences, each padded on the right to ``sequence_length`` tokens.
 
     Unpacked: ``input_ids``, ``labels``, ``attention_mask`` of shape [batch, sequence_length].
-    Packed: ``input_ids``, ``labels``, ``position_ids`` of that shape; padding stands as an example of its own.
+    Packed: ``input_ids``, ``labels``, ``position_ids`` of that shape; padding is a separate example.
     Packed and ``flat``: the same in one row [1, batch x sequence_length], with ``cu_seq_lens_q``, ``cu_seq_lens_k``
-    ([examples + 1], int32, tokens) and ``max_length_q``, ``max_length_k`` (tokens) as flash attention wants them.
+    ([examples + 1], int32, tokens) and ``max_length_q``, ``max_length_k`` (tokens) as flash attention expects them.
     """
 
     sequence_length: int
@@ -66,7 +66,7 @@ class Collator:
     flat: bool
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
-        """The batch of ``items``."""
+        """Return the batch of ``items``."""
         batch = {"input_ids": self._pad(items, "input_ids", self.pad_token_id), "labels": self._labels(items)}
         if not self.packing:
             real = [{"real": torch.ones_like(item["input_ids"])} for item in items]
@@ -100,7 +100,7 @@ def _flatten(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 
 def collator(folder: Path, attention: Attention) -> Collator:
-    """The collator for the data in ``folder`` and the attention kernel that the model runs with."""
+    """Return the collator for the data in ``folder`` and the attention kernel that the model runs with."""
     receipt = read_json(folder / "receipt.json", "shardmake data NAME")
     packing = receipt["settings"]["packing"]
     return Collator(

@@ -1,6 +1,6 @@
-"""One example to token ids and a loss mask.
+"""Encode one example as token ids and a loss mask.
 
-The mask says which tokens the model learns to produce. Its first entry is always False: nothing predicts the first
+The mask marks the tokens that the model learns to produce. Its first entry is always False: nothing predicts the first
 token, and in a packed sequence it would be predicted from the end of another example.
 """
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Data, Objective
 from shardmake.config.objectives import OBJECTIVES, DataFormat
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -27,23 +27,24 @@ _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def detect_format(data: Data, objective: Objective, example: Mapping[str, Any], place: str) -> DataFormat:
-    """The format that ``data`` asks for, or for `auto` the one whose columns the first example has."""
+    """Return the format of ``data``, or for `auto` the one whose columns the first example has."""
     if data.format != "auto":
         return data.format
     for format in OBJECTIVES[objective].data_formats:
         if all(column in example for column in COLUMNS[format]):
             return format
-    raise ShardmakeError(
-        f"{place}: no columns that say a format. There are: {', '.join(example)}. Wanted: messages (chat), "
-        "prompt and completion (prompt-completion), or text (text)."
+    raise DataError(
+        f"{place}: unknown format. The columns are {', '.join(example)}. Use messages (chat), prompt and completion "
+        "(prompt-completion), or text (text)."
     )
 
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
-    """Whether only the assistant's (or completion's) tokens carry loss."""
+    """Return True if only the tokens of the assistant or the completion have loss."""
     if data.loss_on == "assistant" and format == "text":
-        raise ShardmakeError(
-            "data.loss_on: 'assistant' needs examples in chat or prompt-completion format; these are text."
+        raise DataError(
+            "data.loss_on: 'assistant' needs examples in chat or prompt-completion format, but these are text. "
+            "Use all or auto."
         )
     return data.loss_on == "assistant" or (data.loss_on == "auto" and format != "text")
 
@@ -57,15 +58,15 @@ class Encoder:
     assistant_only: bool
 
     def __call__(self, example: Mapping[str, Any], place: str) -> Tokens:
-        """Token ids and loss mask of ``example``, equally long; ``place`` names it in errors.
+        """Return token ids and loss mask of ``example``, of equal length; ``place`` names it in errors.
 
-        Raises `ShardmakeError` where a column is missing or the tokenizer's chat template refuses the example.
+        Raises `DataError` if a column is missing or the tokenizer's chat template rejects the example.
         """
         missing = [column for column in COLUMNS[self.format] if column not in example]
         if missing:
-            raise ShardmakeError(
-                f"{place}: no {' and no '.join(missing)} in this example ({self.format}). "
-                f"There are: {', '.join(example) or 'no keys'}."
+            raise DataError(
+                f"{place}: this example ({self.format}) has no {' and no '.join(missing)}. "
+                f"Its keys: {', '.join(example) or 'none'}."
             )
         ids, mask = self._encode(example, place)
         if not self.assistant_only:
@@ -94,26 +95,26 @@ class Encoder:
             ids = apply_template(self.tokenizer, messages, tools)
             return ids, [True] * len(ids)
         except TemplateError as error:
-            raise ShardmakeError(f"{place}: the tokenizer's chat template refuses this conversation: {error}") from None
-        except ShardmakeError as error:
-            raise ShardmakeError(f"{place}: {error}") from None
+            raise DataError(f"{place}: the tokenizer's chat template rejects this conversation: {error}") from None
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from None
 
 
 def _text(example: Mapping[str, Any], column: str, place: str) -> str:
     if not isinstance(example[column], str):
-        raise ShardmakeError(f"{place}: {column} is {type(example[column]).__name__}, not text.")
+        raise DataError(f"{place}: {column} is {type(example[column]).__name__}, not text.")
     return example[column]
 
 
 def _messages(example: Mapping[str, Any], column: str, place: str) -> list[Message]:
     messages = example[column]
     if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise ShardmakeError(f"{place}: {column} is not a list of messages, each with a role and a content.")
+        raise DataError(f"{place}: {column} is not a list of messages, each with a role and a content.")
     return messages
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:
-    """``text`` with the tokenizer's special tokens, ended by its end-of-sequence token; all of it is learned."""
+    """Encode ``text`` with special tokens and an end-of-sequence token; all of it is learned."""
     ids = list(tokenizer(text, verbose=False)["input_ids"])
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
@@ -121,9 +122,9 @@ def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:
 
 
 def encode_completion(tokenizer: "PreTrainedTokenizerBase", prompt: str, completion: str) -> Tokens:
-    """Plain prompt and completion as one text; learned from the first token that the prompt alone does not have.
+    """Encode prompt and completion as one text, with loss from the first token that the prompt alone does not have.
 
-    A token may span the seam (a prompt that ends in a space): it holds some of the completion, so it is learned.
+    A token across the boundary (a prompt that ends in a space) contains part of the completion and is learned.
     """
     from trl.data_utils import common_prefix_length
 
@@ -135,12 +136,12 @@ def encode_completion(tokenizer: "PreTrainedTokenizerBase", prompt: str, complet
 def encode_chat(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], learn_from: int = 0, tools: Any = None
 ) -> Tokens:
-    """A conversation through the tokenizer's own chat template; the assistant's words are learned.
+    """Encode a conversation with the tokenizer's chat template; the assistant's tokens are learned.
 
-    ``learn_from`` is the index of the first message whose words may be learned. Where the template marks the
-    assistant's words (`{% generation %}`), the marks decide; else the tokens that each assistant message adds to the
-    conversation before it and the assistant's header. Raises `ShardmakeError` where there is no template, and where it
-    writes earlier messages differently once later ones follow: then no difference tells the assistant's words.
+    ``learn_from`` is the index of the first message that may be learned. If the template marks the assistant's tokens
+    (`{% generation %}`), the marks decide. Otherwise, the learned tokens are those that each assistant message adds to
+    the conversation before it and the assistant's header. Raises `DataError` if there is no template, or if it renders
+    earlier messages differently when later ones follow, because a difference then has no meaning.
     """
     if tokenizer.is_fast and _GENERATION.search(_template(tokenizer, tools)):
         return _encode_marked(tokenizer, messages, learn_from, tools)
@@ -162,22 +163,22 @@ def _encode_marked(
     )
     ids, marks = list(encoded["input_ids"]), encoded["assistant_masks"]
     prompt = messages[:learn_from]
-    prompt_speaks = any(message["role"] == "assistant" for message in prompt)
-    start = _prefix_length(tokenizer, prompt, tools, ids, header=True) if prompt_speaks else 0
+    prompt_has_assistant = any(message["role"] == "assistant" for message in prompt)
+    start = _prefix_length(tokenizer, prompt, tools, ids, header=True) if prompt_has_assistant else 0
     return ids, [bool(mark) and position >= start for position, mark in enumerate(marks)]
 
 
 def _prefix_length(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any, ids: list[int], *, header: bool
 ) -> int:
-    """Number of tokens of ``messages``, with the assistant's header after them or not, checked to begin ``ids``."""
+    """Return the number of tokens of ``messages`` (and the assistant header), which are a prefix of ``ids``."""
     if not messages:
         return 0
     prefix = apply_template(tokenizer, messages, tools, header=header)
     if ids[: len(prefix)] != prefix:
-        raise ShardmakeError(
-            "the chat template writes the first messages differently once others follow, so the assistant's words "
-            "cannot be told apart. Give the tokenizer a template with {% generation %} marks, split the conversation "
+        raise DataError(
+            "the chat template renders the first messages differently when others follow, so the assistant's tokens "
+            "cannot be determined. Give the tokenizer a template with {% generation %} marks, split the conversation "
             "so that it ends with its only assistant message, or set data.loss_on: all."
         )
     return len(prefix)
@@ -186,15 +187,15 @@ def _prefix_length(
 def apply_template(
     tokenizer: "PreTrainedTokenizerBase", messages: Sequence[Message], tools: Any = None, *, header: bool = False
 ) -> list[int]:
-    """Token ids of a conversation, with the header of an assistant's turn after it or not."""
+    """Return the token ids of a conversation, with ``header`` followed by the header of an assistant's turn."""
     settings = {"tools": tools, "chat_template": _template(tokenizer, tools), "add_generation_prompt": header}
     return list(tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **settings))
 
 
 def _template(tokenizer: "PreTrainedTokenizerBase", tools: Any) -> str:
     if tokenizer.chat_template is None:
-        raise ShardmakeError(
-            "the tokenizer has no chat template. Save the model's tokenizer with one, take an instruction-tuned "
-            "model's, or give the data as prompt and completion text."
+        raise DataError(
+            "the tokenizer has no chat template. Save the model's tokenizer with one, use that of an instruction-tuned "
+            "model, or provide the data as prompt and completion text."
         )
     return tokenizer.get_chat_template(tools=tools)

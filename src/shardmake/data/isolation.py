@@ -1,25 +1,25 @@
-"""Proof, on the model and the attention kernel in use, that packed examples do not see each other.
+"""Check with the model and the attention kernel in use that packed examples do not attend to each other.
 
-Models differ in what they do with position ids that restart: most build a mask from them, some have layers that carry a
-state along the sequence, some ignore them. None of them says so, so the question is put to the model itself.
+Models treat restarting position ids differently: most build a mask from them, some have layers that carry a state along
+the sequence, some ignore them. No attribute of a model states this, so the check runs the model.
 """
 
 from dataclasses import replace
 
 import torch
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError
 from shardmake.data.dataset import Collator
 
 _LENGTH = 16
-_SEAM = 7
+_BOUNDARY = 7
 _TOLERANCE = 1e-3
 
 
 def check_isolation(model: torch.nn.Module, collator: Collator, device: torch.device) -> None:
-    """Raise `ShardmakeError` if an example changes what ``model`` says of the next one in its sequence.
+    """Raise `ModelError` if an example changes the logits of the next one in its sequence.
 
-    Two forward passes of two short sequences; every rank has to take part where the model is sharded.
+    It takes two forward passes of two short sequences. All ranks of a sharded model must take part.
     """
     if not collator.packing:
         return
@@ -28,20 +28,20 @@ def check_isolation(model: torch.nn.Module, collator: Collator, device: torch.de
     one, other = (_logits_of_second(model, collator, first, device) for first in (1, 2))
     model.train(was_training)
     if (one - other).abs().max() > _TOLERANCE * one.abs().max():
-        raise ShardmakeError(
-            "packing: this model does not keep packed examples apart with this attention kernel. "
+        raise ModelError(
+            "Packing is not possible: this model mixes packed examples with this attention kernel. "
             "Set packing: false, or try another `attention`."
         )
 
 
 @torch.no_grad()
 def _logits_of_second(model: torch.nn.Module, collator: Collator, first: int, device: torch.device) -> torch.Tensor:
-    """Logits of the second of two examples in a sequence, the first consisting of the token ``first`` alone."""
-    ids = torch.tensor([first] * _SEAM + list(range(3, 3 + _LENGTH - _SEAM)))
-    positions = torch.cat([torch.arange(_SEAM), torch.arange(_LENGTH - _SEAM)])
+    """Return the logits of the second example in a sequence whose first example repeats the token ``first``."""
+    ids = torch.tensor([first] * _BOUNDARY + list(range(3, 3 + _LENGTH - _BOUNDARY)))
+    positions = torch.cat([torch.arange(_BOUNDARY), torch.arange(_LENGTH - _BOUNDARY)])
     item = {"input_ids": ids, "labels": ids, "position_ids": positions}
     batch = replace(collator, sequence_length=_LENGTH)([item, item])
     inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
     del inputs["labels"]
     logits = model(**inputs).logits.float()
-    return logits.reshape(2, _LENGTH, -1)[:, _SEAM:]
+    return logits.reshape(2, _LENGTH, -1)[:, _BOUNDARY:]

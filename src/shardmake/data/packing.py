@@ -1,4 +1,4 @@
-"""Examples to sequences of at most a given length: cutting, packing, counting."""
+"""Cut and pack examples into sequences of at most a given length, and count the results."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -16,10 +16,10 @@ _TOKENS_PACKED_AT_ONCE = 2**25
 
 
 def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outcome]]:
-    """An example cut to at most ``length`` tokens: its beginning, or with ``split`` all of it in pieces.
+    """Cut an example to at most ``length`` tokens: its beginning, or with ``split`` all of it in pieces.
 
-    The first token of each piece carries no loss, since nothing in the piece predicts it. A piece without loss tokens
-    is given with the reason for which it is dropped: there were none, or they lay behind the cut.
+    The first token of each piece has no loss, since nothing in the piece predicts it. A piece without loss tokens has
+    an outcome with the reason: there were none, or they were after the cut.
     """
     ids, mask = tokens
     starts = range(0, len(ids), length) if split else range(min(1, len(ids)))
@@ -34,9 +34,9 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
 
 
 def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":
-    """Examples (``input_ids``, ``loss_mask``) put together into sequences of at most ``length`` tokens.
+    """Pack examples (``input_ids``, ``loss_mask``) into sequences of at most ``length`` tokens.
 
-    Best fit decreasing, in blocks of examples that fit in memory; ``seq_lengths`` says where each example ends.
+    Best fit decreasing, in blocks of examples that fit in memory; ``seq_lengths`` has the length of each example.
     """
     from trl.data_utils import pack_dataset
 
@@ -47,14 +47,14 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprin
 
 
 def count_outcomes(encoded: "datasets.Dataset") -> dict[str, int]:
-    """What became of the examples. ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
+    """Count examples by outcome; ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
     counts: Mapping[str, int] = Counter(encoded["outcome"])
     reported = ("truncated", "split", "dropped_without_loss", "dropped_loss_truncated")
     return {"examples": len(encoded) - counts["continued"], **{outcome: counts[outcome] for outcome in reported}}
 
 
 def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
-    """Sequences, tokens (without padding), tokens with loss, and the largest token id in what was written."""
+    """Return the numbers of sequences, tokens (without padding) and loss tokens, and the largest token id."""
     import pyarrow.compute as pc
 
     totals: Counter[str] = Counter(sequences=len(sequences), tokens=0, loss_tokens=0)
@@ -67,7 +67,7 @@ def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
 
 
 def columns_of(pieces: list[tuple[Tokens, Outcome]]) -> dict[str, list[Any]]:
-    """Pieces as the columns of a data set."""
+    """Return pieces as the columns of a data set."""
     return {
         "input_ids": [ids for (ids, _), _ in pieces],
         "loss_mask": [mask for (_, mask), _ in pieces],

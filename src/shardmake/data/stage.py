@@ -1,19 +1,20 @@
-"""The data stage: examples to packed, memory-mapped token sequences, in ``runs/NAME/data``.
+"""The data stage: write packed, memory-mapped token sequences to ``runs/NAME/data``.
 
-Tokenizing is a stage of its own because inside the process group it runs into the group's time-outs. The sequences are
-written to a temporary folder and renamed; the receipt is written last.
+Tokenizing is a separate stage because it can exceed the process group's timeouts. The sequences are written to a
+temporary folder and renamed. The receipt is written last.
 """
 
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import digest, fsync_directory, read_json, write_json
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import DataError, ModelError
 from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
 from shardmake.data.packing import KEPT, columns_of, count_outcomes, count_tokens, fit, pack
 from shardmake.data.sources import (
@@ -35,15 +36,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _LAYOUT = 1
-_WORTH_A_POOL = 5_000
+_POOL_FROM_ROWS = 5_000
+logger = logging.getLogger(__name__)
 
 
-def prepare(run: Run, rundir: RunDir, cpus: int = 1, tell: Callable[[str], None] = print) -> dict[str, Any]:
+def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> dict[str, Any]:
     """Write the tokenized training and evaluation sequences of ``run`` and return their receipt.
 
-    Does nothing where the receipt stands for the same sources, tokenizer and settings. ``cpus`` is the number of
-    processes that tokenize; it does not change the result. The receipt's ``digest`` stands for what is trained on.
-    Raises `ShardmakeError` for data that cannot be used.
+    Do nothing if the receipt has the same sources, tokenizer and settings. ``cpus`` is the number of tokenizing
+    processes; it does not change the result. The receipt's ``digest`` identifies the training data. Raises `DataError`
+    for data that cannot be used.
     """
     sources = _locate(run)
     tokenizer = _load_tokenizer(run)
@@ -55,7 +57,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1, tell: Callable[[str], None]
     }
     receipt = _current(rundir, inputs)
     if receipt is not None:
-        tell(f"{rundir.data} is up to date.")
+        logger.info(f"{rundir.data} is up to date.")
         return receipt
     with _workspace(rundir) as work:
         results = _build(run, tokenizer, sources, work, cpus)
@@ -63,12 +65,12 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1, tell: Callable[[str], None]
         receipt = {"digest": trained_on, **inputs, "pad_token_id": _pad_token_id(tokenizer), **results}
         _publish(work, rundir, receipt)
     for split in ("train", "eval"):
-        tell(f"{rundir.data / split}: {_summary(receipt[split], run.sequence_length)}.")
+        logger.info(f"{rundir.data / split}: {_summary(receipt[split], run.sequence_length)}.")
     return receipt
 
 
 def check_sources(run: Run) -> None:
-    """Read the run's local files to their end; `ShardmakeError` with file and line for what cannot be read."""
+    """Read the run's local files to the end; raise `DataError` with file and line for unreadable content."""
     for source in _locate(run).values():
         check(source)
 
@@ -91,37 +93,37 @@ def _load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
     try:
         return AutoTokenizer.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ShardmakeError(f"model {run.model!r} gives no tokenizer: {error}") from None
+        raise ModelError(f"Cannot load the tokenizer of {run.model!r}: {error}") from None
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Digest of what decides the ids of a text: vocabulary and rules, special tokens, chat template."""
+    """Return a digest of all that determines token ids: vocabulary and rules, special tokens, chat template."""
     rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
     return digest({"rules": rules, "special": tokenizer.special_tokens_map, "template": tokenizer.chat_template})
 
 
 def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
-    """Id that fills sequences up; it is never learned or attended to, so any id does where there is none for it."""
+    """Return the padding id; padding is never learned or attended to, so any id is valid without a pad token."""
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
 def _current(rundir: RunDir, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The receipt, if it stands for ``inputs`` and the files that it lists are there."""
+    """Return the receipt if it has the same ``inputs`` and its files exist, else None."""
     if not rundir.data_receipt.is_file():
         return None
     receipt = read_json(rundir.data_receipt, f"shardmake data {rundir.name}")
     same = all(receipt.get(key) == value for key, value in inputs.items())
-    return receipt if same and all(_is_there(rundir.data, receipt[split]) for split in ("train", "eval")) else None
+    return receipt if same and all(_files_exist(rundir.data, receipt[split]) for split in ("train", "eval")) else None
 
 
-def _is_there(folder: Path, split: Mapping[str, Any]) -> bool:
+def _files_exist(folder: Path, split: Mapping[str, Any]) -> bool:
     files = [(folder / file["path"], file["bytes"]) for file in split["files"]]
     return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
 @contextmanager
 def _workspace(rundir: RunDir) -> Iterator[Path]:
-    """An empty folder on the run's file system, gone afterwards."""
+    """Yield an empty folder on the run's file system; remove it afterwards."""
     work = rundir.data.with_name(".data.tmp")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir(parents=True)
@@ -134,10 +136,10 @@ def _workspace(rundir: RunDir) -> Iterator[Path]:
 def _build(
     run: Run, tokenizer: "PreTrainedTokenizerBase", sources: Mapping[str, Source], work: Path, cpus: int
 ) -> dict[str, Any]:
-    """Write both splits into ``work`` and return what the receipt says of them."""
+    """Write both splits into ``work`` and return their entries of the receipt."""
     rows = {split: read(source, work / "cache" / split) for split, source in sources.items()}
     if "eval" not in rows:
-        rows = _set_aside(rows["train"], run)
+        rows = _split_off_evaluation(rows["train"], run)
     first = rows["train"][0]
     format = detect_format(run.data, run.objective, example_in(first), place_of(first))
     encoder = Encoder(tokenizer, format, loss_on_assistant(run.data, format))
@@ -146,11 +148,12 @@ def _build(
     return {"format": format, "loss_on_assistant": encoder.assistant_only, **results}
 
 
-def _set_aside(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
-    """Part of the training rows, at least one, for evaluation."""
+def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
+    """Split off part of the training rows, at least one, for evaluation."""
     if len(rows) < 2:
-        raise ShardmakeError(
-            f"{run.data.train} holds one example; evaluation needs another. Give data.eval or more data."
+        raise DataError(
+            f"Too little data: {run.data.train} has one example, and evaluation needs another one. Set data.eval "
+            "or add data."
         )
     count = max(1, round(len(rows) * run.data.eval_fraction))
     shuffled = rows.shuffle(seed=run.seed, keep_in_memory=True)
@@ -163,8 +166,9 @@ def _build_split(
     encoded = _encode(rows, encoder, run.sequence_length, work / "cache" / f"{split}-encoded.arrow", cpus)
     kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
     if not len(kept):
-        raise ShardmakeError(
-            f"no example of the {split} data has a token to learn: {_outcomes(count_outcomes(encoded))}."
+        raise DataError(
+            f"No example of the {split} data has a token to learn: {_outcomes(count_outcomes(encoded))}. "
+            "Check data.format and data.loss_on, or raise sequence_length."
         )
     kept = kept.remove_columns("outcome").shuffle(seed=run.seed, keep_in_memory=True)
     if run.packing:
@@ -189,7 +193,7 @@ def _encode(rows: "datasets.Dataset", encoder: Encoder, length: int, cache_file:
         fn_kwargs={"encoder": encoder, "length": length},
         remove_columns=rows.column_names,
         features=datasets.Features(features),
-        num_proc=cpus if cpus > 1 and len(rows) > _WORTH_A_POOL else None,
+        num_proc=cpus if cpus > 1 and len(rows) > _POOL_FROM_ROWS else None,
         cache_file_name=str(cache_file),
         load_from_cache_file=False,
         new_fingerprint="encoded",
@@ -218,20 +222,20 @@ def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, An
 
 
 def _check_vocabulary(run: Run, largest: int) -> None:
-    """Refuse token ids beyond the model's embedding: training would end in an index error on every rank."""
+    """Raise `ModelError` for token ids beyond the embedding: every rank would fail with an index error."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     size = config.get_text_config().vocab_size
     if largest >= size:
-        raise ShardmakeError(
-            f"the tokenizer of {run.model!r} gives token id {largest}, but the model's vocab_size is {size}. "
-            "Tokenizer and model do not belong together, or the embedding was not resized for added tokens."
+        raise ModelError(
+            f"The tokenizer of {run.model!r} produces token id {largest}, but the model's vocab_size is {size}. "
+            "Tokenizer and model do not match, or the embedding was not resized for added tokens. Fix the model folder."
         )
 
 
 def _publish(work: Path, rundir: RunDir, receipt: Mapping[str, Any]) -> None:
-    """Put the splits in place, then the receipt; an old receipt that says something else goes first."""
+    """Rename the splits into place, then write the receipt; remove an outdated receipt first."""
     rundir.data.mkdir(parents=True, exist_ok=True)
     if rundir.data_receipt.is_file() and read_json(rundir.data_receipt, "shardmake data") != receipt:
         rundir.data_receipt.unlink()
@@ -257,5 +261,5 @@ def _outcomes(counts: Mapping[str, Any]) -> str:
         "dropped_without_loss": "dropped, with nothing to learn",
         "dropped_loss_truncated": "dropped, with nothing to learn before the cut",
     }
-    said = [f"{counts[key]:,} {words}" for key, words in parts.items() if counts[key]]
-    return "; ".join([f"{counts['examples']:,} examples", *said])
+    parts_found = [f"{counts[key]:,} {words}" for key, words in parts.items() if counts[key]]
+    return "; ".join([f"{counts['examples']:,} examples", *parts_found])

@@ -1,6 +1,6 @@
 """A chat data set from the docstrings of Python's standard library.
 
-The sources are parsed, never imported, so no module's side effect can get in the way.
+The sources are parsed, never imported, so modules have no side effects.
 """
 
 import ast
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import DataError
 
 EVAL_FRACTION = 0.05
 _FEWEST = 1000
@@ -42,26 +42,26 @@ class DocstringEntry:
     kind: str
     """function, method or class."""
     signature: str
-    """Parameters in parentheses, or empty where they are long."""
+    """Parameters in parentheses; empty if they are long."""
     answer: str
     """The opening paragraphs of its documentation."""
 
     @property
     def fingerprint(self) -> int:
-        """A number that depends on the name alone."""
+        """Number that depends only on the name."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
 
     def conversation(self) -> dict[str, list[dict[str, str]]]:
-        """Question and answer as chat messages; the name decides the phrasing."""
+        """Return question and answer as chat messages; the name determines the phrasing."""
         phrasing = _QUESTIONS[self.fingerprint % len(_QUESTIONS)]
         question = phrasing.format(kind=self.kind, name=f"{self.name}{self.signature}")
         return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": self.answer}]}
 
 
 def collect(library: Path | None = None) -> list[DocstringEntry]:
-    """Documented entries of the standard library (or of the modules in ``library``), each answer once, by name.
+    """Return documented entries of the standard library (or of modules in ``library``), each answer once, by name.
 
-    Raises `ShardmakeError` where there are too few, as with an interpreter that comes without its library's sources.
+    Raises `DataError` if there are too few, for example without the sources of the standard library.
     """
     folder = library or Path(sysconfig.get_paths()["stdlib"])
     by_answer: dict[str, DocstringEntry] = {}
@@ -69,12 +69,14 @@ def collect(library: Path | None = None) -> list[DocstringEntry]:
         for entry in _entries(path, ".".join(path.relative_to(folder).with_suffix("").parts)):
             by_answer.setdefault(entry.answer, entry)
     if len(by_answer) < _FEWEST and library is None:
-        raise ShardmakeError(f"{folder} holds few Python sources; install the standard library's (libpython3-stdlib).")
+        raise DataError(
+            f"Too few Python sources in {folder}. Install those of the standard library (libpython3-stdlib)."
+        )
     return sorted(by_answer.values(), key=lambda entry: entry.name)
 
 
 def split(entries: Iterable[DocstringEntry], seed: int) -> tuple[list[DocstringEntry], list[DocstringEntry]]:
-    """Training and evaluation entries in random order; an entry is in one of them only."""
+    """Split entries into training and evaluation sets in random order, without overlap."""
     shuffled = sorted(entries, key=lambda entry: entry.name)
     random.Random(seed).shuffle(shuffled)
     count = round(len(shuffled) * EVAL_FRACTION)
@@ -120,7 +122,7 @@ def _signature(node: _Node) -> str:
 
 
 def _opening(documentation: str) -> str:
-    """As many whole paragraphs from the beginning as a short answer holds."""
+    """Return as many paragraphs from the beginning as fit a short answer."""
     opening = ""
     for paragraph in inspect.cleandoc(documentation).split("\n\n"):
         longer = f"{opening}\n\n{paragraph.rstrip()}" if opening else paragraph.rstrip()

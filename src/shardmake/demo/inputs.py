@@ -1,6 +1,7 @@
-"""Writes the demo's inputs: real data, a real tokenizer and a model small enough to train on a laptop's CPU."""
+"""Write the demo's inputs: real data, a real tokenizer and a model small enough to train on a laptop's CPU."""
 
 import json
+import logging
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 from shardmake.core.atomic import write_bytes, write_text
 from shardmake.demo.docstrings import DocstringEntry, collect, split
 
+logger = logging.getLogger(__name__)
 VOCABULARY_SIZE = 4096
 CONTEXT_LENGTH = 1024
 END_OF_TEXT, TURN_BEGINS, TURN_ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -26,21 +28,21 @@ CHAT_TEMPLATE = (
 def make_inputs(folder: Path = Path("resources/demo"), seed: int = 0) -> None:
     """Write ``train.jsonl``, ``eval.jsonl`` and ``base`` (model and tokenizer) into ``folder``.
 
-    The files are the same, byte for byte, for one seed and one version of Python and the libraries; files that would
-    not change are left alone. Raises `ShardmakeError` where the standard library's sources are not installed.
+    The files are equal, byte for byte, for one seed and one version of Python and the libraries; unchanged files are
+    not rewritten. Raises `DataError` if the standard library's sources are not installed.
     """
-    _say("reading the docstrings of Python's standard library")
+    logger.info("demo: reading the docstrings of Python's standard library")
     train, evaluation = split(collect(), seed)
     write_text(folder / "train.jsonl", _as_jsonl(train))
     write_text(folder / "eval.jsonl", _as_jsonl(evaluation))
-    _say(f"{len(train):,} training and {len(evaluation):,} evaluation conversations in {folder}")
+    logger.info(f"demo: {len(train):,} training and {len(evaluation):,} evaluation conversations in {folder}")
     with tempfile.TemporaryDirectory() as temporary:
         _make_tokenizer(train, Path(temporary))
         parameters = _make_model(Path(temporary), seed)
         for path in sorted(Path(temporary).iterdir()):
             write_bytes(folder / "base" / path.name, path.read_bytes())
-    _say(f"tokenizer of {VOCABULARY_SIZE:,} tokens in {folder / 'base'}")
-    _say(f"untrained Llama of {parameters / 1e6:.1f} million parameters in {folder / 'base'}")
+    logger.info(f"demo: tokenizer of {VOCABULARY_SIZE:,} tokens in {folder / 'base'}")
+    logger.info(f"demo: untrained Llama of {parameters / 1e6:.1f} million parameters in {folder / 'base'}")
 
 
 def _as_jsonl(entries: Iterable[DocstringEntry]) -> str:
@@ -98,7 +100,3 @@ def _make_model(folder: Path, seed: int) -> int:
     model.generation_config = GenerationConfig(eos_token_id=2, pad_token_id=0)
     model.save_pretrained(folder)
     return model.num_parameters()
-
-
-def _say(text: str) -> None:
-    print(f"demo: {text}", flush=True)

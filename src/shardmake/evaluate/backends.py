@@ -1,7 +1,7 @@
-"""How a model that is only run, not trained, is spread over GPUs and host memory, and how it is loaded.
+"""Load a model for inference on GPUs and host memory.
 
-A GPU that holds the model is fastest, and several share the sequences. A larger one is partitioned by ZeRO-3: every
-rank keeps a part of each layer, in GPU memory, host memory or on NVMe, and gathers a layer when it comes to it.
+A model that fits one GPU is fastest there, and several GPUs share the sequences. ZeRO-3 partitions a larger model:
+every rank keeps a part of each layer, in GPU memory, host memory or on NVMe, and gathers a layer when it is needed.
 """
 
 import os
@@ -15,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 from shardmake.config.models import EvaluationBackend
 from shardmake.config.strategies import PARTITIONED_INFERENCE
 from shardmake.core.environment import leave_collectives_to_gloo
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PARTITIONED_ON = {device: name for name, device in PARTITIONED_INFERENCE.items()}
-# Of a GPU's memory, what weights may take beside activations; of the host's, beside everything else.
+# Share of a GPU's memory for weights, next to activations; share of host memory, next to everything else.
 _GPU_SHARE, _HOST_SHARE = 0.7, 0.8
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What this job has: GPUs, bytes of one of them, bytes of host memory, a folder on NVMe."""
+    """Hardware of this job: GPUs, bytes of one GPU, bytes of host memory, a folder on NVMe."""
 
     gpus: int
     gpu_memory: int
@@ -37,15 +37,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class RankInfo:
-    """The place of one rank; ``meeting`` is a file that the ranks find each other by, None where they need not."""
+    """A rank's number and world size; ``rendezvous`` is a file for torch's ``file://`` store, None without a group."""
 
-    rank: int
+    number: int
     world_size: int
-    meeting: str | None = None
+    rendezvous: str | None = None
 
 
 def this_machine(nvme: str | None) -> Machine:
-    """What there is here."""
+    """Return the hardware of this machine."""
     import psutil
     import torch
 
@@ -55,13 +55,13 @@ def this_machine(nvme: str | None) -> Machine:
 
 
 def choose_backend(weights: int, machine: Machine) -> EvaluationBackend:
-    """The fastest way to run a model of ``weights`` bytes."""
-    room, host = _GPU_SHARE * machine.gpu_memory, _HOST_SHARE * machine.host_memory
-    if not machine.gpus:  # where 16-bit weights are read as fp32
+    """Return the fastest backend for a model of ``weights`` bytes."""
+    gpu, host = _GPU_SHARE * machine.gpu_memory, _HOST_SHARE * machine.host_memory
+    if not machine.gpus:  # CPUs read 16-bit weights as fp32
         return "whole" if 2 * weights < host else "device-map"
-    if weights < room:
+    if weights < gpu:
         return "whole"
-    if weights < room * machine.gpus:
+    if weights < gpu * machine.gpus:
         return _PARTITIONED_ON[None]
     if weights < host or machine.nvme is None:
         return _PARTITIONED_ON["cpu"] if machine.gpus > 1 else "device-map"
@@ -76,7 +76,7 @@ def count_ranks(backend: EvaluationBackend, machine: Machine, wanted: int | None
 
 
 def weights_size(folder: Path) -> int:
-    """Bytes of the weights in a model folder: of its safetensors, or of files that torch.load reads."""
+    """Return the bytes of the weights in a model folder: safetensors, or else files for torch.load."""
     files = [*folder.glob("*.safetensors")] or [*folder.glob("pytorch_model*.bin")]
     return sum(path.stat().st_size for path in files)
 
@@ -88,30 +88,30 @@ def rendezvous_of(backend: EvaluationBackend, world_size: int) -> Iterator[str |
         yield None
         return
     with TemporaryDirectory() as folder:
-        yield str(Path(folder) / f"meeting-of-{world_size}")
+        yield str(Path(folder) / f"rendezvous-{world_size}")
 
 
 @contextmanager
-def process_group(seat: RankInfo) -> Iterator[None]:
-    """Take the seat: join the other ranks. A rank that fails leaves, which ends what the others wait for."""
-    if seat.meeting is None:
+def process_group(rank: RankInfo) -> Iterator[None]:
+    """Join the process group of ``rank``. A failing rank leaves it, so that the others do not wait."""
+    if rank.rendezvous is None:
         yield
         return
     import torch
     import torch.distributed as dist
 
-    places = {"RANK": seat.rank, "LOCAL_RANK": seat.rank, "WORLD_SIZE": seat.world_size}
-    os.environ.update({name: str(value) for name, value in places.items()})
+    variables = {"RANK": rank.number, "LOCAL_RANK": rank.number, "WORLD_SIZE": rank.world_size}
+    os.environ.update({name: str(value) for name, value in variables.items()})
     if torch.cuda.is_available():
-        torch.cuda.set_device(seat.rank % torch.cuda.device_count())
+        torch.cuda.set_device(rank.number % torch.cuda.device_count())
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
         leave_collectives_to_gloo()
     dist.init_process_group(
         "nccl" if torch.cuda.is_available() else "gloo",
-        init_method=f"file://{seat.meeting}",
-        rank=seat.rank,
-        world_size=seat.world_size,
+        init_method=f"file://{rank.rendezvous}",
+        rank=rank.number,
+        world_size=rank.world_size,
     )
     try:
         yield
@@ -122,15 +122,15 @@ def process_group(seat: RankInfo) -> Iterator[None]:
 def load_model(
     model: str,
     backend: EvaluationBackend = "whole",
-    seat: RankInfo = RankInfo(0, 1),
+    rank: RankInfo = RankInfo(0, 1),
     *,
     revision: str | None = None,
     trust_remote_code: bool = False,
     nvme: str | None = None,
 ) -> "PreTrainedModel":
-    """``model`` in evaluation mode, as plain ``from_pretrained`` loads it; on CPUs in fp32.
+    """Load ``model`` in evaluation mode with plain ``from_pretrained``; on CPUs in fp32.
 
-    Raises `ShardmakeError` for a model that does not load whole.
+    Raises `ModelError` if weights are missing or unexpected.
     """
     import torch
 
@@ -145,15 +145,15 @@ def load_model(
     if backend == "device-map":
         options |= _device_map(this_machine(nvme))
     elif has_gpu:
-        options["device_map"] = {"": seat.rank % torch.cuda.device_count()}
+        options["device_map"] = {"": rank.number % torch.cuda.device_count()}
     return _load_whole(model, options).eval()
 
 
 def _device_map(machine: Machine) -> dict[str, Any]:
-    """Fill the GPUs, then host memory; the layers behind those are read from the model's files at every pass."""
-    room: dict[int | str, int] = {gpu: int(_GPU_SHARE * machine.gpu_memory) for gpu in range(machine.gpus)}
-    room["cpu"] = int(_HOST_SHARE * machine.host_memory)
-    return {"device_map": "auto", "max_memory": room, "offload_folder": machine.nvme or gettempdir()}
+    """Fill the GPUs, then host memory; further layers are read from the model's files in every pass."""
+    limits: dict[int | str, int] = {gpu: int(_GPU_SHARE * machine.gpu_memory) for gpu in range(machine.gpus)}
+    limits["cpu"] = int(_HOST_SHARE * machine.host_memory)
+    return {"device_map": "auto", "max_memory": limits, "offload_folder": machine.nvme or gettempdir()}
 
 
 def _load_whole(model: str, options: dict[str, Any]) -> "PreTrainedModel":
@@ -161,19 +161,19 @@ def _load_whole(model: str, options: dict[str, Any]) -> "PreTrainedModel":
 
     network, info = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True, **options)
     if wrong := {kind: sorted(keys) for kind, keys in info.items() if keys}:
-        raise ShardmakeError(
-            f"{model} does not load whole: {'; '.join(f'{kind}: {keys[:3]}' for kind, keys in wrong.items())}. "
-            "Make it again (shardmake consolidate), or check that the base model's files belong together."
+        raise ModelError(
+            f"Cannot load {model} completely: {'; '.join(f'{kind}: {keys[:3]}' for kind, keys in wrong.items())}. "
+            "Merge it again (shardmake consolidate), or check that the base model's files belong together."
         )
     return network
 
 
 def _load_partitioned(model: str, options: dict[str, Any], config: dict[str, Any]) -> "PreTrainedModel":
-    """Each rank keeps its part of every weight from the moment it is read; DeepSpeed's hooks gather layer by layer."""
+    """Load with ZeRO-3: each rank keeps its part of every weight; DeepSpeed's hooks gather layer by layer."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    partitioning = HfDeepSpeedConfig(config)  # from_pretrained partitions as long as this lives
+    partitioning = HfDeepSpeedConfig(config)  # from_pretrained partitions while this object exists
     network = _load_whole(model, options)
     engine, *_ = deepspeed.initialize(model=network, config=config)
     del partitioning
@@ -190,7 +190,7 @@ def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBacken
         zero["offload_param"] = {"device": device, "pin_memory": torch.cuda.is_available()}
     if device == "nvme":
         if nvme is None:
-            raise ShardmakeError(f"evaluation.backend {backend} needs nvme_path in the cluster file.")
+            raise ConfigError(f"evaluation.backend {backend} needs nvme_path in the cluster file.")
         zero["offload_param"] |= {"nvme_path": nvme}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if torch.cuda.is_available():

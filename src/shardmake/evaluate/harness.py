@@ -1,19 +1,19 @@
-"""Tasks of EleutherAI's evaluation harness (``lm_eval``), where its package is installed."""
+"""Tasks of EleutherAI's evaluation harness (``lm_eval``), if its package is installed."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Evaluation
-from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.errors import ConfigError, DataError, nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 def prepare_tasks(evaluation: Evaluation) -> None:
-    """Load the configured tasks, which fetches their data where there is internet.
+    """Load the configured tasks, which downloads their data if there is internet access.
 
-    Raises `ShardmakeError` where the package is not installed, a task is not known, or its data is not here.
+    Raises `ConfigError` or `DataError` if the package is not installed, a task is unknown, or its data is missing.
     """
     if evaluation.lm_eval:
         _load(evaluation)
@@ -23,15 +23,15 @@ def _load(evaluation: Evaluation) -> dict[str, Any]:
     manager = _manager(evaluation)
     for name in evaluation.lm_eval:
         if name not in manager.all_tasks:
-            raise ShardmakeError(f"lm_eval has no task {name!r}.{nearest(name, manager.all_tasks)}")
+            raise ConfigError(f"evaluation.lm_eval: unknown task {name!r}.{nearest(name, manager.all_tasks)}")
     from lm_eval.tasks import get_task_dict
 
     try:
         return dict(get_task_dict(list(evaluation.lm_eval), manager))
-    except (OSError, ValueError) as error:  # what datasets raises for data that is neither here nor reachable
-        raise ShardmakeError(
-            f"The data of the lm_eval tasks {', '.join(evaluation.lm_eval)} cannot be read: {error}\n"
-            "Run `shardmake fetch` for this run where there is internet."
+    except (OSError, ValueError) as error:  # datasets raises these for data that is neither cached nor reachable
+        raise DataError(
+            f"Cannot read the data of the lm_eval tasks {', '.join(evaluation.lm_eval)}: {error}\n"
+            "Run `shardmake fetch` for this run on a machine with internet access."
         ) from error
 
 
@@ -39,15 +39,15 @@ def _manager(evaluation: Evaluation) -> Any:
     try:
         from lm_eval.tasks import TaskManager
     except ImportError:
-        raise ShardmakeError(
-            "evaluation.lm_eval names tasks, and the package lm_eval is not installed. "
-            "Install it (pip install lm_eval), or take the key out."
+        raise ConfigError(
+            "evaluation.lm_eval names tasks, but the package lm_eval is not installed. "
+            "Install it (pip install lm_eval), or remove the key."
         ) from None
     return TaskManager(include_path=evaluation.lm_eval_path)
 
 
 def measure_tasks(network: "PreTrainedModel", tokenizer: Path, evaluation: Evaluation) -> dict[tuple[str, str], float]:
-    """Results of the configured tasks by task and metric, as lm_eval names them; standard errors are left out."""
+    """Return the results of the configured tasks by lm_eval's task and metric names, without standard errors."""
     if not evaluation.lm_eval:
         return {}
     from lm_eval import simple_evaluate

@@ -1,11 +1,11 @@
-"""Loss over tokens, in all and by the length of the example."""
+"""Loss over tokens, in total and by the length of the example."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import DataError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -33,7 +33,7 @@ class Score:
     tokens: int = 0
 
     def as_json(self) -> dict[str, float | int]:
-        """Mean loss over tokens, its exponential, and the tokens."""
+        """Return mean loss over tokens, its exponential, and the number of tokens."""
         mean = self.loss / self.tokens
         return {"loss": mean, "perplexity": math.exp(mean), "tokens": self.tokens}
 
@@ -46,17 +46,17 @@ class Scores:
 
     @property
     def total(self) -> Score:
-        """All buckets together."""
+        """Sum over all buckets."""
         return add_up(self.buckets)
 
     def as_json(self) -> dict[str, Any]:
-        """The total, and each bucket that holds tokens by the most tokens of its examples (None: no limit).
+        """Return the total and each non-empty bucket, by the maximum length of its examples (None: no limit).
 
-        Raises `ShardmakeError` where no token carries loss.
+        Raises `DataError` if no token has loss.
         """
         if not self.total.tokens:
-            raise ShardmakeError(
-                "The evaluation split holds no tokens that carry loss. Check data.eval and data.loss_on."
+            raise DataError(
+                "Cannot evaluate: the evaluation split has no tokens with loss. Check data.eval and data.loss_on."
             )
         by_length = [
             {"up_to": up_to, **score.as_json()}
@@ -67,7 +67,7 @@ class Scores:
 
 
 def add_up(scores: Iterable[Score]) -> Score:
-    """The losses and the tokens of all of ``scores``."""
+    """Return the sum of losses and tokens of ``scores``."""
     losses, tokens = zip(*((score.loss, score.tokens) for score in scores), strict=True)
     return Score(math.fsum(losses), sum(tokens))
 
@@ -75,19 +75,19 @@ def add_up(scores: Iterable[Score]) -> Score:
 def score(
     network: "PreTrainedModel", examples: Examples, rows: Sequence[int], batch_size: int, batches: int | None = None
 ) -> Scores:
-    """Sum the loss of ``network`` over the loss tokens of ``rows``, by the length of the example they stand in.
+    """Sum the loss of ``network`` over the loss tokens of ``rows``, by the length of their example.
 
-    Where ``batches`` is more than the rows give, the rest are run on the first example and not counted: ranks that
-    gather weights from each other must all call the network equally often.
+    If ``batches`` exceeds the batches of ``rows``, the remaining calls use the first example and are not counted: ranks
+    that gather weights from each other must call the network equally often.
     """
     import torch
 
-    scores, none = Scores(), Scores()
+    scores, discarded = Scores(), Scores()
     starts = [batch_size * batch for batch in range(-(-len(rows) // batch_size) if batches is None else batches)]
     with torch.inference_mode():
         for start in starts:
             mine = [examples[row] for row in rows[start : start + batch_size]]
-            _add_batch(network, _batch(mine or [examples[0]]), scores if mine else none)
+            _add_batch(network, _batch(mine or [examples[0]]), scores if mine else discarded)
     return scores
 
 
@@ -103,29 +103,29 @@ def _add_batch(network: "PreTrainedModel", batch: "dict[str, Tensor]", scores: S
         losses = torch.nn.functional.cross_entropy(
             logits[row, :-1].float(), wanted, reduction="none", ignore_index=IGNORED
         )
-        carries = wanted != IGNORED
+        has_loss = wanted != IGNORED
         for bucket in buckets[row].unique().tolist():
-            mine = carries & (buckets[row, 1:] == bucket)
+            mine = has_loss & (buckets[row, 1:] == bucket)
             scores.buckets[bucket].loss += losses[mine].double().sum().item()
             scores.buckets[bucket].tokens += int(mine.sum())
 
 
 def _batch(examples: Sequence[Example]) -> "dict[str, Tensor]":
-    """Sequences side by side, as ``[sequences, tokens]``, filled up on the right.
+    """Pad sequences on the right and stack them as ``[sequences, tokens]``.
 
-    Positions restart at 0 with each example of a packed sequence, and with each token of the filling: models take
-    that as separate texts that do not see each other.
+    Positions restart at 0 with each example of a packed sequence and with each padding token. Models treat these as
+    separate texts without attention between them.
     """
     from torch.nn.utils.rnn import pad_sequence
 
     return {
-        name: pad_sequence([example[name] for example in examples], batch_first=True, padding_value=filling)
-        for name, filling in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0))
+        name: pad_sequence([example[name] for example in examples], batch_first=True, padding_value=padding)
+        for name, padding in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0))
     }
 
 
 def _example_lengths(position_ids: "Tensor") -> "Tensor":
-    """Per token of ``[sequences, tokens]``, the length of the example it stands in: positions restart with each."""
+    """Return for each token of ``[sequences, tokens]`` the length of its example; positions restart with each one."""
     import torch
 
     lengths = torch.empty_like(position_ids)

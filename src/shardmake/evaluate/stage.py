@@ -1,11 +1,11 @@
-"""Loss and samples of the base and the tuned model on the examples that training never saw.
+"""Evaluate the base and the tuned model on held-out examples: loss, samples, benchmark tasks.
 
-The tuned model is loaded as its users will load it, with plain ``from_pretrained``; a weight that is missing or that
-nothing asked for is an error.
+The tuned model is loaded with plain ``from_pretrained``, as its users load it; a missing or unexpected weight is an
+error.
 """
 
+import logging
 import multiprocessing
-from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -32,17 +32,17 @@ from shardmake.run.sources import localize
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Tell = Callable[[str], None]
+logger = logging.getLogger(__name__)
 _PROMPTS = 3
 
 
-def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None, tell: Tell = lambda _: None) -> dict[str, Any]:
+def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> dict[str, Any]:
     """Write and return ``evaluation.json``.
 
     ``{"sequences", "tokens", "backend", "ranks", "base": {"loss", "perplexity", "tokens", "by_length"}, "tuned":
     {...}, "samples": [{"prompt", "base", "tuned"}], "tasks": [{"task", "metric", "base", "tuned"}]}``; losses in nats
-    per loss token. The ranks share the sequences among them.
-    Raises `ShardmakeError` if a model cannot be loaded whole or the evaluation split holds no loss tokens.
+    per loss token. Each rank scores a share of the sequences.
+    Raises `ShardmakeError` if a model cannot be loaded completely or the evaluation split has no loss tokens.
     """
     from transformers import AutoTokenizer
 
@@ -53,21 +53,23 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None, tell: Tel
     examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     prompts = _prompts(run, tokenizer, examples)
-    way = _choose_way(run, rundir, this_machine(cluster.nvme_path if cluster else None))
-    tell(f"Measuring the base and the tuned model on {len(examples):,} sequences, {way}.")
+    setup = _choose_setup(run, rundir, this_machine(cluster.nvme_path if cluster else None))
+    logger.info(f"Measuring the base and the tuned model on {len(examples):,} sequences, {setup}.")
     models = [
         EvaluationTask(run, rundir, run.model, run.revision, prompts),
         EvaluationTask(run, rundir, str(rundir.model), None, prompts),
     ]
-    base, tuned = _assess(models, way)
+    base, tuned = _assess(models, setup)
     measured = {"base": base.scores.as_json(), "tuned": tuned.scores.as_json()}
     for name, found in measured.items():
-        tell(f"{name}: loss {found['loss']:.4f}, perplexity {found['perplexity']:,.2f}, {found['tokens']:,} tokens")
+        logger.info(
+            f"{name}: loss {found['loss']:.4f}, perplexity {found['perplexity']:,.2f}, {found['tokens']:,} tokens"
+        )
     evaluation = {
         "sequences": len(examples),
         "tokens": base.scores.total.tokens,
-        "backend": way.backend,
-        "ranks": way.ranks,
+        "backend": setup.backend,
+        "ranks": setup.ranks,
         **measured,
         "samples": _samples(tokenizer, prompts, base, tuned),
         "tasks": _side_by_side(base.tasks, tuned.tasks),
@@ -78,7 +80,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None, tell: Tel
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """How the models are run: backend, processes, a folder on NVMe for what is offloaded there."""
+    """How to run the models: backend, number of processes, folder on NVMe for offloaded weights."""
 
     backend: EvaluationBackend
     ranks: int
@@ -88,7 +90,7 @@ class EvaluationSetup:
         return f"{self.backend} on {self.ranks} rank(s)"
 
 
-def _choose_way(run: Run, rundir: RunDir, machine: Machine) -> EvaluationSetup:
+def _choose_setup(run: Run, rundir: RunDir, machine: Machine) -> EvaluationSetup:
     wanted = run.evaluation
     backend = choose_backend(weights_size(rundir.model), machine) if wanted.backend == "auto" else wanted.backend
     return EvaluationSetup(backend, count_ranks(backend, machine, wanted.processes), machine.nvme)
@@ -96,7 +98,7 @@ def _choose_way(run: Run, rundir: RunDir, machine: Machine) -> EvaluationSetup:
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """One model to measure, and prompts (token ids) for it to answer."""
+    """A model to evaluate, and prompts (token ids) to continue."""
 
     run: Run
     rundir: RunDir
@@ -107,38 +109,38 @@ class EvaluationTask:
 
 @dataclass(frozen=True)
 class Assessment:
-    """What a model scored and answered (token ids, by prompt), and its results by task and metric."""
+    """Scores of a model, its answers (token ids, by prompt), and its results by task and metric."""
 
     scores: Scores
     answers: list[list[int]]
     tasks: dict[tuple[str, str], float]
 
 
-def _assess(tasks: list[EvaluationTask], way: EvaluationSetup) -> list[Assessment]:
-    """Measure models one after the other, here or in a process a rank."""
-    with rendezvous_of(way.backend, way.ranks) as meeting:
-        seats = [RankInfo(rank, way.ranks, meeting) for rank in range(way.ranks)]
-        if meeting is None and way.ranks == 1:
-            return _assess_share(tasks, way, seats[0])
+def _assess(tasks: list[EvaluationTask], setup: EvaluationSetup) -> list[Assessment]:
+    """Evaluate models one after the other, in this process or in one process per rank."""
+    with rendezvous_of(setup.backend, setup.ranks) as rendezvous:
+        ranks = [RankInfo(rank, setup.ranks, rendezvous) for rank in range(setup.ranks)]
+        if rendezvous is None and setup.ranks == 1:
+            return _assess_share(tasks, setup, ranks[0])
         spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-        with ProcessPoolExecutor(way.ranks, mp_context=spawn) as pool:
-            shares = list(pool.map(partial(_assess_share, tasks, way), seats))
-    return [_joined(list(of_one_model)) for of_one_model in zip(*shares, strict=True)]
+        with ProcessPoolExecutor(setup.ranks, mp_context=spawn) as pool:
+            shares = list(pool.map(partial(_assess_share, tasks, setup), ranks))
+    return [_combine(list(of_one_model)) for of_one_model in zip(*shares, strict=True)]
 
 
-def _joined(shares: list[Assessment]) -> Assessment:
+def _combine(shares: list[Assessment]) -> Assessment:
     buckets = zip(*(share.scores.buckets for share in shares), strict=True)
     return Assessment(Scores([add_up(scores) for scores in buckets]), shares[0].answers, shares[0].tasks)
 
 
-def _assess_share(tasks: list[EvaluationTask], way: EvaluationSetup, seat: RankInfo) -> list[Assessment]:
-    """What one rank finds; it scores every ``world_size``-th sequence, and the first rank also answers."""
-    with process_group(seat):
-        return [_assess_model(task, way, seat) for task in tasks]
+def _assess_share(tasks: list[EvaluationTask], setup: EvaluationSetup, rank: RankInfo) -> list[Assessment]:
+    """Evaluate on one rank: score every ``world_size``-th sequence; the first rank also answers."""
+    with process_group(rank):
+        return [_assess_model(task, setup, rank) for task in tasks]
 
 
-def _assess_model(task: EvaluationTask, way: EvaluationSetup, seat: RankInfo) -> Assessment:
-    """One rank's share of one model. Ranks that gather layers together all take the same steps."""
+def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) -> Assessment:
+    """Evaluate one rank's share of one model. Ranks that gather layers together must run the same steps."""
     import torch
 
     from shardmake.data.dataset import load
@@ -146,23 +148,23 @@ def _assess_model(task: EvaluationTask, way: EvaluationSetup, seat: RankInfo) ->
     evaluation = task.run.evaluation
     network = load_model(
         task.model,
-        way.backend,
-        seat,
+        setup.backend,
+        rank,
         revision=task.revision,
         trust_remote_code=task.run.trust_remote_code,
-        nvme=way.nvme,
+        nvme=setup.nvme,
     )
     examples = load(task.rundir.data, "eval")
-    together = seat.meeting is not None
-    rows = range(seat.rank, len(examples), seat.world_size)
-    longest = -(-len(examples) // seat.world_size)
+    together = rank.rendezvous is not None
+    rows = range(rank.number, len(examples), rank.world_size)
+    longest = -(-len(examples) // rank.world_size)
     batches = -(-(longest if together else len(rows)) // evaluation.batch_size)
     scores = score(network, examples, rows, evaluation.batch_size, batches)
-    speaks = together or seat.rank == 0
-    answers = [_answer(network, prompt, evaluation.max_new_tokens) for prompt in task.prompts if speaks]
-    results = measure_tasks(network, task.rundir.model, evaluation) if speaks else {}
+    answers_here = together or rank.number == 0
+    answers = [_answer(network, prompt, evaluation.max_new_tokens) for prompt in task.prompts if answers_here]
+    results = measure_tasks(network, task.rundir.model, evaluation) if answers_here else {}
     del network
-    torch.cuda.empty_cache()  # the next model may come to this GPU in another process
+    torch.cuda.empty_cache()  # another process may load the next model on this GPU
     return Assessment(scores, answers, results)
 
 
@@ -176,13 +178,13 @@ def _side_by_side(
 
 
 def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples) -> list[list[int]]:
-    """Token ids to answer: the configured questions through the chat template, or the first evaluation examples'."""
+    """Return prompts as token ids: the configured ones in the chat template, or from the first examples."""
     if run.evaluation.prompts:
-        return [_ask(tokenizer, prompt) for prompt in run.evaluation.prompts]
+        return [_as_prompt(tokenizer, prompt) for prompt in run.evaluation.prompts]
     return [_opening(examples[index]) for index in range(min(_PROMPTS, len(examples)))]
 
 
-def _ask(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+def _as_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
     if tokenizer.chat_template is None:
         return list(tokenizer(prompt)["input_ids"])
     conversation = [{"role": "user", "content": prompt}]
@@ -190,7 +192,7 @@ def _ask(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
 
 
 def _opening(example: Example) -> list[int]:
-    """What stands before the first loss token; of a text that carries loss from the start, the first tokens."""
+    """Return the tokens before the first loss token; for a text with loss from the start, the first tokens."""
     first = int((example["labels"] != IGNORED).nonzero()[0])
     return example["input_ids"][: first if first > 1 else 16].tolist()
 
@@ -208,7 +210,7 @@ def _samples(
 
 
 def _question(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
-    """What a user said in ``prompt``, without what the chat template puts around it; else all of its text."""
+    """Return the user's text of ``prompt`` without the chat template around it, or else all of its text."""
     if tokenizer.chat_template is not None:
         mark = "\N{OBJECT REPLACEMENT CHARACTER}"
         around = tokenizer.apply_chat_template(
@@ -222,7 +224,7 @@ def _question(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
 
 
 def _answer(network: "PreTrainedModel", prompt: list[int], max_new_tokens: int) -> list[int]:
-    """The greedy continuation of ``prompt``, in token ids."""
+    """Return the greedy continuation of ``prompt`` as token ids."""
     import torch
 
     ids = torch.tensor([prompt], device=network.device)
@@ -232,6 +234,6 @@ def _answer(network: "PreTrainedModel", prompt: list[int], max_new_tokens: int) 
             attention_mask=torch.ones_like(ids),
             max_new_tokens=max_new_tokens,
             do_sample=False,
-            pad_token_id=0,  # never used: one prompt at a time needs no filling
+            pad_token_id=0,  # not used: one prompt at a time needs no padding
         )
     return output[0, len(prompt) :].tolist()

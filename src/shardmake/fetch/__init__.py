@@ -1,1 +1,1 @@
-"""Bring what a run starts from to this cluster, pinned and checked, where there is internet."""
+"""Fetch model and data of a run from the hub, pinned to a commit and verified."""

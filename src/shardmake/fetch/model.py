@@ -1,4 +1,4 @@
-"""A model from the hub: the files that loading it needs, at one commit, every one compared with the hub's checksums."""
+"""Fetch the files of a model from the hub, at one commit, each compared with the hub's checksums."""
 
 import json
 from collections.abc import Container, Iterable, Mapping
@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError
 from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, record
 from shardmake.run.sources import PinnedSource
@@ -21,34 +21,35 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_con
 
 
 def describe_model(api: "HfApi", repository: str, revision: str | None) -> PinnedSource:
-    """The model ``repository`` without its weights, in the hub's cache on this machine; the weights' sizes and digests
-    are the hub's own.
+    """Fetch the model ``repository`` without its weights into the hub's cache; list the weights with the hub's digests.
 
-    Raises ShardmakeError for a model that does not exist, needs a token or a licence, is not whole, or arrives damaged.
+    Raises `HubError` or `ModelError` for a model that does not exist, needs a token or a licence, is incomplete, or
+    arrives damaged.
     """
-    with _advised(api, repository):
+    with _with_advice(api, repository):
         return with_retries(lambda: _describe_once(api, repository, revision))
 
 
 def fetch_weights(api: "HfApi", source: PinnedSource) -> None:
-    """The weights of ``source`` beside what `describe_model` fetched; finished files are not fetched again.
+    """Fetch the weights of ``source`` next to the files of `describe_model`; do not fetch finished files again.
 
-    Raises `ShardmakeError` as `describe_model` does.
+    Raises the errors of `describe_model`.
     """
-    with _advised(api, source.name):
+    with _with_advice(api, source.name):
         with_retries(lambda: _fetch_weights_once(api, source))
 
 
-def _advised(api: "HfApi", repository: str) -> AbstractContextManager[None]:
+def _with_advice(api: "HfApi", repository: str) -> AbstractContextManager[None]:
     page = f"{api.endpoint}/{repository}"
     advice = {
-        401: f"It is private, gated or misspelt. Log in with `hf auth login` (or set HF_TOKEN); if {page} asks for its "
-        "licence to be accepted, accept it there.",
+        401: f"It is private, gated or misspelt. Log in with `hf auth login` (or set HF_TOKEN). If {page} shows a "
+        "licence, "
+        "accept it there.",
         403: f"The token's owner has not accepted the licence. Accept it at {page}, or log in as someone who has.",
         404: f"Check the name and the revision: {page}",
     }
     return translate_hub_errors(
-        f"Fetching {repository}", advice, "Check the network and fetch again: finished files are kept."
+        f"Fetching {repository}", advice, "Check the network and fetch again. Finished files are kept."
     )
 
 
@@ -60,24 +61,24 @@ def _describe_once(api: "HfApi", repository: str, revision: str | None) -> Pinne
     tree = api.list_repo_tree(repository, recursive=True, revision=commit)
     listed = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
     names = choose_files(listed)
-    later = {name: FileRecord(entry.size, entry.lfs.sha256) for name, entry in _weights(names, listed).items()}
-    now = [name for name in names if name not in later]
-    # by the branch's name, so that the cache knows the name offline; a branch that moved meanwhile is asked for again
-    folder = Path(api.snapshot_download(repository, revision=revision, allow_patterns=now))
+    large = {name: FileRecord(entry.size, entry.lfs.sha256) for name, entry in _weights(names, listed).items()}
+    small = [name for name in names if name not in large]
+    # by branch name, so that the cache resolves the name offline; a branch that moved meanwhile is fetched again
+    folder = Path(api.snapshot_download(repository, revision=revision, allow_patterns=small))
     if folder.name != commit:
         raise RuntimeError(f"{repository} changed during the fetch")
-    files = {name: later.get(name) or _checked(folder / name, listed[name]) for name in names}
-    check_model_folder(folder, later)
+    files = {name: large.get(name) or _checked(folder / name, listed[name]) for name in names}
+    check_model_folder(folder, large)
     return PinnedSource(name=repository, revision=revision, commit=commit, path=str(folder), files=files)
 
 
 def _weights(names: Iterable[str], listed: Mapping[str, "RepoFile"]) -> dict[str, Any]:
-    """The large files of the weights, as the hub lists them; a file that git holds is small."""
+    """Return the hub's entries of the large weight files; files stored in git are small."""
     return {name: listed[name] for name in names if is_weights(name) and listed[name].lfs}
 
 
 def is_weights(name: str) -> bool:
-    """Whether a file of a model holds weights."""
+    """Return True if a file of a model contains weights."""
     return name.endswith((".safetensors", ".bin"))
 
 
@@ -85,20 +86,21 @@ def _fetch_weights_once(api: "HfApi", source: PinnedSource) -> None:
     names = [name for name in source.files if is_weights(name)]
     folder = Path(api.snapshot_download(source.name, revision=source.commit, allow_patterns=names))
     for name in names:
-        _keep_if(record(folder / name) == source.files[name], folder / name)
+        _remove_unless(record(folder / name) == source.files[name], folder / name)
 
 
 def find_in_cache(repository: str, revision: str | None) -> PinnedSource:
-    """The model as it lies in the hub's cache here, without asking the hub; `ShardmakeError` where it does not."""
+    """Return the model from the hub's local cache without a request; raise `ModelError` if it is not cached."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         folder = Path(snapshot_download(repository, revision=revision, local_files_only=True))
     except LocalEntryNotFoundError:
-        raise ShardmakeError(
-            f"The model {repository} is not here, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
-            f"Unset it where there is internet, or copy the model here and name its folder."
+        raise ModelError(
+            f"Model not found: {repository} is not in the local cache, and HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE "
+            "is set. "
+            "Unset it on a machine with internet access, or copy the model here and name its folder."
         ) from None
     check_model_folder(folder)
     return PinnedSource(
@@ -107,55 +109,57 @@ def find_in_cache(repository: str, revision: str | None) -> PinnedSource:
 
 
 def choose_files(names: Iterable[str]) -> list[str]:
-    """What loading needs of a repository's files: texts and one set of weights, safetensors where there are any.
+    """Return the files needed to load a model: text files and one set of weights, safetensors if available.
 
-    Copies of the weights for other libraries and everything in subfolders stay where they are.
+    Weights for other libraries and files in subfolders are not included.
     """
-    here = [name for name in names if "/" not in name]
-    safetensors = [name for name in here if name.endswith(".safetensors")]
-    usual = [name for name in safetensors if not name.startswith("consolidated")]
+    top_level = [name for name in names if "/" not in name]
+    safetensors = [name for name in top_level if name.endswith(".safetensors")]
+    ours = [name for name in safetensors if not name.startswith("consolidated")]
     weights = (
-        usual or safetensors or [name for name in here if name.startswith("pytorch_model") and name.endswith(".bin")]
+        ours
+        or safetensors
+        or [name for name in top_level if name.startswith("pytorch_model") and name.endswith(".bin")]
     )
-    return sorted([*weights, *(name for name in here if name.endswith(_TEXTS) or name.startswith("LICENSE"))])
+    return sorted([*weights, *(name for name in top_level if name.endswith(_TEXTS) or name.startswith("LICENSE"))])
 
 
 def _checked(path: Path, listed: "RepoFile") -> FileRecord:
-    """Size and digest of a fetched file, which must be the hub's."""
+    """Return size and digest of a fetched file after comparing them with the hub's."""
     entry = record(path)
     is_same = entry.sha256 == listed.lfs.sha256 if listed.lfs else git_object_id(path) == listed.blob_id
-    _keep_if(is_same and entry.size == listed.size, path)
+    _remove_unless(is_same and entry.size == listed.size, path)
     return entry
 
 
-def _keep_if(is_same: bool, path: Path) -> None:
-    """Remove a file that is not the hub's, so that it is fetched again."""
+def _remove_unless(is_same: bool, path: Path) -> None:
+    """Remove a file that differs from the hub's and raise, so that it is fetched again."""
     if not is_same:
         path.resolve().unlink()
         path.unlink(missing_ok=True)
         raise RuntimeError(f"{path.name} arrived damaged")
 
 
-def check_model_folder(folder: Path, to_come: Container[str] = ()) -> None:
-    """Refuse a model folder that lacks its config, a file of its weights that is not ``to_come``, or a tokenizer."""
+def check_model_folder(folder: Path, pending: Container[str] = ()) -> None:
+    """Raise `ModelError` for a model folder without config, tokenizer or a weight file that is not ``pending``."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    missing += _missing_weights(folder, to_come)
+    missing += _missing_weights(folder, pending)
     if not any((folder / name).is_file() for name in _TOKENIZERS):
         missing.append("a tokenizer (tokenizer.json or tokenizer.model)")
     if missing:
-        raise ShardmakeError(
-            f"The model in {folder} is not whole: it lacks {', '.join(missing)}. "
-            "Copy the rest, or name the hub's id of the model instead of a folder."
+        raise ModelError(
+            f"Model folder {folder} is incomplete: missing {', '.join(missing)}. "
+            "Copy the missing files, or name the model's hub id instead of a folder."
         )
 
 
-def _missing_weights(folder: Path, to_come: Container[str]) -> list[str]:
-    def is_there(name: str) -> bool:
-        return name in to_come or ((folder / name).is_file() and (folder / name).stat().st_size > 0)
+def _missing_weights(folder: Path, pending: Container[str]) -> list[str]:
+    def is_available(name: str) -> bool:
+        return name in pending or ((folder / name).is_file() and (folder / name).stat().st_size > 0)
 
     index = next((folder / name for name in _INDEXES if (folder / name).is_file()), None)
     if index is not None:
         shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        return [name for name in shards if not is_there(name)]
-    whole = any(is_there(name) for name in ("model.safetensors", "pytorch_model.bin"))
-    return [] if whole else ["its weights (model.safetensors)"]
+        return [name for name in shards if not is_available(name)]
+    has_weights = any(is_available(name) for name in ("model.safetensors", "pytorch_model.bin"))
+    return [] if has_weights else ["its weights (model.safetensors)"]

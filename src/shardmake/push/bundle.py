@@ -1,4 +1,4 @@
-"""The set of files that is pushed: the verified model, its card, and their checksums."""
+"""Files of a push: the verified model, its card, and their checksums."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, write_bytes
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import PushError
 from shardmake.core.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
 from shardmake.core.secrets import find_secrets, redact
 from shardmake.report.card import render_card
@@ -15,7 +15,7 @@ from shardmake.run.paths import RunDir
 
 CARD = "README.md"
 _TEXTS = (".json", ".txt", ".jinja", ".py", ".md", ".yaml")
-# A loader looks at these first, so on storage without commits they arrive after the weights.
+# Loaders read these first, so on storage without commits they arrive after the weights.
 _LAST = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", SUMS)
 
 
@@ -35,7 +35,7 @@ class Bundle:
 def make_bundle(run: Run, rundir: RunDir) -> Bundle:
     """Check the model against its receipt and add card and checksums.
 
-    Raises `ShardmakeError` if the model was not verified or is not what was verified.
+    Raises `PushError` if the model was not verified or differs from what was verified.
     """
     manifest = _verified_model(rundir)
     paths = {name: rundir.model / name for name in manifest}
@@ -54,23 +54,23 @@ def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], folder: Path, 
 
 
 def _refuse_secrets(paths: dict[str, Path]) -> None:
-    """The model's small files come from the base model and the training's tools; none may carry a secret out."""
+    """Refuse small files with secrets; they come from the base model and from training libraries."""
     leaking = [
         name for name, path in paths.items() if path.suffix in _TEXTS and find_secrets(path.read_text(errors="replace"))
     ]
     if leaking:
-        raise ShardmakeError(
-            f"{', '.join(leaking)} in the model holds what looks like a token or password, so nothing is pushed. "
-            "Remove it where the file comes from (usually the base model's folder) and consolidate again."
+        raise PushError(
+            f"Nothing was pushed: {', '.join(leaking)} in the model contains what looks like a token or password. "
+            "Remove it from the source of the file, usually the base model's folder, and consolidate again."
         )
 
 
 def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
-    """The manifest of the model folder, equal to what the consolidator verified; hidden files are no part of it."""
-    again = f"Make the model again: shardmake consolidate {rundir.name}"
+    """Return the manifest of the model folder after comparing it with the receipt; hidden files are ignored."""
+    again = f"Merge the model again: shardmake consolidate {rundir.name}"
     receipt = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")
     if "verification" not in receipt:
-        raise ShardmakeError(f"{rundir.model_receipt} holds no verification, so the model is not pushed. {again}")
+        raise PushError(f"Nothing was pushed: {rundir.model_receipt} has no verification. {again}")
     expected = {name: _file_record(entry) for name, entry in receipt["verification"]["files"].items()}
     files = read_folder(rundir.model)
     found = {
@@ -78,9 +78,7 @@ def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
     }
     wrong = differences(expected, found) + [f"{name} is not in the receipt" for name in sorted(found.keys() - expected)]
     if wrong:
-        raise ShardmakeError(
-            f"{rundir.model} is not what its receipt says, so it is not pushed: {'; '.join(wrong)}.\n{again}"
-        )
+        raise PushError(f"Nothing was pushed: {rundir.model} differs from its receipt: {'; '.join(wrong)}.\n{again}")
     return found
 
 

@@ -1,7 +1,7 @@
 """Push to the Hugging Face hub: one commit, read back and compared.
 
-Weights are uploaded first and become visible with the commit that names them, all at once, so no reader ever sees half
-a model. Uploads are addressed by content: a rerun sends only what is missing, and equal content makes no commit.
+Weights are uploaded first and become visible with the commit that names them, all at once, so a reader never sees a
+partial model. Uploads are addressed by content: a rerun sends only what is missing, and equal content makes no commit.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Push
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import PushError
 from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import SUMS, parse_sums
 from shardmake.push.bundle import CARD, Bundle
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
 
 _TITLE = "Push model"
 _ADVICE = {
-    400: "The hub does not take what was sent. Its words above say what to correct, usually in the base model's card.",
-    401: "The hub does not accept the token. Make a new one with write permission and run `hf auth login`.",
-    402: "The account's storage or plan is used up. Free some space there or change the plan.",
-    403: "The token may not write there. Take a token with write permission, ask {owner} for the right, or push to "
-    "another name.",
-    404: "There is no such repository or branch that this token can see. Check push.to and push.revision.",
+    400: "The hub rejected the content. Its message above names the cause, usually in the base model's card.",
+    401: "The hub rejected the token. Create a new one with write permission and run `hf auth login`.",
+    402: "The account's storage or plan is exhausted. Free some space there or change the plan.",
+    403: "The token has no write permission there. Use a token with write permission, ask {owner} for access, or push "
+    "to another name.",
+    404: "The repository or branch does not exist, or the token cannot see it. Check push.to and push.revision.",
     413: "A file is too large for the hub. Lower max_shard_size and consolidate again.",
 }
 
 
 class PushDamagedError(RuntimeError):
-    """After the commit the hub does not hold what was sent."""
+    """After the commit the hub does not have the content that was sent."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where on the hub the model goes; ``opens_request``: as a new pull request against ``revision``."""
+    """A repository and revision; ``opens_request``: push as a new pull request against ``revision``."""
 
     api: "HfApi"
     repository: str
@@ -48,13 +48,11 @@ class _Place:
 def push_to_hub(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, str]:
     """Make ``repository`` hold ``bundle``; return its address and commit.
 
-    Raises `ShardmakeError` if the hub refuses, cannot be reached, or keeps losing files.
+    Raises `HubError` if the hub refuses, cannot be reached, or repeatedly loses files.
     """
     owner = repository.partition("/")[0]
     advice = {status: text.format(owner=owner) for status, text in _ADVICE.items()}
-    with translate_hub_errors(
-        f"The push to hub:{repository}", advice, "Nothing is lost: what was uploaded stays. Push again."
-    ):
+    with translate_hub_errors(f"The push to hub:{repository}", advice, "Uploaded files are kept. Push again."):
         return with_retries(lambda: _push_once(bundle, repository, push, api))
 
 
@@ -81,8 +79,8 @@ def _ensure_repository(repository: str, push: Push, api: "HfApi") -> None:
         api.create_repo(repository, private=push.private, exist_ok=True)
         is_private = push.private
     if push.private and not is_private:
-        raise ShardmakeError(
-            f"hub:{repository} is public, and push.private asks for a private repository. "
+        raise PushError(
+            f"Push refused: hub:{repository} is public, but push.private requests a private repository. "
             "Make it private in its settings, or set `private: false` in push."
         )
     if push.revision is not None:
@@ -90,7 +88,7 @@ def _ensure_repository(repository: str, push: Push, api: "HfApi") -> None:
 
 
 def _place(repository: str, push: Push, api: "HfApi") -> _Place:
-    """The branch; or the pull request that an earlier push opened and nobody has merged yet, or else a new one."""
+    """Return the branch, the open pull request of an earlier push, or a new pull request."""
     if not push.pull_request:
         return _Place(api, repository, push.revision)
     requests = api.get_repo_discussions(repository, discussion_type="pull_request", discussion_status="open")
@@ -112,7 +110,7 @@ def _list_files(place: _Place, commit: str) -> dict[str, "RepoFile"]:
 
 
 def _holds(remote: "RepoFile | None", bundle: Bundle, name: str) -> bool:
-    """Whether the hub's file is ours: by SHA-256 for large files, by git's object id for small ones."""
+    """Compare the hub's file with ours, by SHA-256 for large files and by git's object id for small ones."""
     wanted = bundle.manifest[name]
     if remote is None or remote.size != wanted.size:
         return False
@@ -128,16 +126,16 @@ def _names_of_last_push(place: _Place, commit: str) -> set[str]:
 
 
 def _refuse_foreign(repository: str, overwritten: list[str], ours: set[str]) -> None:
-    """A card made on the web may be replaced; another model may not."""
+    """Raise `PushError` if a push would overwrite another model; a card made on the web may be replaced."""
     if foreign := sorted(set(overwritten) - ours - {CARD}):
-        raise ShardmakeError(
-            f"The name hub:{repository} is taken: it holds files that no push of Shardmake wrote "
+        raise PushError(
+            f"Push refused: hub:{repository} contains files that no push of Shardmake wrote "
             f"({', '.join(foreign[:3])}). Choose another name in push.to, or another push.revision."
         )
 
 
 def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale: list[str]) -> str:
-    """Upload what changed, then make it visible in one commit on top of ``head``; return the commit's id."""
+    """Upload changed files, make them visible in one commit on top of ``head``, and return its id."""
     from huggingface_hub import CommitOperationDelete
 
     request = place.opens_request
@@ -168,5 +166,5 @@ def _read_back(bundle: Bundle, place: _Place, commit: str) -> None:
     remote = _list_files(place, commit)
     if wrong := [name for name in bundle.paths if not _holds(remote.get(name), bundle, name)]:
         raise PushDamagedError(
-            f"after commit {commit[:12]} the hub lacks or holds other content for: {', '.join(wrong)}"
+            f"after commit {commit[:12]} the hub has no or different content for: {', '.join(wrong)}"
         )

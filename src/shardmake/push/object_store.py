@@ -1,8 +1,8 @@
 """Push to an object store or any other place that fsspec reaches: ``s3://bucket/prefix``, ``gs://``, ``sftp://``.
 
-Such places know no rename, so the order of writing stands for it: a model is whole where ``SHA256SUMS`` is. A push
-that changes anything takes that file away first, leaves a note of what it is going to write, sends the weights, then
-what loaders look at first, reads back what it sent, and writes ``SHA256SUMS`` last.
+These stores have no rename, so the order of writes replaces it: a model is complete if ``SHA256SUMS`` exists. A push
+that changes anything first removes that file and writes a list of the files that it will write. It then sends the
+weights, then the files that loaders read first, reads everything back, and writes ``SHA256SUMS`` last.
 """
 
 import errno
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import PushError, ShardmakeError
 from shardmake.core.hub import first_line, with_retries
 from shardmake.core.manifest import SUMS, FileRecord, parse_sums
 from shardmake.core.secrets import public_url, redact
@@ -33,29 +33,29 @@ class _Place:
     root: str
 
     def path(self, name: str) -> str:
-        """Where the file ``name`` of the model lies."""
+        """Return the path of the model's file ``name``."""
         return f"{self.root}/{name}"
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of every file below the prefix, by its path relative to it."""
+        """Return the bytes of every file below the prefix, by its path relative to it."""
         self.files.invalidate_cache()
         found = self.files.find(self.root, detail=True)
         return {path.removeprefix(self.root).lstrip("/"): entry["size"] for path, entry in found.items()}
 
     def sums(self, name: str, sizes: dict[str, int]) -> dict[str, str]:
-        """Digests that the file ``name`` lists, and its own; none where it is not there."""
+        """Return the digests listed in the file ``name``, and its own; nothing if it does not exist."""
         if name not in sizes:
             return {}
         content = self.files.cat_file(self.path(name))
         return {**parse_sums(content.decode()), name: hashlib.sha256(content).hexdigest()}
 
     def version(self, name: str) -> str | None:
-        """The file's version id; None where the place keeps no versions."""
+        """Return the file's version id, or None if the store keeps no versions."""
         version = self.files.info(self.path(name)).get("VersionId")
         return None if version in (None, "null") else str(version)
 
     def digest(self, name: str) -> str:
-        """SHA-256 of a file's content, read from there."""
+        """Read a file and return its SHA-256."""
         found = hashlib.sha256()
         with self.files.open(self.path(name), "rb", block_size=_BLOCK) as file:
             while block := file.read(_BLOCK):
@@ -64,28 +64,28 @@ class _Place:
 
 
 def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:
-    """Make the prefix ``url`` hold exactly ``bundle``; what is there already is not sent again.
+    """Make the prefix ``url`` hold exactly ``bundle``; do not resend files that are there already.
 
-    Returns ``{"versions": {name: id}}`` where the place keeps versions (a bucket of S3 that was told to), else nothing.
+    Return ``{"versions": {name: id}}`` for a store with versions (an S3 bucket with versioning), else an empty dict.
 
-    Raises `ShardmakeError` if the place is somebody else's, cannot be reached or written, or loses what was sent.
+    Raises `PushError` if the prefix has files of somebody else, cannot be reached or written, or loses files.
     """
-    with _explained(public_url(url)):
+    with _with_advice(public_url(url)):
         return with_retries(lambda: _push_once(bundle, _open(url), public_url(url)))
 
 
 def _open(url: str) -> _Place:
     import fsspec
 
-    # no caches of what a folder holds: the point is to see what is really there
+    # no cached listings: the push compares with the present state
     files, root = fsspec.core.url_to_fs(url, use_listings_cache=False)
     return _Place(files, root.rstrip("/"))
 
 
 def _push_once(bundle: Bundle, place: _Place, url: str) -> dict[str, Any]:
     sizes = place.sizes()
-    listed, begun = place.sums(SUMS, sizes), place.sums(UNFINISHED, sizes)
-    _refuse_foreign(sorted(sizes.keys() - listed.keys() - begun.keys()), url)
+    listed, unfinished = place.sums(SUMS, sizes), place.sums(UNFINISHED, sizes)
+    _refuse_foreign(sorted(sizes.keys() - listed.keys() - unfinished.keys()), url)
     missing = [name for name, wanted in bundle.manifest.items() if not _holds(place, name, wanted, sizes, listed)]
     stale = sorted(sizes.keys() - bundle.paths.keys())
     if missing or stale:
@@ -96,24 +96,24 @@ def _push_once(bundle: Bundle, place: _Place, url: str) -> dict[str, Any]:
 
 def _refuse_foreign(foreign: list[str], url: str) -> None:
     if foreign:
-        raise ShardmakeError(
-            f"{url} holds files that no push of Shardmake wrote ({', '.join(foreign[:3])}"
-            f"{', ...' if len(foreign) > 3 else ''}). Choose another prefix in push.to, or move them away."
+        raise PushError(
+            f"Push refused: {url} contains files that no push of Shardmake wrote ({', '.join(foreign[:3])}"
+            f"{', ...' if len(foreign) > 3 else ''}). Choose another prefix in push.to, or move these files."
         )
 
 
 def _holds(place: _Place, name: str, wanted: FileRecord, sizes: dict[str, int], listed: dict[str, str]) -> bool:
-    """Whether the file is there with the right content; only a finished push's list is believed without reading."""
+    """Compare the stored file with ``wanted``; read it unless a finished push lists its digest."""
     if sizes.get(name) != wanted.size:
         return False
     return (listed[name] if name in listed else place.digest(name)) == wanted.sha256
 
 
 def _write(bundle: Bundle, place: _Place, sizes: dict[str, int], missing: list[str], stale: list[str]) -> None:
-    """Send ``missing``, remove ``stale``; the list of checksums is away until everything has been read back."""
-    note = "".join(f"{entry.sha256}  {name}\n" for name, entry in bundle.manifest.items())
-    note += "".join(f"{'0' * 64}  {name}\n" for name in stale if name not in bundle.manifest)
-    place.files.pipe_file(place.path(UNFINISHED), note.encode())
+    """Send ``missing`` and remove ``stale``; the list of checksums is absent until everything was read back."""
+    planned = "".join(f"{entry.sha256}  {name}\n" for name, entry in bundle.manifest.items())
+    planned += "".join(f"{'0' * 64}  {name}\n" for name in stale if name not in bundle.manifest)
+    place.files.pipe_file(place.path(UNFINISHED), planned.encode())
     if SUMS in sizes:
         place.files.rm_file(place.path(SUMS))
     for name in [name for name in missing if name != SUMS]:
@@ -127,30 +127,28 @@ def _write(bundle: Bundle, place: _Place, sizes: dict[str, int], missing: list[s
 def _send(bundle: Bundle, place: _Place, name: str) -> None:
     place.files.put_file(str(bundle.paths[name]), place.path(name))
     if place.digest(name) != bundle.manifest[name].sha256:
-        raise RuntimeError(f"{name} does not read back as it was sent")
+        raise RuntimeError(f"{name} differs from what was sent when read back")
 
 
 @contextmanager
-def _explained(url: str) -> Iterator[None]:
-    """Say what to do. File systems of all kinds raise errors of all kinds, so every one is taken for the user's."""
+def _with_advice(url: str) -> Iterator[None]:
+    """Turn any error into a `PushError` with advice; fsspec's file systems share no error classes."""
     protocol = url.partition("://")[0]
     try:
         yield
     except ShardmakeError:
         raise
     except Exception as error:
-        raise ShardmakeError(
-            f"The push to {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}"
-        ) from error
+        raise PushError(f"The push to {url} failed: {redact(first_line(error))}\n{_advice(error, protocol)}") from error
 
 
 def _advice(error: Exception, protocol: str) -> str:
     if isinstance(error, ImportError):
         return f"Install the package that fsspec needs for {protocol}:// (for s3:// it is s3fs)."
     if isinstance(error, PermissionError) or "credentials" in str(error).lower():
-        return "Give credentials that may list, read, write and delete there; for s3:// run `aws configure`."
+        return "Provide credentials with permission to list, read, write and delete; for s3:// run `aws configure`."
     if "quota" in str(error).lower() or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):
-        return "The place is full. Free some space there, or choose another one in push.to, and push again."
+        return "The store is full. Free some space there, or choose another one in push.to, and push again."
     if isinstance(error, FileNotFoundError):
-        return "Make the bucket first, or correct the name in push.to."
-    return "Nothing is lost: what was sent stays. Push again."
+        return "Create the bucket first, or correct the name in push.to."
+    return "Uploaded files are kept. Push again."

@@ -1,13 +1,13 @@
-"""Bring the final model to its destinations, and prove that it arrived."""
+"""Push the final model to its destinations and verify what arrived."""
 
+import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Push, Run
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, HubError, PushError, ShardmakeError
 from shardmake.core.manifest import manifest_json
 from shardmake.core.secrets import public_url
 from shardmake.push.bundle import Bundle, make_bundle
@@ -19,32 +19,33 @@ from shardmake.run.paths import RunDir
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-Tell = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
-def push(run: Run, rundir: RunDir, tell: Tell = lambda _: None) -> dict[str, Any]:
+def push(run: Run, rundir: RunDir) -> dict[str, Any]:
     """Push the model of ``rundir`` to every destination of ``run`` and return the receipt.
 
-    Safe to repeat at any point: what has arrived is not sent again. All destinations are tried before an error of one
-    is raised. The receipt is written last, after every destination was read back:
+    Safe to repeat: files that arrived are not sent again. All destinations are tried before an error is raised. The
+    receipt is written last, after every destination was read back:
     ``{"destinations": [{"to", ...}], "files": {name: {"size", "sha256"}}}``, sizes in bytes.
     """
     if run.push is None:
-        raise ShardmakeError(
-            f"Run {rundir.name} has no push.to. Add one, such as `push: {{to: file:published/{rundir.name}}}`."
+        raise ConfigError(
+            f"Nothing to push: run {rundir.name} has no push.to. "
+            f"Add one, such as `push: {{to: file:published/{rundir.name}}}`."
         )
     bundle = make_bundle(run, rundir)
     what = f"{len(bundle.paths)} files, {bundle.size / 1e6:,.1f} MB"
-    results, complaints = [], []
+    results, problems = [], []
     for destination in run.push.destinations:
-        tell(f"Pushing {what} to {public_url(destination)}.")
+        logger.info("Pushing %s to %s.", what, public_url(destination))
         try:
             results.append({"to": public_url(destination), **_push_to(destination, run.push, bundle)})
-            tell(f"{public_url(destination)} holds the model; every file was read back and compared.")
+            logger.info("%s has the model; every file was read back and compared.", public_url(destination))
         except ShardmakeError as error:
-            complaints.append(str(error))
-    if complaints:
-        raise ShardmakeError("\n".join(complaints))
+            problems.append(str(error))
+    if problems:
+        raise PushError("\n".join(problems))
     receipt = {"destinations": results, "files": manifest_json(bundle.manifest)}
     write_json(rundir.push_receipt, receipt)
     return receipt
@@ -61,17 +62,17 @@ def _push_to(destination: str, push: Push, bundle: Bundle) -> dict[str, Any]:
 
 
 def _connect(repository: str) -> "HfApi":
-    """The hub's client with the user's token; refused where the client would not even try."""
+    """Return the hub's client with the user's token; refuse offline mode and a missing token."""
     from huggingface_hub import HfApi, constants, get_token
 
     if constants.is_offline_mode():
-        raise ShardmakeError(
-            f"hub:{repository} cannot be reached while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
+        raise HubError(
+            f"Push failed: hub:{repository} cannot be reached while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
             "Unset it for the push, on a machine with internet."
         )
     if get_token() is None:
-        raise ShardmakeError(
-            f"hub:{repository} needs a token with write permission. "
+        raise HubError(
+            f"Push failed: hub:{repository} needs a token with write permission. "
             "Run `hf auth login`, or set HF_TOKEN, and push again."
         )
     return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))

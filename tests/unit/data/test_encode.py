@@ -110,23 +110,23 @@ def test_tools_reach_the_template() -> None:
 
 
 REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
-    (MARKED, "chat", {"prompt": "a", "id": 3}, "here: no messages in this example (chat). There are: prompt, id."),
-    (MARKED, "prompt-completion", {}, "here: no prompt and no completion in this example (prompt-completion). "
-     "There are: no keys."),
+    (MARKED, "chat", {"prompt": "a", "id": 3}, "here: this example (chat) has no messages. Its keys: prompt, id."),
+    (MARKED, "prompt-completion", {}, "here: this example (prompt-completion) has no prompt and no "
+     "completion. Its keys: none."),
     (MARKED, "chat", {"messages": []}, "here: messages is not a list of messages, each with a role and a content."),
     (MARKED, "chat", {"messages": "hi"}, "here: messages is not a list of messages, each with a role and a content."),
     (MARKED, "chat", {"messages": [{"from": "human"}]}, "here: messages is not a list of messages, each with a role "
      "and a content."),
     (MARKED, "text", {"text": 7}, "here: text is int, not text."),
     (MARKED, "prompt-completion", {"prompt": "a", "completion": ["b"]}, "here: completion is list, not text."),
-    (REFUSING, "chat", {"messages": chat("s:be", "u:a", "a:b")}, "here: the tokenizer's chat template refuses this "
+    (REFUSING, "chat", {"messages": chat("s:be", "u:a", "a:b")}, "here: the tokenizer's chat template rejects this "
      "conversation: the user must begin"),
-    (REWRITING, "chat", {"messages": chat("u:ab", "a:b", "u:c", "a:d")}, "here: the chat template writes the first "
-     "messages differently once others follow, so the assistant's words cannot be told apart. Give the tokenizer a "
+    (REWRITING, "chat", {"messages": chat("u:ab", "a:b", "u:c", "a:d")}, "here: the chat template renders the first "
+     "messages differently when others follow, so the assistant's tokens cannot be determined. Give the tokenizer a "
      "template with {% generation %} marks, split the conversation so that it ends with its only assistant message, "
      "or set data.loss_on: all."),
     (None, "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer has no chat template. Save the model's "
-     "tokenizer with one, take an instruction-tuned model's, or give the data as prompt and completion text."),
+     "tokenizer with one, use that of an instruction-tuned model, or provide the data as prompt and completion text."),
 ]  # fmt: skip
 
 
@@ -152,7 +152,7 @@ def test_the_columns_say_the_format(columns: set[str], format: str) -> None:
 
 def test_columns_that_say_nothing_are_listed() -> None:
     with pytest.raises(
-        ShardmakeError, match=r"^f\.jsonl, line 1: no columns that say a format\. There are: question, answer\. "
+        ShardmakeError, match=r"^f\.jsonl, line 1: unknown format\. The columns are question, answer\. "
     ):
         detect_format(Data(train="x"), "sft", {"question": "", "answer": ""}, "f.jsonl, line 1")
 

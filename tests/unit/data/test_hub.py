@@ -104,11 +104,14 @@ def test_what_the_hub_does_not_have_is_refused(hub: FakeHub, folder: Path) -> No
         ("lab/parts", TRAIN, {}),
         ("lab/plain", TRAIN, {"revision": "v9"}),
     )
-    start = f"data 'lab/nothing' is no file or folder here ({folder}), and the hub does not give it: "
+    start = f"Data not found: 'lab/nothing' is not a file or folder in {folder}, and the hub request failed: "
     assert unknown.startswith(start)
-    assert split == "hub data set lab/plain has no split trian, only train, test. Name one, as in lab/plain:train."
-    assert subset == "hub data set lab/parts: it has no subset 'smal'. Did you mean 'small'? There are: main, small."
+    assert split == "Hub data set lab/plain has no split trian, only train, test. Name one, as in lab/plain:train."
+    assert (
+        subset
+        == "Cannot load hub data set lab/parts: it has no subset 'smal'. Did you mean 'small'? Existing: main, small."
+    )
     assert none == (
-        "hub data set lab/parts: it has several subsets; choose one with data.subset. There are: main, small."
+        "Cannot load hub data set lab/parts: it has several subsets; choose one with data.subset. Existing: main, small."
     )
     assert "v9" in revision

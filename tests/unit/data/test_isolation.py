@@ -40,7 +40,7 @@ def test_models_that_do_not_are_refused(config: MambaConfig) -> None:
     with pytest.raises(ShardmakeError) as error:
         check_isolation(model, Collator(256, 0, packing=True, flat=False), CPU)
     assert str(error.value) == (
-        "packing: this model does not keep packed examples apart with this attention kernel. "
+        "Packing is not possible: this model mixes packed examples with this attention kernel. "
         "Set packing: false, or try another `attention`."
     )
     check_isolation(model, Collator(256, 0, packing=False, flat=False), CPU)

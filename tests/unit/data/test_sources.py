@@ -93,7 +93,7 @@ def test_parquet_rows_are_named_by_number(tmp_path: Path) -> None:
 def test_no_examples_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(content)
-    assert refusal(path, tmp_path / "cache") == f"{path} holds no examples."
+    assert refusal(path, tmp_path / "cache") == f"No examples in {path}. Name a source with data."
 
 
 def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
@@ -105,15 +105,18 @@ def test_what_is_no_parquet_is_refused(tmp_path: Path) -> None:
 def test_parquet_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", [{"text": "a"}])
     write_parquet(tmp_path / "b.parquet", [{"prompt": "a", "completion": "b"}])
-    expected = f"{tmp_path}/b.parquet has the columns prompt, completion; {tmp_path}/a.parquet has text."
+    expected = (
+        f"Columns differ: {tmp_path}/b.parquet has prompt, completion; {tmp_path}/a.parquet has text. "
+        "Use the same columns in all files."
+    )
     assert refusal(tmp_path, tmp_path / "cache") == expected
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("data/train.jsonl", tmp_path / "cache") == (
-        f"data 'data/train.jsonl' does not exist (now in {tmp_path}). Name a .jsonl or .parquet file, a folder of such "
-        "files, or a hub data set (org/name)."
+        f"Data not found: 'data/train.jsonl' does not exist (working directory: {tmp_path}). Name a .jsonl or .parquet "
+        "file, a folder of such files, or a hub data set (org/name)."
     )
 
 
@@ -122,18 +125,20 @@ def test_other_kinds_of_files_are_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"
     path.write_text("{}")
     assert refusal(path, tmp_path / "cache") == (
-        f"{path}: files ending in {suffix!r} cannot be read. Use .jsonl (one JSON object a line) or .parquet."
+        f"Unsupported data file: {path}. Use .jsonl (one JSON object per line) or .parquet."
     )
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, tmp_path / "cache") == f"{tmp_path} holds no .jsonl and no .parquet file."
+    assert refusal(tmp_path, tmp_path / "cache") == (
+        f"No data in {tmp_path}: it has no .jsonl and no .parquet file. Name a folder with one of them."
+    )
 
 
 def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl")
     write_parquet(tmp_path / "b.parquet")
-    expected = f"{tmp_path} holds both .jsonl and .parquet files; keep one kind in a folder."
+    expected = f"Ambiguous data folder: {tmp_path} has both .jsonl and .parquet files. Keep one kind in a folder."
     assert refusal(tmp_path, tmp_path / "cache") == expected
 
 

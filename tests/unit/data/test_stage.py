@@ -126,7 +126,7 @@ def files_of(folder: Path) -> dict[str, str]:
 def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "_WORTH_A_POOL", 10)
+    monkeypatch.setattr(stage, "_POOL_FROM_ROWS", 10)
     data = {"train": write_jsonl(tmp_path / "t.jsonl", conversations(300))}
     made = {}
     for name, cpus, seed in (("one", 1, 42), ("two", 2, 42), ("other", 1, 43)):
@@ -137,15 +137,17 @@ def test_the_result_depends_on_the_seed_and_not_on_the_processes(
         assert made["one"][file] == made["two"][file] != made["other"][file]
 
 
-def test_what_is_up_to_date_is_left_alone(model: Path, tmp_path: Path) -> None:
+def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardmake")
     path = tmp_path / "t.jsonl"
     run = make_run(model, {"train": write_jsonl(path, conversations(20))})
-    rundir, said = RunDir(tmp_path / "run"), []
+    rundir = RunDir(tmp_path / "run")
     first = prepare(run, rundir)
+    caplog.clear()
     os.utime(rundir.data_receipt, (1, 1))
     arrow = rundir.data / first["train"]["files"][0]["path"]
-    assert prepare(run, rundir, tell=said.append) == first
-    assert said == [f"{rundir.data} is up to date."]
+    assert prepare(run, rundir) == first
+    assert caplog.messages == [f"{rundir.data} is up to date."]
     arrow.unlink()
     assert prepare(run, rundir) == first
     assert arrow.exists() and rundir.data_receipt.stat().st_mtime == 1
@@ -175,7 +177,7 @@ def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
 def test_a_broken_line_is_named_by_a_worker_process_too(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "_WORTH_A_POOL", 10)
+    monkeypatch.setattr(stage, "_POOL_FROM_ROWS", 10)
     path = tmp_path / "t.jsonl"
     write_jsonl(path, conversations(20))
     path.write_text(path.read_text() + "{\n")
@@ -196,14 +198,15 @@ def test_sources_are_checked_without_a_model(tmp_path: Path) -> None:
 def test_data_with_nothing_to_learn_is_refused(model: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [{"messages": chat("u:a")}] * 3)
     assert refusal(make_run(model, {"train": path, "eval": path}), RunDir(tmp_path / "run")) == (
-        "no example of the train data has a token to learn: 3 examples; 3 dropped, with nothing to learn."
+        "No example of the train data has a token to learn: 3 examples; 3 dropped, with nothing to learn. "
+        "Check data.format and data.loss_on, or raise sequence_length."
     )
 
 
 def test_one_example_cannot_be_split(model: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", conversations(1))
     assert refusal(make_run(model, {"train": path}), RunDir(tmp_path / "run")) == (
-        f"{path} holds one example; evaluation needs another. Give data.eval or more data."
+        f"Too little data: {path} has one example, and evaluation needs another one. Set data.eval or add data."
     )
 
 
@@ -212,7 +215,7 @@ def test_a_tokenizer_of_another_model_is_refused(model: Path, tmp_path: Path) ->
     LlamaConfig(vocab_size=50).save_pretrained(tmp_path / "small")
     path = write_jsonl(tmp_path / "t.jsonl", conversations(4))
     message = refusal(make_run(tmp_path / "small", {"train": path}), RunDir(tmp_path / "run"))
-    assert message.startswith(f"the tokenizer of '{tmp_path}/small' gives token id ")
+    assert message.startswith(f"The tokenizer of '{tmp_path}/small' produces token id ")
     assert "but the model's vocab_size is 50. " in message
 
 
@@ -220,4 +223,4 @@ def test_a_model_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     LlamaConfig().save_pretrained(tmp_path / "bare")
     path = write_jsonl(tmp_path / "t.jsonl", conversations(4))
     message = refusal(make_run(tmp_path / "bare", {"train": path}), RunDir(tmp_path / "run"))
-    assert message.startswith(f"model '{tmp_path}/bare' gives no tokenizer: ")
+    assert message.startswith(f"Cannot load the tokenizer of '{tmp_path}/bare': ")

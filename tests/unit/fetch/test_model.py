@@ -56,7 +56,7 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
     assert Sources.model_validate_json(rundir.sources.read_text()) == sources
 
 
-def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir) -> None:
+def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     hub.add("lab/base", FILES)
     described = fetch(RUN, rundir, part="description")
     folder = Path(described.model.path)
@@ -66,9 +66,9 @@ def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir) -> None:
         ShardmakeError, match=r"2 files of lab/base are not here .*Fetch them first: shardmake fetch chat"
     ):
         require_weights(rundir)
-    said: list[str] = []
-    assert fetch(RUN, rundir, said.append, part="weights") == described
-    assert said == ["Fetching the weights of lab/base: 2 files, 0.0 GB."]
+    caplog.set_level("INFO", "shardmake")
+    assert fetch(RUN, rundir, part="weights") == described
+    assert caplog.messages == ["Fetching the weights of lab/base: 2 files, 0.0 GB."]
     require_weights(rundir)
     assert read_folder(folder) == described.model.files, "what the hub listed is what arrived"
     assert read_json(rundir.weights_receipt, "")["files"].keys() == FILES.keys()
@@ -79,14 +79,14 @@ def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir) -> None:
 def test_weights_that_the_disk_has_no_room_for(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     hub.add("lab/base", FILES)
     fetch(RUN, rundir, part="description")
-    monkeypatch.setattr("shardmake.core.disk.room_in", lambda _: FreeSpace(1000, "your quota on /home"))
+    monkeypatch.setattr("shardmake.core.disk.free_space", lambda _: FreeSpace(1000, "your quota on /home"))
     with pytest.raises(ShardmakeError, match=r"The base model's weights need .* left \(your quota on /home\)"):
         fetch(RUN, rundir, part="weights")
     assert not hub.asked("resolve.*safetensors$")
 
 
 def test_weights_before_anything_else(hub: FakeHub, rundir: RunDir) -> None:
-    with pytest.raises(ShardmakeError, match="Make it first: shardmake fetch chat"):
+    with pytest.raises(ShardmakeError, match="Run first: shardmake fetch chat"):
         fetch(RUN, rundir, part="weights")
 
 
@@ -213,16 +213,16 @@ def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeyp
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert fetch(RUN, rundir) == online
     assert not hub.requests
-    with pytest.raises(ShardmakeError, match=r"lab/other is not here, and HF_HUB_OFFLINE"):
+    with pytest.raises(ShardmakeError, match=r"lab/other is not in the local cache, and HF_HUB_OFFLINE"):
         fetch(make_run(model="lab/other", data={"train": "train.jsonl"}), rundir)
 
 
 @pytest.mark.parametrize(
     ("removed", "complaint"),
     [
-        ("config.json", "lacks config.json"),
-        ("model-00002-of-00002.safetensors", "lacks model-00002-of-00002.safetensors"),
-        ("tokenizer.json", "lacks a tokenizer"),
+        ("config.json", "missing config.json"),
+        ("model-00002-of-00002.safetensors", "missing model-00002-of-00002.safetensors"),
+        ("tokenizer.json", "missing a tokenizer"),
     ],
 )
 def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path, removed: str, complaint: str) -> None:

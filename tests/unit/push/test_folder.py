@@ -37,11 +37,13 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
     }
 
 
-def test_it_says_where_the_model_goes_and_that_it_arrived(tmp_path: Path) -> None:
-    said: list[str] = []
-    push(RUN, make_rundir(tmp_path), said.append)
-    assert re.fullmatch(r"Pushing 12 files, 0\.5 MB to file:published/chat\.", said[0])
-    assert said[1:] == ["file:published/chat holds the model; every file was read back and compared."]
+def test_the_log_names_the_destination_and_the_verified_result(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardmake")
+    push(RUN, make_rundir(tmp_path))
+    assert re.fullmatch(r"Pushing 12 files, 0\.5 MB to file:published/chat\.", caplog.messages[0])
+    assert caplog.messages[1:] == ["file:published/chat has the model; every file was read back and compared."]
 
 
 def test_sha256sum_accepts_the_published_checksums(tmp_path: Path) -> None:
@@ -79,7 +81,7 @@ def test_a_folder_with_other_files_is_refused_and_stays(tmp_path: Path, foreign:
     file.parent.mkdir(parents=True)
     file.write_text("mine")
     with pytest.raises(
-        ShardmakeError, match=rf"published/chat holds files .*{foreign}.*Choose another folder in push\.to"
+        ShardmakeError, match=rf"published/chat contains files .*{foreign}.*Choose another folder in push\.to"
     ):
         push(RUN, make_rundir(tmp_path))
     assert file.read_text() == "mine"
@@ -98,7 +100,7 @@ def test_an_unwritable_place_says_so(tmp_path: Path) -> None:
     (tmp_path / "published").write_text("a file where a folder should be")
     rundir = make_rundir(tmp_path)
     with pytest.raises(
-        ShardmakeError, match=r"cannot be written to published/chat: File exists \(published\)\. Make that folder"
+        ShardmakeError, match=r"published/chat cannot be written: File exists \(published\)\. Make that folder"
     ):
         push(RUN, rundir)
     assert not rundir.push_receipt.exists()
@@ -111,7 +113,7 @@ def test_a_place_without_room_says_what_it_lacks(tmp_path: Path) -> None:
     try:
         with pytest.raises(
             ShardmakeError,
-            match=r"The model needs 0 MiB, and published has 0 MiB left \(free on the file system\)\. Free",
+            match=r"the model needs 0 MiB, and published has 0 MiB left \(free on the file system\)\. Free",
         ):
             push(RUN, make_rundir(tmp_path))
         assert not list(point.iterdir())
@@ -164,7 +166,7 @@ def test_what_a_killed_push_left_is_settled(tmp_path: Path) -> None:
 def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.model_receipt.write_text('{"files": {}}')
-    with pytest.raises(ShardmakeError, match=r"holds no verification.*shardmake consolidate chat"):
+    with pytest.raises(ShardmakeError, match=r"has no verification.*shardmake consolidate chat"):
         push(RUN, rundir)
     rundir.model_receipt.unlink()
     with pytest.raises(ShardmakeError, match="shardmake consolidate chat"):

@@ -134,7 +134,7 @@ def test_a_network_that_goes_in_the_middle_costs_one_file_at_most(
     lost = hashlib.sha256(shards["model-4.safetensors"]).hexdigest()
     hub.transfer = transfer
     hub.cut(f"P[OU][ST]T? /(put|part)/{lost}", times=99)
-    with pytest.raises(ShardmakeError, match=r"The push to hub:lab/chat failed.*\nNothing is lost.*Push again"):
+    with pytest.raises(ShardmakeError, match=r"The push to hub:lab/chat failed.*\nUploaded files are kept.*Push again"):
         push(RUN, rundir)
     assert not contents(hub)
     sizes = {hashlib.sha256(content).hexdigest(): len(content) for content in shards.values()}
@@ -164,7 +164,7 @@ def test_a_hub_that_keeps_losing_files_is_an_error(
 ) -> None:
     monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
     hub.lose.append("config.json")
-    with pytest.raises(ShardmakeError, match=r"lacks or holds other content for: config\.json"):
+    with pytest.raises(ShardmakeError, match=r"has no or different content for: config\.json"):
         push(RUN, rundir)
     assert not rundir.push_receipt.exists()
 
@@ -193,7 +193,7 @@ def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir:
 
 def test_another_model_under_the_name_is_not_overwritten(hub: FakeHub, rundir: RunDir) -> None:
     hub.add("lab/chat", {"config.json": b"{}", "README.md": b"theirs"}, private=True)
-    with pytest.raises(ShardmakeError, match=r"The name hub:lab/chat is taken.*config\.json.*Choose another name"):
+    with pytest.raises(ShardmakeError, match=r"hub:lab/chat contains files.*config\.json.*Choose another name"):
         push(RUN, rundir)
     assert contents(hub)["config.json"] == b"{}"
 
@@ -215,8 +215,8 @@ def test_a_public_repository_is_refused_where_private_was_asked(hub: FakeHub, ru
 @pytest.mark.parametrize(
     ("token", "advice"),
     [
-        (READER, "rights to write.*\n.*Take a token with write permission, ask lab for the right"),
-        ("hf_expired", "Invalid credentials.*\n.*Make a new one with write permission and run `hf auth login`"),
+        (READER, "rights to write.*\n.*Use a token with write permission, ask lab for access"),
+        ("hf_expired", "Invalid credentials.*\n.*Create a new one with write permission and run `hf auth login`"),
     ],
 )
 def test_a_token_that_does_not_do(
@@ -253,7 +253,7 @@ def test_storage_used_up_says_so(hub: FakeHub, rundir: RunDir, request_: str, st
 def test_metadata_that_the_hub_does_not_take(hub: FakeHub, rundir: RunDir) -> None:
     hub.card_errors.append('"license" must be one of ...')
     with pytest.raises(
-        ShardmakeError, match=r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub does not take'
+        ShardmakeError, match=r'Invalid metadata in README\.md\. - "license" must be.*\nThe hub rejected'
     ):
         push(RUN, rundir)
 
@@ -261,7 +261,7 @@ def test_metadata_that_the_hub_does_not_take(hub: FakeHub, rundir: RunDir) -> No
 def test_a_hub_that_is_gone(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(
-        ShardmakeError, match=r"The push to hub:lab/chat failed: .*refused.*\nNothing is lost.*Push again"
+        ShardmakeError, match=r"The push to hub:lab/chat failed: .*refused.*\nUploaded files are kept.*Push again"
     ):
         push(RUN, rundir)
 

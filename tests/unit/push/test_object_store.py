@@ -88,7 +88,9 @@ def test_a_new_model_replaces_the_old_one(bucket: Any, rundir: RunDir) -> None:
 
 def test_a_prefix_with_other_files_is_refused(bucket: Any, rundir: RunDir) -> None:
     bucket.put_object(Key="models/chat/notes.txt", Body=b"mine")
-    with pytest.raises(ShardmakeError, match=r"s3://lab/models/chat holds files .*notes\.txt.*Choose another prefix"):
+    with pytest.raises(
+        ShardmakeError, match=r"s3://lab/models/chat contains files .*notes\.txt.*Choose another prefix"
+    ):
         push(RUN, rundir)
     assert contents(bucket) == {"notes.txt": b"mine"}
 
@@ -108,7 +110,7 @@ def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
 
     with monkeypatch.context() as patch:
         patch.setattr(object_store, "_send", cut)
-        with pytest.raises(ShardmakeError, match=r"the network is gone\nNothing is lost.*Push again"):
+        with pytest.raises(ShardmakeError, match=r"the network is gone\nUploaded files are kept.*Push again"):
             push(RUN, rundir)
     assert "SHA256SUMS" not in contents(bucket)
     assert (contents(bucket)["config.json"] == b"new") is False, "what loaders look at first comes after the weights"
@@ -119,7 +121,7 @@ def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
 
 def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(object_store._Place, "digest", lambda *_: "0" * 64)
-    with pytest.raises(ShardmakeError, match="does not read back as it was sent"):
+    with pytest.raises(ShardmakeError, match="differs from what was sent when read back"):
         push(RUN, rundir)
     assert "SHA256SUMS" not in contents(bucket) and not rundir.push_receipt.exists()
 
@@ -140,17 +142,19 @@ def test_without_credentials(bucket: Any, rundir: RunDir, monkeypatch: pytest.Mo
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    with pytest.raises(ShardmakeError, match=r"credentials.*\nGive credentials that may list, .* run `aws configure`"):
+    with pytest.raises(
+        ShardmakeError, match=r"credentials.*\nProvide credentials with permission to list, .* run `aws configure`"
+    ):
         push(RUN, rundir)
 
 
 @pytest.mark.parametrize(
     ("error", "advice"),
     [
-        (PermissionError("Access Denied"), "Give credentials that may list, read, write and delete there"),
-        (OSError("QuotaExceeded: the bucket's quota is reached"), "The place is full. Free some space there"),
-        (OSError(28, "No space left on device"), "The place is full. Free some space there"),
-        (ConnectionError("Connection reset by peer"), "Nothing is lost: what was sent stays. Push again."),
+        (PermissionError("Access Denied"), "Provide credentials with permission to list, read, write and delete"),
+        (OSError("QuotaExceeded: the bucket's quota is reached"), "The store is full. Free some space there"),
+        (OSError(28, "No space left on device"), "The store is full. Free some space there"),
+        (ConnectionError("Connection reset by peer"), "Uploaded files are kept. Push again."),
     ],
 )
 def test_what_a_store_refuses_is_answered_with_what_to_do(
@@ -165,7 +169,7 @@ def test_what_a_store_refuses_is_answered_with_what_to_do(
 
 
 def test_a_bucket_that_is_not_there(bucket: Any, rundir: RunDir) -> None:
-    with pytest.raises(ShardmakeError, match=r"The push to s3://other/chat failed.*\nMake the bucket first"):
+    with pytest.raises(ShardmakeError, match=r"The push to s3://other/chat failed.*\nCreate the bucket first"):
         push(make_run(push={"to": "s3://other/chat"}), rundir)
 
 
