@@ -183,14 +183,14 @@ def render(
 ) -> None:
     """Render the Accelerate and DeepSpeed files from the plan, and check them."""
     from shardmake.commands.preview import preview
-    from shardmake.render.stage import render as write_files
+    from shardmake.render.stage import render as render_run
     from shardmake.run.plan import Plan
 
     run, cluster, rundir = _open_fetched(name, config, runs)
     if show:
         typer.echo(preview(Plan.read(rundir.plan), run, cluster, rundir))
         return
-    for line in write_files(Plan.read(rundir.plan), run, cluster, rundir.plan_folder):
+    for line in render_run(Plan.read(rundir.plan), run, cluster, rundir):
         logger.info("%s", line)
     logger.info("Rendered %s, %s and %s.", rundir.accelerate, rundir.deepspeed, rundir.training)
 

@@ -13,12 +13,13 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import write_deepspeed_hint
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Cluster, Run, Strategy
-from shardmake.core.atomic import read_json, write_json, write_text
+from shardmake.core.atomic import read_json, write_json
 from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
 from shardmake.plan.planner import make_plan
+from shardmake.render import stage
 from shardmake.render.expected_engine import expected_engine
-from shardmake.render.stage import as_yaml, launch_command, render_files
+from shardmake.render.stage import launch_command, render_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.plan import Plan
 from tests.workflow.checkout import REPOSITORY, Checkout
@@ -91,10 +92,7 @@ def launch_by_hand(
 
 def write_files(plan: Plan, run: Run, cluster: Cluster, folder: AttemptDir) -> None:
     """As `render`, without asking the libraries first: they are about to have their say."""
-    files = render_files(plan, run, cluster, read_model(run.model), folder.root)
-    write_text(folder.accelerate, as_yaml(files.accelerate))
-    write_json(folder.deepspeed, files.deepspeed)
-    write_json(folder.training, files.training)
+    stage.write_files(render_files(plan, run, cluster, read_model(run.model), folder.root), folder.root)
 
 
 def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:

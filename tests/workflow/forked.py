@@ -9,11 +9,11 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Cluster, Run, Strategy
-from shardmake.core.atomic import write_json, write_text
+from shardmake.core.atomic import write_json
 from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
 from shardmake.plan.planner import make_plan
-from shardmake.render.stage import as_yaml, launch_command, render_files
+from shardmake.render.stage import launch_command, render_files, write_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan
@@ -54,10 +54,9 @@ class Forked:
             rundir.data.symlink_to(self.lab.run / "data")
         files = render_files(plan, run, cluster, read_model(run.model), folder.root)
         plan.write(folder.plan)
-        write_text(folder.accelerate, as_yaml(files.accelerate))
+        write_files(files, folder.root)
         changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
         write_json(folder.deepspeed, files.deepspeed | changes)
-        write_json(folder.training, files.training)
         path = str(resume_from) if resume_from else None
         attempt_settings(number, rundir.root, cluster, plan, resume_from=path, recipe="r").write(folder.settings)
         environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}

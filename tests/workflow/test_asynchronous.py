@@ -116,7 +116,7 @@ def test_the_driver_goes_on_after_that(
     monkeypatch.chdir(checkout.root)
     config, rundir = load_config(Path("config/config.yaml")), RunDir(checkout.run)
     run, cluster = get_run(config, "demo"), load_cluster(Path(config.cluster))
-    render(plan_run(run, cluster, rundir), run, cluster, rundir.plan_folder)
+    render(plan_run(run, cluster, rundir), run, cluster, rundir)
     rundir.data.symlink_to(forked.lab.run / "data")
     driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
     kill_rank_that_uploads(rundir)

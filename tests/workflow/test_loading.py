@@ -9,7 +9,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from shardmake.config.models import Strategy
-from shardmake.render.stage import launch_command, render
+from shardmake.memory.read_config import read_model
+from shardmake.render.stage import launch_command, render_files, write_files
 from tests.unit.plans import make_cluster, make_plan, make_run
 from tests.workflow.by_hand import free_port, rank_environment
 
@@ -31,7 +32,8 @@ def make_model(folder: Path, layers: int) -> int:
 def peaks(model: Path, strategy: Strategy, ranks: int, folder: Path) -> list[int]:
     """Peak resident memory of each rank of one node over its life, bytes."""
     plan = make_plan(strategy, nodes=1, processes_per_node=ranks, gradient_accumulation_steps=8 // ranks)
-    render(plan, make_run(model=str(model)), make_cluster(), folder)
+    files = render_files(plan, make_run(model=str(model)), make_cluster(), read_model(str(model)), folder)
+    write_files(files, folder)
     command = launch_command(plan, folder, 0, "127.0.0.1", free_port())
     start = command.index("-m", command.index("--num_cpu_threads_per_process"))
     command[start:] = [str(RANK), str(folder)]

@@ -6,6 +6,8 @@ rule render_run:
         accelerate=PATHS.accelerate,
         deepspeed=PATHS.deepspeed,
         training=PATHS.training,
+        fallbacks=directory(PATHS.fallbacks),
+        receipt=PATHS.rendered,
     log:
         "logs/{run}/render.log",
     localrule: True

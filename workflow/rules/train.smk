@@ -4,6 +4,8 @@ rule train_run:
         accelerate=PATHS.accelerate,
         deepspeed=PATHS.deepspeed,
         training=PATHS.training,
+        fallbacks=PATHS.fallbacks,
+        rendered=PATHS.rendered,
         data=PATHS.data_receipt,
         weights=ancient(PATHS.weights_receipt),
     output:

@@ -33,7 +33,7 @@ from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, clas
 from shardmake.launch.progress import ProgressPrinter
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission_limit import require_slot, snapshot_file, submission_slot, waiting_message
-from shardmake.render.stage import render
+from shardmake.render.stage import copy_rendered
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import (
@@ -274,7 +274,7 @@ class Driver:
         """Put the files of this attempt's fallback into its folder, so that it tells its own history."""
         plan = self._present_plan()
         plan.write(folder.plan)
-        render(plan, self.run, self.cluster, folder.root)
+        copy_rendered(self.rundir, self.plan, next_fallback(self.history, self.plan_digest), folder.root)
         return plan
 
     def _present_plan(self) -> Plan:

@@ -302,7 +302,11 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
         return [run.strategy]
     if settings.hardware.is_cpu:
         return [name for name, spec in STRATEGY_SPECS.items() if spec.cpu]
-    sharded = {name: spec for name, spec in STRATEGY_SPECS.items() if not spec.hybrid or nodes > 1}
+    sharded = {
+        name: spec
+        for name, spec in STRATEGY_SPECS.items()
+        if not spec.hybrid or min(nodes, settings.hardware.processes_per_node) > 1
+    }
     if run.method == "qlora":
         sharded = {name: spec for name, spec in sharded.items() if spec.qlora}
     if run.optimizer == "adamw8bit":

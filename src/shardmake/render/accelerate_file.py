@@ -1,6 +1,5 @@
 """``accelerate.yaml``: what `accelerate launch` starts, where, and with which engine."""
 
-from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Run
@@ -14,12 +13,12 @@ Their defaults there are not None, so that the value in the file never gets thro
 """
 
 
-def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) -> dict[str, Any]:
+def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
     """Accelerate's file.
 
-    The node's rank and the address of node 0 are known only at launch and come on the command line. ``use_cpu`` is
-    false also on CPU: with true, the launcher drops DeepSpeed without a word and starts one process only. That ranks
-    run on the CPU is said in the training arguments.
+    The node's rank, the address of node 0 and the place of the DeepSpeed file are known only at launch and stand on
+    the command line. ``use_cpu`` is false also on CPU: with true, the launcher silently drops DeepSpeed and starts one
+    process only. The training arguments say that the ranks run on the CPU.
     """
     choice, engine = plan.choice, plan.choice.spec
     values: dict[str, Any] = {
@@ -31,7 +30,7 @@ def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) 
         "main_training_function": "main",
     }
     if engine.is_deepspeed:
-        return values | {"deepspeed_config": _deepspeed_section(choice, deepspeed_file)}
+        return values | {"deepspeed_config": _deepspeed_section(choice)}
     # With a DeepSpeed file, accelerate refuses this key: the precision stands in that file.
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
     if engine.is_fsdp:
@@ -41,10 +40,9 @@ def accelerate_config(plan: Plan, run: Run, model: Model, deepspeed_file: Path) 
     return values
 
 
-def _deepspeed_section(choice: Choice, deepspeed_file: Path) -> dict[str, Any]:
+def _deepspeed_section(choice: Choice) -> dict[str, Any]:
     """The launcher's default for several nodes is pdsh, which wants ssh between them; `standard` is torchrun."""
     return {
-        "deepspeed_config_file": str(deepspeed_file.absolute()),
         "deepspeed_multinode_launcher": "standard",
         "zero3_init_flag": choice.zero_stage == 3,
     }

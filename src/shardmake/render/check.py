@@ -7,16 +7,19 @@ they understand differently from the plan and what they drop without a word is a
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from shardmake.core.environment import kernel_caches
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.process import answer_request, run_module
 from shardmake.render import parsers
 from shardmake.run.plan import Choice
+
+_VARIABLES = ("ACCELERATE_", "FSDP_")
+"""Prefixes of the variables in which Accelerate passes settings to the ranks."""
 
 
 @dataclass(frozen=True)
@@ -28,22 +31,55 @@ class Files:
     training: dict[str, Any]
 
 
-def check_rendered(files: Files, choice: Choice, hidden_size: int, flags: list[str], scratch: str) -> None:
-    """Have the libraries read ``files``; ShardmakeError lists everything that they refuse or understand differently.
+@dataclass(frozen=True)
+class Rendering:
+    """The files of one choice, and the options of `accelerate launch` beside them."""
 
-    ``hidden_size`` is the model's, from which Trainer fills in bucket sizes. ``flags`` are the options of `accelerate
-    launch` that stand beside the file; ``scratch`` is the folder for compiled kernels, of which DeepSpeed builds one
-    for the CPU as soon as it reads a configuration.
+    files: Files
+    choice: Choice
+    flags: list[str]
+
+
+def check_rendered(renderings: Sequence[Rendering], hidden_size: int, scratch: str) -> None:
+    """Check the files of a plan's choice and of its fallbacks, in this order, with the libraries' parsers.
+
+    Raises `ConfigError` with everything that the parsers refuse or understand differently.
     """
-    request = {"files": asdict(files), "choice": choice.model_dump(), "hidden_size": hidden_size, "flags": flags}
-    problems = ask_libraries("shardmake.render.check", request, choice.world_size, bool(files.deepspeed), scratch)
-    if problems:
-        raise ShardmakeError(
-            "\n".join(["The rendered files do not fit together:", *(f"  {line}" for line in problems)])
-        )
+    problems = read_with_libraries(renderings, hidden_size, scratch)
+    lines = [
+        f"  {f'fallback {number} ({rendering.choice.strategy}): ' if number else ''}{line}"
+        for number, (rendering, found) in enumerate(zip(renderings, problems, strict=True))
+        for line in found
+    ]
+    if lines:
+        raise ConfigError("\n".join(["The rendered files do not fit together:", *lines]))
 
 
-def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> list[str]:
+def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scratch: str) -> list[list[str]]:
+    """Return what the libraries' parsers refuse or understand differently, for each of ``renderings``.
+
+    One process reads all renderings of one world size. ``hidden_size`` is the model's, from which Trainer fills in
+    bucket sizes. ``scratch`` is the folder for compiled kernels: DeepSpeed builds one for the CPU as soon as it reads a
+    configuration.
+    """
+    problems: dict[int, list[str]] = {}
+    for world_size in sorted({rendering.choice.world_size for rendering in renderings}):
+        group = {n: one for n, one in enumerate(renderings) if one.choice.world_size == world_size}
+        request = {
+            "world_size": world_size,
+            "hidden_size": hidden_size,
+            "renderings": [
+                {"files": asdict(one.files), "choice": one.choice.as_json(), "flags": one.flags}
+                for one in group.values()
+            ],
+        }
+        deepspeed = any(one.files.deepspeed for one in group.values())
+        answers = ask_libraries("shardmake.render.check", request, world_size, deepspeed, scratch)
+        problems |= dict(zip(group, answers, strict=True))
+    return [problems[number] for number in range(len(renderings))]
+
+
+def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> Any:
     """Run ``module`` over ``request`` in a process that finds itself as rank 0 of ``world_size``; its answer."""
     try:
         return run_module(module, request, _environment(world_size, deepspeed) | kernel_caches(scratch))
@@ -53,7 +89,7 @@ def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deep
 
 def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
     """What the launcher would set for rank 0, so that the libraries see the planned world."""
-    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost"}
     engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if deepspeed else {}
     return inherited | world | engine
@@ -62,7 +98,7 @@ def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
 # --- in the child process ---------------------------------------------------------------------------------------------
 
 
-def answer_check(check: Callable[[dict[str, Any], Path], list[str]]) -> None:
+def answer_check(check: Callable[[dict[str, Any], Path], Any]) -> None:
     """Answer the parent's request with ``check``, which gets an empty folder as well."""
     with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
         answer_request(lambda request: check(request, Path(folder)))
@@ -76,18 +112,22 @@ def problems_of(check: Callable[[], list[str]]) -> list[str]:
         return [f"{type(error).__module__.split('.')[0]}.{type(error).__name__}: {error}"]
 
 
-def _check(request: dict[str, Any], folder: Path) -> list[str]:
-    parsers.pretend_world(Choice.model_validate(request["choice"]).world_size)
-    return find_problems(request, folder)
+def _check(request: dict[str, Any], folder: Path) -> list[list[str]]:
+    parsers.pretend_world(request["world_size"])
+    return [_find_problems(one, request["hidden_size"], folder) for one in request["renderings"]]
 
 
-def find_problems(request: Mapping[str, Any], folder: Path) -> list[str]:
-    """What the libraries find in the files of ``request``, in a world of the size that it asks for."""
-    files, choice = Files(**request["files"]), Choice.model_validate(request["choice"])
+def _find_problems(rendering: Mapping[str, Any], hidden_size: int, folder: Path) -> list[str]:
+    """Return what the libraries find in the files of one rendering, whatever they left in the environment before."""
+    files, choice = Files(**rendering["files"]), Choice.model_validate(rendering["choice"])
+    for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
+        del os.environ[name]
+    if files.deepspeed:
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     return [
-        *problems_of(lambda: _check_accelerate(files, choice, request["flags"], folder)),
+        *problems_of(lambda: _check_accelerate(files, choice, rendering["flags"], folder)),
         *problems_of(lambda: _check_deepspeed(files, choice)),
-        *problems_of(lambda: _check_training(files, choice, request["hidden_size"], folder)),
+        *problems_of(lambda: _check_training(files, choice, hidden_size, folder)),
     ]
 
 

@@ -4,49 +4,95 @@ Every number stands in one place, the plan or the run, and is written from there
 What is rendered depends on nothing but its arguments; no training library is imported here.
 """
 
+import shutil
 import sys
 from pathlib import Path
 
 import yaml
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.atomic import write_json, write_text
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.atomic import write_bytes, write_json, write_text
+from shardmake.core.errors import ConfigError
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import read_model
 from shardmake.render.accelerate_file import accelerate_config
-from shardmake.render.check import Files, check_rendered
+from shardmake.render.check import Files, Rendering, check_rendered
 from shardmake.render.deepspeed_file import deepspeed_config
 from shardmake.render.training_file import training_config
 from shardmake.render.user_files import merge_own_files
-from shardmake.run.plan import Choice, Plan
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Choice, Plan, RenderReceipt
 
 ACCELERATE, DEEPSPEED, TRAINING = "accelerate.yaml", "deepspeed.json", "training.json"
 
 
-def render(plan: Plan, run: Run, cluster: Cluster, folder: Path) -> list[str]:
-    """Write the three files of ``plan`` into ``folder``, each only if its content changed.
+def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
+    """Write the files of the plan's choice and of each fallback, from which the driver copies those of an attempt.
 
-    Before that the libraries' own parsers read them (`shardmake.render.check`). Returns a line for everything that the
-    run's own files changed. Raises ShardmakeError where run, plan and own files contradict each other or a library
-    would refuse a file.
+    The libraries' own parsers read all of them first (`shardmake.render.check`), so that a fallback that cannot be
+    trained is refused before the queue. Returns a line for everything that the run's own files changed. Raises
+    `ConfigError` if run, plan and own files contradict each other or a library would refuse a file.
     """
     _check_batch(plan.choice, run)
-    _check_hybrid(plan.choice)
+    plans = [plan.at(fallback) for fallback in range(len(plan.fallbacks) + 1)]
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
-    files, told = merge_own_files(render_files(plan, run, cluster, model, folder), run, plan.choice)
-    flags = launch_flags(plan, machine_rank=0, address="localhost", port=1)
-    check_rendered(files, plan.choice, model.hidden_size, flags, cluster.scratch)
+    merged = [_merge(number, one, run, cluster, model, rundir) for number, one in enumerate(plans)]
+    flags = [launch_flags(one, rundir.plan_folder, machine_rank=0, address="localhost", port=1) for one in plans]
+    renderings = [
+        Rendering(files, one.choice, options) for (files, _), one, options in zip(merged, plans, flags, strict=True)
+    ]
+    check_rendered(renderings, model.hidden_size, cluster.scratch)
+    rundir.rendered.unlink(missing_ok=True)
+    shutil.rmtree(rundir.fallbacks, ignore_errors=True)
+    rundir.fallbacks.mkdir(parents=True)
+    for number, (files, _) in enumerate(merged):
+        write_files(files, rundir.rendered_files(number))
+    RenderReceipt(plan_digest=plan.digest).write(rundir.rendered)
+    return list(dict.fromkeys(line for _, lines in merged for line in lines))
+
+
+def _merge(
+    number: int, plan: Plan, run: Run, cluster: Cluster, model: Model, rundir: RunDir
+) -> tuple[Files, list[str]]:
+    """Return the files of fallback ``number`` with the run's own files merged, and a line for each change."""
+    try:
+        _check_hybrid(plan.choice)
+        return merge_own_files(render_files(plan, run, cluster, model, rundir.plan_folder), run, plan.choice)
+    except ConfigError as error:
+        if number == 0:
+            raise
+        raise ConfigError(
+            f"Cannot render fallback {number} of the plan, {plan.choice.strategy} with micro batch "
+            f"{plan.choice.micro_batch_size}: {error}\nOr set strategy and micro_batch_size in the run and plan again; "
+            "the plan then lacks this fallback."
+        ) from None
+
+
+def write_files(files: Files, folder: Path) -> None:
+    """Write the three files into ``folder``, each only if its content changed."""
     write_text(folder / ACCELERATE, as_yaml(files.accelerate))
     write_json(folder / DEEPSPEED, files.deepspeed)
     write_json(folder / TRAINING, files.training)
-    return told
+
+
+def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> None:
+    """Copy the rendered files of ``fallback`` into an attempt's ``folder``, byte for byte.
+
+    Raises `ConfigError` if they were rendered for another plan than ``plan``.
+    """
+    if RenderReceipt.read(rundir.rendered).plan_digest != plan.digest:
+        raise ConfigError(
+            f"The rendered files in {rundir.plan_folder} belong to another plan. "
+            f"Render them again: shardmake render {rundir.name}"
+        )
+    for name in (ACCELERATE, DEEPSPEED, TRAINING):
+        write_bytes(folder / name, (rundir.rendered_files(fallback) / name).read_bytes())
 
 
 def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> Files:
-    """The three files as data; ``folder`` is where they will lie, for the reference of one to another."""
+    """Return the three files as data; ``folder`` is any folder inside the run's."""
     return Files(
-        accelerate=accelerate_config(plan, run, model, folder / DEEPSPEED),
+        accelerate=accelerate_config(plan, run, model),
         deepspeed=deepspeed_config(plan, run, cluster, model, folder),
         training=training_config(plan, run, cluster, model),
     )
@@ -66,14 +112,18 @@ def launch_command(plan: Plan, attempt: Path, machine_rank: int | str, address: 
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
         *("--config_file", str(attempt / ACCELERATE)),
-        *launch_flags(plan, machine_rank, address, port),
+        *launch_flags(plan, attempt, machine_rank, address, port),
         *("-m", "shardmake.train", str(attempt)),
     ]
 
 
-def launch_flags(plan: Plan, machine_rank: int | str, address: str, port: int | str) -> list[str]:
-    """Options of `accelerate launch` beside its file: what only the node knows, and what the file cannot say."""
+def launch_flags(plan: Plan, folder: Path, machine_rank: int | str, address: str, port: int | str) -> list[str]:
+    """Return the options of `accelerate launch` beside its file: settings of one node, and those the file cannot hold.
+
+    ``folder`` is the folder of the rendered files.
+    """
     return [
+        *(("--deepspeed_config_file", str(folder.absolute() / DEEPSPEED)) if plan.choice.is_deepspeed else ()),
         *("--machine_rank", str(machine_rank)),
         *("--main_process_ip", address),
         *("--main_process_port", str(port)),
@@ -89,13 +139,15 @@ def threads_per_process(plan: Plan) -> int:
 
 
 def _check_hybrid(choice: Choice) -> None:
-    if choice.strategy == "fsdp-hybrid" and choice.processes_per_node == 1:
-        raise ShardmakeError("fsdp-hybrid shards within a node, and this plan has one rank a node. Use fsdp or ddp.")
+    if choice.spec.hybrid and choice.processes_per_node == 1:
+        raise ConfigError(
+            f"{choice.strategy} shards within a node, and this plan has one rank a node. Use fsdp or ddp."
+        )
 
 
 def _check_batch(choice: Choice, run: Run) -> None:
     if choice.global_batch_size != run.global_batch_size:
-        raise ShardmakeError(
+        raise ConfigError(
             f"global_batch_size is {run.global_batch_size}, but the plan makes {choice.global_batch_size}: "
             f"{choice.readers} x {choice.micro_batch_size} sequences x "
             f"{choice.gradient_accumulation_steps} accumulation steps. Run `shardmake plan` again, or choose a "

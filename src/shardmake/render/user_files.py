@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Run
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 from shardmake.render.check import Files
 from shardmake.render.lint import REFUSED_BESIDE_DEEPSPEED_FILE, SHARED, TITLES, Kind, read_source
@@ -48,7 +48,7 @@ PLANNED_ACCELERATE: Final = {
     "num_processes": FILE_WINS,
     "use_cpu": "use_cpu would have won: the launcher starts one plain process without a word.",
     "mixed_precision": "The training arguments would have won where they ask for bf16 or fp16, else your file.",
-    "deepspeed_config.deepspeed_config_file": f"{ARGUMENTS_WIN} To use that file, name it in the run.",
+    "deepspeed_config.deepspeed_config_file": "The command line would have won. To use that file, name it in the run.",
     "deepspeed_config.deepspeed_multinode_launcher": FILE_WINS,
     **dict.fromkeys([f"deepspeed_config.{key}" for key in REFUSED_BESIDE_DEEPSPEED_FILE], ACCELERATE_STOPS),
     **dict.fromkeys([f"fsdp_config.fsdp_{key}" for key in FSDP_PLANNED], ARGUMENTS_WIN),
@@ -64,7 +64,7 @@ _ADVICE: Final = 'Remove those keys from your file (or write "auto" in a DeepSpe
 def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list[str]]:
     """``files`` with what the run's own files add, and a line for everything taken over or left out.
 
-    Raises `ShardmakeError` with every contradiction.
+    Raises `ConfigError` with every contradiction.
     """
     conflicts: list[str] = []
     told: list[str] = []
@@ -73,13 +73,13 @@ def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list
     if run.accelerate_config:
         files = _merge_accelerate(run.accelerate_config, files, run, conflicts, told)
     if conflicts:
-        raise ShardmakeError("\n".join(["Your own files contradict the run and its plan:", *conflicts, _ADVICE]))
+        raise ConfigError("\n".join(["Your own files contradict the run and its plan:", *conflicts, _ADVICE]))
     return files, told
 
 
 def _merge_deepspeed(name: str, files: Files, choice: Choice, conflicts: list[str], told: list[str]) -> dict[str, Any]:
     if not choice.is_deepspeed:
-        raise ShardmakeError(
+        raise ConfigError(
             f"deepspeed_config names {name}, but strategy {choice.strategy} does not use DeepSpeed. Remove "
             "deepspeed_config, or set strategy to one of DeepSpeed's (zero1, zero2, zero3 ...)."
         )
@@ -108,7 +108,7 @@ def _merge_accelerate(name: str, files: Files, run: Run, conflicts: list[str], t
 def _read(path: str, kind: Kind) -> dict[str, Any]:
     source = read_source(Path(path))
     if source.kind != kind:
-        raise ShardmakeError(f"{kind}_config names {path}, which looks like {TITLES[source.kind]}.")
+        raise ConfigError(f"{kind}_config names {path}, which looks like {TITLES[source.kind]}.")
     return source.values
 
 

@@ -74,6 +74,20 @@ class RunDir:
         return self.plan_folder / "training.json"
 
     @property
+    def rendered(self) -> Path:
+        """Mark that all files are rendered and checked (`shardmake.run.plan.RenderReceipt`)."""
+        return self.plan_folder / "rendered.json"
+
+    @property
+    def fallbacks(self) -> Path:
+        """Folder of the rendered files of each fallback, in a folder with its number."""
+        return self.plan_folder / "fallbacks"
+
+    def rendered_files(self, fallback: int) -> Path:
+        """Return the folder of the rendered files of ``fallback``; 0 is the plan's choice."""
+        return self.fallbacks / str(fallback) if fallback else self.plan_folder
+
+    @property
     def data(self) -> Path:
         """Folder of the tokenized, packed, memory-mapped examples."""
         return self.root / "data"

@@ -152,6 +152,13 @@ class PlaceEstimate(RunRecord):
     terms: dict[str, int] = Field(description="Bytes by kind.")
 
 
+class RenderReceipt(RunRecord):
+    """``plan/rendered.json``: the mark that the files of the plan and of each fallback are rendered and checked."""
+
+    made_by: ClassVar[str] = "shardmake render NAME"
+    plan_digest: str = Field(description="Digest of the plan that the files belong to.")
+
+
 class CandidateEstimate(RunRecord):
     """The memory of one candidate, and whether it fits."""
 

@@ -57,7 +57,7 @@ class Lab:
 
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(root)
-        monkeypatch.setattr(driver_module, "render", lambda *_: None)
+        monkeypatch.setattr(driver_module, "copy_rendered", lambda *_: None)
         monkeypatch.setattr(driver_module, "check_run", lambda *_: None)
         monkeypatch.setattr(driver_module, "checkpoint_size", lambda *_: 0)
         monkeypatch.setattr(driver_module, "RECORD_SECONDS", 0)

@@ -1,10 +1,6 @@
 """The libraries' own parsers: what they accept, what they refuse, what they drop without a word."""
 
-import json
-import subprocess
-import sys
-import tempfile
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES, Strategy
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.tensor_parallel import AUTOTP, FSDP
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
-from shardmake.render.check import Files, check_rendered
+from shardmake.render.check import Files, Rendering, check_rendered, read_with_libraries
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.run.plan import Choice
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def render(strategy: Strategy, **settings: Any) -> Files:
@@ -31,8 +25,8 @@ def render(strategy: Strategy, **settings: Any) -> Files:
 
 def check(strategy: Strategy, files: Files) -> None:
     plan = make_plan(strategy)
-    flags = launch_flags(plan, machine_rank=1, address="localhost", port=1)
-    check_rendered(files, plan.choice, make_model().hidden_size, flags, "/tmp")
+    flags = launch_flags(plan, Path("plan"), machine_rank=1, address="localhost", port=1)
+    check_rendered([Rendering(files, plan.choice, flags)], make_model().hidden_size, "/tmp")
 
 
 WORLD_SIZE = 4
@@ -51,7 +45,7 @@ choices = st.builds(
 
 def possible(choice: Choice) -> Choice:
     """``choice`` on the ranks that there are, with tensor parallelism only where it goes."""
-    size = choice.tensor_parallel if choice.strategy in (*AUTOTP, *FSDP) else 1
+    size = choice.tensor_parallel if choice.spec.tensor_parallel else 1
     return choice.model_copy(update={"processes_per_node": WORLD_SIZE // choice.nodes, "tensor_parallel": size})
 
 
@@ -75,30 +69,16 @@ accelerators = st.sampled_from(["cpu", "a100-80gb"])
 def test_whatever_is_rendered_is_understood(drawn: list[tuple[Choice, dict[str, Any], str]]) -> None:
     """All three parsers accept every plan and agree with it; every strategy is among them."""
     drawn += [(make_plan(strategy).choice, {}, "a100-80gb") for strategy in STRATEGIES]
-    requests = [make_request(choice, settings, accelerator) for choice, settings, accelerator in drawn]
-    answers = ask_many(requests)
-    assert [(answer, request["choice"]) for answer, request in zip(answers, requests, strict=True) if answer] == []
+    renderings = [make_rendering(choice, settings, accelerator) for choice, settings, accelerator in drawn]
+    answers = read_with_libraries(renderings, make_model().hidden_size, "/tmp")
+    assert [(answer, one.choice) for answer, one in zip(answers, renderings, strict=True) if answer] == []
 
 
-def make_request(choice: Choice, settings: dict[str, Any], accelerator: str) -> dict[str, Any]:
+def make_rendering(choice: Choice, settings: dict[str, Any], accelerator: str) -> Rendering:
     plan = make_plan("ddp").model_copy(update={"choice": choice})
     run = make_run(global_batch_size=choice.global_batch_size, **settings)
-    model = make_model()
-    files = render_files(plan, run, make_cluster(accelerator=accelerator), model, Path("plan"))
-    flags = launch_flags(plan, machine_rank=0, address="localhost", port=1)
-    size = model.hidden_size
-    return {"files": asdict(files), "choice": choice.model_dump(), "hidden_size": size, "flags": flags}
-
-
-def ask_many(requests: list[dict[str, Any]]) -> list[list[str]]:
-    """The libraries' answers, all from one process of their own."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "requests.json")
-        path.write_text(json.dumps(requests))
-        command = [sys.executable, "-m", "tests.unit.check_many", str(path), str(WORLD_SIZE)]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
-        return json.loads(path.read_text())
+    files = render_files(plan, run, make_cluster(accelerator=accelerator), make_model(), Path("plan"))
+    return Rendering(files, choice, launch_flags(plan, Path("plan"), machine_rank=0, address="localhost", port=1))
 
 
 def test_every_parser_complains_about_its_own_file() -> None:
@@ -157,7 +137,7 @@ def _another_value(name: str) -> object:
     return not default if isinstance(default, bool) else 7 if name.endswith(("port", "rank")) else "other"
 
 
-@pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if strategy.startswith("zero")])
+@pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if STRATEGY_SPECS[strategy].is_deepspeed])
 def test_auto_and_explicit_give_the_same_engine(strategy: Strategy) -> None:
     """What Trainer makes of the file with "auto" is, key by key, the explicit file."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig

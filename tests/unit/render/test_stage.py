@@ -14,16 +14,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.config.models import STRATEGIES, Cluster, Strategy
+from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.core.nvme import remove_swapped, swap_folder
 from shardmake.memory.buckets import param_buffer_size
 from shardmake.render.check import Files
 from shardmake.render.deepspeed_file import FILLED_BY_TRAINER, with_auto
-from shardmake.render.stage import as_yaml, launch_command, render, render_files
-from shardmake.run.plan import Choice, Plan
-from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+from shardmake.render.stage import (
+    ACCELERATE,
+    DEEPSPEED,
+    TRAINING,
+    as_yaml,
+    copy_rendered,
+    launch_command,
+    render,
+    render_files,
+)
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Choice, Fallback, Plan
+from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDER = Path("/lab/runs/docs-chat/train/attempts/001")
@@ -77,17 +88,56 @@ def test_golden_files_are_those_of_the_cases() -> None:
 
 
 def test_batch_of_another_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ShardmakeError, match="global_batch_size is 24, but the plan makes 16: 4 ranks x 2 sequences x 2"
-    ):
-        render(make_plan("ddp"), make_run(global_batch_size=24), make_cluster(), tmp_path)
-    assert not list(tmp_path.iterdir())
+    with pytest.raises(ConfigError, match="global_batch_size is 24, but the plan makes 16: 4 ranks x 2 sequences x 2"):
+        render(make_plan("ddp"), make_run(global_batch_size=24), make_cluster(), RunDir(tmp_path))
+    assert not RunDir(tmp_path).plan_folder.exists()
 
 
 def test_hybrid_sharding_needs_ranks_to_shard_over(tmp_path: Path) -> None:
     plan = make_plan("fsdp-hybrid", processes_per_node=1, gradient_accumulation_steps=4)
-    with pytest.raises(ShardmakeError, match="one rank a node"):
-        render(plan, make_run(), make_cluster(), tmp_path)
+    with pytest.raises(ConfigError, match="one rank a node"):
+        render(plan, run_of_model(tmp_path), make_cluster(), RunDir(tmp_path))
+
+
+def run_of_model(folder: Path, **changes: Any) -> Run:
+    """A run whose model is in ``folder``."""
+    (folder / "base").mkdir()
+    (folder / "base/config.json").write_text(json.dumps(LLAMA))
+    return make_run(model=str(folder / "base"), **changes)
+
+
+def plan_with_fallbacks(*strategies: Strategy) -> Plan:
+    plans = [make_plan(strategy) for strategy in strategies]
+    fallbacks = [Fallback(choice=plan.choice, host_memory=6 << 30, memory_gib=8) for plan in plans[1:]]
+    return plans[0].model_copy(update={"fallbacks": fallbacks})
+
+
+def test_each_attempt_gets_the_files_that_were_rendered_and_checked(tmp_path: Path) -> None:
+    """The driver renders nothing: the choice and every fallback are copied, byte for byte."""
+    plan, rundir = plan_with_fallbacks("ddp", "zero2", "zero3-nvme"), RunDir(tmp_path / "docs-chat")
+    run, cluster = run_of_model(tmp_path), make_cluster()
+    render(plan, run, cluster, rundir)
+    for fallback in range(3):
+        folder = AttemptDir(rundir.attempts / f"{fallback + 1:03d}")
+        copy_rendered(rundir, plan, fallback, folder.root)
+        copied = {path.name: path.read_bytes() for path in folder.root.iterdir()}
+        files = rundir.rendered_files(fallback)
+        assert copied == {name: (files / name).read_bytes() for name in (ACCELERATE, DEEPSPEED, TRAINING)}
+        expected = render_files(plan.at(fallback), run, cluster, make_model(), folder.root)
+        assert copied[ACCELERATE].decode() == as_yaml(expected.accelerate)
+        assert json.loads(copied[DEEPSPEED]) == expected.deepspeed
+        assert json.loads(copied[TRAINING]) == json.loads(json.dumps(expected.training))
+    with pytest.raises(ConfigError, match="belong to another plan"):
+        copy_rendered(rundir, make_plan("ddp"), 0, tmp_path)
+
+
+def test_a_fallback_that_cannot_be_rendered_is_refused_before_the_queue(tmp_path: Path) -> None:
+    own = tmp_path / "deepspeed.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage": 2}}))
+    plan, rundir = plan_with_fallbacks("zero2", "zero3"), RunDir(tmp_path / "docs-chat")
+    with pytest.raises(ConfigError, match=r"(?s)Cannot render fallback 1 of the plan, zero3 .*zero_optimization.stage"):
+        render(plan, run_of_model(tmp_path, deepspeed_config=str(own)), make_cluster(), rundir)
+    assert not rundir.plan_folder.exists()
 
 
 choices = st.builds(

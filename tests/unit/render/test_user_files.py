@@ -9,7 +9,7 @@ import yaml
 
 from shardmake.config.models import Strategy
 from shardmake.core.errors import ShardmakeError
-from shardmake.render.check import Files, check_rendered
+from shardmake.render.check import Files, Rendering, check_rendered
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.render.user_files import merge_own_files
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
@@ -143,5 +143,5 @@ def test_a_file_of_the_wrong_kind_or_engine_is_refused(tmp_path: Path) -> None:
 def test_merged_files_are_understood(tmp_path: Path) -> None:
     plan = make_plan("zero2")
     files, _ = merge("zero2", deepspeed_config=written(tmp_path, "ds.json", ZERO2))
-    flags = launch_flags(plan, machine_rank=0, address="localhost", port=1)
-    check_rendered(files, plan.choice, make_model().hidden_size, flags, "/tmp")
+    flags = launch_flags(plan, Path("plan"), machine_rank=0, address="localhost", port=1)
+    check_rendered([Rendering(files, plan.choice, flags)], make_model().hidden_size, "/tmp")

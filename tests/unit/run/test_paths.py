@@ -15,6 +15,8 @@ PATHS = {
     "accelerate": "plan/accelerate.yaml",
     "deepspeed": "plan/deepspeed.json",
     "training": "plan/training.json",
+    "rendered": "plan/rendered.json",
+    "fallbacks": "plan/fallbacks",
     "data": "data",
     "data_receipt": "data/receipt.json",
     "train": "train",
@@ -43,6 +45,7 @@ def test_the_layout_is_the_documented_one() -> None:
     found = {name: getattr(rundir, name) for name in properties if name != "name"}
     assert found == {name: Path("runs/docs-chat") / path for name, path in PATHS.items()}
     assert rundir.name == "docs-chat"
+    assert [rundir.rendered_files(fallback) for fallback in (0, 2)] == [rundir.plan_folder, rundir.fallbacks / "2"]
     assert rundir.figure("loss") == Path("runs/docs-chat/figures/loss.svg")
 
 
