@@ -1,7 +1,7 @@
-"""The model card: what this model is, how it was made, how well it does, how to load it.
+"""The model card: description, training, evaluation, usage.
 
-Only what belongs to the model is told: no paths, no host or user names, nothing from the environment. The text follows
-from the run's receipts alone, so the same run gives the same card.
+A card contains only facts about the model: no paths, no host or user names, nothing from the environment. The text
+depends only on the run's receipts, so the same run gives the same card.
 """
 
 import re
@@ -31,16 +31,16 @@ PLOTS = {
     "memory": "Memory, predicted against measured",
     "by-length": "Evaluation loss by the length of the example",
 }
-_ANY_PLACE = "THIS_REPOSITORY_OR_FOLDER"
+_PLACEHOLDER = "THIS_REPOSITORY_OR_FOLDER"
 _WEIGHTS = {"keep": "the training's own"}
 _MERGED = "merged into the base model"
 _METHODS = {"full": "full fine-tuning", "lora": f"LoRA, {_MERGED}", "qlora": f"QLoRA, {_MERGED}"}
 
 
 def render_card(run: Run, rundir: RunDir) -> str:
-    """The card of a finished, evaluated run, as Markdown with a YAML header.
+    """Return the card of a finished, evaluated run, as Markdown with a YAML header.
 
-    Raises `ShardmakeError` if a stage that the card tells of has not run.
+    Raises `ShardmakeError` if a required stage has not run.
     """
     from huggingface_hub import ModelCard
 
@@ -89,13 +89,13 @@ def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCar
 
 
 def _place(run: Run) -> str:
-    """What `from_pretrained` takes: the hub's name where the model goes there."""
+    """Return the argument of `from_pretrained`: the hub name, if the model is pushed there."""
     names = [to.removeprefix("hub:") for to in (run.push.destinations if run.push else []) if to.startswith("hub:")]
-    return names[0] if names else _ANY_PLACE
+    return names[0] if names else _PLACEHOLDER
 
 
 def _base_license(model: Path) -> str | None:
-    """The licence that the base model's own card states, carried over."""
+    """Return the licence from the base model's card."""
     from huggingface_hub import ModelCard
 
     card = model / "README.md"
@@ -103,7 +103,7 @@ def _base_license(model: Path) -> str | None:
 
 
 def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str, Any]) -> dict[str, str]:
-    """The table "how it was made"."""
+    """Return the rows of the table "Training"."""
     plan, history = Plan.read(rundir.plan), read_history(rundir)
     choice, used = plan.choice, utilization(run, rundir, history)
     loss = "not logged" if training["loss"] is None else f"{training['loss']:.4f}"
@@ -126,14 +126,14 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str
 
 
 def _hardware(world_size: int, history: TrainingHistory, rundir: RunDir) -> str:
-    """Devices of the last attempt, by the kind that the cluster file names."""
+    """Return the devices of the last attempt, named as in the cluster file."""
     last = attempt_of(rundir, history.spans[-1].number).read()
     kind = "CPU ranks" if last.accelerator == "cpu" else last.accelerator.upper()
     return f"{world_size} x {kind} on {last.nodes} node(s)"
 
 
 def _course(run: Run, training: dict[str, Any]) -> dict[str, str]:
-    """Steps and learning rate; of a script only what it told."""
+    """Return steps and learning rate; for a script only what it logged."""
     if run.script:
         steps = {} if training["steps"] is None else {"Steps": f"{training['steps']} optimizer steps"}
         return {"Trained by": f"`{Path(run.script).name}`", **steps}
@@ -144,7 +144,7 @@ def _course(run: Run, training: dict[str, Any]) -> dict[str, str]:
 
 
 def _commit(source: PinnedSource | None, revision: str | None) -> str | None:
-    """The commit that was fetched, else the revision that the configuration names."""
+    """Return the fetched commit, or else the configured revision."""
     return source.commit if source and source.commit else revision
 
 
@@ -153,12 +153,12 @@ def _named(source: str, revision: str | None) -> str:
 
 
 def public_name(source: str) -> str:
-    """What may be told of ``source``: a hub id (``org/name``, ``org/name:split``) whole, of a path the last part."""
+    """Return the public name of ``source``: a complete hub id (``org/name:split``), or the last part of a path."""
     return source if is_hub_id(source.partition(":")[0]) else Path(source).name
 
 
 def _fenced(text: str) -> str:
-    """``text`` as a code block, fenced with more backticks than it holds in a row."""
+    """Return ``text`` as a code block with a fence longer than any run of backticks in it."""
     longest = max((len(run) for run in re.findall(r"`+", text)), default=0)
     fence = "`" * max(3, longest + 1)
     return f"{fence}text\n{text}\n{fence}"

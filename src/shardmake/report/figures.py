@@ -1,6 +1,6 @@
 """The figures of a run's report and its model card, drawn by matplotlib: the same data gives the same bytes.
 
-Each function gives a drawing; `as_svg` and `as_png` make a picture of it.
+Each function returns a drawing; `as_svg` and `as_png` render it.
 """
 
 import io
@@ -35,7 +35,7 @@ Drawing = Callable[["Figure"], None]
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest GPU: the terms of the estimate, its total on the device, the device, what was measured."""
+    """Bytes of the fullest GPU: terms of the estimate, predicted total, capacity, measured peak."""
 
     terms: Mapping[str, int]
     predicted: int
@@ -44,7 +44,7 @@ class Memory:
 
 
 def loss(history: TrainingHistory) -> Drawing:
-    """Training loss, evaluation loss where it was taken, and where an attempt ended."""
+    """Draw training loss, evaluation loss, and the ends of attempts."""
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
@@ -58,7 +58,7 @@ def loss(history: TrainingHistory) -> Drawing:
 
 
 def optimizer(history: TrainingHistory) -> Drawing:
-    """Learning rate above, gradient norm before clipping below."""
+    """Draw learning rate, and gradient norm before clipping."""
 
     def draw(figure: "Figure") -> None:
         above, below = figure.subplots(2, sharex=True)
@@ -72,7 +72,7 @@ def optimizer(history: TrainingHistory) -> Drawing:
 
 
 def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
-    """Tokens a second over all ranks, and on the right what share of the peak that is."""
+    """Draw tokens per second over all ranks, and MFU on the right axis."""
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
@@ -91,7 +91,7 @@ def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
 
 
 def memory(found: Memory) -> Drawing:
-    """The estimate's terms end to end, against what was measured and what the GPU has."""
+    """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity."""
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
@@ -102,7 +102,7 @@ def memory(found: Memory) -> Drawing:
         axes.barh("predicted", found.predicted / GIB - left, left=left, color="#d1d5db", label="allocator and context")
         if found.measured is not None:
             axes.barh("measured", found.measured / GIB, color=GREY)
-        axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label="what a rank has")
+        axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label="memory of a rank")
         axes.set_xlabel("GiB on the fullest rank")
         axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
@@ -110,7 +110,7 @@ def memory(found: Memory) -> Drawing:
 
 
 def by_length(evaluation: Mapping[str, Any]) -> Drawing:
-    """Loss of the base and the tuned model by the length of the example."""
+    """Draw the loss of the base and the tuned model by the length of the example."""
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
@@ -127,7 +127,7 @@ def by_length(evaluation: Mapping[str, Any]) -> Drawing:
 
 
 def length_name(bucket: Mapping[str, Any]) -> str:
-    """What people call a length bucket."""
+    """Return the display name of a length bucket."""
     return "longer" if bucket["up_to"] is None else f"up to {bucket['up_to']:,}"
 
 
@@ -156,14 +156,14 @@ def _figure(draw: Drawing) -> "Figure":
 
 
 def as_png(drawing: Drawing) -> bytes:
-    """A picture for the model card: the hub shows no SVG."""
+    """Render a PNG for the model card; the hub does not show SVG."""
     buffer = io.BytesIO()
     _figure(drawing).savefig(buffer, format="png", dpi=120, metadata={"Software": None})
     return buffer.getvalue()
 
 
 def as_svg(name: str, drawing: Drawing) -> str:
-    """An SVG element. Ids carry ``name``: several figures share one page."""
+    """Render an SVG element; ids contain ``name``, because several figures share one page."""
     import matplotlib
 
     buffer = io.StringIO()

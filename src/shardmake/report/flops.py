@@ -1,8 +1,8 @@
 """Model FLOPs of a training, and the share of the hardware's peak that they reach (MFU).
 
-Chowdhery et al. 2022 (PaLM, appendix B) count 6 FLOPs a weight and token, and attention apart; recomputation is no work
-of the model's and does not count. Attention is exact here: a token attends to what stands before it in its own example,
-so packed short examples cost less than one long one.
+Chowdhery et al. 2022 (PaLM, appendix B) count 6 FLOPs per weight and token, and attention separately; recomputation
+does not count. Attention is exact here: a token attends to the tokens before it in its own example, so packed short
+examples cost less than one long one.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class Utilization:
 
 
 def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilization | None:
-    """The MFU of a training; None on CPUs, which have no peak worth the name, and where no speed was logged."""
+    """Return the MFU of a training; None on CPUs, whose peak is not defined, and if no speed was logged."""
     lines = [line for line in history.lines if "tokens_per_second" in line]
     peaks = {span.number: _peak(rundir, span.number) for span in history.spans}
     if not lines or not all(peaks.values()):
@@ -40,9 +40,9 @@ def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilizati
 
 
 def flops_per_token(model: Model, method: Method, context: float) -> float:
-    """Forward and backward of one token that attends to ``context`` tokens on average, itself included.
+    """Return the FLOPs of forward and backward pass for a token that attends to ``context`` tokens on average.
 
-    A weight costs 2 FLOPs forward, 2 for the gradient of its input and, where it is trained, 2 for its own. Attention
+    A weight costs 2 FLOPs forward, 2 for the gradient of its input and, if it is trained, 2 for its own. Attention
     costs 4 per layer, context and width forward (scores and values), and twice that backward.
     """
     weights = sum(_active(tensor, model) for tensor in model.tensors if _multiplies(tensor, model))
@@ -51,12 +51,12 @@ def flops_per_token(model: Model, method: Method, context: float) -> float:
 
 
 def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
-    """Whether a token meets the weight in a matrix product; an embedding is looked up, unless it is also the head."""
+    """Return True for a weight in a matrix product; an embedding is looked up, unless it is also the head."""
     return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
 
 
 def _active(tensor: ParameterSpec, model: Model) -> float:
-    """Elements that one token meets: of a mixture's experts, only the chosen ones."""
+    """Return the elements used for one token: of a mixture's experts, only the selected ones."""
     if ".experts." not in tensor.name:
         return tensor.numel
     config = model.config
@@ -65,12 +65,12 @@ def _active(tensor: ParameterSpec, model: Model) -> float:
 
 
 def _attention_width(model: Model) -> int:
-    """Width of all heads together."""
+    """Return the total width of all heads."""
     return model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
 
 
 def mean_context(rundir: RunDir) -> float:
-    """How many tokens a training token attends to on average: (length + 1) / 2 within each example."""
+    """Return the mean number of tokens that a token attends to: (length + 1) / 2 within each example."""
     import datasets
     import pyarrow.compute as pc
 
@@ -80,7 +80,7 @@ def mean_context(rundir: RunDir) -> float:
 
 
 def _peak(rundir: RunDir, number: int) -> float:
-    """Dense peak of an attempt's ranks, FLOP/s; 0 on CPUs."""
+    """Return the dense peak of an attempt's ranks in FLOP/s; 0 on CPUs."""
     attempt = attempt_of(rundir, number)
     device = find_accelerator(attempt.read().accelerator)
     return 0.0 if device.is_cpu else attempt.read().world_size * device.flops(Plan.read(attempt.plan).choice.precision)

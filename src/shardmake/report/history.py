@@ -1,4 +1,4 @@
-"""What happened in a training, stitched over its attempts: metrics by step, time by attempt, time lost between them."""
+"""History of a training over its attempts: metrics by step, time by attempt, time lost between attempts."""
 
 import json
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ Line = dict[str, Any]
 
 @dataclass(frozen=True)
 class Span:
-    """One attempt: Unix times, ranks, why it ended, and the metrics of those of its steps that stayed."""
+    """One attempt: Unix times, ranks, why it ended, and the metrics of its steps that count."""
 
     number: int
     started: float
@@ -25,13 +25,13 @@ class Span:
 
     @property
     def device_hours(self) -> float:
-        """Hours of all ranks, from the job's start to its end."""
+        """Hours of all ranks, from the start of the job to its end."""
         return self.world_size * (self.ended - self.started) / 3600
 
 
 @dataclass(frozen=True)
 class Interruption:
-    """What it cost to go on: seconds from the last step that stayed to the first new one, queueing included."""
+    """Cost of an interruption: seconds from the last step that counts to the next new one, queueing included."""
 
     after_step: int
     seconds: float
@@ -69,13 +69,13 @@ class TrainingHistory:
         ]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it was logged."""
+        """Return steps and values of one metric, for steps that logged it."""
         found = [(line["step"], line[key]) for line in self.lines if key in line]
         return [step for step, _ in found], [value for _, value in found]
 
 
 def read_history(rundir: RunDir) -> TrainingHistory:
-    """The history of a run; attempts that neither logged a step nor left an exit record are not in it."""
+    """Read the history of a run, without attempts that neither logged a step nor wrote an exit record."""
     text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
     lines = [line for line in parse_metrics(text) if {"attempt", "time"} <= line.keys()]
     index = rundir.attempts / "index.json"
@@ -88,7 +88,7 @@ def read_history(rundir: RunDir) -> TrainingHistory:
 
 
 def _span(folder: AttemptDir, lines: list[Line], ends: dict[int, str]) -> Span | None:
-    """The times are those of the nodes' exit records; where there is none, those of the logged steps."""
+    """Return an attempt with the times of the nodes' exit records, or else of the logged steps."""
     started = [record.started for record in folder.exits()] or [line["time"] for line in lines[:1]]
     ended = [record.ended for record in folder.exits()] or [line["time"] for line in lines[-1:]]
     if not started:
@@ -98,5 +98,5 @@ def _span(folder: AttemptDir, lines: list[Line], ends: dict[int, str]) -> Span |
 
 
 def attempt_of(rundir: RunDir, number: int) -> AttemptDir:
-    """The folder of attempt ``number``."""
+    """Return the folder of attempt ``number``."""
     return AttemptDir(rundir.attempts / f"{number:03d}")

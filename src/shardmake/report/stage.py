@@ -1,4 +1,4 @@
-"""A run on one page: ``report.html``, which needs nothing beside itself, and its figures as files."""
+"""The report stage: a self-contained ``report.html``, and its figures as files."""
 
 import statistics
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 def write_report(run: Run, rundir: RunDir) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
 
-    Raises `ShardmakeError` if a stage that the report tells of has not run.
+    Raises `ShardmakeError` if a required stage has not run.
     """
     facts = _read(run, rundir)
     drawings = {name: figures.as_svg(name, drawing) for name, drawing in _draw(facts).items()}
@@ -34,13 +34,13 @@ def write_report(run: Run, rundir: RunDir) -> Path:
 
 
 def card_plots(run: Run, rundir: RunDir) -> dict[str, bytes]:
-    """The figures as PNG, by their file's name, for the model card."""
+    """Return the figures of the model card as PNG, by file name."""
     return {f"plots/{name}.png": figures.as_png(drawing) for name, drawing in _draw(_read(run, rundir)).items()}
 
 
 @dataclass(frozen=True)
 class _Facts:
-    """What the run's folder says."""
+    """Records from the run's folder."""
 
     plan: Plan
     training: dict[str, Any]
@@ -93,14 +93,14 @@ def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> 
 
 
 def memory_of(estimates: MemoryEstimates, plan: Plan, history: TrainingHistory) -> Memory:
-    """The estimate of what was chosen, beside the most that the allocator held (None on CPUs)."""
+    """Return the estimate of the choice and the allocator's measured peak (None on CPUs)."""
     measured = [line["memory"]["reserved"] for line in history.lines if "memory" in line]
     gpu = estimates.of(plan.choice).gpu
     return Memory(gpu.terms, gpu.device, estimates.gpu_memory, max(measured, default=None))
 
 
 def _tiles(facts: _Facts) -> dict[str, str]:
-    """The figures that people look for first."""
+    """Return the key figures for the top of the page."""
     training, history, evaluation, used = facts.training, facts.history, facts.evaluation, facts.used
     rates = history.series("tokens_per_second")[1]
     return {
@@ -116,12 +116,12 @@ def _tiles(facts: _Facts) -> dict[str, str]:
 
 
 def _counted(number: int | None) -> str:
-    """A script of the user's need not have told."""
+    """Format a count; a user's script may not have logged it."""
     return "not logged" if number is None else f"{number:,}"
 
 
 def duration(seconds: float) -> str:
-    """``3 h 05 min``, ``4 min 10 s`` or ``12 s``."""
+    """Format a duration as ``3 h 05 min``, ``4 min 10 s`` or ``12 s``."""
     minutes, rest = divmod(round(seconds), 60)
     hours, left = divmod(minutes, 60)
     if hours:

@@ -49,7 +49,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         "After step 30 (interrupted): 10 min 20 s until the next new step",
         "zero2 on 1 node(s) with 2 rank(s) each, bf16. The fastest that fits: 11 GiB of 40 GiB.",
         "Global batch 16 = 2 ranks × 4 sequences × 2 accumulation steps",
-        "Predicted 11.0 GiB Measured not on CPU There is 40.0 GiB",
+        "Predicted 11.0 GiB Measured not on CPU Capacity 40.0 GiB",
         "up to 128 tokens 1,024 2.6000 2.6000",
         "sums acc 0.2500 0.7500",
         "It returns the number of items.",
