@@ -94,11 +94,12 @@ def _section(title: str, columns: tuple[str, ...], rows: Iterable[Sequence[str]]
 
 def _deepspeed_row(strategy: Strategy) -> list[str]:
     files = _rendered(strategy)
-    zero = files.deepspeed.get("zero_optimization", {})
+    zero, training = files.deepspeed.get("zero_optimization", {}), files.training
+    optimizer = training.optimizer.class_name if training.optimizer else training.arguments["optim"]
     return [
         f"`{strategy}`",
         files.accelerate["distributed_type"],
-        files.training["model"]["dtype"],
+        files.training.model.dtype,
         _cell(zero, "stage"),
         _cell(zero, "reduce_bucket_size"),
         _cell(zero, "stage3_prefetch_bucket_size"),
@@ -106,7 +107,7 @@ def _deepspeed_row(strategy: Strategy) -> list[str]:
         _cell(zero, "sub_group_size"),
         _place(zero, "offload_optimizer"),
         _place(zero, "offload_param"),
-        (files.training["optimizer"] or {"class": files.training["arguments"]["optim"]})["class"].rpartition(".")[2],
+        optimizer.rpartition(".")[2],
     ]
 
 
@@ -122,7 +123,7 @@ def _fsdp_row(strategy: Strategy) -> list[str]:
         str(settings["fsdp_offload_params"]).lower(),
         f"{settings['fsdp_transformer_layer_cls_to_wrap']} (the model's `_no_split_modules`)",
         settings["fsdp_state_dict_type"],
-        files.training["model"]["dtype"],
+        files.training.model.dtype,
     ]
 
 

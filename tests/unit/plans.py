@@ -5,7 +5,9 @@ from typing import Any
 from shardmake.config.models import Cluster, Data, Run, Strategy
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
+from shardmake.render.training_file import training_settings
 from shardmake.run.plan import Choice, Plan, Resources, Workload
+from shardmake.run.training_settings import TrainingSettings
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -78,3 +80,8 @@ def make_plan(strategy: Strategy, **changes: Any) -> Plan:
         host_memory=6 << 30,
         resources={"train": Resources(memory_gib=8, cpus=4)},
     )
+
+
+def make_training_settings(**run: Any) -> TrainingSettings:
+    """Return the rendered settings of `make_run` with the changes ``run``."""
+    return training_settings(make_plan("zero2"), make_run(**run), make_cluster(), make_model())

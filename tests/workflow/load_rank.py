@@ -5,16 +5,16 @@ import os
 import resource
 import sys
 from pathlib import Path
-from typing import Any
 
 from transformers import TrainingArguments
 
 import tests.fsdp_on_cpu  # noqa: F401
+from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.load_model import load_base
 from shardmake.train.process_group import end_process, leave_together
 
 folder = Path(sys.argv[1])
-settings: dict[str, Any] = json.loads((folder / "training.json").read_text())
+settings = TrainingSettings.read(folder / "training.json")
 
 
 def peak() -> int:
@@ -22,8 +22,8 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-deepspeed = {"deepspeed": str(folder / "deepspeed.json")} if settings["expected"]["engine"] == "deepspeed" else {}
-arguments = TrainingArguments(output_dir=str(folder / "output"), **settings["arguments"], **deepspeed)
+deepspeed = {"deepspeed": str(folder / "deepspeed.json")} if settings.expected.engine == "deepspeed" else {}
+arguments = TrainingArguments(output_dir=str(folder / "output"), **settings.arguments, **deepspeed)
 model = load_base(settings)
 (folder / f"rank-{os.environ['RANK']}.json").write_text(json.dumps({"peak": peak()}))
 leave_together()

@@ -13,9 +13,9 @@ from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.reshard.convert import find_route, reshard
 from shardmake.checkpoint.reshard.routes import Route
 from shardmake.config.models import Cluster, Run, Strategy
-from shardmake.core.atomic import read_json
 from shardmake.render import training_file
 from shardmake.run.plan import Choice
+from shardmake.run.training_settings import TrainingSettings
 from tests.workflow.by_hand import launch_by_hand, train_by_hand
 from tests.workflow.checkout import Checkout
 
@@ -53,7 +53,7 @@ def test_either_adam_goes_on_from_the_other(
     store.remove(path)
     (lab.run / "train/receipt.json").unlink()
     _, folder = launch_by_hand(lab, reads, resume_from=_as_read_by(lab, *found, reads), checkpoints=SAVES)
-    assert (read_json(folder.training, "this test")["optimizer"] is not None) == ("offload" in reads)
+    assert (TrainingSettings.read(folder.training).optimizer is not None) == ("offload" in reads)
     assert lab.losses() == pytest.approx(reference, abs=2e-4)
 
 

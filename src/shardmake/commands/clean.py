@@ -11,6 +11,7 @@ from shardmake.core.atomic import read_json
 from shardmake.core.disk import tree_size
 from shardmake.core.units import GIB
 from shardmake.run.paths import RunDir
+from shardmake.run.training_settings import TrainingSettings
 
 Tell = Callable[[str], None]
 
@@ -77,5 +78,5 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
 
 def _kept(rundir: RunDir, records: list[CheckpointRecord]) -> set[int]:
     """Steps of the newest checkpoint, of the best, and of those that the configuration keeps for good."""
-    settings = read_json(rundir.training, f"shardmake render {rundir.name}")["checkpoints"]
-    return replace(Retention(**settings["retention"]), keep=1).kept(records)
+    retention = TrainingSettings.read(rundir.training).checkpoints.retention
+    return replace(Retention(**dict(retention)), keep=1).kept(records)

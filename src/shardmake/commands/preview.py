@@ -33,7 +33,7 @@ def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
         | {
             str(folder.accelerate): as_yaml(files.accelerate),
             str(folder.deepspeed): json.dumps(files.deepspeed, indent=2),
-            str(folder.training): json.dumps(files.training, indent=2),
+            str(folder.training): json.dumps(files.training.as_json(), indent=2),
         }
     )
 

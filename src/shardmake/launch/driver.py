@@ -52,8 +52,9 @@ from shardmake.run.attempt_history import (
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan
-from shardmake.run.recipe import settings_digest
 from shardmake.run.record import RunRecord
+from shardmake.run.settings_digest import settings_digest
+from shardmake.run.training_settings import TrainingSettings
 
 IDLE_ATTEMPTS = 3
 POLL_SECONDS = 1.0
@@ -133,10 +134,10 @@ class Driver:
         self.lock = lock
         self.waited = os.environ.pop(WAITED_VARIABLE, None) is not None
         self.jobs: Jobs = make_jobs(rundir.root, cluster)
-        settings = read_json(rundir.training, "shardmake render NAME")
+        settings = TrainingSettings.read(rundir.training)
         data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
         self.plan_digest = plan.digest
-        self.recipe = settings_digest(settings, plan, data_receipt)
+        self.recipe = settings_digest(settings, plan, data_receipt["digest"])
         self.index = rundir.attempts / "index.json"
         self.history = load_history(self.index)
 

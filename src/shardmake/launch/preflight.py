@@ -20,7 +20,6 @@ import psutil
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.files import RECORD_NAME
-from shardmake.core.atomic import read_json
 from shardmake.core.disk import check_save
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import ShardmakeError
@@ -28,6 +27,7 @@ from shardmake.core.process import wait_for_output
 from shardmake.core.units import GIB
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
+from shardmake.run.training_settings import TrainingSettings
 
 GPU_IDLE_BYTES = 2 * GIB
 """Memory that the driver, a display or a monitor may hold on a GPU that counts as idle."""
@@ -85,7 +85,7 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
 
 
 def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> NodeRequirements:
-    model = Path(read_json(folder.training, "shardmake train NAME")["model"]["path"])
+    model = Path(TrainingSettings.read(folder.training, "shardmake train NAME").model.path)
     resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
     return NodeRequirements(
         attempt=attempt,

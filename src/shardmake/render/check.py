@@ -8,7 +8,7 @@ they understand differently from the plan and what they drop without a word is a
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.process import answer_request, run_module
 from shardmake.render import parsers
 from shardmake.run.plan import Choice
+from shardmake.run.training_settings import TrainingSettings
 
 _VARIABLES = ("ACCELERATE_", "FSDP_")
 """Prefixes of the variables in which Accelerate passes settings to the ranks."""
@@ -28,7 +29,16 @@ class Files:
 
     accelerate: dict[str, Any]
     deepspeed: dict[str, Any]
-    training: dict[str, Any]
+    training: TrainingSettings
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the files as JSON data, for a child process."""
+        return {"accelerate": self.accelerate, "deepspeed": self.deepspeed, "training": self.training.as_json()}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Files":
+        """Return the files that `as_json` made."""
+        return cls(values["accelerate"], values["deepspeed"], TrainingSettings.model_validate(values["training"]))
 
 
 @dataclass(frozen=True)
@@ -69,7 +79,7 @@ def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scrat
             "world_size": world_size,
             "hidden_size": hidden_size,
             "renderings": [
-                {"files": asdict(one.files), "choice": one.choice.as_json(), "flags": one.flags}
+                {"files": one.files.as_json(), "choice": one.choice.as_json(), "flags": one.flags}
                 for one in group.values()
             ],
         }
@@ -119,7 +129,7 @@ def _check(request: dict[str, Any], folder: Path) -> list[list[str]]:
 
 def _find_problems(rendering: Mapping[str, Any], hidden_size: int, folder: Path) -> list[str]:
     """Return what the libraries find in the files of one rendering, whatever they left in the environment before."""
-    files, choice = Files(**rendering["files"]), Choice.model_validate(rendering["choice"])
+    files, choice = Files.from_json(rendering["files"]), Choice.model_validate(rendering["choice"])
     for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
         del os.environ[name]
     if files.deepspeed:
@@ -178,7 +188,7 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
 
 def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
     """TrainingArguments takes every argument, counts the same batch, and agrees with DeepSpeed's file or FSDP."""
-    arguments, ignored = parsers.training_arguments(files.training["arguments"], files.deepspeed, folder)
+    arguments, ignored = parsers.training_arguments(files.training.arguments, files.deepspeed, folder)
     readers = arguments.world_size // choice.tensor_parallel
     batch = readers * arguments.train_batch_size * arguments.gradient_accumulation_steps
     return [

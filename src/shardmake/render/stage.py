@@ -18,7 +18,7 @@ from shardmake.memory.read_config import read_model
 from shardmake.render.accelerate_file import accelerate_config
 from shardmake.render.check import Files, Rendering, check_rendered
 from shardmake.render.deepspeed_file import deepspeed_config
-from shardmake.render.training_file import training_config
+from shardmake.render.training_file import training_settings
 from shardmake.render.user_files import merge_own_files
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan, RenderReceipt
@@ -72,7 +72,7 @@ def write_files(files: Files, folder: Path) -> None:
     """Write the three files into ``folder``, each only if its content changed."""
     write_text(folder / ACCELERATE, as_yaml(files.accelerate))
     write_json(folder / DEEPSPEED, files.deepspeed)
-    write_json(folder / TRAINING, files.training)
+    files.training.write(folder / TRAINING)
 
 
 def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> None:
@@ -94,7 +94,7 @@ def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: P
     return Files(
         accelerate=accelerate_config(plan, run, model),
         deepspeed=deepspeed_config(plan, run, cluster, model, folder),
-        training=training_config(plan, run, cluster, model),
+        training=training_settings(plan, run, cluster, model),
     )
 
 

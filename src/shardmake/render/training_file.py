@@ -12,6 +12,17 @@ from shardmake.render.accelerate_file import fsdp_settings
 from shardmake.render.expected_engine import expected_engine
 from shardmake.run.plan import Choice, Plan
 from shardmake.run.timeouts import collective_timeout
+from shardmake.run.training_settings import (
+    AdapterMethod,
+    BaseModelSettings,
+    CheckpointSettings,
+    FullMethod,
+    LoopProgram,
+    OptimizerSettings,
+    RetentionSettings,
+    ScriptProgram,
+    TrainingSettings,
+)
 
 TORCH_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION: Final = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
@@ -20,34 +31,33 @@ ADAM_BETAS: Final = (0.9, 0.999)
 ADAM_EPSILON: Final = 1e-8
 
 
-def training_config(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
-    """What the ranks need: model, method, training arguments, and what they must find before they may train."""
+def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> TrainingSettings:
+    """Return what the ranks need: model, method, training arguments, and the engine that they must find."""
     choice = plan.choice
-    return {
-        "model": {
-            "path": run.model,
-            "revision": run.revision,
-            "trust_remote_code": run.trust_remote_code,
-            "dtype": load_dtype(choice, run),
-            "attention": ATTENTION[plan.workload.attention],
-            "gradient_checkpointing": choice.gradient_checkpointing,
-        },
-        "objective": run.objective,
-        "method": _method(run),
-        "arguments": training_arguments(plan, run, cluster, model),
-        "optimizer": cpu_optimizer(choice, run, cluster),
-        "expected": expected_engine(choice, run.fsdp_version),
-        "loss": run.loss,
-        "checkpoints": _checkpoints(choice, run, cluster),
-        "program": _program(run),
-    }
+    return TrainingSettings(
+        model=BaseModelSettings(
+            path=run.model,
+            revision=run.revision,
+            trust_remote_code=run.trust_remote_code,
+            dtype=load_dtype(choice, run),
+            attention=ATTENTION[plan.workload.attention],
+            gradient_checkpointing=choice.gradient_checkpointing,
+        ),
+        objective=run.objective,
+        method=FullMethod() if run.method == "full" else AdapterMethod(kind=run.method, **run.lora.model_dump()),
+        arguments=training_arguments(plan, run, cluster, model),
+        optimizer=cpu_optimizer(choice, run, cluster),
+        expected=expected_engine(choice, run.fsdp_version),
+        loss=run.loss,
+        checkpoints=_checkpoints(choice, run, cluster),
+        program=_program(run),
+    )
 
 
-def _program(run: Run) -> dict[str, Any]:
-    """What the ranks run. A script counts by its content: an edited one is another training."""
+def _program(run: Run) -> LoopProgram | ScriptProgram:
     if run.script is None:
-        return {"kind": run.engine}
-    return {"kind": "script", "path": run.script, "args": run.script_args, "sha256": sha256(Path(run.script))}
+        return LoopProgram(kind=run.engine)
+    return ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(Path(run.script)))
 
 
 def load_dtype(choice: Choice, run: Run) -> str:
@@ -61,13 +71,7 @@ def load_dtype(choice: Choice, run: Run) -> str:
     return TORCH_DTYPES[choice.precision]
 
 
-def _method(run: Run) -> dict[str, Any]:
-    if run.method == "full":
-        return {"kind": "full"}
-    return {"kind": run.method, **run.lora.model_dump()}
-
-
-def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any] | None:
+def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:
     """DeepSpeed's vectorized Adam where a GPU's optimizer states live on the host; None: what ``optim`` names.
 
     The trainer builds it over Trainer's own parameter groups; from deepspeed.json it would decay norms and biases too.
@@ -77,7 +81,7 @@ def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any] 
     if not offloads or run.optimizer != "adamw" or cluster.is_cpu:
         return None
     arguments = {"lr": run.learning_rate, "betas": list(ADAM_BETAS), "eps": ADAM_EPSILON, "adamw_mode": True}
-    return {"class": "deepspeed.ops.adam.DeepSpeedCPUAdam", "arguments": arguments}
+    return OptimizerSettings(class_name="deepspeed.ops.adam.DeepSpeedCPUAdam", arguments=arguments)
 
 
 def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
@@ -185,16 +189,14 @@ def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
     return values
 
 
-def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> dict[str, Any]:
-    """Which checkpoints stay, and where the interval is to be found, the failures to reckon with."""
+def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> CheckpointSettings:
     wanted = run.checkpoints
-    values: dict[str, Any] = {
-        "retention": {"keep": wanted.keep, "best": wanted.keep_best, "every_steps": wanted.keep_every_steps},
-        "mtbf_seconds": job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes)
-        if wanted.every_steps == "auto"
-        else None,
-    }
-    return values | ({"asynchronous": True} if wanted.asynchronous else {})
+    finds_interval = wanted.every_steps == "auto"
+    return CheckpointSettings(
+        retention=RetentionSettings(keep=wanted.keep, best=wanted.keep_best, every_steps=wanted.keep_every_steps),
+        mtbf_seconds=job_mtbf_seconds(cluster.node_mtbf_hours, choice.nodes) if finds_interval else None,
+        asynchronous=wanted.asynchronous,
+    )
 
 
 def _interval_arguments(run: Run) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from shardmake.render.check import Files
 from shardmake.render.lint import REFUSED_BESIDE_DEEPSPEED_FILE, SHARED, TITLES, Kind, read_source
 from shardmake.render.parsers import leaves
 from shardmake.run.plan import Choice
+from shardmake.run.training_settings import TrainingSettings
 
 STOPS: Final = "Transformers would have stopped, once the model is loaded on every rank."
 ACCELERATE_STOPS: Final = "Accelerate would have stopped: it refuses this key beside a DeepSpeed file."
@@ -114,7 +115,7 @@ def _read(path: str, kind: Kind) -> dict[str, Any]:
 
 def _planned_deepspeed(files: Files, choice: Choice) -> dict[str, Any]:
     """What the run says for each key that its own file may not change, "auto" resolved."""
-    engine, arguments = choice.spec, files.training["arguments"]
+    engine, arguments = choice.spec, files.training.arguments
     return {
         **{key: arguments[argument] for key, argument in SHARED.items()},
         "train_batch_size": choice.global_batch_size,
@@ -167,13 +168,12 @@ def overlay(rendered: dict[str, Any], own: Mapping[str, Any]) -> tuple[dict[str,
     return merged, told
 
 
-def _training_with(files: Files, accelerate: Mapping[str, Any]) -> dict[str, Any]:
+def _training_with(files: Files, accelerate: Mapping[str, Any]) -> TrainingSettings:
     """The training file with FSDP's settings from the Accelerate file, which Trainer's own would override."""
-    settings = files.training["arguments"].get("fsdp_config")
+    settings = files.training.arguments.get("fsdp_config")
     if settings is None:
         return files.training
     launched = {key.removeprefix("fsdp_"): value for key, value in accelerate["fsdp_config"].items()}
     added = {key: value for key, value in launched.items() if key not in ("offload_params", "sharding_strategy")}
     added["transformer_layer_cls_to_wrap"] = added["transformer_layer_cls_to_wrap"].split(",")
-    arguments = {**files.training["arguments"], "fsdp_config": {**settings, **added}}
-    return {**files.training, "arguments": arguments}
+    return files.training.with_arguments(fsdp_config={**settings, **added})

@@ -77,11 +77,11 @@ def _check_network(folder: "AttemptDir") -> None:
 
 def load_program(folder: Path) -> Callable[[Path], None]:
     """Return the function that trains this rank, as ``training.json`` names it."""
-    from shardmake.core.atomic import read_json
     from shardmake.run.attempt import AttemptDir
+    from shardmake.run.training_settings import TrainingSettings
 
-    kind = read_json(AttemptDir(folder).training, "shardmake train NAME")["program"]["kind"]
-    return import_module(f"shardmake.train.{_MODULES[kind]}").train
+    settings = TrainingSettings.read(AttemptDir(folder).training, "shardmake train NAME")
+    return import_module(f"shardmake.train.{_MODULES[settings.program.kind]}").train
 
 
 if __name__ == "__main__":

@@ -12,36 +12,35 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from shardmake.config.strategies import FSDP
+from shardmake.run.training_settings import FullMethod, TrainingSettings
 
 
-def load_model(settings: dict[str, Any]) -> PreTrainedModel:
+def load_model(settings: TrainingSettings) -> PreTrainedModel:
     """Return the model to train: the base model, with adapters if the method is LoRA; the same on every rank."""
-    set_seed(settings["arguments"]["seed"])
-    method = settings["method"]
+    set_seed(settings.arguments["seed"])
+    method = settings.method
     model = load_base(settings)
     model.config.use_cache = False
-    if method["kind"] == "full":
+    if isinstance(method, FullMethod):
         return model
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 
-    if method["kind"] == "qlora":
+    if method.kind == "qlora":
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
     adapters = LoraConfig(
-        r=method["rank"],
-        lora_alpha=method["alpha"],
-        lora_dropout=method["dropout"],
-        target_modules=method["targets"],
+        r=method.rank,
+        lora_alpha=method.alpha,
+        lora_dropout=method.dropout,
+        target_modules=method.targets,
         task_type="CAUSAL_LM",
     )
     return get_peft_model(model, adapters)
 
 
-def load_tokenizer(settings: dict[str, Any]) -> Any:
+def load_tokenizer(settings: TrainingSettings) -> Any:
     """Return the base model's tokenizer, which is saved with the checkpoints."""
-    model = settings["model"]
-    return AutoTokenizer.from_pretrained(
-        model["path"], revision=model["revision"], trust_remote_code=model["trust_remote_code"]
-    )
+    model = settings.model
+    return AutoTokenizer.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
 
 
 def model_configs(model: Any) -> list[Any]:
@@ -51,20 +50,20 @@ def model_configs(model: Any) -> list[Any]:
     return [model.config, *generation, *adapters]
 
 
-def load_base(settings: dict[str, Any]) -> PreTrainedModel:
+def load_base(settings: TrainingSettings) -> PreTrainedModel:
     """Return the base model of ``training.json`` in the planned data type; empty if another rank sends the weights.
 
     TrainingArguments must exist already: transformers reads them to load the model sharded.
     """
-    model = settings["model"]
-    source = {"revision": model["revision"], "trust_remote_code": model["trust_remote_code"]}
-    dtype = getattr(torch, model["dtype"])
-    options = {"dtype": dtype, "attn_implementation": model["attention"]}
-    if settings["method"]["kind"] == "qlora":
+    model = settings.model
+    source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    dtype = getattr(torch, model.dtype)
+    options = {"dtype": dtype, "attn_implementation": model.attention}
+    if settings.method.kind == "qlora":
         options["quantization_config"] = _four_bit_config(dtype)
-    if settings["expected"]["engine"] == FSDP and os.environ.get("LOCAL_RANK", "0") != "0":
-        return _empty_model(AutoConfig.from_pretrained(model["path"], **source), options, model["trust_remote_code"])
-    return AutoModelForCausalLM.from_pretrained(model["path"], **source, **options)
+    if settings.expected.engine == FSDP and os.environ.get("LOCAL_RANK", "0") != "0":
+        return _empty_model(AutoConfig.from_pretrained(model.path, **source), options, model.trust_remote_code)
+    return AutoModelForCausalLM.from_pretrained(model.path, **source, **options)
 
 
 def _four_bit_config(dtype: torch.dtype) -> Any:

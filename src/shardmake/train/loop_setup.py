@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_utils import align_special_tokens
 
+from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.training_arguments import planned_optimizer
 
 
@@ -48,7 +49,7 @@ def make_batches(accelerator: Accelerator, data: Any, collate: Any, arguments: T
 
 
 def make_optimizer(
-    model: torch.nn.Module, arguments: TrainingArguments, settings: dict[str, Any]
+    model: torch.nn.Module, arguments: TrainingArguments, settings: TrainingSettings
 ) -> torch.optim.Optimizer:
     """Return the planned optimizer, without weight decay for vectors (norms, biases), as in Trainer."""
     optimizer_class, options = planned_optimizer(settings) or Trainer.get_optimizer_cls_and_kwargs(arguments, model)

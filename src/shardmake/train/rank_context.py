@@ -3,11 +3,10 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from shardmake.core.atomic import read_json
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
+from shardmake.run.training_settings import TrainingSettings
 
 
 def rank_of_process() -> int:
@@ -22,13 +21,12 @@ class RankContext:
     folder: AttemptDir
     attempt: Attempt
     plan: Plan
-    settings: dict[str, Any]
-    """Content of ``training.json``."""
+    settings: TrainingSettings
     rank: int
 
     @classmethod
     def load(cls, attempt_folder: Path) -> "RankContext":
         """Read the files of the attempt in ``attempt_folder``."""
         folder = AttemptDir(attempt_folder)
-        settings = read_json(folder.training, "shardmake train NAME")
+        settings = TrainingSettings.read(folder.training, "shardmake train NAME")
         return cls(folder, folder.read(), Plan.read(folder.plan), settings, rank_of_process())

@@ -16,5 +16,5 @@ def check_ready(context: RankContext, model: Any, precision: str, collator: Coll
     """
     found = describe_engine(model, precision)
     rank_report(context.folder, context.rank, environment_report() | found)
-    check_engine(found, context.settings["expected"])
+    check_engine(found, context.settings.expected.as_json())
     check_isolation(model, collator, device)

@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import leave_collectives_to_gloo
+from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.rank_context import RankContext
 from shardmake.train.trackers import PROJECT, prepare_trackers
 
@@ -20,7 +21,7 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     attempt = context.attempt
     if attempt.accelerator == "cpu":
         leave_collectives_to_gloo()
-    arguments = dict(context.settings["arguments"])
+    arguments = dict(context.settings.arguments)
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)
     prepare_trackers(attempt, arguments["report_to"])
@@ -29,10 +30,10 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     )
 
 
-def planned_optimizer(settings: dict[str, Any]) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
     """Return the planned optimizer's class and arguments; None if the training arguments name the optimizer."""
-    optimizer = settings["optimizer"]
+    optimizer = settings.optimizer
     if optimizer is None:
         return None
-    module, _, name = optimizer["class"].rpartition(".")
-    return getattr(importlib.import_module(module), name), optimizer["arguments"]
+    module, _, name = optimizer.class_name.rpartition(".")
+    return getattr(importlib.import_module(module), name), optimizer.arguments

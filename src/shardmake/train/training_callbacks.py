@@ -36,7 +36,7 @@ def make_callbacks(context: RankContext, heartbeat: HeartbeatCallback) -> Traini
         return {
             "tokens": step * tokens_per_step,
             "samples": step * global_batch_size,
-            "data_seed": settings["arguments"]["data_seed"],
+            "data_seed": settings.arguments["data_seed"],
             "world_size": attempt.world_size,
             "strategy": plan.choice.strategy,
             "attempt": attempt.number,
@@ -45,11 +45,11 @@ def make_callbacks(context: RankContext, heartbeat: HeartbeatCallback) -> Traini
 
     non_finite, stop = NonFiniteCheck(context.rank), StopOnRequest([rundir.stop_file, context.folder.stop_file])
     metrics = MetricsCallback(rundir.metrics, tokens_per_step, attempt.number)
-    checkpoints = settings["checkpoints"]
-    retention = Retention(**checkpoints["retention"])
-    scratch = _scratch_folder(context) if checkpoints.get("asynchronous") else None
+    checkpoints = settings.checkpoints
+    retention = Retention(**dict(checkpoints.retention))
+    scratch = _scratch_folder(context) if checkpoints.asynchronous else None
     saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes, scratch)
-    scheduler = SaveScheduler(saver, checkpoints["mtbf_seconds"])
+    scheduler = SaveScheduler(saver, checkpoints.mtbf_seconds)
     return TrainingCallbacks([non_finite, metrics, stop, scheduler, heartbeat], stop, non_finite, saver)
 
 

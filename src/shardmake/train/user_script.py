@@ -11,6 +11,7 @@ from string import Template
 
 from shardmake.config.strategies import DEEPSPEED
 from shardmake.run.attempt import USER_SCRIPT_PHASE, rank_report, write_heartbeat
+from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.accelerator_check import check_accelerators
 from shardmake.train.engine_check import environment_report
 from shardmake.train.process_group import leave_together
@@ -22,24 +23,25 @@ def train(attempt_folder: Path) -> None:
     """Run the script of the attempt to its end, in this process and as ``__main__``."""
     context = RankContext.load(attempt_folder)
     folder, settings = context.folder, context.settings
-    program, engine = settings["program"], settings["expected"]["engine"]
-    prepare_trackers(context.attempt, settings["arguments"]["report_to"])
+    program, engine = settings.program, settings.expected.engine
+    assert isinstance(program, ScriptProgram), "this module runs scripts only"
+    prepare_trackers(context.attempt, settings.arguments["report_to"])
     os.environ.update(script_environment(context))
     write_heartbeat(folder, context.rank, USER_SCRIPT_PHASE, 0)
     rank_report(folder, context.rank, environment_report())
     check_accelerators(folder, context.rank, engine)
     if context.attempt.accelerator == "cpu":
         _start_on_cpu(engine)
-    sys.argv = [program["path"], *(Template(word).safe_substitute(os.environ) for word in program["args"])]
-    sys.path[0] = str(Path(program["path"]).resolve().parent)
-    run_script(program["path"])
+    sys.argv = [program.path, *(Template(word).safe_substitute(os.environ) for word in program.args)]
+    sys.path[0] = str(Path(program.path).resolve().parent)
+    run_script(program.path)
     leave_together()
 
 
 def script_environment(context: RankContext) -> dict[str, str]:
     """Return the environment variables of the script, which docs/how-to/user-script.md lists."""
     rundir, folder, plan = context.attempt.rundir, context.folder, context.plan
-    settings, arguments = context.settings, context.settings["arguments"]
+    settings, arguments = context.settings, context.settings.arguments
     values: dict[str, object] = {
         "ATTEMPT": context.attempt.number,
         "ATTEMPT_FOLDER": folder.root,
@@ -49,7 +51,7 @@ def script_environment(context: RankContext) -> dict[str, str]:
         "STOP_FILES": f"{rundir.stop_file}:{folder.stop_file}",
         "STOPPED": folder.stopped,
         "DATA": rundir.data,
-        "BASE": settings["model"]["path"],
+        "BASE": settings.model.path,
         "SEQUENCE_LENGTH": plan.workload.sequence_length,
         "MICRO_BATCH_SIZE": plan.choice.micro_batch_size,
         "GRADIENT_ACCUMULATION_STEPS": plan.choice.gradient_accumulation_steps,

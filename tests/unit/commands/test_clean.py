@@ -6,10 +6,10 @@ from shardmake.checkpoint.files import fingerprint
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.store import commit_in_place, committed
 from shardmake.commands.clean import clean
-from shardmake.core.atomic import write_json
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from tests.finished_run import make_run, make_rundir, write_model
+from tests.unit.plans import make_training_settings
 
 RUN = make_run(push={"to": "file:published/chat"})
 
@@ -26,8 +26,8 @@ def rundir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
 
 
 def configure(rundir: RunDir, *, best: bool = False, every_steps: int | None = None) -> None:
-    retention = {"keep": 2, "best": best, "every_steps": every_steps}
-    write_json(rundir.training, {"checkpoints": {"retention": retention}})
+    checkpoints = {"keep": 2, "keep_best": best, "keep_every_steps": every_steps}
+    make_training_settings(checkpoints=checkpoints).write(rundir.training)
 
 
 def make_checkpoint(rundir: RunDir, step: int, *, finished: bool, eval_loss: float | None = None) -> None:

@@ -22,7 +22,7 @@ from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
-from tests.unit.plans import make_cluster, make_plan, make_run
+from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings
 
 End = Callable[[AttemptDir], None]
 
@@ -69,13 +69,7 @@ class Lab:
 
     def driver(self, jobs: FakeJobs, run: Run | None = None, **cluster: Any) -> Driver:
         """A new driver for the run with the learning rate and the plan of now."""
-        settings = {
-            "arguments": {"learning_rate": self.rate},
-            "program": {"kind": "trainer"},
-            "model": {"path": "base", "revision": None},
-            "method": "full",
-        }
-        write_json(self.rundir.training, settings)
+        make_training_settings(learning_rate=self.rate).write(self.rundir.training)
         self.plan.write(self.rundir.plan)
         made = Driver(run or make_run(), make_cluster(**cluster), self.rundir, self.plan, self.told.append, 0)
         made.jobs = jobs

@@ -21,7 +21,7 @@ from shardmake.launch.preflight import (
 )
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan, Resources
-from tests.unit.plans import make_cluster, make_plan
+from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
 
@@ -94,7 +94,7 @@ def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[Att
         update={"host_memory": host_memory, "resources": {"train": Resources(memory_gib=1 << 20, cpus=2)}}
     )
     folder = AttemptDir(tmp_path / "train/attempts/001")
-    write_json(folder.training, {"model": {"path": str(tmp_path / "base")}})
+    make_training_settings(model=str(tmp_path / "base")).write(folder.training)
     write_json(tmp_path / "base/config.json", {})
     write_json(tmp_path / "data/receipt.json", {})
     attempt = attempt_settings(

@@ -16,6 +16,7 @@ from shardmake.render.stage import render_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
+from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.rank_context import RankContext
 from shardmake.train.user_script import run_script, script_environment
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
@@ -52,9 +53,11 @@ def test_an_edited_script_is_another_training(tmp_path: Path) -> None:
     for text in ("a = 1", "a = 2"):
         script.write_text(text)
         files = render_files(make_plan("zero2"), run, make_cluster(), make_model(), tmp_path)
-        programs.append(files.training["program"])
-    assert [program["args"] for program in programs] == [["--lr", "1"]] * 2
-    assert programs[0]["sha256"] != programs[1]["sha256"]
+        programs.append(files.training.program)
+    first, second = programs
+    assert isinstance(first, ScriptProgram) and isinstance(second, ScriptProgram)
+    assert first.args == second.args == ["--lr", "1"]
+    assert first.sha256 != second.sha256
 
 
 def test_batches_of_a_script_are_its_own(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_every_parser_complains_about_its_own_file() -> None:
         accelerate=files.accelerate | {"num_processes": 3, "same_network": True},
         deepspeed=files.deepspeed
         | {"gradient_accumulation_steps": 3, "gradient_clipping": "auto", "zero_optimisation": {}},
-        training={**files.training, "arguments": files.training["arguments"] | {"bf16": False}},
+        training=files.training.with_arguments(bf16=False),
     )
     with pytest.raises(ShardmakeError) as refusal:
         check("zero2", broken)
@@ -109,7 +109,7 @@ def test_misspelt_keys_are_refused() -> None:
         files,
         accelerate=files.accelerate | {"num_machine": 2},
         deepspeed=files.deepspeed | {"zero_optimization": zero},
-        training={**files.training, "arguments": files.training["arguments"] | {"learnig_rate": 1.0}},
+        training=files.training.with_arguments(learnig_rate=1.0),
     )
     with pytest.raises(ShardmakeError, match=r"(?s)num_machine.*stage3_prefetch_bucket.*learnig_rate"):
         check("zero3", broken)
@@ -145,8 +145,8 @@ def test_auto_and_explicit_give_the_same_engine(strategy: Strategy) -> None:
     explicit, auto = render(strategy), render(strategy, deepspeed_values="auto")
     assert auto.deepspeed["zero_optimization"]["reduce_bucket_size"] == "auto"
     read = HfTrainerDeepSpeedConfig(auto.deepspeed)
-    read.trainer_config_process(_Arguments(explicit.training["arguments"]))
-    read.trainer_config_finalize(_Arguments(explicit.training["arguments"]), _Sized(), 10)
+    read.trainer_config_process(_Arguments(explicit.training.arguments))
+    read.trainer_config_finalize(_Arguments(explicit.training.arguments), _Sized(), 10)
     assert read.config == explicit.deepspeed
 
 

@@ -34,6 +34,7 @@ from shardmake.render.stage import (
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Fallback, Plan
+from shardmake.run.training_settings import TrainingSettings
 from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -68,7 +69,7 @@ def as_text(plan: Plan, files: Files) -> str:
         "command on node 1": command.replace(sys.executable, "python") + "\n",
         "accelerate.yaml": as_yaml(files.accelerate),
         "deepspeed.json": json.dumps(files.deepspeed, indent=2) + "\n",
-        "training.json": json.dumps(files.training, indent=2) + "\n",
+        "training.json": json.dumps(files.training.as_json(), indent=2) + "\n",
     }
     text = "\n".join(f"=== {title}\n{body}" for title, body in parts.items())
     return text.replace(f"shardmake-{os.getuid()}", "shardmake-UID")
@@ -164,7 +165,7 @@ def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster
     run = make_run(global_batch_size=choice.global_batch_size, fsdp_version=version)
     model = make_model(hidden_size=hidden * 4)
     files = render_files(plan, run, cluster, model, FOLDER)
-    arguments, expected = files.training["arguments"], files.training["expected"]
+    arguments, expected = files.training.arguments, files.training.expected.as_json()
     assert files.accelerate["num_processes"] == expected["world_size"] == choice.world_size
     assert files.accelerate["distributed_type"] == STRATEGY_SPECS[choice.strategy].distributed_type
     assert arguments["per_device_train_batch_size"] == choice.micro_batch_size
@@ -180,7 +181,7 @@ def test_the_files_agree_on_every_shared_number(choice: Choice, cluster: Cluster
         launched = files.accelerate["fsdp_config"]
         assert launched["fsdp_activation_checkpointing"] == choice.gradient_checkpointing
         assert launched["fsdp_version"] == arguments["fsdp_config"]["version"] == expected["fsdp_version"]
-    assert json.loads(json.dumps(files.training)) == files.training
+    assert TrainingSettings.model_validate_json(files.training.model_dump_json()) == files.training
 
 
 @given(choice=choices, cluster=clusters, hidden=st.integers(8, 16384))

@@ -9,6 +9,7 @@ from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
 from shardmake.train.loop_setup import make_optimizer, prepare_model
+from tests.unit.plans import make_training_settings
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def make_arguments(folder: Path, **changes: Any) -> TrainingArguments:
 def test_optimizer_equals_trainers(model: LlamaForCausalLM, tmp_path: Path) -> None:
     """Biases and norms are not decayed. The order of parameters is the same, so that states can be exchanged."""
     arguments = make_arguments(tmp_path, optim="adamw_torch", learning_rate=1e-3, adam_epsilon=1e-6)
-    ours = make_optimizer(model, arguments, {"optimizer": None})
+    ours = make_optimizer(model, arguments, make_training_settings())
     theirs = Trainer(model=model, args=arguments).create_optimizer()
     assert type(ours) is type(theirs)
     for own, other in zip(ours.param_groups, theirs.param_groups, strict=True):

@@ -1,0 +1,125 @@
+"""What the ranks of an attempt train: ``training.json``, written by `shardmake.render` and read by every rank."""
+
+import operator
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from shardmake.config.models import Loss, Method, Objective
+from shardmake.config.strategies import Device, Library
+from shardmake.run.record import RunRecord
+
+
+class BaseModelSettings(RunRecord):
+    """The base model, and how its weights are loaded."""
+
+    path: str = Field(description="Folder or hub id.")
+    revision: str | None = Field(description="Branch, tag or commit of a hub id.")
+    trust_remote_code: bool = Field(description="Run model code that lies beside the config.")
+    dtype: str = Field(description="Data type of the loaded weights, by torch's name.")
+    attention: str = Field(description="Attention kernel, by transformers' name.")
+    gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass.")
+
+
+class FullMethod(RunRecord):
+    """Full fine-tuning."""
+
+    kind: Literal["full"] = "full"
+
+
+class AdapterMethod(RunRecord):
+    """Low-rank adapters on a frozen base model."""
+
+    kind: Method = Field(description="lora or qlora.")
+    rank: int = Field(description="Rank of the adapters.")
+    alpha: int = Field(description="Scale: the update is multiplied by alpha / rank.")
+    dropout: float = Field(description="Dropout on the adapters' input.")
+    targets: list[str] | str = Field(description="Layers that get adapters.")
+
+
+class OptimizerSettings(RunRecord):
+    """An optimizer that the training arguments cannot name."""
+
+    class_name: str = Field(description="Import path of the class.")
+    arguments: dict[str, Any] = Field(description="Its keyword arguments.")
+
+
+class ExpectedEngine(RunRecord):
+    """What each rank compares with the engine that was built, before it trains."""
+
+    engine: Library = Field(description="The library that shards.")
+    zero_stage: int = Field(description="DeepSpeed's ZeRO stage, 0 for other libraries.")
+    world_size: int = Field(description="Ranks in all.")
+    dtype: str = Field(description="Compute data type, by torch's name.")
+    offload_optimizer: Device | None = Field(description="Where optimizer states lie if not on the GPU.")
+    offload_param: Device | None = Field(description="Where parameters lie if not on the GPU.")
+
+
+class ExpectedDeepSpeed(ExpectedEngine):
+    """What a rank compares under DeepSpeed."""
+
+    tensor_parallel: int = Field(description="Ranks that share each layer's matrices.")
+
+
+class ExpectedFsdp(ExpectedEngine):
+    """What a rank compares under FSDP."""
+
+    fsdp_version: int = Field(description="1 or 2.")
+    reshard_after_forward: bool = Field(description="Free a block's weights after its forward pass.")
+    replicas: int = Field(description="Copies of the sharded model.")
+
+
+class RetentionSettings(RunRecord):
+    """Which checkpoints stay (`shardmake.checkpoint.retention.Retention`)."""
+
+    keep: int = Field(description="Number of newest checkpoints.")
+    best: bool = Field(description="Keep the checkpoint with the lowest evaluation loss as well.")
+    every_steps: int | None = Field(description="Keep a checkpoint every so many steps as well.")
+
+
+class CheckpointSettings(RunRecord):
+    """How training saves."""
+
+    retention: RetentionSettings = Field(description="Which checkpoints stay.")
+    mtbf_seconds: float | None = Field(
+        description="Mean time between failures of the job, if the interval between saves follows from it."
+    )
+    asynchronous: bool = Field(
+        False, exclude_if=operator.not_, description="Save to node-local scratch and upload while training continues."
+    )
+
+
+class LoopProgram(RunRecord):
+    """A training loop of Shardmake's: transformers' Trainer or the plain loop."""
+
+    kind: Literal["trainer", "loop"] = Field(description="Module in `shardmake.train`.")
+
+
+class ScriptProgram(RunRecord):
+    """A user's training script. An edited script is another training."""
+
+    kind: Literal["script"] = "script"
+    path: str = Field(description="The script.")
+    args: list[str] = Field(description="Its arguments.")
+    sha256: str = Field(description="Digest of its content.")
+
+
+class TrainingSettings(RunRecord):
+    """``training.json``: model, method, training arguments, and the engine that the ranks must find."""
+
+    made_by: ClassVar[str] = "shardmake render NAME"
+    model: BaseModelSettings = Field(description="The base model.")
+    objective: Objective = Field(description="What training optimizes.")
+    method: FullMethod | AdapterMethod = Field(description="Full fine-tuning or adapters.")
+    arguments: dict[str, Any] = Field(
+        description="Keyword arguments of `transformers.TrainingArguments`, without paths; the ranks add those."
+    )
+    optimizer: OptimizerSettings | None = Field(description="None: the optimizer that the arguments name.")
+    expected: ExpectedDeepSpeed | ExpectedFsdp | ExpectedEngine = Field(description="The planned engine.")
+    loss: Loss = Field(description="Cross entropy: plain or fused.")
+    checkpoints: CheckpointSettings = Field(description="How training saves.")
+    program: LoopProgram | ScriptProgram = Field(description="What the ranks run.")
+
+    def with_arguments(self, **changes: Any) -> "TrainingSettings":
+        """Return these settings with other training arguments."""
+        return self.model_copy(update={"arguments": self.arguments | changes})
