@@ -9,6 +9,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from shardmake.demo import make_inputs
+from tests.tiers import belongs_to_make_test
 from tests.workflow.checkout import Checkout
 
 # How long an example takes says nothing where tests share two cores with trainings.
@@ -33,8 +34,10 @@ EXPENSIVE = {"cluster": "cluster", "forked": "forked", "lab": "lab"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that share something in one of the processes that run side by side."""
+    """Mark the tests that ``make test`` leaves out, and keep tests that share something in one process of xdist."""
     for item in items:
+        if not belongs_to_make_test(item.nodeid):
+            item.add_marker(pytest.mark.full)
         fixtures = getattr(item, "fixturenames", ())
         groups = [group for fixture, group in EXPENSIVE.items() if fixture in fixtures]
         if item.path.name.startswith("test_consolidate"):

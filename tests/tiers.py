@@ -1,0 +1,38 @@
+"""Which process tests and Slurm tests belong to ``make test``: at least one of each family.
+
+The other tests of ``tests/workflow`` and ``tests/cluster`` get the marker ``full`` and run in ``make test-all``. All unit
+tests belong to ``make test``, unless they carry the marker themselves.
+"""
+
+import re
+
+QUICK = {
+    "cluster/test_end_to_end.py": "two_nodes_from_config_to_pushed_model",
+    "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|meet_across_nodes",
+    "workflow/test_asynchronous.py": "shared_disk_that_fills_up",
+    "workflow/test_consolidate_bad_input.py": "missing_rank|cut_off|flipped_bit_in_a_shard|two_merges",
+    "workflow/test_consolidate_fsdp.py": "-3ranks",
+    "workflow/test_consolidate_lora.py": "peft_folder|another_model",
+    "workflow/test_consolidate_memory.py": "70B",
+    "workflow/test_consolidate_swapped.py": "3, 'zero3-tied'",
+    "workflow/test_consolidate_verify.py": "",
+    "workflow/test_consolidate_zero.py": "-3ranks",
+    "workflow/test_dry_run.py": "",
+    "workflow/test_evaluate.py": "loss_is_the_mean|same_tokens|share_the_sequences.whole|fastest_way",
+    "workflow/test_fetch_data.py": "pinned_to_the_commit",
+    "workflow/test_local.py": "from_config_to_pushed_model",
+    "workflow/test_loop.py": "zero2",
+    "workflow/test_network_check.py": "",
+    "workflow/test_reshard.py": "zero3x2-fsdpx3-zero2x2",
+    "workflow/test_resume.py": r"every_strategy.(zero3|fsdp)\]",
+    "workflow/test_saving.py": "damaged_shards",
+    "workflow/test_script.py": "another_engine",
+    "workflow/test_sharing.py": "one_cache",
+}
+"""Part of a test's name (a regular expression), by file below ``tests``; an empty one matches every test."""
+
+
+def belongs_to_make_test(node: str) -> bool:
+    """Return whether the test with the pytest id ``node`` runs in ``make test``."""
+    file, _, name = node.removeprefix("tests/").partition("::")
+    return file.startswith("unit/") or bool(file in QUICK and re.search(QUICK[file], name))
