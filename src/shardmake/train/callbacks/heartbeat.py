@@ -5,7 +5,7 @@ from collections import deque
 from statistics import median
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.run.attempt import AttemptDir, write_heartbeat
 from shardmake.train.callbacks.best_effort import BestEffortWriter
@@ -38,21 +38,17 @@ class HeartbeatCallback(TrainerCallback):
             with self.writer.write():
                 write_heartbeat(self.folder, self.rank, phase, step, median_step_seconds)
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the phase of the first step, which may compile kernels and take long."""
         self.step_start = time.monotonic()
         self.beat("first step", state.global_step)
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report one of the accumulated passes."""
         if self.first_step_seconds:
             self.beat("train", state.global_step)
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report a step, and measure its time."""
         seconds = time.monotonic() - self.step_start
         if self.first_step_seconds:
@@ -62,17 +58,15 @@ class HeartbeatCallback(TrainerCallback):
         self.step_start += seconds
         self.beat("evaluate" if control.should_evaluate else _after_evaluation(control), state.global_step)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report one batch of an evaluation."""
         self.beat("evaluate", state.global_step)
 
-    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_evaluate(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report the end of an evaluation."""
         self._resume_steps(_after_evaluation(control), state.global_step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report the end of a save."""
         self._resume_steps("train", state.global_step)
 
@@ -81,9 +75,7 @@ class HeartbeatCallback(TrainerCallback):
         self.step_start = time.monotonic()
         self.beat(phase, step)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report the end of the last step."""
         self.beat("end", state.global_step)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.train.callbacks.best_effort import BestEffortWriter
 
@@ -27,9 +27,7 @@ class MetricsCallback(TrainerCallback):
         self.last = (time.time(), 0)
         self.writer = BestEffortWriter("Metrics")
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Remove the lines of steps that will be repeated."""
         self.last = (time.time(), state.global_step)
         if state.is_world_process_zero and self.path.exists():
@@ -38,12 +36,7 @@ class MetricsCallback(TrainerCallback):
             self.path.write_text("".join(kept))
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: TrainerControl, logs: dict[str, float] | None = None, **_: Any
     ) -> None:
         """Append what the Trainer logged."""
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 
 class NonFiniteError(FloatingPointError):
@@ -35,7 +35,7 @@ class NonFiniteCheck(TrainerCallback):
         """Keep the step's gradient norm."""
         self.norm = 0.0 if norm is None else norm
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Raise `NonFiniteError` if this step's loss or gradient norm is not finite."""
         loss, norm = float(self.loss), 0.0 if args.fp16 else float(self.norm)
         self.loss = self.norm = 0.0

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.checkpoint.interval import interval_seconds
 from shardmake.train.checkpoint_saver import Saver
@@ -35,21 +35,17 @@ class SaveScheduler(TrainerCallback):
         self.steps = 0
         self.step_start = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Replace the interval of the attempt before."""
         state.compute_steps(args, state.max_steps)
         if self.mtbf_seconds:
             state.save_steps = self.FIRST_SAVE
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Start the measurement of a step."""
         self.step_start = time.monotonic()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Measure the step, except this process's first one, which may compile kernels; decide on an evaluation."""
         if self.steps:
             self.measured_seconds += time.monotonic() - self.step_start
@@ -59,7 +55,7 @@ class SaveScheduler(TrainerCallback):
         elif control.should_save and self.saver.retention.best:
             control.should_evaluate = True
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Set the interval from the measured times; rank 0's clock decides for all ranks."""
         if not self.mtbf_seconds or self.saver.seconds is None or self.steps < 2:
             return

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState
 
 
 class StopOnRequest(TrainerCallback):
@@ -15,7 +15,7 @@ class StopOnRequest(TrainerCallback):
         self.files = files
         self.requested = False
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Request a save and the end of training if a stop file exists."""
         flag = torch.tensor([int(any(file.exists() for file in self.files))], device=args.device)
         if dist.is_initialized():
