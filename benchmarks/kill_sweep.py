@@ -33,12 +33,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         make_inputs(root / "inputs")
-        lab = Checkout.create(root / "checkout", root / "inputs")
-        lab("shardmake", "data", "demo")
+        checkout = Checkout.create(root / "checkout", root / "inputs")
+        checkout("shardmake", "data", "demo")
         server = ForkServer()
         for case in CASES:
             if not wanted or case[0] in wanted:
-                keep(list(swept(Sweep(Forked(lab, server), root / "-".join(map(str, case)), *case))))
+                keep(list(swept(Sweep(Forked(checkout, server), root / "-".join(map(str, case)), *case))))
         server.close()
 
 

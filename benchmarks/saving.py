@@ -89,19 +89,19 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
 
     make_inputs(root / "inputs")
     _enlarge(root / "inputs/base")
-    lab = Checkout.create(root / "checkout", root / "inputs")
+    checkout = Checkout.create(root / "checkout", root / "inputs")
     steps = (rounds + 1) * len(PLACES)
     settings = {"strategy": strategy, "nodes": 1, "max_steps": steps, "checkpoints": {"every_steps": 1, "keep": 1}}
-    lab.configure({}, **settings)
-    lab("shardmake", "data", "demo")
-    config = load_config(lab.root / "config/config.yaml")
-    run, cluster = get_run(config, "demo"), load_cluster(lab.root / config.cluster)
-    run = run.model_copy(update={"model": str(lab.root / run.model)})
+    checkout.configure({}, **settings)
+    checkout("shardmake", "data", "demo")
+    config = load_config(checkout.root / "config/config.yaml")
+    run, cluster = get_run(config, "demo"), load_cluster(checkout.root / config.cluster)
+    run = run.model_copy(update={"model": str(checkout.root / run.model)})
     plan, _ = make_plan("demo", run, cluster)
-    folder = AttemptDir(lab.run / "train/attempts/001")
+    folder = AttemptDir(checkout.run / "train/attempts/001")
     plan.write(folder.plan)
     write_files(plan, run, cluster, folder)
-    attempt_settings(1, lab.run, cluster, plan, resume_from=None, recipe="benchmark").write(folder.settings)
+    attempt_settings(1, checkout.run, cluster, plan, resume_from=None, recipe="benchmark").write(folder.settings)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         os.environ["SAVING_MEMORY"] = f"{memory}/saves"
         launch(plan, folder, Path(__file__))

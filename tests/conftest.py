@@ -29,7 +29,7 @@ def default_logging() -> Iterator[None]:
     logger.propagate = True
 
 
-EXPENSIVE = {"cluster": "cluster", "forked": "forked", "lab": "lab"}
+EXPENSIVE = {"cluster": "cluster", "forked": "forked", "shared_checkout": "shared_checkout"}
 """Expensive fixtures of the session, and the group of the tests that share one."""
 
 

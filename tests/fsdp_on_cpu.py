@@ -1,7 +1,7 @@
-"""Test-only: lets FSDP2 run on the CPU over gloo. Import it first in a rank's program.
+"""Make FSDP2 run on the CPU over gloo, for tests only; a rank's program must import this first.
 
-Accelerate turns FSDP on only where the distributed type is MULTI_<accelerator>; on the CPU it is MULTI_CPU, and FSDP
-would be ignored without a word. And FSDP's offload pins memory, which needs a GPU to pin it for.
+Accelerate enables FSDP only if the distributed type is MULTI_<accelerator>. On the CPU the type is MULTI_CPU, and
+Accelerate silently ignores FSDP. FSDP's offload also pins memory, which needs a GPU.
 """
 
 import os
@@ -13,16 +13,16 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 
-def _wants_fsdp(arguments: dict[str, Any]) -> bool:
+def _is_fsdp_requested(arguments: dict[str, Any]) -> bool:
     return os.environ.get("ACCELERATE_USE_FSDP") == "true" or arguments.get("fsdp_plugin") is not None
 
 
-def _call_it_a_gpu() -> None:
+def _pretend_gpu() -> None:
     if PartialState._shared_state.get("distributed_type") == DistributedType.MULTI_CPU:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-_partial, _whole, _offload = (
+_partial, _full, _offload = (
     PartialState.__init__,
     AcceleratorState.__init__,
     FullyShardedDataParallelPlugin.set_cpu_offload,
@@ -32,15 +32,15 @@ _partial, _whole, _offload = (
 @wraps(_partial)
 def _partial_state(self: Any, *args: Any, **kwargs: Any) -> None:
     _partial(self, *args, **kwargs)
-    if _wants_fsdp(kwargs):
-        _call_it_a_gpu()
+    if _is_fsdp_requested(kwargs):
+        _pretend_gpu()
 
 
-@wraps(_whole)
+@wraps(_full)
 def _accelerator_state(self: Any, *args: Any, **kwargs: Any) -> None:
-    if _wants_fsdp(kwargs):
-        _call_it_a_gpu()
-    _whole(self, *args, **kwargs)
+    if _is_fsdp_requested(kwargs):
+        _pretend_gpu()
+    _full(self, *args, **kwargs)
 
 
 @wraps(_offload)

@@ -1,9 +1,8 @@
-"""Test-only: SIGKILL this process at its n-th write below a folder, fill the disk there, or list the writes there are.
+"""SIGKILL this process at its n-th write below a folder, fill the disk there, or list the writes; for tests only.
 
-Counted are the operations that change what is on disk: files opened for writing, ``torch.save`` (whose bytes are written
-in C++, past Python's audit hooks), fsync, rename, remove. Each is a place to die before it; where a file comes to be, also
-after half of it. Which rank makes a folder that all need is a matter of chance, so that mkdir is not counted; after it
-comes what is before the next write.
+The counted writes change the disk: files opened for writing, ``torch.save`` (which writes in C++ and so bypasses
+Python's audit hooks), fsync, rename and remove. The process can die before each of them, and also after half of a new
+file. mkdir is not counted, because any rank may create a folder that all ranks need.
 """
 
 import contextlib
@@ -22,9 +21,9 @@ _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.link"}
 
 
 class Killer:
-    """Watches writes below ``folder``; at one of them it dies before it or after half of it, or fills the disk.
+    """Count the writes below ``folder``, and kill the process or fill the disk at one of them.
 
-    ``at`` is that write's number, from 0, or a pattern that its line in ``log`` matches.
+    ``at`` is the number of that write, from 0, or a pattern that its line in ``log`` matches.
     """
 
     def __init__(self, folder: Path, log: Path, at: int | str, mode: str) -> None:
@@ -34,11 +33,11 @@ class Killer:
         self.came = False
 
     def install(self) -> None:
-        """From now on every write counts."""
+        """Start to count writes."""
         self._save, self._fsync = torch.save, os.fsync
         torch.save = torch.serialization.save = self.save  # type: ignore[assignment]
         os.fsync = self.fsync  # type: ignore[assignment]
-        sys.addaudithook(self.hear)
+        sys.addaudithook(self.on_audit_event)
 
     def count(self, kind: str, path: str) -> bool:
         """Note one write; whether to die half way through it. Before it means: now. What dying takes is not noted."""
@@ -58,7 +57,7 @@ class Killer:
         """As the kernel does it when memory runs out: no handler, no buffer flushed."""
         os.kill(os.getpid(), signal.SIGKILL)
 
-    def hear(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         """The audit hook."""
         if event == "open" and not isinstance(arguments[0], int) and (arguments[2] or 0) & _WRITING:
             path = os.fsdecode(arguments[0])

@@ -1,4 +1,4 @@
-"""Trainings started node by node with the rendered command, as a person would, without the driver."""
+"""Launch trainings node by node with the rendered command, as a user would, without the driver."""
 
 import json
 import os
@@ -28,54 +28,54 @@ STEPS = 4
 FSDP_RANK = Path(__file__).with_name("fsdp_rank.py")
 
 
-def configure(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> None:
-    """A run of `STEPS` steps that is saved at its end, on nodes of two ranks."""
-    cluster: dict[str, Any] = {"max_nodes": 2, "nvme_path": str(lab.root / "nvme")}
+def configure(checkout: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> None:
+    """Configure a run of `STEPS` steps that is saved at its end, on nodes with two ranks."""
+    cluster: dict[str, Any] = {"max_nodes": 2, "nvme_path": str(checkout.root / "nvme")}
     run = {"max_steps": STEPS, "checkpoints": {"every_steps": STEPS}, **changes}
-    lab.configure(cluster, strategy=strategy, nodes=nodes, **run)
+    checkout.configure(cluster, strategy=strategy, nodes=nodes, **run)
 
 
-def train_by_hand(lab: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> dict[int, float]:
-    """Losses by step of a fresh training; every rank has found the planned engine. ``changes``: see `launch_by_hand`."""
-    shutil.rmtree(lab.run / "train", ignore_errors=True)
-    plan, folder = launch_by_hand(lab, strategy, nodes, **changes)
+def train_by_hand(checkout: Checkout, strategy: Strategy, nodes: int = 1, **changes: Any) -> dict[int, float]:
+    """Train from the start and return the losses by step, after checking that every rank has the planned engine."""
+    shutil.rmtree(checkout.run / "train", ignore_errors=True)
+    plan, folder = launch_by_hand(checkout, strategy, nodes, **changes)
     for path in sorted(folder.ranks.iterdir()):
         report = json.loads(path.read_text())
         assert expected_engine(plan.choice, 2).as_json().items() <= report.items()
-    return lab.losses()
+    return checkout.losses()
 
 
-def saved(lab: Checkout) -> dict[int, Path]:
-    """The sealed checkpoints of the lab's run, by step."""
-    return {record.step: path for record, path in store.committed(lab.run / "train/checkpoints")}
+def committed_checkpoints(checkout: Checkout) -> dict[int, Path]:
+    """Return the committed checkpoints of the run by step."""
+    return {record.step: path for record, path in store.committed(checkout.run / "train/checkpoints")}
 
 
-def forget_after(lab: Checkout, step: int) -> Path:
-    """Put the training back to where it was then; the checkpoint of that step."""
-    for later, path in saved(lab).items():
+def rewind_to(checkout: Checkout, step: int) -> Path:
+    """Remove the checkpoints after ``step`` and the receipt; return the checkpoint of ``step``."""
+    for later, path in committed_checkpoints(checkout).items():
         if later > step:
             store.remove(path)
-    (lab.run / "train/receipt.json").unlink()
-    return saved(lab)[step]
+    (checkout.run / "train/receipt.json").unlink()
+    return committed_checkpoints(checkout)[step]
 
 
 def launch_by_hand(
-    lab: Checkout,
+    checkout: Checkout,
     strategy: Strategy,
     nodes: int = 1,
     resume_from: Path | None = None,
-    help_out: bool = True,
+    fsdp_on_cpu: bool = True,
     zero: dict[str, Any] | None = None,
     **changes: Any,
 ) -> tuple[Plan, AttemptDir]:
-    """Run one attempt to its end, which must be a good one; ``zero`` goes into that section of DeepSpeed's file."""
-    configure(lab, strategy, nodes, **changes)
-    config = load_config(lab.root / "config/config.yaml")
-    run, cluster = get_run(config, "demo"), load_cluster(lab.root / config.cluster)
-    run = run.model_copy(update={"model": str(lab.root / run.model)})
+    """Run one attempt, which must succeed; ``zero`` is merged into ``zero_optimization`` of the DeepSpeed file."""
+    configure(checkout, strategy, nodes, **changes)
+    config = load_config(checkout.root / "config/config.yaml")
+    run, cluster = get_run(config, "demo"), load_cluster(checkout.root / config.cluster)
+    run = run.model_copy(update={"model": str(checkout.root / run.model)})
     plan, _ = make_plan("demo", run, cluster)
-    number = len(list((lab.run / "train").glob("attempts/*"))) + 1
-    folder = AttemptDir(lab.run / f"train/attempts/{number:03d}")
+    number = len(list((checkout.run / "train").glob("attempts/*"))) + 1
+    folder = AttemptDir(checkout.run / f"train/attempts/{number:03d}")
     plan.write(folder.plan)
     write_files(plan, run, cluster, folder)
     if zero:
@@ -84,19 +84,19 @@ def launch_by_hand(
     if resume_from:
         write_deepspeed_hint(folder.deepspeed, resume_from)
     resume = str(resume_from) if resume_from else None
-    settings = attempt_settings(number, lab.run, cluster, plan, resume_from=resume, recipe="by hand")
+    settings = attempt_settings(number, checkout.run, cluster, plan, resume_from=resume, recipe="by hand")
     settings.write(folder.settings)
-    launch(plan, folder, FSDP_RANK if help_out and plan.choice.is_fsdp else None)
+    launch(plan, folder, FSDP_RANK if fsdp_on_cpu and plan.choice.is_fsdp else None)
     return plan, folder
 
 
 def write_files(plan: Plan, run: Run, cluster: Cluster, folder: AttemptDir) -> None:
-    """As `render`, without asking the libraries first: they are about to have their say."""
+    """Write the files of `render` without its checks by the libraries, which follow in the training itself."""
     stage.write_files(render_files(plan, run, cluster, read_model(run.model), folder.root), folder.root)
 
 
 def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:
-    """The rendered command on every node, with ``program`` in place of `shardmake.train`."""
+    """Run the rendered command on every node, with ``program`` instead of `shardmake.train`."""
     port = free_port()
     processes = []
     for node in range(plan.choice.nodes):
@@ -111,13 +111,13 @@ def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:
 
 
 def rank_environment() -> Mapping[str, str]:
-    """As the worker would set it on a node without a GPU."""
+    """Return the environment that the worker would set on a node without a GPU."""
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def free_port() -> int:
-    """A port that was free just now."""
+    """Return an unused port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -14,27 +14,28 @@ from tests.workflow.forked import Forked
 
 @pytest.fixture(scope="session")
 def forked(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Iterator[Forked]:
-    """Trainings that start in a second: their ranks are forked from a process with everything imported."""
-    lab = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs)
-    lab("shardmake", "data", "demo")
+    """Trainings that start within a second, because their ranks are forked from a process with all imports."""
+    checkout = Checkout.create(tmp_path_factory.mktemp("forked") / "checkout", inputs)
+    checkout("shardmake", "data", "demo")
     server = ForkServer()
-    yield Forked(lab, server)
+    yield Forked(checkout, server)
     server.close()
 
 
 @pytest.fixture(scope="session")
-def lab(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
-    """A checkout with tokenized data, for trainings by hand."""
-    checkout = Checkout.create(tmp_path_factory.mktemp("lab") / "checkout", inputs)
+def shared_checkout(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
+    """A checkout with tokenized data, for trainings that are launched by hand."""
+    checkout = Checkout.create(tmp_path_factory.mktemp("shared") / "checkout", inputs)
     configure(checkout, "ddp")
     checkout("shardmake", "data", "demo")
     return checkout
 
 
 @pytest.fixture(scope="session")
-def reference(lab: Checkout) -> dict[int, float]:
-    """Losses under DDP, whose weights at the end are then in ``reference.safetensors`` of the lab."""
-    losses = train_by_hand(lab, "ddp")
-    shutil.copy(lab.run / f"train/checkpoints/checkpoint-{STEPS}/model.safetensors", lab.root / "reference.safetensors")
+def reference(shared_checkout: Checkout) -> dict[int, float]:
+    """Losses under DDP; its final weights are in ``reference.safetensors`` of the shared checkout."""
+    losses = train_by_hand(shared_checkout, "ddp")
+    final = shared_checkout.run / f"train/checkpoints/checkpoint-{STEPS}/model.safetensors"
+    shutil.copy(final, shared_checkout.root / "reference.safetensors")
     assert list(losses) == list(range(1, STEPS + 1))
     return losses

@@ -1,4 +1,4 @@
-"""A run whose attempts are trained by forked ranks, without a driver: rendered files, real saves, seconds each."""
+"""Train attempts with forked ranks and without a driver, from rendered files and with real saves."""
 
 import shutil
 from dataclasses import dataclass, field
@@ -23,35 +23,35 @@ from tests.workflow.checkout import Checkout
 
 @dataclass
 class Forked:
-    """Trains runs of ``lab``; each run has a folder of its own beside the lab's."""
+    """Train runs of ``checkout``; each run has its own folder outside the checkout."""
 
-    lab: Checkout
+    checkout: Checkout
     server: ForkServer
     environments: dict[tuple[str, int], dict[str, str]] = field(default_factory=dict)
 
     def plan(self, strategy: Strategy, ranks: int, **changes: Any) -> tuple[Plan, Run, Cluster]:
-        """The plan of the lab's run on one node with ``ranks`` ranks, one forward pass a step; the batch fits 1 to 4."""
+        """Return the plan of the run on one node, with one forward pass per step; the batch suits 1 to 4 ranks."""
         given: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 12 // ranks, "max_steps": 4, **changes}
-        self.lab.configure({"processes_per_node": ranks}, strategy=strategy, nodes=1, **given)
-        config = load_config(self.lab.root / "config/config.yaml")
-        run, cluster = get_run(config, "demo"), load_cluster(self.lab.root / config.cluster)
-        run = run.model_copy(update={"model": str(self.lab.root / run.model)})
+        self.checkout.configure({"processes_per_node": ranks}, strategy=strategy, nodes=1, **given)
+        config = load_config(self.checkout.root / "config/config.yaml")
+        run, cluster = get_run(config, "demo"), load_cluster(self.checkout.root / config.cluster)
+        run = run.model_copy(update={"model": str(self.checkout.root / run.model)})
         return make_plan("demo", run, cluster)[0], run, cluster
 
     def train(
         self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
         resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None, variables: dict[str, str] | None = None,
     ) -> list[int]:  # fmt: skip
-        """One attempt in ``rundir``; the exit statuses of its ranks, which find ``variables`` in their environment.
+        """Train one attempt in ``rundir`` with ``variables`` in the environment; return the exit statuses of its ranks.
 
-        ``deepspeed`` goes into the sections of that file.
+        ``deepspeed`` is merged into the sections of the DeepSpeed file.
         """
         plan, run, cluster = planned
         number = len(list(rundir.attempts.glob("*"))) + 1
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
         if not rundir.data.exists():
             rundir.root.mkdir(parents=True, exist_ok=True)
-            rundir.data.symlink_to(self.lab.run / "data")
+            rundir.data.symlink_to(self.checkout.run / "data")
         files = render_files(plan, run, cluster, read_model(run.model), folder.root)
         plan.write(folder.plan)
         write_files(files, folder.root)
@@ -75,18 +75,18 @@ class Forked:
     def resume(
         self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None
     ) -> tuple[list[int], CheckpointRecord | None]:
-        """`train` from what the ledger recovers, as the driver does it."""
+        """Call `train` from the checkpoint that the store recovers, as the driver does."""
         found = store.recover(rundir.checkpoints)
         codes = self.train(rundir, planned, kill, resume_from=found[1] if found else None)
         return codes, found[0] if found else None
 
 
 def branch(source: RunDir, target: Path) -> RunDir:
-    """A copy of a run, checkpoints and metrics and all."""
+    """Return a copy of a run with its checkpoints and metrics."""
     shutil.copytree(source.root, target, symlinks=True)
     return RunDir(target)
 
 
 def log(rundir: RunDir) -> str:
-    """The end of what the newest attempt printed."""
+    """Return the end of the newest attempt's log."""
     return (max(rundir.attempts.iterdir()) / "node-0.log").read_text()[-20000:]

@@ -1,4 +1,4 @@
-"""One rank that loads a model as rendered and writes down its peak memory: ``load_rank.py ATTEMPT``."""
+"""Load a model as rendered on one rank, and write its peak memory: ``load_rank.py ATTEMPT``."""
 
 import json
 import os
@@ -18,7 +18,7 @@ settings = TrainingSettings.read(folder / "training.json")
 
 
 def peak() -> int:
-    """Most resident memory so far, bytes."""
+    """Return the peak resident memory in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

@@ -1,4 +1,4 @@
-"""A lab's training script for `accelerate launch`, which knows nothing of Shardmake."""
+"""A training script for `accelerate launch` that does not use Shardmake."""
 
 import argparse
 import json
@@ -61,7 +61,7 @@ def main() -> None:
         if args.checkpoints:
             accelerator.save_state(f"{args.checkpoints}/step-{done}")
         if done == args.die_after and not newest:
-            raise RuntimeError("a cosmic ray")
+            raise RuntimeError("simulated failure")
         if done == args.steps:
             break
     if args.losses and accelerator.is_main_process:

@@ -1,8 +1,8 @@
-"""SIGKILL a rank at every write of one save, resume, and compare with a training that nothing disturbed.
+"""SIGKILL a rank at every write of one save, resume, and compare the result with an uninterrupted training.
 
-For a strategy and a rank: train to step 2 and save; go on from there, save at step 4 and list the writes of that rank
-(`Sweep.prepare`); then, for each of them, go on from step 2 again, die there, recover as the driver does, and train to
-the end (`Sweep.survive`). The save removes the checkpoint before, so that its removal is swept too.
+`Sweep.prepare` trains to step 2 and saves, resumes, saves at step 4 and lists the writes of one rank. For each of these
+writes, `Sweep.survive` resumes from step 2, kills the rank there, recovers as the driver does, and trains to the end.
+The save also removes the previous checkpoint, so the sweep covers that removal.
 """
 
 import json
@@ -30,7 +30,7 @@ CASES: tuple[tuple[Strategy, int], ...] = (
 
 @dataclass
 class Sweep:
-    """One strategy and the rank that dies."""
+    """A sweep of one strategy and one killed rank."""
 
     forked: Forked
     root: Path
@@ -43,31 +43,30 @@ class Sweep:
         return self.forked.plan(self.strategy, RANKS, checkpoints={"every_steps": 2, "keep": 1})
 
     def prepare(self) -> None:
-        """The undisturbed training, and every place to die at."""
-        whole = RunDir(self.root / "undisturbed")
+        """Run the uninterrupted training, and list the writes at which to kill the rank."""
         started = RunDir(self.root / "started")
         assert self.forked.train(started, self.forked.plan(
             self.strategy, RANKS, checkpoints={"every_steps": 2, "keep": 2}
         )) == [0] * RANKS, log(started)  # fmt: skip
         store.remove(started.checkpoints / "checkpoint-4")
         started.train_receipt.unlink()
-        whole = branch(started, whole.root)
-        recording = self._kill(whole, -1, "before")
-        codes, _ = self.forked.resume(whole, self.planned, recording)
-        assert codes == [0] * RANKS, log(whole)
+        complete = branch(started, self.root / "uninterrupted")
+        recording = self._kill(complete, -1, "before")
+        codes, _ = self.forked.resume(complete, self.planned, recording)
+        assert codes == [0] * RANKS, log(complete)
         self.points = points(Path(recording["log"]))
-        self.expected = _result(whole)
+        self.expected = _result(complete)
 
     def _kill(self, rundir: RunDir, at: int, mode: str) -> dict[str, Any]:
         folder, file = rundir.checkpoints, rundir.root / "writes.log"
         return {"rank": self.victim, "folder": str(folder), "log": str(file), "at": at, "mode": mode}
 
     def _writes(self, rundir: RunDir) -> int:
-        """Writes that the rank came to; it died of its own hand only if that is the one meant."""
+        """Return the number of writes that the rank reached; it killed itself only if the last one is the chosen one."""
         return len((rundir.root / "writes.log").read_text().splitlines())
 
     def survive(self, at: int, mode: str) -> dict[str, Any]:
-        """Die at one point and come back; what was found, and ``recovered``: whether nothing was lost or changed."""
+        """Kill the rank at one write and resume; ``recovered`` is true if nothing was lost or changed."""
         rundir = branch(RunDir(self.root / "started"), self.root / f"at-{at}-{mode}")
         codes, _ = self.forked.resume(rundir, self.planned, self._kill(rundir, at, mode))
         left = sorted(path.name for path in rundir.checkpoints.glob("*checkpoint-*"))
@@ -84,7 +83,7 @@ class Sweep:
 
 
 def _result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
-    """Losses by step, and the checksums of the last checkpoint's states: equal bit for bit, or it does not count."""
+    """Return the losses by step, and the checksums of the last checkpoint's states, for an exact comparison."""
     last = store.newest_valid(rundir.checkpoints)
     if last is None or last[0].step != 4:
         return {}, {}

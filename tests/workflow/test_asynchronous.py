@@ -1,4 +1,4 @@
-"""Saves in the background of real trainings: the same result, whatever is killed, and no disk fills up unnoticed."""
+"""Asynchronous saves of real trainings give the same result after kills, and report a full disk."""
 
 import json
 import os
@@ -31,7 +31,7 @@ SAVES = {"every_steps": 2, "keep": 9}
 
 
 def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
-    """Losses by step, and the checksums of the last checkpoint's states."""
+    """Return the losses by step, and the checksums of the last checkpoint's states."""
     last = store.newest_valid(rundir.checkpoints)
     assert last is not None
     states = {name: entry.crc32 for name, entry in last[0].files.items() if name.endswith((".pt", ".pth", ".distcp"))}
@@ -42,7 +42,7 @@ def result(rundir: RunDir) -> tuple[dict[int, float], dict[str, str]]:
 
 
 def uploads(rundir: RunDir) -> list[psutil.Process]:
-    """The processes that bring checkpoints to the run's folder."""
+    """Return the upload processes of the run."""
     named = [(process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"])]
     return [process for process, words in named if "shardmake.train.upload" in words and str(rundir.root) in words[-1]]
 
@@ -58,33 +58,33 @@ if "shardmake.train.upload" in sys.orig_argv and "attempts/001" in sys.orig_argv
 
 
 def hold_uploads(folder: Path) -> str:
-    """A PYTHONPATH on which the first attempt's upload of step 4 stops half way, for as long as it lives."""
+    """Return a PYTHONPATH that blocks the first attempt's upload of step 4 halfway."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(HELD)
     return os.pathsep.join([str(folder), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
 
 
 def kill_rank_that_uploads(rundir: RunDir) -> None:
-    """SIGKILL it when its upload of step 4 is half way."""
+    """SIGKILL the uploading rank when its upload of step 4 is halfway."""
     staged = store.staged_path(rundir.checkpoints, 4)
     wait_for(lambda: list(staged.rglob("*model_states.pt")))
     (upload,) = uploads(rundir)
     os.kill(upload.ppid(), signal.SIGKILL)
 
 
-def assert_as_if_nothing_had_been(rundir: RunDir, undisturbed: RunDir) -> None:
-    assert result(rundir) == result(undisturbed)
+def assert_same_result(rundir: RunDir, uninterrupted: RunDir) -> None:
+    assert result(rundir) == result(uninterrupted)
     waited = {record.step: record.blocked_seconds is not None for record, _ in store.committed(rundir.checkpoints)}
     assert waited == {2: True, 4: True, 6: False}
     assert not uploads(rundir)
 
 
 @pytest.mark.training
-def test_a_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
-    """The upload dies with it, in the middle; the end is as if nothing had been, to the last bit."""
-    undisturbed, rundir = RunDir(tmp_path / "undisturbed"), RunDir(tmp_path / "run")
-    assert forked.train(undisturbed, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
-        undisturbed
+def test_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
+    """The upload ends with its rank. After a resume, the result is the same bit for bit."""
+    uninterrupted, rundir = RunDir(tmp_path / "uninterrupted"), RunDir(tmp_path / "run")
+    assert forked.train(uninterrupted, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
+        uninterrupted
     )
     plan, run, cluster = forked.plan("zero3", 2, max_steps=6, checkpoints={**SAVES, "asynchronous": True})
     planned = (plan, run, cluster.model_copy(update={"scratch": str(tmp_path)}))
@@ -97,17 +97,17 @@ def test_a_rank_killed_during_an_upload(forked: Forked, tmp_path: Path) -> None:
 
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
-    assert_as_if_nothing_had_been(rundir, undisturbed)
+    assert_same_result(rundir, uninterrupted)
 
 
 @pytest.mark.training
 @pytest.mark.sweep
-def test_the_driver_goes_on_after_that(
+def test_driver_resumes_after_a_kill_during_an_upload(
     forked: Forked, checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    undisturbed = RunDir(tmp_path / "undisturbed")
-    assert forked.train(undisturbed, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
-        undisturbed
+    uninterrupted = RunDir(tmp_path / "uninterrupted")
+    assert forked.train(uninterrupted, forked.plan("zero3", 2, max_steps=6, checkpoints=SAVES)) == [0, 0], log(
+        uninterrupted
     )
     (tmp_path / "scratch").mkdir()
     settings: dict[str, Any] = {"global_batch_size": 12, "micro_batch_size": 6, "max_steps": 6}
@@ -117,21 +117,21 @@ def test_the_driver_goes_on_after_that(
     config, rundir = load_config(Path("config/config.yaml")), RunDir(checkout.run)
     run, cluster = get_run(config, "demo"), load_cluster(Path(config.cluster))
     render(plan_run(run, cluster, rundir), run, cluster, rundir)
-    rundir.data.symlink_to(forked.lab.run / "data")
+    rundir.data.symlink_to(forked.checkout.run / "data")
     driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
     kill_rank_that_uploads(rundir)
     assert driver.wait(timeout=240) == 0, (checkout.root / "driver.log").read_text()
-    told = (checkout.root / "driver.log").read_text()
-    assert "Removing checkpoint-4: its save was not finished" in told and "resuming from checkpoint-2" in told
-    assert_as_if_nothing_had_been(rundir, undisturbed)
-    assert not list((tmp_path / "scratch").rglob("checkpoint-*")), "the worker removed what was left"
+    output = (checkout.root / "driver.log").read_text()
+    assert "Removing checkpoint-4: its save was not finished" in output and "resuming from checkpoint-2" in output
+    assert_same_result(rundir, uninterrupted)
+    assert not list((tmp_path / "scratch").rglob("checkpoint-*")), "the worker removes leftover files"
 
 
 @pytest.mark.training
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "fsdp"])
 @pytest.mark.parametrize("engine", ["trainer", "loop"])
-def test_every_engine_saves_the_same_in_the_background(
+def test_every_engine_saves_the_same_asynchronously(
     forked: Forked, tmp_path: Path, strategy: Strategy, engine: str
 ) -> None:
     found = {}
@@ -153,18 +153,20 @@ def test_every_engine_saves_the_same_in_the_background(
 @pytest.mark.training
 @pytest.mark.sweep
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
-def test_two_nodes_with_a_scratch_each_bring_every_file(lab: Checkout, tmp_path: Path, strategy: Strategy) -> None:
-    """What the engines write on a node that sees none of the other's files, without being told so."""
+def test_two_nodes_with_own_scratch_upload_every_file(
+    shared_checkout: Checkout, tmp_path: Path, strategy: Strategy
+) -> None:
+    """The engines write all files, although no node sees the scratch folder of the other."""
     found = {}
     for asynchronous in (False, True):
-        shutil.rmtree(lab.run / "train", ignore_errors=True)
+        shutil.rmtree(shared_checkout.run / "train", ignore_errors=True)
         saves = {"every_steps": 1, "asynchronous": asynchronous}
-        _, folder = launch_by_hand(lab, strategy, nodes=2, max_steps=2, checkpoints=saves)
-        record = read_record(lab.run / "train/checkpoints/checkpoint-1")
+        _, folder = launch_by_hand(shared_checkout, strategy, nodes=2, max_steps=2, checkpoints=saves)
+        record = read_record(shared_checkout.run / "train/checkpoints/checkpoint-1")
         assert record is not None and (record.blocked_seconds is not None) == asynchronous
         assert record.world_size == record.rng_states == 4
         last = {name: entry for name, entry in record.files.items() if name.endswith((".pt", ".pth", ".distcp"))}
-        found[asynchronous] = (set(record.files), last, lab.losses())
+        found[asynchronous] = (set(record.files), last, shared_checkout.losses())
         assert {path.name for path in folder.read().saves.glob("*")} == (
             {"node-0", "node-1"} if asynchronous else set()
         )
@@ -174,7 +176,7 @@ def test_two_nodes_with_a_scratch_each_bring_every_file(lab: Checkout, tmp_path:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, of 1 MiB."""
+    """A separate file system of 1 MiB."""
     point = tmp_path / "small"
     point.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", point], check=True)
@@ -182,8 +184,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "--lazy", point], check=True)
 
 
-def test_a_shared_disk_that_fills_up_during_an_upload(tmp_path: Path, small_disk: Path) -> None:
-    """Room is looked for before the save; here somebody else takes it meanwhile."""
+def test_shared_disk_fills_up_during_an_upload(tmp_path: Path, small_disk: Path) -> None:
+    """The save found enough space, but another user fills the disk before the upload."""
     saver = make_saver(tmp_path)
     saver.folder.symlink_to(small_disk)
     save(saver, 1, required=True)

@@ -1,4 +1,4 @@
-"""Only one rank of a node holds the weights in its memory while they are loaded."""
+"""Only one rank of a node keeps the weights in its memory while they are loaded."""
 
 import json
 import subprocess
@@ -19,7 +19,7 @@ RANK = Path(__file__).with_name("load_rank.py")
 
 
 def make_model(folder: Path, layers: int) -> int:
-    """A model of unwritten parameters in bf16, whose number comes back; what they are does not matter."""
+    """Save a model with arbitrary bf16 parameters; return their number."""
     sizes = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": layers, "vocab_size": 32768}
     config = LlamaConfig(**sizes, num_attention_heads=16, num_key_value_heads=4, tie_word_embeddings=False)
     with torch.device("meta"):
@@ -30,20 +30,20 @@ def make_model(folder: Path, layers: int) -> int:
 
 
 def peaks(model: Path, strategy: Strategy, ranks: int, folder: Path) -> list[int]:
-    """Peak resident memory of each rank of one node over its life, bytes."""
+    """Return the peak resident memory of each rank of one node in bytes."""
     plan = make_plan(strategy, nodes=1, processes_per_node=ranks, gradient_accumulation_steps=8 // ranks)
     files = render_files(plan, make_run(model=str(model)), make_cluster(), read_model(str(model)), folder)
     write_files(files, folder)
     command = launch_command(plan, folder, 0, "127.0.0.1", free_port())
     start = command.index("-m", command.index("--num_cpu_threads_per_process"))
     command[start:] = [str(RANK), str(folder)]
-    # Freed blocks go back at once, so that the peak is what was held and not what the allocator kept.
+    # Freed blocks are returned at once, so that the peak excludes memory cached by the allocator.
     environment = {**rank_environment(), "MALLOC_MMAP_THRESHOLD_": "65536"}
     subprocess.run(command, env=environment, check=True, timeout=300)
     return [json.loads((folder / f"rank-{rank}.json").read_text())["peak"] for rank in range(ranks)]
 
 
-def test_fsdp_loads_on_the_first_rank_alone(tmp_path: Path) -> None:
+def test_fsdp_loads_on_the_first_rank_only(tmp_path: Path) -> None:
     parameters = make_model(tmp_path / "model", layers=9)
     assert parameters > 500_000_000
     first, second = peaks(tmp_path / "model", "fsdp", 2, tmp_path)
@@ -51,8 +51,8 @@ def test_fsdp_loads_on_the_first_rank_alone(tmp_path: Path) -> None:
     assert second < 0.4 * first
 
 
-def test_zero3_reads_on_rank_0_alone(tmp_path: Path) -> None:
-    """Ranks without a GPU hold their shards in RAM too, a quarter of the weights each, beside 0.8 GB of libraries."""
+def test_zero3_reads_on_rank_0_only(tmp_path: Path) -> None:
+    """Ranks without a GPU also keep their shards in RAM: a quarter of the weights each, beside 0.8 GB of libraries."""
     parameters = make_model(tmp_path / "model", layers=28)
     first, *others = peaks(tmp_path / "model", "zero3", 4, tmp_path)
     assert first > 2 * parameters * 1.25

@@ -1,4 +1,4 @@
-"""The plain Accelerate loop computes what Trainer computes, and each goes on from the other's checkpoints."""
+"""The plain Accelerate loop computes the same as Trainer, and each resumes from the other's checkpoints."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def planned(forked: Forked, strategy: Strategy, engine: str) -> tuple[Plan, Run, Cluster]:
-    """Four steps of two passes on two ranks, saved and evaluated at every second one."""
+    """Return a plan of four steps of two passes on two ranks, saved and evaluated at every second step."""
     often = {"checkpoints": {"every_steps": 2}, "eval_every_steps": 2}
     return forked.plan(strategy, 2, engine=engine, micro_batch_size=3, learning_rate=2e-3, **often)
 
@@ -39,7 +39,7 @@ def reference(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> tuple
     ("strategy", "first", "then"),
     [("ddp", "loop", "loop"), ("zero2", "loop", "trainer"), ("zero3", "trainer", "loop"), ("fsdp", "loop", "trainer")],
 )
-def test_the_loop_is_trainer(
+def test_loop_equals_trainer(
     forked: Forked,
     reference: tuple[Losses, Losses, Weights],
     tmp_path: Path,
@@ -47,7 +47,7 @@ def test_the_loop_is_trainer(
     first: str,
     then: str,
 ) -> None:
-    """A whole training by one, and its second half by the other; each metric and the model at the end are the same."""
+    """One engine trains all steps, the other repeats the second half; all metrics and the final model are the same."""
     rundir, (losses, evaluations, weights) = RunDir(tmp_path / "run"), reference
     assert forked.train(rundir, planned(forked, strategy, first)) == [0, 0], log(rundir)
     assert series(rundir, "loss") == pytest.approx(losses, abs=2e-4)
@@ -64,7 +64,7 @@ def test_the_loop_is_trainer(
     receipt = json.loads(rundir.train_receipt.read_text())
     assert (receipt["steps"], receipt["checkpoint"]) == (4, "train/checkpoints/checkpoint-4")
 
-    consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=forked.lab.root / "resources/demo/base")
+    consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=forked.checkout.root / "resources/demo/base")
     for name, tensor in load_file(rundir.model / "model.safetensors").items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
 

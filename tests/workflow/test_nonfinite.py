@@ -1,4 +1,4 @@
-"""A learning rate that blows the loss up: named, kept out of the checkpoints, rewound once and then stopped."""
+"""A loss that diverges is reported, not saved, rewound once, and then stops the run."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.workflow.checkout import Checkout
 pytestmark = pytest.mark.training
 
 
-def test_a_loss_that_blows_up_again_at_the_same_step_stops_the_run(checkout: Checkout) -> None:
+def test_loss_that_diverges_twice_at_one_step_stops_the_run(checkout: Checkout) -> None:
     checkout.configure(
         strategy="ddp", learning_rate=1e30, warmup_ratio=0.0, checkpoints={"every_steps": 1}, non_finite="rewind"
     )

@@ -1,6 +1,6 @@
-"""A fallback down the fallbacks puts DeepSpeed's Adam, which works on the host, in the place of torch's; and back again.
+"""A fallback replaces torch's Adam with DeepSpeed's Adam on the host; each resumes from the other's states.
 
-DeepSpeed compiles it first, for a minute or two: ``make test-nvme``.
+DeepSpeed first compiles its Adam for a minute or two: ``make test-nvme``.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ SAVES = {"every_steps": 2, "keep": 9}
 
 @pytest.fixture(autouse=True)
 def rendered_as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks without a GPU keep torch's Adam otherwise."""
+    """Render as for GPUs; ranks without a GPU would otherwise keep torch's Adam."""
     render = training_file.cpu_optimizer
 
     def with_gpu(choice: Choice, run: Run, cluster: Cluster) -> Any:
@@ -44,22 +44,26 @@ def rendered_as_with_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("zero3-offload", "zero3"),
     ],
 )
-def test_either_adam_goes_on_from_the_other(
-    lab: Checkout, reference: dict[int, float], wrote: Strategy, reads: Strategy
+def test_each_adam_resumes_from_the_other(
+    shared_checkout: Checkout, reference: dict[int, float], wrote: Strategy, reads: Strategy
 ) -> None:
-    assert train_by_hand(lab, wrote, checkpoints=SAVES) == pytest.approx(reference, abs=2e-4)
-    (last, path), found = list(store.committed(lab.run / "train/checkpoints"))
+    assert train_by_hand(shared_checkout, wrote, checkpoints=SAVES) == pytest.approx(reference, abs=2e-4)
+    (last, path), found = list(store.committed(shared_checkout.run / "train/checkpoints"))
     assert last.step == 4
     store.remove(path)
-    (lab.run / "train/receipt.json").unlink()
-    _, folder = launch_by_hand(lab, reads, resume_from=_as_read_by(lab, *found, reads), checkpoints=SAVES)
+    (shared_checkout.run / "train/receipt.json").unlink()
+    _, folder = launch_by_hand(
+        shared_checkout, reads, resume_from=_reshard_if_needed(shared_checkout, *found, reads), checkpoints=SAVES
+    )
     assert (TrainingSettings.read(folder.training).optimizer is not None) == ("offload" in reads)
-    assert lab.losses() == pytest.approx(reference, abs=2e-4)
+    assert shared_checkout.losses() == pytest.approx(reference, abs=2e-4)
 
 
-def _as_read_by(lab: Checkout, record: CheckpointRecord, checkpoint: Path, strategy: Strategy) -> Path:
+def _reshard_if_needed(
+    shared_checkout: Checkout, record: CheckpointRecord, checkpoint: Path, strategy: Strategy
+) -> Path:
     if find_route(record, checkpoint, strategy, 2) is Route.NATIVE:
         return checkpoint
-    out = lab.run / "train/resharded"
+    out = shared_checkout.run / "train/resharded"
     reshard(checkpoint, out, strategy, 2, print)
     return out

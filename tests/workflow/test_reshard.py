@@ -1,4 +1,4 @@
-"""Resume on another number of ranks and under another strategy: the same states, the same data, the same losses."""
+"""A resume on other ranks or under another strategy keeps states, data and losses."""
 
 import argparse
 from pathlib import Path
@@ -21,86 +21,85 @@ from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
 STEPS = 4
-Stop = tuple[Strategy, int]
+Setup = tuple[Strategy, int]
+"""Strategy and number of ranks."""
 
 
 @pytest.fixture(scope="module")
-def undisturbed(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    """Losses of a training on one process."""
-    rundir = RunDir(tmp_path_factory.mktemp("reshard") / "undisturbed")
+def uninterrupted(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    """Losses of a training without interruption."""
+    rundir = RunDir(tmp_path_factory.mktemp("reshard") / "uninterrupted")
     assert forked.train(rundir, plan(forked, ("zero2", 2))) == [0, 0], log(rundir)
     return losses(rundir)
 
 
-def plan(forked: Forked, stop: Stop) -> Any:
-    return forked.plan(*stop, max_steps=STEPS, weight_decay=0.1, checkpoints={"every_steps": 1})
+def plan(forked: Forked, setup: Setup) -> Any:
+    return forked.plan(*setup, max_steps=STEPS, weight_decay=0.1, checkpoints={"every_steps": 1})
 
 
-def go_on(
-    forked: Forked, rundir: RunDir, stop: Stop, *, until_the_end: bool = False, zero: dict[str, Any] | None = None
+def train_further(
+    forked: Forked, rundir: RunDir, setup: Setup, *, to_the_end: bool = False, zero: dict[str, Any] | None = None
 ) -> Path:
-    """One more step under ``stop``, or all that are left, from where the run is; the newest checkpoint."""
+    """Resume the run under ``setup`` for one step, or to the end; return the newest checkpoint."""
     newest = store.recover(rundir.checkpoints)
     source = newest[1] if newest else None
-    if newest and find_route(*newest, *stop) is not Route.NATIVE:
+    if newest and find_route(*newest, *setup) is not Route.NATIVE:
         source = rundir.train / f"resharded-{newest[0].step}"
-        reshard(newest[1], source, *stop, print)
+        reshard(newest[1], source, *setup, print)
     universal = source is not None and is_universal(source)
-    if not until_the_end:
+    if not to_the_end:
         rundir.train.mkdir(parents=True, exist_ok=True)
         rundir.stop_file.touch()
     sections = {"checkpoint": {"load_universal": True}} if universal else {}
     sections |= {"zero_optimization": zero} if zero else {}
-    codes = forked.train(rundir, plan(forked, stop), resume_from=source, deepspeed=sections)
+    codes = forked.train(rundir, plan(forked, setup), resume_from=source, deepspeed=sections)
     rundir.stop_file.unlink(missing_ok=True)
-    assert codes == [0] * stop[1], log(rundir)
+    assert codes == [0] * setup[1], log(rundir)
     return newest_of(rundir)
 
 
 @pytest.mark.parametrize(
-    "stops",
+    "setups",
     [
         (("zero3", 4), ("zero3", 2), ("zero3", 3)),
         (("zero2", 4), ("zero3", 3), ("zero1", 2)),
         (("fsdp", 4), ("fsdp", 2), ("fsdp", 3)),
         (("zero3", 2), ("fsdp", 3), ("zero2", 2)),
     ],
-    ids=lambda stops: "-".join(f"{strategy}x{ranks}" for strategy, ranks in stops),
+    ids=lambda setups: "-".join(f"{strategy}x{ranks}" for strategy, ranks in setups),
 )
-def test_losses_go_on_as_if_nothing_had_changed(
-    forked: Forked, undisturbed: dict[int, float], tmp_path: Path, stops: tuple[Stop, Stop, Stop]
+def test_losses_are_the_same_after_resharding(
+    forked: Forked, uninterrupted: dict[int, float], tmp_path: Path, setups: tuple[Setup, Setup, Setup]
 ) -> None:
     rundir = RunDir(tmp_path / "run")
-    for stop in stops[:2]:
-        go_on(forked, rundir, stop)
-    go_on(forked, rundir, stops[2], until_the_end=True)
-    assert losses(rundir) == pytest.approx(undisturbed, abs=2e-4)
+    for setup in setups[:2]:
+        train_further(forked, rundir, setup)
+    train_further(forked, rundir, setups[2], to_the_end=True)
+    assert losses(rundir) == pytest.approx(uninterrupted, abs=2e-4)
     assert len(list(rundir.attempts.iterdir())) == 3
     assert rundir.train_receipt.exists()
     assert {float(step) for step in adam_steps(newest_of(rundir))} == {float(STEPS)}
     settings = AttemptDir(rundir.attempts / "003").read()
-    assert settings.world_size == stops[2][1]
+    assert settings.world_size == setups[2][1]
 
 
-def test_groups_of_parameters_that_zero3_cuts_into_many(
-    forked: Forked, undisturbed: dict[int, float], tmp_path: Path
-) -> None:
-    """As it does with every large model: ``sub_group_size`` elements of a rank at a time."""
-    rundir, few = RunDir(tmp_path / "run"), {"sub_group_size": 100_000}
-    checkpoint = go_on(forked, rundir, ("zero3", 2), zero=few)
+def test_many_zero3_sub_groups_are_resharded(forked: Forked, uninterrupted: dict[int, float], tmp_path: Path) -> None:
+    """ZeRO-3 splits large models into sub-groups of ``sub_group_size`` elements."""
+    rundir, small = RunDir(tmp_path / "run"), {"sub_group_size": 100_000}
+    checkpoint = train_further(forked, rundir, ("zero3", 2), zero=small)
     shards = checkpoint / "global_step1/zero_pp_rank_0_mp_rank_00_optim_states.pt"
     assert len(torch.load(shards, weights_only=False)["optimizer_state_dict"]["fp32_flat_groups"]) > 4
-    go_on(forked, rundir, ("zero3", 3), zero=few)
-    go_on(forked, rundir, ("zero2", 2), until_the_end=True)
-    assert losses(rundir) == pytest.approx(undisturbed, abs=2e-4)
+    train_further(forked, rundir, ("zero3", 3), zero=small)
+    train_further(forked, rundir, ("zero2", 2), to_the_end=True)
+    assert losses(rundir) == pytest.approx(uninterrupted, abs=2e-4)
 
 
-@pytest.mark.parametrize("stop", [("zero3", 3), ("zero2", 3)])
-def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_path: Path, stop: Stop) -> None:
-    """Weights, both moments and the step of every parameter, bit for bit; and what is refused."""
+@pytest.mark.parametrize("setup", [("zero3", 3), ("zero2", 3)])
+def test_states_equal_deepspeeds_own_conversion(forked: Forked, tmp_path: Path, setup: Setup) -> None:
+    """Weights, both moments and the step of every parameter are equal bit for bit; invalid requests are rejected."""
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
-    checkpoint = go_on(forked, RunDir(tmp_path / "run"), stop)
+    checkpoint = train_further(forked, RunDir(tmp_path / "run"), setup)
     out = tmp_path / "ours"
     said: list[str] = []
     record = reshard(checkpoint, out, "zero1", 2, said.append)
@@ -111,7 +110,7 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
     convert(
         argparse.Namespace(input_folder=str(source), output_folder=str(theirs), inject_missing_state=True, **options)
     )
-    tied = "lm_head.weight"  # of ZeRO-2 it is written a second time
+    tied = "lm_head.weight"  # ZeRO-2 writes it a second time
     files = [path.relative_to(theirs / "zero") for path in theirs.glob("zero/*/*.pt") if path.parent.name != tied]
     assert {path.name for path in files} >= {"fp32.pt", "exp_avg.pt", "exp_avg_sq.pt"}
     for path in files:
@@ -122,7 +121,7 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
     assert again == record.model_copy(update={"strategy": "zero3", "world_size": 4})
     assert said[-1] == f"{out} is there already."
     with pytest.raises(ShardmakeError, match="needs no resharding"):
-        reshard(checkpoint, tmp_path / "no", stop[0], stop[1], said.append)
+        reshard(checkpoint, tmp_path / "no", setup[0], setup[1], said.append)
     with pytest.raises(ShardmakeError, match="not converted for ddp"):
         reshard(checkpoint, tmp_path / "no", "ddp", 2, said.append)
     (checkpoint / "latest").write_text("global_step2")
@@ -131,12 +130,12 @@ def test_every_state_is_what_deepspeed_itself_makes_of_it(forked: Forked, tmp_pa
 
 
 def newest_of(rundir: RunDir) -> Path:
-    """The newest checkpoint."""
+    """Return the newest checkpoint."""
     return next(path for _, path in store.committed(rundir.checkpoints))
 
 
 def adam_steps(checkpoint: Path) -> list[float]:
-    """Adam's step counts of every group on every rank, under ZeRO; they all count the same steps."""
+    """Return Adam's step counts of every group on every rank under ZeRO."""
     files = list(checkpoint.rglob("*optim_states.pt"))
     inner = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
     bases = [state.get("base_optimizer_state", state.get("optimizer_state_dict")) for state in inner]

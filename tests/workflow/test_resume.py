@@ -1,4 +1,4 @@
-"""Every strategy goes on from its own checkpoint as if it had never been away."""
+"""Every strategy resumes from its own checkpoint with the same losses as without the interruption."""
 
 import shutil
 from pathlib import Path
@@ -13,7 +13,7 @@ from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
 HERE = [strategy for strategy in STRATEGIES if strategy not in ("zero3-nvme", "fsdp-hybrid")]
-"""NVMe: test_nvme.py. Hybrid sharding, which takes two nodes: test_strategies.py."""
+"""NVMe is in test_nvme.py; hybrid sharding, which needs two nodes, in test_strategies.py."""
 KINDS: list[tuple[Strategy, dict[str, Any]]] = [
     ("zero2", {"precision": "bf16"}),
     ("fsdp", {"precision": "bf16"}),
@@ -25,21 +25,23 @@ KINDS: list[tuple[Strategy, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("strategy", HERE)
-def test_every_strategy(forked: Forked, tmp_path: Path, strategy: Strategy) -> None:
-    goes_on(forked, RunDir(tmp_path / "run"), strategy)
+def test_every_strategy_resumes(forked: Forked, tmp_path: Path, strategy: Strategy) -> None:
+    train_and_resume(forked, RunDir(tmp_path / "run"), strategy)
 
 
 @pytest.mark.parametrize(("strategy", "kind"), KINDS, ids=str)
-def test_every_kind_of_training(forked: Forked, tmp_path: Path, strategy: Strategy, kind: dict[str, Any]) -> None:
-    goes_on(forked, RunDir(tmp_path / "run"), strategy, **kind)
+def test_every_method_precision_and_optimizer_resumes(
+    forked: Forked, tmp_path: Path, strategy: Strategy, kind: dict[str, Any]
+) -> None:
+    train_and_resume(forked, RunDir(tmp_path / "run"), strategy, **kind)
 
 
-def goes_on(forked: Forked, rundir: RunDir, strategy: Strategy, **changes: Any) -> None:
-    """Two of four steps done again, bit for bit: weights, moments, their step, learning rate, data, random numbers."""
+def train_and_resume(forked: Forked, rundir: RunDir, strategy: Strategy, **changes: Any) -> None:
+    """Repeat two of four steps; weights, moments, step, learning rate, data and random numbers must be equal."""
     planned = forked.plan(strategy, 2, weight_decay=0.1, checkpoints={"every_steps": 2}, **changes)
     assert forked.train(rundir, planned) == [0, 0], log(rundir)
-    undisturbed = losses(rundir)
+    uninterrupted = losses(rundir)
     shutil.rmtree(rundir.checkpoints / "checkpoint-4")
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
-    assert losses(rundir) == undisturbed and len(undisturbed) == 4
+    assert losses(rundir) == uninterrupted and len(uninterrupted) == 4

@@ -1,4 +1,4 @@
-"""Saves that are killed, that do not fit, and that meet a disk that fills up: what was sealed before stays whole."""
+"""Saves that are killed, do not fit or fill the disk never damage the checkpoints committed before."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ def losses(rundir: RunDir) -> dict[int, float]:
 
 @pytest.mark.parametrize(("strategy", "victim"), [("zero3", 1), ("fsdp", 0)])
 def test_killed_at_some_writes_of_a_save(forked: Forked, tmp_path: Path, strategy: Strategy, victim: int) -> None:
-    """Half a shard, and on rank 0 the record before it is moved and the old checkpoint half removed."""
+    """Kill at half a shard; on rank 0 also before the final rename and halfway through removing the old checkpoint."""
     sweep = Sweep(forked, tmp_path, strategy, victim)
     sweep.prepare()
     halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
@@ -52,7 +52,7 @@ def test_killed_at_every_write_of_a_save(forked: Forked, tmp_path: Path, strateg
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[RunDir]:
-    """A run's folder on a file system of its own, with room for one and a half checkpoints of 19 MB."""
+    """A run's folder on its own file system, with space for one and a half checkpoints of 19 MB."""
     point = tmp_path / "small"
     point.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", point], check=True)
@@ -64,19 +64,17 @@ def resize(rundir: RunDir, size: str) -> None:
     subprocess.run(["mount", "-o", f"remount,size={size}", rundir.root.parent], check=True)
 
 
-def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
-    forked: Forked, small_disk: RunDir, tmp_path: Path
-) -> None:
-    """A save that does not fit is left out, the last one is not; then the disk fills up while it is written."""
+def test_disk_is_full_before_and_during_a_save(forked: Forked, small_disk: RunDir, tmp_path: Path) -> None:
+    """A save that does not fit is skipped, except the last one. Then the disk fills up during a save."""
     planned = forked.plan("zero3", 2, max_steps=3, checkpoints={"every_steps": 1, "keep": 2})
-    undisturbed = RunDir(tmp_path / "undisturbed")
-    assert forked.train(undisturbed, planned) == [0, 0], log(undisturbed)
-    assert {record.step for record, _ in store.committed(undisturbed.checkpoints)} == {2, 3}
+    uninterrupted = RunDir(tmp_path / "uninterrupted")
+    assert forked.train(uninterrupted, planned) == [0, 0], log(uninterrupted)
+    assert {record.step for record, _ in store.committed(uninterrupted.checkpoints)} == {2, 3}
 
     codes, _ = forked.resume(small_disk, planned)
     assert any(codes)
-    assert "WARNING: checkpoint-2 is left out. The next checkpoint needs 18 MiB" in log(small_disk)
-    assert "ShardmakeError: The next checkpoint needs" in log(small_disk)
+    assert "WARNING: checkpoint-2 is skipped. The next checkpoint needs 18 MiB" in log(small_disk)
+    assert "DiskFullError: The next checkpoint needs" in log(small_disk)
     assert [path.name for _, path in store.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
 
     resize(small_disk, "60m")
@@ -84,7 +82,7 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
     codes, resumed = forked.resume(small_disk, planned, kill=writes)
     assert any(codes) and resumed is not None and resumed.step == 1
     assert "The disk filled up while checkpoint-2 was written" in log(small_disk)
-    assert "it resumes from checkpoint-1" in log(small_disk)
+    assert "It resumes from checkpoint-1" in log(small_disk)
     assert (small_disk.checkpoints.parent / "filler").exists()
     newest = store.recover(small_disk.checkpoints)
     assert newest is not None and newest[0].step == 1
@@ -93,11 +91,11 @@ def test_a_disk_that_is_full_before_a_save_and_in_the_middle_of_one(
     (small_disk.checkpoints.parent / "filler").unlink()
     codes, resumed = forked.resume(small_disk, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 1
-    assert losses(small_disk) == losses(undisturbed)
+    assert losses(small_disk) == losses(uninterrupted)
 
 
-def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Path) -> None:
-    """The record says what must be known to go on; a flipped bit and a cut file send the resume further back."""
+def test_damaged_shards_fall_back_to_an_older_checkpoint(forked: Forked, tmp_path: Path) -> None:
+    """The record contains what a resume needs. A flipped bit and a truncated file make the resume fall back."""
     rundir = RunDir(tmp_path / "run")
     rule = {"every_steps": 1, "keep": 2, "keep_best": True, "keep_every_steps": 3}
     planned = forked.plan("zero2", 2, max_steps=5, checkpoints=rule)
@@ -119,8 +117,8 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
         byte = file.read(1)[0]
         file.seek(-1, 1)
         file.write(bytes([byte ^ 4]))
-    cut = next(records[4][1].rglob("*model_states.pt"))
-    cut.write_bytes(cut.read_bytes()[:-100])
+    truncated = next(records[4][1].rglob("*model_states.pt"))
+    truncated.write_bytes(truncated.read_bytes()[:-100])
     rundir.train_receipt.unlink()
     codes, resumed = forked.resume(rundir, planned)
     assert codes == [0, 0] and resumed is not None and resumed.step == 3
@@ -129,8 +127,8 @@ def test_damaged_shards_fall_back_and_what_is_kept(forked: Forked, tmp_path: Pat
     assert len(store.damaged(rundir.checkpoints)) == 2
 
 
-def test_the_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> None:
-    """With a failure every few milliseconds, as often as can be; before the first save there is nothing to go by."""
+def test_interval_follows_the_measured_save(forked: Forked, tmp_path: Path) -> None:
+    """A failure every few milliseconds gives the shortest interval, but only after the first save is measured."""
     rundir = RunDir(tmp_path / "run")
     planned = forked.plan("ddp", 2, max_steps=14, checkpoints={"every_steps": "auto", "keep": 9})
     plan, run, cluster = planned

@@ -1,4 +1,4 @@
-"""Every strategy trains as rendered, the ranks find the planned engine, and all of them compute the same."""
+"""Every strategy trains as rendered with the planned engine, and all compute the same."""
 
 import shutil
 import subprocess
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from shardmake.config.models import Strategy
-from tests.workflow.by_hand import STEPS, configure, forget_after, launch_by_hand, train_by_hand
+from tests.workflow.by_hand import STEPS, configure, launch_by_hand, rewind_to, train_by_hand
 from tests.workflow.checkout import Checkout
 
 pytestmark = pytest.mark.training
@@ -21,46 +21,51 @@ pytestmark = pytest.mark.training
     ["zero1", "zero2-offload", "zero3-offload", "fsdp-grad-op", "fsdp-offload"],
 )
 def test_every_strategy_computes_what_ddp_computes(
-    lab: Checkout, reference: dict[int, float], strategy: Strategy
+    shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy
 ) -> None:
-    """Those that test_loop.py leaves out; same seed and data, so the engine changes where numbers lie, no more."""
-    assert train_by_hand(lab, strategy) == pytest.approx(reference, abs=2e-4)
+    """The strategies that test_loop.py does not cover; with the same seed and data, the losses are the same."""
+    assert train_by_hand(shared_checkout, strategy) == pytest.approx(reference, abs=2e-4)
 
 
-def test_hybrid_sharding_over_two_nodes_of_two_ranks(lab: Checkout, reference: dict[int, float]) -> None:
-    """It goes on from its own checkpoint as if it had never been away, too; test_resume.py has the others."""
+def test_hybrid_sharding_over_two_nodes_of_two_ranks(shared_checkout: Checkout, reference: dict[int, float]) -> None:
+    """It also resumes from its own checkpoint with the same losses; test_resume.py has the other strategies."""
     saves = {"every_steps": 1, "keep": STEPS}
-    losses = train_by_hand(lab, "fsdp-hybrid", nodes=2, checkpoints=saves)
+    losses = train_by_hand(shared_checkout, "fsdp-hybrid", nodes=2, checkpoints=saves)
     assert losses == pytest.approx(reference, abs=2e-4)
-    launch_by_hand(lab, "fsdp-hybrid", nodes=2, resume_from=forget_after(lab, 2), checkpoints=saves)
-    assert lab.losses() == losses
+    launch_by_hand(
+        shared_checkout, "fsdp-hybrid", nodes=2, resume_from=rewind_to(shared_checkout, 2), checkpoints=saves
+    )
+    assert shared_checkout.losses() == losses
 
 
 @pytest.mark.parametrize(("strategy", "nodes"), [("zero2", 1), ("zero1", 2)])
 def test_tensor_parallel_groups_of_two_ranks(
-    lab: Checkout, reference: dict[int, float], strategy: Strategy, nodes: int
+    shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy, nodes: int
 ) -> None:
-    """Two ranks that share everything, and two groups of two: trained, and put together again."""
-    assert train_by_hand(lab, strategy, nodes, tensor_parallel=2) == pytest.approx(reference, abs=2e-4)
-    lab("shardmake", "consolidate", "demo")
-    merged, expected = load_file(lab.run / "model/model.safetensors"), load_file(lab.root / "reference.safetensors")
+    """One group of two ranks, and two groups of two, train and are consolidated."""
+    assert train_by_hand(shared_checkout, strategy, nodes, tensor_parallel=2) == pytest.approx(reference, abs=2e-4)
+    shared_checkout("shardmake", "consolidate", "demo")
+    merged, expected = (
+        load_file(shared_checkout.run / "model/model.safetensors"),
+        load_file(shared_checkout.root / "reference.safetensors"),
+    )
     assert merged.keys() == expected.keys()
     for name, tensor in merged.items():
         torch.testing.assert_close(tensor, expected[name], atol=1e-4, rtol=1e-3)
 
 
-def test_the_printed_command_is_the_run(lab: Checkout, reference: dict[int, float]) -> None:
-    """Copied from the log of the attempt into a shell, it trains the same again outside of Shardmake."""
-    configure(lab, "zero2")
-    shutil.rmtree(lab.run / "train", ignore_errors=True)
+def test_printed_command_repeats_the_training(shared_checkout: Checkout, reference: dict[int, float]) -> None:
+    """The command in the attempt's log, run in a shell outside of Shardmake, trains the same."""
+    configure(shared_checkout, "zero2")
+    shutil.rmtree(shared_checkout.run / "train", ignore_errors=True)
     for stage in ("plan", "render", "train"):
-        lab("shardmake", stage, "demo")
-    losses = lab.losses()
+        shared_checkout("shardmake", stage, "demo")
+    losses = shared_checkout.losses()
     assert losses == pytest.approx(reference, abs=2e-4)
-    log = (lab.run / "train/attempts/001/node-0.log").read_text()
+    log = (shared_checkout.run / "train/attempts/001/node-0.log").read_text()
     command = log[log.index("env ") : log.index("\n", log.index("accelerate.commands.launch"))]
-    shutil.rmtree(lab.run / "train/checkpoints")
-    (lab.run / "train/metrics.jsonl").unlink()
-    subprocess.run(command, shell=True, check=True, cwd=lab.root, timeout=300, executable="/bin/bash")
-    assert lab.losses() == losses
+    shutil.rmtree(shared_checkout.run / "train/checkpoints")
+    (shared_checkout.run / "train/metrics.jsonl").unlink()
+    subprocess.run(command, shell=True, check=True, cwd=shared_checkout.root, timeout=300, executable="/bin/bash")
+    assert shared_checkout.losses() == losses
     assert Path(sys.executable).name in command
