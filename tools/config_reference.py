@@ -1,6 +1,6 @@
-"""Writes the JSON schemas and ``config/README.md`` from the configuration models: ``python -m tools.config_reference``.
+"""Write the JSON schemas and ``config/README.md`` from the configuration models: ``python -m tools.config_reference``.
 
-Run it from the repository's root after every change of `shardmake.config.models`; a test compares the files.
+Run it from the repository's root after every change of `shardmake.config.models`. A test compares the files.
 """
 
 import json
@@ -102,34 +102,34 @@ _INTRODUCTION = """\
 <!-- Written by `python -m tools.config_reference` from src/shardmake/config/models.py; edit there. -->
 # Configuration
 
-Two files say everything. `config/config.yaml` names the runs: which model, which data, how to train, where to push.
-A file in `config/clusters/` describes the machine, once for everybody: what a node has and what Slurm wants to hear.
-What can be worked out is worked out and needs no key: how states are sharded, how many nodes it takes, the micro batch,
-memory and cores of each job. `snakemake --profile slurm plan` shows what was chosen and why.
+There are two files. `config/config.yaml` describes the runs: model, data, training and destination. A file in
+`config/clusters/` describes the machine for all users: its nodes and the Slurm parameters. Shardmake determines
+everything else: the strategy, the number of nodes, the micro batch, and the memory and cores of each job.
+`snakemake --profile slurm plan` shows the choice and its reason.
 
 A run needs `model`, `data`, `sequence_length`, `global_batch_size`, `learning_rate`, and `max_steps` or `epochs`.
 A cluster file needs `executor`, `processes_per_node`, `cpus_per_node` and `memory_gib_per_node`.
 
-Both files are checked before anything is queued. A key that does not exist, a value that does not fit and a key given
-twice are refused with the key, the value, what is allowed, and the nearest spelling. Editors with a YAML language
-server complete keys and mark mistakes where the first line of the file names the schema, as in the examples.
+Both files are validated before anything is queued. Unknown keys, wrong values and duplicate keys are errors. The
+message names the key, the value, the allowed values and the nearest spelling. Editors with a YAML language server
+complete keys and mark errors if the first line of the file names the schema, as in the examples.
 
-Three things that YAML does to values:
+YAML converts some values:
 
-- `on`, `off`, `yes` and `no` are truth values. To mean the word, write it in quotes.
+- `on`, `off`, `yes` and `no` are true or false. To use the word, put it in quotes.
 - A time without quotes, such as `12:00:00`, is the number 43200. Write `time_limit: "12:00:00"`.
-- `5e-4` is text in YAML 1.1. It is taken as the number here; `5.0e-4` is one everywhere.
+- `5e-4` is text in YAML 1.1. Shardmake reads it as a number; `5.0e-4` is a number everywhere.
 """
 
 
 def schema_text(model: type[Section]) -> str:
-    """The JSON schema of ``model`` as a file."""
+    """Return the JSON schema of ``model`` as a file."""
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**dialect, **Schema(model).root}, indent=2) + "\n"
 
 
 def readme_text() -> str:
-    """``config/README.md``: introduction, two examples, a table for every section."""
+    """Return ``config/README.md``: introduction, two examples, a table for every section."""
     parts = [
         _INTRODUCTION,
         "## Examples\n",
@@ -166,7 +166,7 @@ def _row(schema: Schema, name: str, key: str, section: SchemaNode) -> str:
 
 
 def _value(schema: Schema, path: str, node: SchemaNode) -> str:
-    """What a key holds; a link where it is a section of its own."""
+    """Describe the values of a key; for a section, link to its table."""
     for name, section in schema.sections():
         if section is schema.section(node) or (name == f"{path}.NAME"):
             return f"[keys](#{name.replace('.', '').lower()})"

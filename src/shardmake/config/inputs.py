@@ -7,10 +7,10 @@ from shardmake.core.errors import ConfigError
 
 
 def local_files(run: Run, *parts: str) -> list[str]:
-    """The files and folders on this machine that a run names; ``parts`` are ``model``, ``data`` and ``script``.
+    """Return the files and folders on this machine that a run names; ``parts`` are ``model``, ``data`` and ``script``.
 
-    A hub id names none. What looks like a path (it ends in a data suffix, starts with ``.`` or ``/``, or has more
-    than one ``/``) is one, whether it exists or not.
+    A hub id is not among them. A name counts as a path if it exists, ends in a data suffix, starts with ``.``, ``/``
+    or ``~``, or has more than one ``/``.
     """
     named = {
         "model": [run.model],
@@ -18,11 +18,11 @@ def local_files(run: Run, *parts: str) -> list[str]:
         "script": [run.script] if run.script else [],
     }
     files = [Path(name) for part in parts for name in named[part] if Path(name).exists() or _looks_local(name)]
-    return [str(path / "config.json" if part_is_model(path, run) else path) for path in files]
+    return [str(path / "config.json" if _is_model(path, run) else path) for path in files]
 
 
-def part_is_model(path: Path, run: Run) -> bool:
-    """Whether ``path`` is the run's model folder, of which config.json stands for the whole."""
+def _is_model(path: Path, run: Run) -> bool:
+    """Return whether ``path`` is the run's model folder, which config.json represents."""
     return str(path) == str(Path(run.model))
 
 
@@ -33,7 +33,7 @@ def _looks_local(name: str) -> bool:
 
 
 def check_inputs(name: str, run: Run) -> None:
-    """Refuse a run whose model folder, data file or script is not there."""
+    """Raise a `ConfigError` if the model folder, a data file or the script of the run does not exist."""
     if run.script:
         check_script(f"runs.{name}.script", Path(run.script))
     for file in local_files(run, "model", "data"):
@@ -41,8 +41,8 @@ def check_inputs(name: str, run: Run) -> None:
             continue
         if Path(file).name == "config.json":
             raise ConfigError(
-                f"runs.{name}.model: {run.model!r} is no model folder: it has no config.json. Name a folder saved by "
-                "save_pretrained, or a hub id (org/name)."
+                f"runs.{name}.model: {run.model!r} is not a model folder. It has no config.json. Name a folder "
+                "written by save_pretrained, or a hub id (org/name)."
             )
         raise ConfigError(
             f"runs.{name}.data: {file!r} does not exist. Name an existing file or folder, or a hub data set."
@@ -50,14 +50,14 @@ def check_inputs(name: str, run: Run) -> None:
 
 
 def check_script(key: str, path: Path) -> None:
-    """Refuse a script that is not there or that Python cannot read; ``key`` is where the configuration names it."""
+    """Raise a `ConfigError` if the script does not exist or is not Python; ``key`` is its key in the configuration."""
     if not path.is_file():
-        raise ConfigError(f"{key}: {str(path)!r} does not exist. Name a Python file (now in {Path.cwd()}).")
+        raise ConfigError(f"{key}: {str(path)!r} does not exist in {Path.cwd()}. Name a Python file.")
     try:
         compile(path.read_bytes(), str(path), "exec")
     except (SyntaxError, ValueError) as error:
         line = f", line {error.lineno}" if isinstance(error, SyntaxError) else ""
         raise ConfigError(
-            f"{key}: {path}{line} is not Python: {error.args[0]}. It is started as `accelerate launch` would start it, "
-            "so name the training program itself, not a shell script around it."
+            f"{key}: {path}{line} is not Python: {error.args[0]}. `accelerate launch` starts this file, so name the "
+            "training program itself, not a shell script around it."
         ) from None

@@ -15,7 +15,7 @@ S = TypeVar("S", bound=Section)
 
 
 def load_config(*paths: Path) -> Config:
-    """Read and check configuration files; later ones are merged over earlier ones, as Snakemake does."""
+    """Read and validate configuration files; later ones override earlier ones, as in Snakemake."""
     merged: dict[str, Any] = {}
     for path in paths:
         _merge(merged, read_yaml(path))
@@ -23,33 +23,33 @@ def load_config(*paths: Path) -> Config:
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:
-    """Check ``values`` against `Config`; ``source`` is named in errors."""
+    """Validate ``values``; ``source`` is the file name for errors."""
     return _parse(Config, values, source)
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read and check a cluster file."""
+    """Read and validate a cluster file."""
     return _parse(Cluster, read_yaml(path), str(path))
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that is given twice; plain YAML takes the last one and says nothing."""
+    """A loader that rejects duplicate keys, of which plain YAML silently takes the last."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value in seen:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key.value!r} is given twice", problem_mark=key.start_mark
+                    problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark
                 )
             seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
         return super().construct_mapping(node, deep)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file."""
+    """Return the mapping in a YAML file."""
     if not path.is_file():
-        raise ConfigError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).")
+        raise ConfigError(f"{path} does not exist in {Path.cwd()}. Name an existing file.")
     try:
         values = yaml.load(path.read_bytes(), _Loader)
     except yaml.MarkedYAMLError as error:
@@ -58,15 +58,15 @@ def read_yaml(path: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds no keys; see config/README.md for what belongs there.")
+        raise ConfigError(f"{path} has no keys. See config/README.md for the keys.")
     return values
 
 
 def get_run(config: Config, name: str) -> Run:
-    """The run called ``name``."""
+    """Return the run called ``name``."""
     if name not in config.runs:
         raise ConfigError(
-            f"There is no run {name!r}; the runs are {', '.join(config.runs)}.{nearest(name, config.runs)}"
+            f"Run {name!r} does not exist.{nearest(name, config.runs)} The runs are: {', '.join(config.runs)}."
         )
     return config.runs[name]
 

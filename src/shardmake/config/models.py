@@ -1,8 +1,8 @@
-"""What a user may write: the models of ``config/config.yaml`` and of the cluster files.
+"""The models of ``config/config.yaml`` and of the cluster files.
 
 The JSON schemas and ``config/README.md`` are generated from these models (`python -m tools.config_reference`), so every
-field carries a description. Values are checked here, at once, before anything is queued; the checks that need the
-model or the data come with the stages.
+field has a description. These models check values before anything is queued. Checks that need the model or the data
+are part of the stages.
 """
 
 import re
@@ -31,7 +31,7 @@ Loss = Literal["plain", "fused"]
 
 
 def _number(value: Any) -> Any:
-    """YAML 1.1 reads ``5e-4`` as text; the intention is clear, so take it as the number it spells."""
+    """Convert text such as ``5e-4`` to a number, because YAML 1.1 reads it as text."""
     if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
         return float(value)
     return value
@@ -43,13 +43,13 @@ PositiveInt = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
-    """A part of a configuration file: unknown keys and wrong types are refused, values do not change."""
+    """A part of a configuration file; it rejects unknown keys and wrong types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class Data(Section):
-    """Where the examples come from and how they are read."""
+    """The source of the examples and their format."""
 
     train: str = Field(
         description="JSONL or Parquet file, a folder of such files, or a hub data set: `org/name` (its split `train`) "
@@ -58,19 +58,19 @@ class Data(Section):
     eval: str | None = Field(
         None,
         description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). "
-        "Without it, a part of `train` is set aside.",
+        "Without it, a part of `train` is held out.",
     )
     eval_fraction: Annotated[float, Field(gt=0, lt=0.5), AsNumber] = Field(
-        0.02, description="Part of `train` set aside for evaluation where `eval` is not given."
+        0.02, description="Fraction of `train` that is held out for evaluation if `eval` is not set."
     )
     format: Literal["auto", "chat", "prompt-completion", "text"] = Field(
         "auto",
         description="`chat`: a `messages` column; `prompt-completion`: `prompt` and `completion`; `text`: a `text` "
-        "column; `auto`: by the columns found.",
+        "column; `auto`: detected from the columns.",
     )
     loss_on: Literal["auto", "assistant", "all"] = Field(
         "auto",
-        description="Tokens that carry loss: the assistant's (or completion's) words only, or all. `auto`: "
+        description="Tokens that the loss counts: only the assistant's (or the completion's), or all. `auto`: "
         "`assistant` for chat and prompt-completion, `all` for text.",
     )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
@@ -81,7 +81,7 @@ class Lora(Section):
     """Low-rank adapters, for `method: lora` and `method: qlora`."""
 
     rank: PositiveInt = Field(16, description="Rank of the adapters.")
-    alpha: PositiveInt = Field(32, description="Scale: the update is multiplied by alpha / rank.")
+    alpha: PositiveInt = Field(32, description="Scale: updates are multiplied by alpha / rank.")
     dropout: Annotated[float, Field(ge=0, lt=1), AsNumber] = Field(0.0, description="Dropout on the adapters' input.")
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="Names of the layers that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."
@@ -89,71 +89,72 @@ class Lora(Section):
 
 
 class Checkpoints(Section):
-    """How often training saves, and what it keeps."""
+    """When training saves checkpoints, and which ones it keeps."""
 
     every_steps: PositiveInt | Literal["auto"] | None = Field(
         None,
-        description="Optimizer steps between checkpoints; `auto`: what loses least time, from the measured time of a "
-        "save and the cluster's `node_mtbf_hours`. Without it, about ten over the run.",
+        description="Optimizer steps between checkpoints. `auto`: the interval that loses the least time, from the "
+        "measured duration of a save and the cluster's `node_mtbf_hours`. Without it, about ten checkpoints per run.",
     )
-    keep: Annotated[int, Field(ge=1)] = Field(2, description="Newest checkpoints that are kept.")
+    keep: Annotated[int, Field(ge=1)] = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(
         False,
-        description="Keep the checkpoint with the lowest evaluation loss besides; every saved step is evaluated then.",
+        description="Also keep the checkpoint with the lowest evaluation loss. Every saved step is then evaluated.",
     )
     keep_every_steps: PositiveInt | None = Field(
-        None, description="Keep the first checkpoint at or after every multiple of these steps besides, for good."
+        None,
+        description="Also keep the first checkpoint at or after every multiple of this number of steps, permanently.",
     )
     asynchronous: bool = Field(
         False,
-        description="Training waits only until a checkpoint lies in the cluster's node-local `scratch`, and goes on "
-        "while it is copied to the run's folder; the last save and the one before a stop go there at once.",
+        description="Save to the cluster's node-local `scratch` and continue training while the checkpoint is copied "
+        "to the run's folder. The last save, and the one before a stop, are written to the run's folder directly.",
     )
 
     def most(self, steps: int | None) -> int:
-        """Most checkpoints that are kept at once, of a run of ``steps`` steps; None where that is not known yet."""
+        """Return the largest number of checkpoints kept at once; ``steps`` is None if the length is not known yet."""
         for_good = steps // self.keep_every_steps if steps and self.keep_every_steps else 0
         return self.keep + self.keep_best + for_good
 
 
 class Evaluation(Section):
-    """What the evaluate stage does with the base and the tuned model."""
+    """Settings of the evaluate stage, which measures the base and the tuned model."""
 
     batch_size: PositiveInt = Field(8, description="Sequences per forward pass.")
     prompts: list[str] = Field(
-        default_factory=list, description="Questions put to both models; the answers stand in the report and the card."
+        default_factory=list, description="Prompts for both models. The report and the model card show the answers."
     )
-    max_new_tokens: PositiveInt = Field(64, description="Length of a generated answer, in tokens.")
+    max_new_tokens: PositiveInt = Field(64, description="Maximum length of a generated answer, in tokens.")
     backend: Literal["auto"] | EvaluationBackend = Field(
         "auto",
-        description="How a model is spread. `whole`: on every GPU; `zero3`: partitioned over all GPUs, with `-offload` "
-        "in host memory, with `-nvme` on the cluster's `nvme_path`; `device-map`: layer by layer over GPUs, host "
-        "memory and, behind those, the model's files, in one process. `auto`: the first of these that the model fits.",
+        description="Placement of the model. `whole`: a copy on every GPU. `zero3`: partitioned over all GPUs; with "
+        "`-offload` in host memory, with `-nvme` on the cluster's `nvme_path`. `device-map`: one process, layer by "
+        "layer over GPUs, host memory and the model's files. `auto`: the first of these that fits.",
     )
     processes: PositiveInt | None = Field(
-        None, description="Ranks that share the sequences; without it, one for each GPU of a node, or one on CPUs."
+        None, description="Ranks that share the sequences. Without it, one per GPU of a node, or one on CPUs."
     )
     lm_eval: list[str] = Field(
-        default_factory=list, description="Tasks of the `lm_eval` package to measure both models on, such as `[piqa]`."
+        default_factory=list, description="Tasks of the `lm_eval` package for both models, such as `[piqa]`."
     )
-    lm_eval_path: str | None = Field(None, description="Folder with `lm_eval` task files of your own.")
-    lm_eval_limit: PositiveInt | None = Field(None, description="Examples per `lm_eval` task; all without it.")
+    lm_eval_path: str | None = Field(None, description="Folder with your own `lm_eval` task files.")
+    lm_eval_limit: PositiveInt | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
 
 
 class Push(Section):
-    """Where the final model goes."""
+    """The destination of the final model."""
 
     to: str | list[str] = Field(
-        description="`file:FOLDER`, `hub:ORG/NAME`, a URL that fsspec knows (`s3://BUCKET/PREFIX`), or a list of them.",
+        description="`file:FOLDER`, `hub:ORG/NAME`, a URL for fsspec (`s3://BUCKET/PREFIX`), or a list of these.",
         examples=["file:published/docs-chat", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"],
     )
     private: bool = Field(True, description="Create a hub repository as private.")
-    revision: str | None = Field(None, description="Branch of the hub repository; without it, its main branch.")
+    revision: str | None = Field(None, description="Branch of the hub repository. Without it, the main branch.")
     pull_request: bool = Field(False, description="Open a pull request on the hub instead of committing to the branch.")
 
     @property
     def destinations(self) -> list[str]:
-        """`to`, always as a list."""
+        """Return `to` as a list."""
         return [self.to] if isinstance(self.to, str) else self.to
 
     @field_validator("to")
@@ -163,118 +164,126 @@ class Push(Section):
             kind, _, rest = destination.partition(":")
             if not rest or (kind not in ("file", "hub") and not re.fullmatch(r"//[^/].*", rest)):
                 raise ValueError(
-                    f"{destination!r} is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX"
+                    f"{destination!r} is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX"
                 )
             if kind == "hub" and not re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
-                raise ValueError(f"{destination!r} is no hub repository; write hub:ORG/NAME")
+                raise ValueError(f"{destination!r} is not a hub repository. Write hub:ORG/NAME")
         return to
 
 
 class Run(Section):
-    """One fine-tune: a model, data, how to train, where to push."""
+    """One fine-tuning run: the model, the data, the training and the destination."""
 
     model: str = Field(description="Base model: a hub id (`org/name`) or a folder with config.json and weights.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
     sequence_length: PositiveInt = Field(
-        description="Tokens per training sequence. Longer conversations are cut off, longer texts are split."
+        description="Tokens per training sequence. Longer conversations are truncated, longer texts are split."
     )
-    packing: bool = Field(True, description="Put several examples into one sequence; they do not see each other.")
+    packing: bool = Field(True, description="Pack several examples into one sequence, without attention between them.")
     global_batch_size: PositiveInt = Field(
-        description="Sequences per optimizer step over all ranks; kept whatever the number of GPUs."
+        description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
     )
     micro_batch_size: PositiveInt | Literal["auto"] = Field(
-        "auto", description="Sequences per rank and forward pass. The rest of the global batch is accumulated."
+        "auto", description="Sequences per rank and forward pass. Gradient accumulation fills the global batch."
     )
-    max_steps: PositiveInt | None = Field(None, description="Optimizer steps. Give this or `epochs`.")
+    max_steps: PositiveInt | None = Field(None, description="Optimizer steps. Set this or `epochs`.")
     epochs: PositiveNumber | None = Field(None, description="Passes over the data.")
     learning_rate: PositiveNumber = Field(description="Peak learning rate.")
     scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
-        "cosine", description="Course of the learning rate after the warm-up."
+        "cosine", description="Schedule of the learning rate after the warm-up."
     )
     warmup_ratio: Annotated[float, Field(ge=0, le=1), AsNumber] = Field(
-        0.05, description="Part of the steps spent warming up."
+        0.05, description="Fraction of the steps with a rising learning rate."
     )
     weight_decay: Annotated[float, Field(ge=0), AsNumber] = Field(0.0, description="Decoupled weight decay.")
-    max_grad_norm: PositiveNumber = Field(1.0, description="Gradients are clipped to this norm.")
+    max_grad_norm: PositiveNumber = Field(1.0, description="Maximum norm of the gradients; larger ones are clipped.")
     optimizer: Optimizer = Field(
         "adamw",
-        description="Optimizer; `adamw8bit` needs bitsandbytes and a GPU; `adafactor` is not for FSDP2.",
+        description="Optimizer. `adamw8bit` needs bitsandbytes and a GPU. `adafactor` does not work with FSDP2.",
     )
     precision: Precision | Literal["auto"] = Field(
         "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
     )
     attention: Attention | Literal["auto"] = Field(
-        "auto", description="Attention kernel; `auto`: flash where the GPU and the package have it, else sdpa."
+        "auto",
+        description="Attention kernel. `auto`: flash if the GPU supports it and the package is installed, else sdpa.",
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
-        "auto", description="Recompute activations in the backward pass; `auto`: only where memory asks for it."
+        "auto", description="Recompute activations in the backward pass. `auto`: only if memory requires it."
     )
-    loss: Loss = Field("plain", description="`fused`: Liger's fused linear cross entropy, where it is installed.")
+    loss: Loss = Field(
+        "plain", description="Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed."
+    )
     objective: Objective = Field("sft", description="What training optimizes; `sft`: supervised fine-tuning.")
     method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
     strategy: Strategy | Literal["auto"] = Field(
-        "auto", description="How states are sharded; `auto`: the fastest that fits."
+        "auto", description="Sharding of the training states. `auto`: the fastest strategy that fits."
     )
     tensor_parallel: PositiveInt = Field(
         1,
-        description="Ranks that share each layer's matrices, within a node (docs/how-to/tensor-parallel.md); with "
-        "`strategy: zero1` or `zero2`, or `fsdp` and a script of your own.",
+        description="Ranks of a node that share each layer's matrices (docs/how-to/tensor-parallel.md). It needs "
+        "`strategy: zero1` or `zero2`, or `fsdp` and your own script.",
     )
-    nodes: PositiveInt | None = Field(None, description="Nodes for training; without it, as few as the model fits on.")
-    fsdp_version: Literal[1, 2] = Field(2, description="Which FSDP runs the `fsdp` strategies.")
+    nodes: PositiveInt | None = Field(
+        None, description="Nodes for training. Without it, the fewest on which the model fits."
+    )
+    fsdp_version: Literal[1, 2] = Field(2, description="FSDP version for the `fsdp` strategies.")
     engine: Literal["trainer", "loop"] = Field(
         "trainer",
-        description="What trains: Hugging Face's Trainer, or a plain loop over Accelerate; both give the same.",
+        description="Training loop: Hugging Face's Trainer, or a plain loop over Accelerate. The result is the same.",
     )
     script: str | None = Field(
         None,
-        description="A training program of your own for `accelerate launch`, started in place of ours "
+        description="Your own training program for `accelerate launch`, which replaces Shardmake's "
         "(docs/how-to/user-script.md).",
     )
     script_args: list[str] = Field(
         default_factory=list,
-        description="Its arguments, as texts; `$SHARDMAKE_...` in them is replaced (docs/how-to/user-script.md).",
+        description="Arguments of the script, as text. `$SHARDMAKE_...` in them is replaced "
+        "(docs/how-to/user-script.md).",
     )
     deepspeed_values: Literal["explicit", "auto"] = Field(
         "explicit",
-        description='`auto`: deepspeed.json says "auto" wherever Trainer fills in its own value; both give the same.',
+        description='`auto`: deepspeed.json holds "auto" wherever Trainer fills in its value. The result is the same.',
     )
     deepspeed_config: str | None = Field(
-        None, description="A DeepSpeed file of your own; what it sets beyond the plan is kept, contradictions refused."
+        None, description="Your own DeepSpeed file. It may add settings to the plan's, but not contradict them."
     )
     accelerate_config: str | None = Field(
-        None, description="An Accelerate file of your own; merged and checked as `deepspeed_config`."
+        None, description="Your own Accelerate file, with the same rule as for `deepspeed_config`."
     )
     torch_compile: bool = Field(False, description="Compile the model with torch.compile.")
     non_finite: Literal["stop", "rewind"] = Field(
         "stop",
-        description="After a loss or gradient norm that is not finite: stop, or resume from the newest checkpoint, "
-        "unless it comes again at a step where it came before.",
+        description="Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest "
+        "checkpoint. `rewind` also stops if the value occurs at the same step again.",
     )
-    seed: int = Field(42, description="Seed of data order, initialisation of adapters and dropout.")
-    checkpoints: Checkpoints = Field(Checkpoints(), description="Saving during training.")
+    seed: int = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
+    checkpoints: Checkpoints = Field(Checkpoints(), description="Checkpoints during training.")
     eval_every_steps: PositiveInt | None = Field(
-        None, description="Optimizer steps between evaluations during training; none without it."
+        None, description="Optimizer steps between evaluations during training. Without it, training does not evaluate."
     )
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
         default_factory=list,
-        description="Trackers that are told loss, learning rate and speed while training runs. Their files lie in "
-        "`train/` of the run's folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...).",
+        description="Trackers that record loss, learning rate and speed during training. They write to `train/` in the "
+        "run's folder unless the environment names a server (`MLFLOW_TRACKING_URI`, ...).",
     )
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
-        "bf16", description="Data type of the final model's weights; `keep`: the training's master weights."
+        "bf16", description="Data type of the final model's weights. `keep`: that of the training's master weights."
     )
-    max_shard_size: str = Field("5GB", description="Largest file of the final model.")
-    evaluation: Evaluation = Field(Evaluation(), description="The evaluate stage.")
-    push: Push | None = Field(None, description="Where the final model goes; without it, it stays in the run's folder.")
+    max_shard_size: str = Field("5GB", description="Maximum size of one file of the final model.")
+    evaluation: Evaluation = Field(Evaluation(), description="Settings of the evaluate stage.")
+    push: Push | None = Field(
+        None, description="Destination of the final model. Without it, the model stays in the run's folder."
+    )
 
     @model_validator(mode="after")
     def _check_length(self) -> "Run":
         if (self.max_steps is None) == (self.epochs is None):
-            raise ValueError("give either max_steps or epochs, not both and not neither")
+            raise ValueError("set exactly one of max_steps and epochs")
         return self
 
     @model_validator(mode="after")
@@ -290,35 +299,37 @@ class Run(Section):
     @model_validator(mode="after")
     def _check_script(self) -> "Run":
         if self.script is None and self.script_args:
-            raise ValueError("script_args are given, but no script to hand them to")
+            raise ValueError("script_args need a script. Set script, or remove script_args")
         if self.script is not None and self.engine == "loop":
-            raise ValueError("engine: loop and script exclude each other; the script brings its own loop")
+            raise ValueError("engine: loop cannot be combined with script, which has its own loop. Remove one of them")
         if self.script is not None and self.checkpoints.asynchronous:
-            raise ValueError("checkpoints.asynchronous is not for a script, which saves by itself; leave it out")
+            raise ValueError(
+                "checkpoints.asynchronous cannot be combined with script, which saves its own checkpoints. Remove it"
+            )
         return self
 
 
 class Slurm(Section):
-    """What Slurm is asked for. Sizes that follow from the plan (nodes, memory, CPUs) are not repeated here."""
+    """Slurm parameters of the jobs. Nodes, memory and CPUs follow from the plan."""
 
-    partition: str | None = Field(None, description="Partition; without it, Slurm's default.")
-    account: str | None = Field(None, description="Account to charge.")
+    partition: str | None = Field(None, description="Partition. Without it, Slurm's default.")
+    account: str | None = Field(None, description="Account.")
     qos: str | None = Field(None, description="Quality of service.")
     time_limit: str = Field("24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`.")
     gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
-        "gres", description="How this cluster wants GPUs asked for."
+        "gres", description="Option with which this cluster requests GPUs."
     )
     gpu_type: str | None = Field(None, description="GPU type in the request, as in `gres=gpu:a100:4`.")
     signal_seconds: PositiveInt = Field(
         120,
-        description="How long before the time limit a job is told to save and stop, in seconds. Once a save was "
-        "measured, it is more where two saves and a minute take longer; never more than a quarter of the limit.",
+        description="Seconds before the time limit at which a job gets the signal to save and stop. It is raised to "
+        "two measured saves and a minute if that is longer, up to a quarter of the limit.",
     )
-    wckey: str | None = Field(None, description="Workload characterization key, where the site wants one.")
-    constraint: str | None = Field(None, description="Node features.")
-    exclude: str | None = Field(None, description="Nodes never to use, in Slurm's notation.")
+    wckey: str | None = Field(None, description="Workload characterization key, if the site requires one.")
+    constraint: str | None = Field(None, description="Required node features.")
+    exclude: str | None = Field(None, description="Nodes to exclude, in Slurm's notation.")
     setup: list[str] = Field(
-        default_factory=list, description="Shell lines before the job's step, such as `module load cuda`."
+        default_factory=list, description="Shell commands to run first in each job, such as `module load cuda`."
     )
     extra: dict[str, str | int | bool] = Field(
         default_factory=dict, description="Further #SBATCH parameters, by their long names."
@@ -326,7 +337,7 @@ class Slurm(Section):
 
     @property
     def time_limit_minutes(self) -> int:
-        """`time_limit` in minutes, rounded up."""
+        """Return `time_limit` in minutes, rounded up."""
         days, _, clock = self.time_limit.rpartition("-")
         hours, minutes, seconds = (int(part) for part in clock.split(":"))
         return int(days or 0) * 1440 + hours * 60 + minutes + (seconds > 0)
@@ -335,87 +346,89 @@ class Slurm(Section):
     @classmethod
     def _check_time_limit(cls, time_limit: str) -> str:
         if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", time_limit):
-            raise ValueError(f"{time_limit!r} is not a time limit; write [D-]HH:MM:SS in quotes, such as '24:00:00'")
+            raise ValueError(f"{time_limit!r} is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'")
         return time_limit
 
 
 class Cluster(Section):
-    """One machine or cluster: what a node has, how jobs are started, how nodes talk."""
+    """One machine or cluster: its nodes, its network and the way to start jobs."""
 
-    executor: Literal["local", "slurm"] = Field(description="Start training here, or as one Slurm job.")
+    executor: Literal["local", "slurm"] = Field(description="Train on this machine, or in one Slurm job.")
     accelerator: str = Field(
         "cpu", description="GPU model as in `shardmake estimate --list-gpus` (a100-80gb, h100, ...), or `cpu`."
     )
     gpu_memory_gib: PositiveNumber | None = Field(
-        None, description="Memory of one GPU in GiB, where it differs from the model's usual."
+        None, description="Memory of one GPU, GiB. Without it, that of the GPU model."
     )
-    max_nodes: PositiveInt = Field(1, description="Most nodes one run may take.")
-    processes_per_node: PositiveInt = Field(description="Ranks per node; on a GPU node, the number of its GPUs.")
-    cpus_per_node: PositiveInt = Field(description="Cores that a job may use on a node.")
-    memory_gib_per_node: PositiveNumber = Field(description="Host RAM that a job may use on a node, GiB.")
+    max_nodes: PositiveInt = Field(1, description="Maximum number of nodes for one run.")
+    processes_per_node: PositiveInt = Field(description="Ranks per node: on a GPU node, its number of GPUs.")
+    cpus_per_node: PositiveInt = Field(description="Cores that a job can use on a node.")
+    memory_gib_per_node: PositiveNumber = Field(description="Host RAM that a job can use on a node, GiB.")
     nvme_path: str | None = Field(None, description="Folder on node-local NVMe for offload.")
     nvme_gib_per_node: PositiveNumber | None = Field(None, description="Free NVMe space per node, GiB.")
     intra_node_gbps: PositiveNumber | None = Field(
-        None, description="Bandwidth between two GPUs of a node, GB/s each way; without it, by the GPU model."
+        None, description="Bandwidth between two GPUs of a node, GB/s each way. Without it, that of the GPU model."
     )
     inter_node_gbps: PositiveNumber = Field(
         12.5, description="Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."
     )
     network_interface: str | None = Field(
-        None, description="Interface that carries training traffic, such as `ib0`; without it, the default route's."
+        None, description="Network interface for training, such as `ib0`. Without it, that of the default route."
     )
-    internet_on_compute_nodes: bool = Field(False, description="Whether jobs reach the internet.")
+    internet_on_compute_nodes: bool = Field(False, description="Jobs on compute nodes can reach the internet.")
     shared: bool = Field(
-        False, description="A lab shares the runs: everything written is readable and writable for the folder's group."
+        False, description="Share the runs in a lab: the folder's group can read and write every file."
     )
     hang_seconds: PositiveNumber = Field(
         600,
-        description="Silence after which a training step counts as hung, in seconds, or five usual steps if that is "
-        "longer; loading, saves and evaluations may take six times as long. Stacks are kept and training resumes.",
+        description="Seconds without progress after which a training step counts as hung, or five median steps if "
+        "that is longer. Loading, saves and evaluations have six times as long. Stacks are kept and training resumes.",
     )
     node_mtbf_hours: PositiveNumber = Field(
         3700,
-        description="Mean time between failures of one node, hours, preemptions included; for "
-        "`checkpoints.every_steps: auto`. The default is what 6.5 failures per 1000 node-days make (arXiv 2410.21680).",
+        description="Mean time between failures of one node, in hours and including preemptions, for "
+        "`checkpoints.every_steps: auto`. The default follows from 6.5 failures per 1000 node-days (arXiv 2410.21680).",
     )
     trainings_per_user: PositiveInt = Field(
         2,
-        description="Fair use: most trainings that one user has in Slurm's queue at once, waiting or running, over all "
-        "runs and checkouts; further ones wait for their turn.",
+        description="Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all "
+        "runs and checkouts. Further ones wait.",
     )
     cache: str | None = Field(
-        None, description="Folder of the hub's cache, which a lab may share; without it, where HF_HOME says."
+        None, description="Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."
     )
     scratch: str = Field(
         "/tmp",
-        description="Node-local folder for what must not lie on a network file system: caches, and the newest "
-        "checkpoint where saving is asynchronous (below `/dev/shm` it counts as host RAM).",
+        description="Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. "
+        "Below `/dev/shm` it counts as host RAM.",
     )
-    slurm: Slurm = Field(Slurm(), description="What Slurm is asked for; for `executor: slurm`.")
+    slurm: Slurm = Field(Slurm(), description="Slurm parameters, for `executor: slurm`.")
 
     @property
     def is_cpu(self) -> bool:
-        """Whether the ranks run without a GPU."""
+        """Return whether the ranks run without a GPU."""
         return self.accelerator == "cpu"
 
     @property
     def scratch_in_memory(self) -> bool:
-        """Whether `scratch` lies in host RAM, as far as its name tells."""
+        """Return whether `scratch` is in host RAM, judged by its path."""
         return Path(self.scratch).is_relative_to("/dev/shm")
 
 
 class Config(Section):
     """`config/config.yaml`: a cluster and the runs."""
 
-    cluster: str = Field(description="The cluster file, relative to the folder Snakemake is started in.")
-    runs: dict[str, Run] = Field(description="The runs, by name; a run's folder is `runs/NAME`.")
+    cluster: str = Field(description="The cluster file, relative to the folder in which Snakemake runs.")
+    runs: dict[str, Run] = Field(description="The runs by name. A run's folder is `runs/NAME`.")
 
     @field_validator("runs")
     @classmethod
     def _check_names(cls, runs: dict[str, Run]) -> dict[str, Run]:
         if not runs:
-            raise ValueError("give at least one run")
+            raise ValueError("add at least one run")
         for name in runs:
             if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
-                raise ValueError(f"{name!r} cannot name a run's folder; use letters, digits, '.', '_' and '-'")
+                raise ValueError(
+                    f"{name!r} cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'"
+                )
         return runs

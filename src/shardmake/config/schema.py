@@ -1,6 +1,6 @@
-"""JSON schemas of the configuration models, and in words what a key may hold.
+"""JSON schemas of the configuration models, and descriptions of allowed values.
 
-Editors, the reference in ``config/README.md`` and the messages about wrong values all draw on the schema.
+Editors, ``config/README.md`` and the error messages use the schema.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ class Schema:
         self.root: SchemaNode = model.model_json_schema()
 
     def options(self, node: SchemaNode) -> list[SchemaNode]:
-        """What may stand here, one by one: the branches of a union, references followed, "nothing" left out."""
+        """Return the branches of a union, with references resolved and without null."""
         branches = node.get("anyOf", [node])
         return [self._resolved(branch) for branch in branches if branch.get("type") != "null"]
 
@@ -30,15 +30,15 @@ class Schema:
         return self.root["$defs"][reference.rpartition("/")[2]] if reference else node
 
     def section(self, node: SchemaNode) -> SchemaNode | None:
-        """The section with keys of its own that may stand here, if any."""
+        """Return the section that is allowed here, or None."""
         return next((option for option in self.options(node) if "properties" in option), None)
 
     def choices(self, node: SchemaNode) -> list[str]:
-        """The values of a choice that may stand here."""
+        """Return the allowed values of a choice."""
         return [str(value) for option in self.options(node) for value in _values(option)]
 
     def words(self, node: SchemaNode) -> list[str]:
-        """What may stand here, in words; choices one by one."""
+        """Describe the allowed values; each value of a choice separately."""
         return list(dict.fromkeys(word for option in self.options(node) for word in self._words(option)))
 
     def _words(self, option: SchemaNode) -> list[str]:
@@ -56,7 +56,7 @@ class Schema:
         return [" ".join([_SCALARS[option["type"]], " and ".join(limits)]).rstrip()]
 
     def sections(self, node: SchemaNode | None = None, name: str = "") -> Iterator[tuple[str, SchemaNode]]:
-        """Every section from ``node`` on with its dotted name, outer before inner; NAME stands for a free name."""
+        """Yield every section below ``node`` with its dotted name, outer ones first; NAME is any name."""
         section = self.section(node or self.root)
         if section is not None:
             yield name, section
@@ -67,9 +67,9 @@ class Schema:
                 yield from self.sections(option["additionalProperties"], f"{name}.NAME")
 
     def walk(self, location: Sequence[str | int]) -> tuple[list[str], SchemaNode]:
-        """The keys on the way to a pydantic error, and what may stand at its end (empty for an unknown key).
+        """Return the keys on the path to a pydantic error, and the schema at its end (empty for an unknown key).
 
-        Pydantic puts the branch of a union into the location; that is no key of the file and is left out.
+        Pydantic adds the branch of a union to the location. The branch is not a key of the file and is skipped.
         """
         node, keys = self.root, []
         parts = iter(location)
@@ -90,7 +90,7 @@ def _values(option: SchemaNode) -> list[Any]:
 
 
 def _below(node: SchemaNode, part: str | int) -> SchemaNode:
-    """What may stand under the key or index ``part`` of ``node``; an empty node where nothing is known of it."""
+    """Return the schema of the key or index ``part`` of ``node``, empty if it is unknown."""
     if "properties" in node:
         return node["properties"].get(part, {})
     return node.get("items" if isinstance(part, int) else "additionalProperties", {})

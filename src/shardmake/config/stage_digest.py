@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import digest
 
-# The settings that only a later stage reads. Whatever is not listed shapes the plan and the training, so that a new
-# push destination never retrains anything.
+# Fields that only these stages read. All other fields affect the plan and the training. A new push destination
+# therefore never causes a new training.
 STAGE_FIELDS: Mapping[str, tuple[str, ...]] = {
     "fetch": ("model", "revision", "data"),
     "data": ("data", "objective", "model", "revision", "sequence_length", "packing", "seed", "trust_remote_code"),
@@ -18,10 +18,9 @@ _LATE_FIELDS = {field for stage in ("consolidate", "evaluate", "push") for field
 
 
 def stage_digest(run: Run, cluster: Cluster, stage: str) -> str:
-    """Digest of the settings that ``stage`` reads; Snakemake reruns the stage when it changes.
+    """Return the digest of the settings that ``stage`` reads; Snakemake reruns the stage if it changes.
 
-    Only the plan depends on the cluster, but for how many trainings are queued at once; what it decides from it stands
-    in the rendered files.
+    Only the plan reads the cluster file, except for the number of trainings in the queue.
     """
     values = run.model_dump()
     fields = STAGE_FIELDS.get(stage)

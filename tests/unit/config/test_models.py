@@ -1,4 +1,4 @@
-"""What a configuration file may say, and the exact words with which everything else is refused."""
+"""The exact messages about invalid configuration files."""
 
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,12 @@ CLUSTER: dict[str, Any] = {
 }
 RUN_KEYS = ", ".join(Run.model_fields)
 DATA_KEYS = "train, eval, eval_fraction, format, loss_on, subset, revision"
-TEXT_OR_NUMBER = "YAML reads a number here, as it does from a time such as 12:00:00; put it in quotes."
-TEXT_OR_TRUTH = "YAML reads on, off, yes and no as truth values; put it in quotes to mean the word."
+TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
+TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes``; a value of ``...`` takes the key away."""
+    """``base`` with ``changes``; a value of ``...`` removes the key."""
     return {key: value for key, value in {**base, **changes}.items() if value is not ...}
 
 
@@ -48,7 +48,7 @@ def write(path: Path, values: Any) -> Path:
     return path
 
 
-def refusal_of_config(tmp_path: Path, values: Any) -> list[str]:
+def errors_of_config(tmp_path: Path, values: Any) -> list[str]:
     path = write(tmp_path / "config.yaml", values)
     with pytest.raises(ShardmakeError) as error:
         load_config(path)
@@ -57,13 +57,13 @@ def refusal_of_config(tmp_path: Path, values: Any) -> list[str]:
     return lines
 
 
-def refusal_of_cluster(tmp_path: Path, changes: dict[str, Any]) -> list[str]:
+def errors_of_cluster(tmp_path: Path, changes: dict[str, Any]) -> list[str]:
     with pytest.raises(ShardmakeError) as error:
         load_cluster(write(tmp_path / "cluster.yaml", merged(CLUSTER, changes)))
     return str(error.value).splitlines()[1:]
 
 
-REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
+INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"strategy": "zero33"}, [
         "strategy: 'zero33' is not allowed. Did you mean 'zero3'? Allowed: ddp, zero1, zero2, zero2-offload, zero3, "
         "zero3-offload-optimizer, zero3-offload, zero3-nvme, fsdp, fsdp-grad-op, fsdp-hybrid, fsdp-offload, auto."]),
@@ -81,7 +81,7 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                                             f"Allowed here: {DATA_KEYS}."]),
     ({"data": {}}, ["data.train: this key is required and missing."]),
     ({"data": "train.jsonl"}, [f"data: 'train.jsonl' is not allowed. Allowed: the keys {DATA_KEYS}."]),
-    ({"data": None}, [f"data: there is no value. Allowed: the keys {DATA_KEYS}."]),
+    ({"data": None}, [f"data: the value is missing. Allowed: the keys {DATA_KEYS}."]),
     ({"model": ...}, ["model: this key is required and missing."]),
     ({"model": ..., "learning_rate": ...}, ["model: this key is required and missing.",
                                             "learning_rate: this key is required and missing."]),
@@ -91,7 +91,7 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"sequence_length": "256"}, ["sequence_length: '256' is not allowed. Allowed: a whole number > 0."]),
     ({"sequence_length": 2.5}, ["sequence_length: 2.5 is not allowed. Allowed: a whole number > 0."]),
     ({"sequence_length": True}, ["sequence_length: True is not allowed. Allowed: a whole number > 0."]),
-    ({"sequence_length": None}, ["sequence_length: there is no value. Allowed: a whole number > 0."]),
+    ({"sequence_length": None}, ["sequence_length: the value is missing. Allowed: a whole number > 0."]),
     ({"micro_batch_size": "many"}, ["micro_batch_size: 'many' is not allowed. Allowed: a whole number > 0, auto."]),
     ({"micro_batch_size": -1}, ["micro_batch_size: -1 is not allowed. Allowed: a whole number > 0, auto."]),
     ({"gradient_checkpointing": "on"}, ["gradient_checkpointing: 'on' is not allowed. Allowed: true, false, auto."]),
@@ -103,8 +103,8 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"warmup_ratio": 1.5}, ["warmup_ratio: 1.5 is not allowed. Allowed: a number >= 0 and <= 1."]),
     ({"data": {"train": "a", "eval_fraction": 0.5}}, ["data.eval_fraction: 0.5 is not allowed. Allowed: a number > 0 "
                                                       "and < 0.5."]),
-    ({"epochs": 1}, ["give either max_steps or epochs, not both and not neither."]),
-    ({"max_steps": ...}, ["give either max_steps or epochs, not both and not neither."]),
+    ({"epochs": 1}, ["set exactly one of max_steps and epochs."]),
+    ({"max_steps": ...}, ["set exactly one of max_steps and epochs."]),
     ({"max_steps": ..., "epochs": -1}, ["epochs: -1 is not allowed. Allowed: a number > 0."]),
     ({"lora": {"targets": "all-lin"}}, ["lora.targets: 'all-lin' is not allowed. Did you mean 'all-linear'? Allowed: a list of "
                                     "text, all-linear."]),
@@ -114,20 +114,20 @@ REFUSED_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"checkpoints": {"every_steps": "often"}}, ["checkpoints.every_steps: 'often' is not allowed. Allowed: a whole number > 0, "
                                                 "auto."]),
     ({"evaluation": {"prompts": "Hello?"}}, ["evaluation.prompts: 'Hello?' is not allowed. Allowed: a list of text."]),
-    ({"push": {"to": "published"}}, ["push.to: 'published' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
-    ({"push": {"to": ["file:a", "file:"]}}, ["push.to: 'file:' is no destination; write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
-    ({"push": {"to": "hub:name"}}, ["push.to: 'hub:name' is no hub repository; write hub:ORG/NAME."]),
+    ({"push": {"to": "published"}}, ["push.to: 'published' is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
+    ({"push": {"to": ["file:a", "file:"]}}, ["push.to: 'file:' is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
+    ({"push": {"to": "hub:name"}}, ["push.to: 'hub:name' is not a hub repository. Write hub:ORG/NAME."]),
     ({"push": {"to": 3}}, [f"push.to: 3 is not allowed. Allowed: text, a list of text. {TEXT_OR_NUMBER}"]),
     ({"push": "file:a"}, ["push: 'file:a' is not allowed. Allowed: the keys to, private, revision, pull_request."]),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("changes", "expected"), REFUSED_RUNS)
-def test_a_run_is_refused_with_key_value_and_what_is_allowed(
+@pytest.mark.parametrize(("changes", "expected"), INVALID_RUNS)
+def test_a_run_is_rejected_with_key_value_and_allowed_values(
     changes: dict[str, Any], expected: list[str], tmp_path: Path
 ) -> None:
-    lines = refusal_of_config(tmp_path, {"cluster": "c.yaml", "runs": {"chat": merged(RUN, changes)}})
-    separator = ": " if expected[0].startswith("give either") else "."
+    lines = errors_of_config(tmp_path, {"cluster": "c.yaml", "runs": {"chat": merged(RUN, changes)}})
+    separator = ": " if expected[0].startswith("set exactly") else "."
     assert lines == [f"  runs.chat{separator}{line}" for line in expected]
 
 
@@ -135,23 +135,23 @@ def test_a_run_is_refused_with_key_value_and_what_is_allowed(
     ("values", "expected"),
     [
         ({"runs": {"a": RUN}}, ["cluster: this key is required and missing."]),
-        ({"cluster": "c", "runs": {}}, ["runs: give at least one run."]),
+        ({"cluster": "c", "runs": {}}, ["runs: add at least one run."]),
         ({"cluster": "c", "runs": ["a"]}, [f"runs: ['a'] is not allowed. Allowed: names, each with the keys {RUN_KEYS}."]),
-        ({"cluster": "c", "runs": {"a": None}}, [f"runs.a: there is no value. Allowed: the keys {RUN_KEYS}."]),
+        ({"cluster": "c", "runs": {"a": None}}, [f"runs.a: the value is missing. Allowed: the keys {RUN_KEYS}."]),
         ({"cluster": "c", "runs": {"a/b": RUN}}, [
-            "runs: 'a/b' cannot name a run's folder; use letters, digits, '.', '_' and '-'."]),
+            "runs: 'a/b' cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'."]),
         ({"cluster": "c", "runs": {".a": RUN}}, [
-            "runs: '.a' cannot name a run's folder; use letters, digits, '.', '_' and '-'."]),
+            "runs: '.a' cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'."]),
         ({"cluster": "c", "runs": {2024: RUN}}, [
-            "runs.2024: YAML reads this name as a number or a truth value; put it in quotes."]),
+            "runs.2024: YAML reads this name as a number or as true or false. Put it in quotes."]),
         ({"cluster": "c", "runs": {"str": {**RUN, "int": 1}}}, [
             f"runs.str.int: there is no such key. Allowed here: {RUN_KEYS}."]),
         ({"cluster": "c", "run": {"a": RUN}}, ["runs: this key is required and missing.",
             "run: there is no such key. Did you mean 'runs'? Allowed here: cluster, runs."]),
     ],
 )  # fmt: skip
-def test_a_config_is_refused(values: Any, expected: list[str], tmp_path: Path) -> None:
-    assert refusal_of_config(tmp_path, values) == [f"  {line}" for line in expected]
+def test_a_config_is_rejected(values: Any, expected: list[str], tmp_path: Path) -> None:
+    assert errors_of_config(tmp_path, values) == [f"  {line}" for line in expected]
 
 
 @pytest.mark.parametrize(
@@ -161,9 +161,9 @@ def test_a_config_is_refused(values: Any, expected: list[str], tmp_path: Path) -
         ({"memory_gib_per_node": "480GB"}, ["memory_gib_per_node: '480GB' is not allowed. Allowed: a number > 0."]),
         ({"processes_per_node": ...}, ["processes_per_node: this key is required and missing."]),
         ({"slurm": {"time_limit": "5h"}}, [
-            "slurm.time_limit: '5h' is not a time limit; write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
+            "slurm.time_limit: '5h' is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
         ({"slurm": {"time_limit": "24:00"}}, [
-            "slurm.time_limit: '24:00' is not a time limit; write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
+            "slurm.time_limit: '24:00' is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
         ({"slurm": {"setup": "module load cuda"}}, [
             "slurm.setup: 'module load cuda' is not allowed. Allowed: a list of text."]),
         ({"slurm": {"extra": {"nice": 1.5}}}, [
@@ -175,8 +175,8 @@ def test_a_config_is_refused(values: Any, expected: list[str], tmp_path: Path) -
             "time_limit, gpu_request, gpu_type, signal_seconds, wckey, constraint, exclude, setup, extra."]),
     ],
 )  # fmt: skip
-def test_a_cluster_is_refused(changes: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
-    assert refusal_of_cluster(tmp_path, changes) == [f"  {line}" for line in expected]
+def test_a_cluster_is_rejected(changes: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
+    assert errors_of_cluster(tmp_path, changes) == [f"  {line}" for line in expected]
 
 
 @pytest.mark.parametrize(
@@ -186,13 +186,13 @@ def test_a_cluster_is_refused(changes: dict[str, Any], expected: list[str], tmp_
         ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
         ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
         ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
-        ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number or a truth value; put it in quotes."),
+        ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number or as true or false. Put it in quotes."),
         ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number > 0."),
         ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
         ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0."),
     ],
 )  # fmt: skip
-def test_what_yaml_makes_of_a_value_is_explained(line: str, expected: str, tmp_path: Path) -> None:
+def test_values_that_yaml_converts_are_explained(line: str, expected: str, tmp_path: Path) -> None:
     path = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER) + line + "\n")
     with pytest.raises(ShardmakeError) as error:
         load_cluster(path)
@@ -200,13 +200,13 @@ def test_what_yaml_makes_of_a_value_is_explained(line: str, expected: str, tmp_p
 
 
 @pytest.mark.parametrize("spelling", ["5e-4", "5E-4", "0.5e-3", "+5e-4", ".5e-3", "5.e-4", "5.0e-4", "0.0005"])
-def test_numbers_may_be_spelt_as_people_spell_them(spelling: str, tmp_path: Path) -> None:
+def test_numbers_may_have_an_exponent(spelling: str, tmp_path: Path) -> None:
     text = yaml.safe_dump({"cluster": "c", "runs": {"chat": merged(RUN, {"learning_rate": ...})}})
     path = write(tmp_path / "c.yaml", text + f"    learning_rate: {spelling}\n")
     assert load_config(path).runs["chat"].learning_rate == 5e-4
 
 
-def test_truth_values_may_be_spelt_as_yaml_spells_them(tmp_path: Path) -> None:
+def test_yaml_spellings_of_true_and_false_are_accepted(tmp_path: Path) -> None:
     text = yaml.safe_dump({"cluster": "c", "runs": {"chat": RUN}})
     assert not load_config(write(tmp_path / "c.yaml", text + "    packing: no\n")).runs["chat"].packing
 
@@ -214,42 +214,42 @@ def test_truth_values_may_be_spelt_as_yaml_spells_them(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' is given twice."),
-        ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' is given twice."),
+        ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' occurs twice."),
+        ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' occurs twice."),
         ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
          "token."),
         ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
-        ("", "{path} holds no keys; see config/README.md for what belongs there."),
-        ("- a\n", "{path} holds no keys; see config/README.md for what belongs there."),
+        ("", "{path} has no keys. See config/README.md for the keys."),
+        ("- a\n", "{path} has no keys. See config/README.md for the keys."),
     ],
 )  # fmt: skip
-def test_broken_yaml_is_refused_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_rejected_with_its_line(text: str, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", text)
     with pytest.raises(ShardmakeError) as error:
         read_yaml(path)
     assert str(error.value) == message.format(path=path)
 
 
-def test_text_that_is_no_unicode_is_refused(tmp_path: Path) -> None:
+def test_text_that_is_not_unicode_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
     path.write_bytes(b"cluster: \xff\n")
     with pytest.raises(ShardmakeError, match=f"^{path} is not valid YAML: "):
         read_yaml(path)
 
 
-def test_yaml_may_reuse_a_part(tmp_path: Path) -> None:
+def test_yaml_anchors_are_accepted(tmp_path: Path) -> None:
     path = write(tmp_path / "c.yaml", "base: &b {x: 1, y: 2}\nother: {<<: *b, y: 3}\n")
     assert read_yaml(path)["other"] == {"x": 1, "y": 3}
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ShardmakeError) as error:
         load_cluster(Path("c.yaml"))
-    assert str(error.value) == f"c.yaml does not exist. Name an existing file (now in {tmp_path})."
+    assert str(error.value) == f"c.yaml does not exist in {tmp_path}. Name an existing file."
 
 
-def test_later_files_go_over_earlier_ones(tmp_path: Path) -> None:
+def test_later_files_override_earlier_ones(tmp_path: Path) -> None:
     first = write(tmp_path / "a.yaml", {"cluster": "c", "runs": {"chat": RUN}})
     second = write(tmp_path / "b.yaml", {"runs": {"chat": {"data": {"eval": "x"}, "seed": 7}, "more": RUN}})
     config = load_config(first, second)
@@ -266,7 +266,7 @@ mappings = st.dictionaries(st.sampled_from("abcd"), trees, max_size=4)
 
 
 def leaves(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Every path to something that is no mapping."""
+    """Return every path to a value that is not a mapping."""
     if not isinstance(value, dict):
         return {path: value}
     return {place: leaf for key, inner in value.items() for place, leaf in leaves(inner, (*path, key)).items()}
@@ -308,14 +308,14 @@ runs = st.fixed_dictionaries(
 
 @given(values=st.dictionaries(st.from_regex(r"[A-Za-z0-9][\w.-]{0,8}", fullmatch=True).filter(str.isascii), runs,
                               min_size=1, max_size=3))  # fmt: skip
-def test_a_config_survives_being_written_and_read(values: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_config_is_equal_after_writing_and_reading(values: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     config = parse_config({"cluster": "c.yaml", "runs": values}, "test")
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(yaml.safe_dump(config.model_dump()))
     assert load_config(path) == config
 
 
-def test_only_what_a_stage_reads_changes_its_digest() -> None:
+def test_only_settings_that_a_stage_reads_change_its_digest() -> None:
     cluster, bigger = Cluster(**CLUSTER), Cluster(**{**CLUSTER, "max_nodes": 4})
     run = make_run()
     changes = {
@@ -332,12 +332,12 @@ def test_only_what_a_stage_reads_changes_its_digest() -> None:
     assert differing == {"plan"}
 
 
-def test_a_run_that_is_not_there_is_refused() -> None:
+def test_an_unknown_run_is_rejected() -> None:
     config = Config.model_validate({"cluster": "c", "runs": {"docs-chat": RUN, "other": RUN}})
     assert get_run(config, "other") == make_run()
     with pytest.raises(ShardmakeError) as error:
         get_run(config, "doc-chat")
-    expected = "There is no run 'doc-chat'; the runs are docs-chat, other. Did you mean 'docs-chat'?"
+    expected = "Run 'doc-chat' does not exist. Did you mean 'docs-chat'? The runs are: docs-chat, other."
     assert str(error.value) == expected
 
 
@@ -357,7 +357,7 @@ def test_destinations_are_a_list(to: Any, destinations: list[str]) -> None:
     assert push is not None and push.destinations == destinations
 
 
-def test_files_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
     write(tmp_path / "base" / "config.json", "{}")
@@ -371,6 +371,6 @@ def test_files_that_a_run_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     )
     (tmp_path / "base" / "config.json").unlink()
     with pytest.raises(
-        ShardmakeError, match=r"^runs\.chat\.model: 'base' is no model folder: it has no config\.json\. "
+        ShardmakeError, match=r"^runs\.chat\.model: 'base' is not a model folder\. It has no config\.json\. "
     ):
         check_inputs("chat", run)

@@ -25,9 +25,12 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"script_args": ["--lr"]}, "no script"),
-        ({"script": "train.py", "engine": "loop"}, "exclude each other"),
-        ({"script": "train.py", "checkpoints": {"asynchronous": True}}, "not for a script, which saves by itself"),
+        ({"script_args": ["--lr"]}, "script_args need a script"),
+        ({"script": "train.py", "engine": "loop"}, "cannot be combined with script"),
+        (
+            {"script": "train.py", "checkpoints": {"asynchronous": True}},
+            "cannot be combined with script, which saves its own",
+        ),
         ({"script": "train.py", "script_args": ["--lr", 1]}, "script_args"),
     ],
 )
