@@ -23,7 +23,7 @@ from shardmake.checkpoint import store
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Strategy
 from shardmake.launch.jobs import attempt_settings
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 from shardmake.run.attempt import AttemptDir
 from shardmake.train.async_saver import ScratchFolder
 from shardmake.train.checkpoint_saver import Saver

@@ -16,7 +16,7 @@ from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import read_json, write_json
 from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 from shardmake.render import stage
 from shardmake.render.expected_engine import expected_engine
 from shardmake.render.stage import launch_command, render_files

@@ -12,7 +12,7 @@ from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import write_json
 from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 from shardmake.render.stage import launch_command, render_files, write_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir

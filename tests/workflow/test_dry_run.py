@@ -3,7 +3,7 @@
 import os
 
 from shardmake.config.load import get_run, load_cluster, load_config
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 from tests.workflow.checkout import Checkout
 
 NODES = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}

@@ -25,7 +25,9 @@ from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.cached_planner import CachedPlanner
-from shardmake.plan.planner import Candidate, ResolvedRun, check_strategy, choices, choose, resolve
+from shardmake.plan.candidates import Candidate, choices
+from shardmake.plan.choose import choose_from
+from shardmake.plan.resolve import ResolvedRun, check_strategy, resolve
 from shardmake.plan.suggestions import changes, suggestions
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
@@ -228,10 +230,7 @@ def smallest_change(request: EstimateRequest) -> str:
     def outcome(setting: str, value: Any) -> str | None:
         changed = replace(request, strategies=(), gradient_checkpointing=True, **{setting: value})
         try:
-            planner = CachedPlanner(resolve_request(changed))
-            possible = list(choices(planner.settings))
-            planner.prepare(possible)
-            found, _ = choose([planner.scan(choice) for choice in possible], planner)
+            found, _ = choose_from(CachedPlanner(resolve_request(changed)))
         except ShardmakeError:  # nothing fits, or this accelerator cannot do it
             return None
         return f"{found.choice.strategy} with checkpointing takes {found.memory.gpu.device / GIB:.1f} GiB per GPU"

@@ -11,7 +11,7 @@ from shardmake.launch.jobs import SlurmJobs, attempt_settings
 from shardmake.launch.rendezvous import Rendezvous
 from shardmake.launch.worker import rank_environment
 from shardmake.memory.read_config import read_model
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 from shardmake.render.stage import as_yaml, launch_command, render_files
 from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir

@@ -12,7 +12,8 @@ from shardmake.memory.buckets import Buckets
 from shardmake.memory.cache import cached_path
 from shardmake.memory.estimate import Estimate, from_json
 from shardmake.memory.scenario import Scenario
-from shardmake.plan.planner import Candidate, Planner, buckets_of, scenario_of
+from shardmake.plan.candidates import Candidate
+from shardmake.plan.planner import Planner, buckets_of, scenario_of
 from shardmake.run.plan import Choice
 
 
@@ -29,11 +30,11 @@ class CachedPlanner(Planner):
             parts = [missing[start : start + share] for start in range(0, len(missing), share)]
             with get_context("fork").Pool(len(parts)) as pool:  # this process has no threads and no torch
                 pool.map(self._simulate_part, parts)
-        return [self.act(choice) for choice in possible]
+        return [self.simulate(choice) for choice in possible]
 
     def _simulate_part(self, part: Sequence[Choice]) -> None:
         for choice in part:
-            self.act(choice)
+            self.simulate(choice)
 
     def _simulated(self, scenario: Scenario, buckets: Buckets) -> Estimate:
         path = self._path(scenario, buckets)

@@ -1,52 +1,47 @@
-"""The plan stage: choose, hold the request against the cluster, write the plan."""
+"""The plan stage: choose, check the request against the cluster, write the plan."""
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
 from shardmake.config.inputs import check_script
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import write_text
-from shardmake.core.errors import ShardmakeError
-from shardmake.core.units import GIB, format_bytes
+from shardmake.core.units import format_bytes
+from shardmake.plan.candidates import Candidate, describe_choice
+from shardmake.plan.choose import NothingFitsError, choose_from, reason_of, rejected
+from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.figure import draw
 from shardmake.plan.limits import ask_partitions, check_request
-from shardmake.plan.planner import (
-    Candidate,
-    NothingFitsError,
-    Planner,
-    ResolvedRun,
-    check,
-    choices,
-    choose,
-    make_plan,
-    resolve,
-)
-from shardmake.plan.planner import describe as name_of
-from shardmake.plan.suggestions import Suggestion, changes, suggestions
+from shardmake.plan.planner import Planner
+from shardmake.plan.resolve import ResolvedRun, check, resolve
+from shardmake.plan.resources import as_fallback, host_need, resources
+from shardmake.plan.suggestions import suggest
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
 
 WRITING = 1e9
-"""Bytes per second that a file system is assumed to take before a save has been measured."""
+"""Assumed write speed of the file system until a save has been measured, bytes per second."""
 
 
 def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """Make the plan of a run and write it with ``memory.json``.
 
     Raises:
-        ShardmakeError: nothing fits, or the cluster or the disk cannot give what the plan asks.
+        NothingFitsError: No candidate fits.
+        ShardmakeError: The cluster or the disk does not have what the plan requests.
     """
     if run.script:
         check_script("script", Path(run.script))
     try:
         plan, memory = make_plan(rundir.name, run, cluster)
     except NothingFitsError as error:
-        lines = [f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in _remedies(error.settings)]
-        raise ShardmakeError(
-            f"{error}\nEach of these alone would do:{''.join(lines)}" if lines else str(error)
-        ) from None
+        lines = [f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in suggest(error.settings)]
+        if not lines:
+            raise
+        message = f"{error}\nEach of these changes alone would fit:{''.join(lines)}"
+        raise NothingFitsError(message, error.settings) from None
     if cluster.executor == "slurm":
         check_request(plan, cluster, ask_partitions())
     check_choice(rundir, memory, plan.choice)
@@ -56,42 +51,46 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     return plan
 
 
-def _remedies(settings: ResolvedRun) -> list[Suggestion]:
-    """What alone would make something fit; for models with closed formulas, because tracing so much takes minutes."""
-    run = settings.run
-    if settings.model.decoder is None:
-        return []
-    kinds = list(changes(run.nodes or settings.cluster.max_nodes, run.sequence_length, run.method))
-    if run.strategy != "auto":
-        kinds.insert(0, ("strategy", ["auto"]))
-    if settings.precision == "fp32" and not settings.hardware.is_cpu:
-        kinds.insert(0, ("precision", ["auto"]))
+def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstimates]:
+    """Return the plan of run ``name`` on ``cluster``, and every candidate with its memory, term by term.
 
-    def outcome(setting: str, value: Any) -> str | None:
-        try:
-            found = _choice_of(run.model_copy(update={setting: value}), settings.cluster)
-        except (
-            ShardmakeError
-        ):  # nothing fits, or another setting forbids it: the batch, a package that is not installed
-            return None
-        return f"{name_of(found.choice)}: {found.memory.gpu.device / GIB:.1f} GiB per GPU"
-
-    return suggestions(kinds, outcome)
-
-
-def _choice_of(run: Run, cluster: Cluster) -> Candidate:
-    """What would be chosen, with as many nodes as ``run`` asks for."""
-    most = max(cluster.max_nodes, run.nodes or 0)
-    settings = resolve(run, cluster.model_copy(update={"max_nodes": most}))
+    Raises:
+        ConfigError: Settings contradict each other, or nothing fits.
+    """
+    settings = resolve(run, cluster)
     check(settings)
-    desk = Planner(settings)
-    return choose([desk.scan(choice) for choice in choices(desk.settings)], desk)[0]
+    planner = Planner(settings)
+    chosen, candidates = choose_from(planner)
+    fallbacks, candidates = find_fallbacks(chosen, candidates, planner)
+    plan = Plan(
+        run=name,
+        choice=chosen.choice,
+        workload=settings.workload,
+        reason=reason_of(chosen, candidates),
+        rejected=rejected(chosen, candidates),
+        fallbacks=[as_fallback(candidate, settings.hardware) for candidate in fallbacks],
+        host_memory=host_need(chosen, settings.hardware),
+        resources=resources(settings, chosen),
+    )
+    return plan, memory_estimates(settings, candidates)
+
+
+def memory_estimates(settings: ResolvedRun, candidates: Iterable[Candidate]) -> MemoryEstimates:
+    """Return the content of plan/memory.json."""
+    return MemoryEstimates(
+        model=settings.model.architecture,
+        parameters=settings.model.parameters,
+        trainable=settings.split.trainable,
+        gpu_memory=settings.hardware.gpu_memory,
+        host_memory=settings.hardware.host_memory,
+        candidates=[candidate.as_record() for candidate in candidates],
+    )
 
 
 def describe(plan: Plan, rundir: RunDir) -> str:
-    """The plan in a few lines for people, with the disk it takes and the fallbacks below it."""
+    """Return the plan in a few lines, with the disk space it takes and its fallbacks."""
     choice, asked = plan.choice, plan.resources["train"]
-    below = "; ".join(name_of(fallback.choice) for fallback in plan.fallbacks)
+    below = "; ".join(describe_choice(fallback.choice) for fallback in plan.fallbacks)
     checkpointing = "with" if choice.gradient_checkpointing else "without"
     return "\n".join(
         [
@@ -102,14 +101,14 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
             f"  {check_choice(rundir, MemoryEstimates.read(rundir.memory), plan.choice)}",
-            f"  after an out-of-memory: {below or 'nothing needs less'}",
-            f"  {len(plan.rejected)} other candidates, each with its reason, stand in the plan's folder",
+            f"  after an out-of-memory: {below or 'no candidate needs less'}",
+            f"  {len(plan.rejected)} other candidates, each with its reason, are in {rundir.plan}",
         ]
     )
 
 
 def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
-    """What saving will cost: room on disk, and time where the interval is to be found."""
+    """Return the cost of saving: disk space, and time if the interval is automatic."""
     wanted = run.checkpoints
     copies = wanted.most(run.max_steps)
     size = checkpoint_size(rundir, copies)
@@ -119,11 +118,11 @@ def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir)
     mtbf = job_mtbf_seconds(cluster.node_mtbf_hours, plan.choice.nodes)
     save = waits = size / WRITING
     interval, held = interval_seconds(waits, mtbf), ""
-    if wanted.asynchronous:  # every node writes its part, each as fast as the shared file system takes them all
+    if wanted.asynchronous:  # every node writes its part at the full speed of the shared file system
         waits = save / plan.choice.nodes
-        interval, held = interval_seconds(waits, mtbf, save), f" and holds training up for {waits:.1f} s of it"
+        interval, held = interval_seconds(waits, mtbf, save), f" and blocks training for {waits:.1f} s of it"
     return (
         f"{room};\n  at 1 GB/s a save takes {save:.1f} s{held}: for a failure every {mtbf / 3600:.0f} h, saving every "
-        f"{interval / 60:.0f} min loses least ({lost_share(waits, interval, mtbf):.2%} of the time). "
+        f"{interval / 60:.0f} min loses the least ({lost_share(waits, interval, mtbf):.2%} of the time). "
         "The first save, after 10 steps, is measured and sets the interval"
     )

@@ -8,7 +8,7 @@ import pytest
 from shardmake.commands.estimate import EXPLANATIONS, EstimateRequest, estimate, print_table
 from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.core.errors import ConfigError
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 
 CONFIG = {
     "model_type": "llama",
@@ -87,7 +87,8 @@ def test_estimate_and_plan_agree_to_the_byte(
         learning_rate=1e-4, strategy=strategy, gradient_checkpointing=checkpointing, fsdp_version=fsdp_version,
         nodes=2, attention="sdpa",
     )  # fmt: skip
-    (planned,) = make_plan("run", run, cluster)[1]["candidates"]
+    (candidate,) = make_plan("run", run, cluster)[1].candidates
+    planned = candidate.model_dump(mode="json")
     assert {key: planned[key] for key in ("gpu", "host", "nvme", "disk", "reason", "step_seconds")} == {
         key: estimated[key] for key in ("gpu", "host", "nvme", "disk", "reason", "step_seconds")
     }

@@ -49,7 +49,8 @@ def test_what_a_checkpoint_costs_is_said_with_the_plan(tmp_path: Path) -> None:
     assert said == "  a checkpoint takes 10.0 GiB, 30.0 GiB with those that are kept"
     said = describe_checkpoints(make_plan(), make_run(checkpoints={"every_steps": "auto"}), cluster, rundir)
     assert (
-        "a save takes 10.7 s: for a failure every 3700 h, saving every 282 min loses least (0.13% of the time)" in said
+        "a save takes 10.7 s: for a failure every 3700 h, saving every 282 min loses the least (0.13% of the time)"
+        in said
     )
 
 

@@ -103,7 +103,7 @@ BAD = [
     ({**SIZES, "model_type": "llama", "hidden_size": 0}, "hidden_size is 0"),
     ({**SIZES, "model_type": "llama", "vocab_size": -5}, "vocab_size is -5"),
     ({**SIZES, "model_type": "llama", "num_hidden_layers": 1 << 40}, "num_hidden_layers is"),
-    ({**SIZES, "model_type": "llamma"}, "does not know the model type 'llamma'"),
+    ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
     ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
 ]
 

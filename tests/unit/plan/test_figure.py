@@ -6,7 +6,7 @@ import pytest
 
 from shardmake.config.models import Run
 from shardmake.plan.figure import bars, draw
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 from shardmake.run.plan import MemoryEstimates, Plan
 from tests.unit.plan.test_planner import TINY, gpus
 

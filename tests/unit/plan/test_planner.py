@@ -6,7 +6,7 @@ import pytest
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.planner import make_plan
+from shardmake.plan.stage import make_plan
 from shardmake.run.plan import MemoryEstimates, Plan
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
@@ -188,7 +188,7 @@ def test_a_checkpoint_that_waits_in_memory_is_host_memory(folders: dict[str, str
 
 REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
     (CPU, {"global_batch_size": 7}, r"cannot be divided over 2 ranks .*Use 6 or 8"),
-    (CPU, {"micro_batch_size": 3}, r"no multiple of 2 ranks x micro_batch_size 3.*30 or 36"),
+    (CPU, {"micro_batch_size": 3}, r"not a multiple of 2 ranks x micro_batch_size 3.*30 or 36"),
     (gpus(), {"nodes": 9}, r"asks for 9 nodes.*allows 4"),
     (CPU, {"optimizer": "adamw8bit"}, "adamw8bit needs a GPU"),
     (CPU, {"method": "qlora"}, "qlora needs a GPU"),

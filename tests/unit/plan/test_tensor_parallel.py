@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.planner import choices, resolve
+from shardmake.plan.candidates import choices
+from shardmake.plan.resolve import resolve
 from shardmake.plan.tensor_parallel import check_tensor_parallel
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 

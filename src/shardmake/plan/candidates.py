@@ -1,0 +1,140 @@
+"""Candidates: the ways to run a training, each with its memory, verdict and time."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from shardmake.config.models import Run, Strategy
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.core.errors import ConfigError
+from shardmake.memory.estimate import Estimate
+from shardmake.plan.resolve import ResolvedRun, unsuitable
+from shardmake.run.plan import CandidateEstimate, Choice
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One choice with its memory, verdict and time."""
+
+    choice: Choice
+    memory: Estimate
+    fits: bool
+    low_headroom: bool
+    reason: str
+    step_seconds: float
+    simulated: bool
+    """Whether the step was simulated out; else the figures are the closed form's."""
+    is_half_precision: bool = False
+    """It computes in 16 bits although the run has fp32: a fallback, never the first choice."""
+
+    @property
+    def name(self) -> str:
+        """Name in messages, and the key of `Plan.rejected`."""
+        return describe_choice(self.choice) + (f", {self.choice.precision}" if self.is_half_precision else "")
+
+    def as_record(self) -> CandidateEstimate:
+        """Return the candidate as it is written to memory.json."""
+        return CandidateEstimate(
+            name=self.name,
+            choice=self.choice,
+            **self.memory.as_json(),
+            fits=self.fits,
+            reason=self.reason,
+            step_seconds=self.step_seconds,
+            method="simulated" if self.simulated else "closed form",
+        )
+
+
+def describe_choice(choice: Choice) -> str:
+    """Return a name such as ``zero2, checkpointing, micro batch 4, 2 nodes``."""
+    parts = [choice.strategy, "checkpointing" if choice.gradient_checkpointing else "no checkpointing"]
+    nodes = "1 node" if choice.nodes == 1 else f"{choice.nodes} nodes"
+    return ", ".join([*parts, f"micro batch {choice.micro_batch_size}", nodes])
+
+
+def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Iterator[Choice]:
+    """Yield every way to run ``settings``, fewest nodes first; the global batch size is the same in all.
+
+    ``strategies`` replaces the run's own.
+    """
+    run, hardware = settings.run, settings.hardware
+    node_counts = [run.nodes] if run.nodes else range(1, hardware.max_nodes + 1)
+    usable = [nodes for nodes in node_counts if run.global_batch_size % _data_parallel_size(settings, nodes) == 0]
+    if not usable:
+        raise ConfigError(_batch_message(settings, list(node_counts)))
+    found = [
+        Choice(
+            strategy=strategy,
+            gradient_checkpointing=checkpointing,
+            micro_batch_size=micro,
+            gradient_accumulation_steps=run.global_batch_size // (_data_parallel_size(settings, nodes) * micro),
+            nodes=nodes,
+            processes_per_node=hardware.processes_per_node,
+            precision=settings.precision,
+            tensor_parallel=run.tensor_parallel,
+        )
+        for nodes in usable
+        for strategy in strategies or _strategies(settings, nodes)
+        for checkpointing in _checkpointing(run)
+        for micro in _micro_batches(settings, run.global_batch_size // _data_parallel_size(settings, nodes))
+    ]
+    if not found:
+        raise ConfigError(_micro_batch_message(settings, usable))
+    yield from found
+
+
+def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:
+    """Return the number of ranks with different data; the ranks of a tensor-parallel group have the same."""
+    return nodes * settings.hardware.processes_per_node // settings.run.tensor_parallel
+
+
+def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
+    run = settings.run
+    if run.strategy != "auto":
+        return [run.strategy]
+    if settings.hardware.is_cpu:
+        return [name for name, spec in STRATEGY_SPECS.items() if spec.cpu]
+    sharded = {
+        name: spec
+        for name, spec in STRATEGY_SPECS.items()
+        if not spec.hybrid or min(nodes, settings.hardware.processes_per_node) > 1
+    }
+    if run.method == "qlora":
+        sharded = {name: spec for name, spec in sharded.items() if spec.qlora}
+    if run.optimizer == "adamw8bit":
+        sharded = {name: spec for name, spec in sharded.items() if not spec.offload_optimizer}
+    if settings.hardware.nvme is None:
+        sharded = {name: spec for name, spec in sharded.items() if not spec.uses_nvme}
+    return [name for name in sharded if not unsuitable(run, name)]
+
+
+def _checkpointing(run: Run) -> list[bool]:
+    return [False, True] if run.gradient_checkpointing == "auto" else [run.gradient_checkpointing]
+
+
+def _micro_batches(settings: ResolvedRun, per_rank: int) -> list[int]:
+    """Return the divisors of a rank's share of the global batch, largest first, at most 64."""
+    wanted = settings.run.micro_batch_size
+    sizes = range(min(per_rank, 64), 0, -1) if wanted == "auto" else [wanted]
+    return [size for size in sizes if per_rank % size == 0]
+
+
+def _batch_message(settings: ResolvedRun, node_counts: list[int]) -> str:
+    run, ranks = settings.run, _data_parallel_size(settings, node_counts[0])
+    below, above = run.global_batch_size // ranks * ranks, -(-run.global_batch_size // ranks) * ranks
+    sizes = " or ".join(str(size) for size in (below, above) if size)
+    return (
+        f"global_batch_size {run.global_batch_size} cannot be divided over {ranks} ranks "
+        f"({node_counts[0]} nodes x {settings.hardware.processes_per_node}). Use {sizes}, or another number of nodes."
+    )
+
+
+def _micro_batch_message(settings: ResolvedRun, usable: list[int]) -> str:
+    run = settings.run
+    ranks = _data_parallel_size(settings, usable[0])
+    step = ranks * int(run.micro_batch_size)
+    below, above = run.global_batch_size // step * step, -(-run.global_batch_size // step) * step
+    sizes = " or ".join(str(size) for size in (below, above) if size)
+    return (
+        f"global_batch_size {run.global_batch_size} is not a multiple of {ranks} ranks x micro_batch_size "
+        f"{run.micro_batch_size}. Use a global_batch_size of {sizes}, or micro_batch_size: auto."
+    )

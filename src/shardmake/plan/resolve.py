@@ -1,0 +1,160 @@
+"""The settings of a run that do not depend on memory, and contradictions between them."""
+
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+
+from shardmake.config.models import Attention, Cluster, Precision, Run, Strategy
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.core.errors import ConfigError
+from shardmake.memory.hardware import Hardware, from_cluster
+from shardmake.memory.model import Model, Split, split
+from shardmake.memory.read_config import read_model
+from shardmake.memory.scenario import LibraryBehavior
+from shardmake.plan.tensor_parallel import check_tensor_parallel
+from shardmake.run.plan import Workload
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """A run with every `auto` that does not depend on memory resolved."""
+
+    run: Run
+    model: Model
+    split: Split
+    cluster: Cluster
+    hardware: Hardware
+    precision: Precision
+    attention: Attention
+    weights: Precision = "fp32"
+    """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
+    behavior: LibraryBehavior = field(default_factory=LibraryBehavior)
+    """How the libraries behave; only `shardmake estimate` changes it."""
+
+    @property
+    def workload(self) -> Workload:
+        """The training itself, which is the same for every candidate."""
+        return Workload(
+            model=self.run.model,
+            sequence_length=self.run.sequence_length,
+            packing=self.run.packing,
+            objective=self.run.objective,
+            method=self.run.method,
+            optimizer=self.run.optimizer,
+            attention=self.attention,
+            loss=self.run.loss,
+        )
+
+
+def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
+    """Return ``run`` on ``cluster`` with precision and attention decided.
+
+    Raises:
+        ConfigError: The run needs something that the cluster's accelerator does not have.
+    """
+    hardware = from_cluster(cluster)
+    if hardware.is_cpu:
+        _check_cpu(run)
+    model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    return ResolvedRun(
+        run=run,
+        model=model,
+        split=split(model, run.method, run.lora.rank, run.lora.targets),
+        cluster=cluster,
+        hardware=hardware,
+        precision=_precision(run, hardware),
+        attention=_attention(run, hardware),
+    )
+
+
+def check(settings: ResolvedRun) -> None:
+    """Raise a `ConfigError` if the run contradicts itself, the cluster, the model or the installed packages."""
+    run, cluster, model = settings.run, settings.cluster, settings.model
+    if run.nodes is not None and run.nodes > cluster.max_nodes:
+        raise ConfigError(
+            f"The run asks for {run.nodes} nodes, but the cluster file allows {cluster.max_nodes} (max_nodes). "
+            "Lower nodes, or raise max_nodes if the cluster has them."
+        )
+    if model.max_positions is not None and run.sequence_length > model.max_positions:
+        raise ConfigError(
+            f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
+            "positions (max_position_embeddings). Lower sequence_length."
+        )
+    spec = STRATEGY_SPECS.get(run.strategy)
+    if spec and spec.uses_nvme and settings.hardware.nvme is None:
+        raise ConfigError(f"Strategy {run.strategy} needs node-local NVMe; set nvme_path in the cluster file.")
+    if run.strategy != "auto":
+        check_strategy(run, run.strategy)
+    check_tensor_parallel(run, cluster, model)
+    _check_packages(run)
+
+
+def check_strategy(run: Run, strategy: Strategy) -> None:
+    """Raise a `ConfigError` if ``strategy`` cannot train ``run``, however much memory there is."""
+    if reason := unsuitable(run, strategy):
+        raise ConfigError(reason)
+
+
+def unsuitable(run: Run, strategy: Strategy) -> str:
+    """Return why ``strategy`` cannot train ``run`` and what to do, whatever the memory; empty if it can."""
+    spec = STRATEGY_SPECS[strategy]
+    if run.script and spec.uses_nvme:
+        return (
+            f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
+            "and resume without the optimizer's moments. Take zero3-offload, or let Shardmake train (engine: loop)."
+        )
+    if not run.script and run.optimizer == "adafactor" and spec.is_fsdp and run.fsdp_version == 2:
+        return (
+            "optimizer: adafactor fails at the first step under FSDP2, because transformers' Adafactor cannot add "
+            "sharded tensors to its own. Take a ZeRO strategy, or another optimizer."
+        )
+    return ""
+
+
+def _check_packages(run: Run) -> None:
+    """Raise a `ConfigError` if an optional package is missing; without it the ranks would fail or fall back."""
+    wanted = {
+        "loss: fused": ("liger_kernel", "liger-kernel", run.loss == "fused"),
+        "attention: flash": ("flash_attn", "flash-attn", run.attention == "flash"),
+        "optimizer: adamw8bit": ("bitsandbytes", "bitsandbytes", run.optimizer == "adamw8bit"),
+        "method: qlora": ("bitsandbytes", "bitsandbytes", run.method == "qlora"),
+    }
+    for setting, (module, package, is_wanted) in wanted.items():
+        if is_wanted and find_spec(module) is None:
+            raise ConfigError(
+                f"{setting} needs the package {package}, which is not installed. Run: pip install {package}"
+            )
+
+
+def _check_cpu(run: Run) -> None:
+    needs_gpu = {
+        "optimizer: adamw8bit": run.optimizer == "adamw8bit",
+        "method: qlora": run.method == "qlora",
+        "attention: flash": run.attention == "flash",
+        "precision: fp16": run.precision == "fp16",
+        "loss: fused": run.loss == "fused",
+    }
+    for setting, wanted in needs_gpu.items():
+        if wanted:
+            raise ConfigError(f"{setting} needs a GPU, but the cluster file has accelerator: cpu. Change one of them.")
+
+
+def _precision(run: Run, hardware: Hardware) -> Precision:
+    has_bf16 = hardware.accelerator.bf16 > 0
+    if run.precision == "auto":
+        return "fp32" if hardware.is_cpu else "bf16" if has_bf16 else "fp16"
+    if run.precision == "bf16" and not has_bf16:
+        raise ConfigError(
+            f"precision: bf16 needs Ampere or later, and {hardware.accelerator.name} is older. Use fp16, or auto."
+        )
+    return run.precision
+
+
+def _attention(run: Run, hardware: Hardware) -> Attention:
+    has_flash = hardware.accelerator.capability >= 8.0
+    if run.attention == "flash" and not has_flash:
+        raise ConfigError(
+            f"attention: flash needs Ampere or later, and {hardware.accelerator.name} is older. Use sdpa, or auto."
+        )
+    if run.attention == "auto":
+        return "flash" if has_flash and find_spec("flash_attn") else "sdpa"
+    return run.attention
