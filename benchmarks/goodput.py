@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.interval import interval_seconds
-from shardmake.launch.driver import IDLE_ATTEMPTS
+from shardmake.launch.decision import IDLE_ATTEMPTS
 from shardmake.launch.outcome import Action, Outcome, RetryState, decide
 from shardmake.run.attempt_history import AttemptRecord, EndReason, failing_nodes, hung_before, idle_attempts
 
@@ -138,9 +138,9 @@ class Training:
         self._tell(outcome)
         history = RetryState(
             idle_attempts=idle_attempts(self.story),
-            has_rung=False,
+            has_fallback=False,
             host_hung_before=hung_before(self.story),
-            unfit_nodes=failing_nodes(self.story),
+            failing_nodes=failing_nodes(self.story),
         )
         action = decide(outcome, history, cap=IDLE_ATTEMPTS)
         if action in (Action.STOP, Action.GIVE_UP):

@@ -231,7 +231,7 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
     run, cluster, rundir = _open_fetched(name, config, runs)
     require_weights(rundir)
-    drive(run, cluster, rundir, logger.info)
+    drive(run, cluster, rundir)
 
 
 @app.command()

@@ -288,7 +288,7 @@ def test_a_job_that_is_killed_for_its_memory_gets_more(lab: FaultLab, in_peace: 
 
     with cgroup() as group:
         survive(lab, [starve], calm)
-    assert "-> ask for all of a node's memory" in lab.log()
+    assert "-> request all of a node's memory" in lab.log()
     starved, finished = (Plan.read(attempt.plan).resources["train"].memory_gib for attempt in lab.attempts())
     assert starved < finished
 

@@ -16,11 +16,11 @@ WATCH = """
 import sys, time
 from pathlib import Path
 from shardmake.config.models import Cluster
-from shardmake.launch.jobs import SlurmJobs
+from shardmake.launch.slurm_jobs import SlurmJobs
 jobs = SlurmJobs(Path("run"), Cluster(executor="slurm", processes_per_node=1, cpus_per_node=1, memory_gib_per_node=1.0))
 end, seen = time.monotonic() + float(sys.argv[1]), set()
 while time.monotonic() < end:
-    seen.add(jobs._status(sys.argv[2]).word)
+    seen.add(jobs._query(sys.argv[2]).name)
     time.sleep(0.2)
 print(*seen)
 """

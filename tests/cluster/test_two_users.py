@@ -140,7 +140,7 @@ def test_both_at_once_on_one_checkout_and_one_cache(lab: Lab, users: list[User])
     lab.ask_to_stop(bob, "long")
     assert driver.wait(timeout=100) == 2
     output = (ada.home / "output.txt").read_text()
-    assert "resuming from checkpoint" in output and "the driver dozes until it starts" in output
+    assert "resuming from checkpoint" in output and "waits in low memory until it starts" in output
     assert "saved and stopped" in output and (attempt / "stopped.json").exists()
     assert_shared(lab.checkout.root)
 

@@ -30,11 +30,11 @@ TOOLS = {
     """,
     "squeue": """
         for word; do
-            case $word in --name=*) wanted=${word#--name=} ;; --format=*) format=${word#--format=} ;; esac
+            case $word in --name=*) wanted=${word#--name=} ;; esac
         done
         while read -r id name; do
             [ "${wanted:-$name}" = "$name" ] || continue
-            if [ "$format" = "%i|%T|%j" ]; then echo "$id|PENDING|$name"; else echo "$id|PENDING||$name"; fi
+            echo "$id|PENDING||$name"
         done < $QUEUE
     """,
 }
@@ -112,20 +112,20 @@ def test_one_training_at_a_time_whoever_drives(desk: Desk) -> None:
         time.sleep(0.1)
     first, second = sorted(logs, key=lambda run: run not in desk.queue[0])
     wait_for(logs[first], "Attempt 1: job 1")
-    wait_for(logs[second], f"in the queue ({first}), and trainings_per_user in the cluster file is 1: {second} waits")
+    wait_for(logs[second], f"{second} waits: you have 1 training(s) in the queue ({first})")
     assert len(desk.queue) == 1
     desk.leave(list(logs).index(first))
-    assert "the driver leaves, job 1 goes on" in logs[first].read_text()
+    assert "the driver exits, job 1 keeps running" in logs[first].read_text()
     wait_for(desk.train(first), "Adopting job 1 (attempt 1)")
     desk.leave(2)
 
     desk.leave(list(logs).index(second))
-    assert "nothing was submitted" in logs[second].read_text() and len(desk.queue) == 1
+    assert "no job was submitted" in logs[second].read_text() and len(desk.queue) == 1
     (desk.folder / "queue").write_text("")
     stop_file = desk.folder / f"runs/{second}/train/STOP"
     stop_file.touch()
     woken = desk.train(second, **{WAITED_VARIABLE: "1"})
     assert desk.drivers[-1].wait(60) == 2
-    assert "asked to stop" in woken.read_text() and "Nothing was submitted" in woken.read_text() and not desk.queue
+    assert "somebody created" in woken.read_text() and "No job was submitted" in woken.read_text() and not desk.queue
     wait_for(desk.train(second), "Attempt 1: job 1")
     assert not stop_file.exists() and second in desk.queue[0]

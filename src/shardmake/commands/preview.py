@@ -7,8 +7,9 @@ from pathlib import Path
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
-from shardmake.launch.jobs import SlurmJobs, attempt_settings
+from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous
+from shardmake.launch.slurm_jobs import SlurmJobs
 from shardmake.launch.worker import rank_environment
 from shardmake.memory.read_config import read_model
 from shardmake.plan.stage import make_plan

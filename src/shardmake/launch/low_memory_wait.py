@@ -1,10 +1,9 @@
-"""A driver that waits for Slurm, in as little memory as Python can do with.
+"""A driver that waits for Slurm, in as little memory as Python needs.
 
-A hundred waiting runs have a hundred drivers, which would hold 35 MiB each for doing nothing. So a driver whose job is
-pending, or whose user has enough trainings in the queue already, replaces itself by this file, run by an interpreter
-that loads next to nothing, and is started again, from scratch, as soon as that changes; everything that it knows is on
-disk anyhow. The run's lock stays held, for its file stays open. Dozing drivers share one look at the queue, taken every
-`SECONDS` by whichever is first.
+A hundred waiting runs have a hundred drivers, and each would hold 35 MiB without using it. A driver waits while its
+job is pending, or while its user has enough trainings in the queue. It then replaces itself by this file, in an
+interpreter that loads next to nothing. When the wait is over, the driver starts again: its state is on disk. The run's
+lock stays held, because its file stays open. Waiting drivers share one squeue query every `SECONDS`.
 """
 
 import os
@@ -15,29 +14,34 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing costs more memory than all the rest
     from typing import NoReturn
 
+if __name__ == "__main__":  # started by path, without the package
+    sys.path.insert(0, os.path.dirname(__file__))  # noqa: PTH120
+    import squeue_cache  # type: ignore[import-not-found]  # pragma: no cover
+else:
+    from shardmake.launch import squeue_cache
+
 SECONDS = 20.0
 LOCK_VARIABLE = "SHARDMAKE_DRIVER_LOCK"
 WAITED_VARIABLE = "SHARDMAKE_DRIVER_WAITED"
 PREFIX = "shardmake-"
-"""What the names of all training jobs start with."""
-_ANSWERED = "\nanswered\n"
+"""Start of the names of all training jobs."""
 
 
 def wait_until_started(job: str, lock: int, snapshot: str) -> "NoReturn":
-    """Become a dozing driver of the pending ``job`` that holds the open file ``lock``; looks lie in ``snapshot``."""
-    _become("start", job, snapshot, lock=lock)
+    """Wait in low memory while ``job`` is pending; the open file ``lock`` stays locked."""
+    _replace_process("start", job, snapshot, lock=lock)
 
 
 def wait_until_slot(name: str, limit: int, stop_file: str, lock: int, snapshot: str) -> "NoReturn":
-    """Become a dozing driver that has yet to submit its job ``name``.
+    """Wait in low memory until a slot for the job ``name`` is free, or somebody creates ``stop_file``.
 
-    It wakes when fewer than ``limit`` other trainings of the user are in the queue, or when somebody creates
-    ``stop_file``, and finds `WAITED_VARIABLE` set.
+    A slot is free when fewer than ``limit`` other trainings of the user are queued. The driver then starts again with
+    `WAITED_VARIABLE` set.
     """
-    _become("room", name, str(limit), stop_file, snapshot, lock=lock)
+    _replace_process("slot", name, str(limit), stop_file, snapshot, lock=lock)
 
 
-def _become(*words: str, lock: int) -> "NoReturn":
+def _replace_process(*words: str, lock: int) -> "NoReturn":
     os.set_inheritable(lock, True)
     os.environ[LOCK_VARIABLE] = str(lock)
     sys.stdout.flush()
@@ -46,83 +50,49 @@ def _become(*words: str, lock: int) -> "NoReturn":
 
 
 def await_start(job: str, snapshot: str) -> None:
-    """Wait until ``job`` is no longer pending, as far as Slurm says.
+    """Wait until ``job`` is no longer pending.
 
-    The shared look may be older than the job, so a look of now has to agree.
+    A shared snapshot may be older than the job, so a new query has to confirm it.
     """
-    while is_pending(job, read_queue(snapshot)) or is_pending(job, read_queue(snapshot, 0)):
+    while is_pending(job, squeue_cache.cached_squeue(snapshot, SECONDS)) or is_pending(
+        job, squeue_cache.cached_squeue(snapshot, 0)
+    ):
         time.sleep(SECONDS)
 
 
 def await_slot(name: str, limit: str, stop_file: str, snapshot: str) -> None:
-    """Wait until there is room in the queue, or a stop is asked for."""
+    """Wait until a slot in the queue is free, or the stop file exists."""
     while not (os.access(stop_file, os.F_OK) or claim_slot(name, int(limit), snapshot)):
         time.sleep(SECONDS)
     os.environ[WAITED_VARIABLE] = "1"
 
 
 def is_pending(job: str, queue: str | None) -> bool:
-    """Whether the queue, one ``ID|STATE|NAME`` a line, has the job pending; no answer (None) changes nothing."""
+    """Return whether ``job`` is pending in ``queue``; without an answer (None) it is assumed to be."""
     return queue is None or f"\n{job}|PENDING|" in f"\n{queue}"
 
 
 def other_trainings(queue: str, name: str) -> list[str]:
-    """Names of the trainings in the queue beside ``name``."""
-    names = [line.split("|", 2)[2] for line in queue.splitlines() if line.count("|") >= 2]
+    """Return the names of the trainings in ``queue``, except ``name``."""
+    names = [line.split("|", 3)[3] for line in queue.splitlines() if line.count("|") >= 3]
     return [found for found in names if found.startswith(PREFIX) and found != name]
 
 
 def claim_slot(name: str, limit: int, snapshot: str) -> bool:
-    """Whether there is room for ``name``, which is then noted in the snapshot: of many that wait, one is to wake."""
-    file = _open(snapshot)
+    """Return whether ``name`` has a slot, and claim it in the snapshot: of many waiting drivers one continues."""
+    file = squeue_cache.open_snapshot(snapshot)
     try:
-        queue = _look(file, SECONDS)
-        has_room = queue is not None and len(other_trainings(queue, name)) < limit
-        if has_room:
-            os.lseek(file, 0, os.SEEK_END)
-            os.write(file, f"0|CLAIMED|{name}\n{_ANSWERED}".encode())
+        queue = squeue_cache.read_queue(file, SECONDS)
+        has_slot = queue is not None and len(other_trainings(queue, name)) < limit
+        if has_slot:
+            squeue_cache.add_row(file, f"0|CLAIMED||{name}")
     finally:
         os.close(file)
-    return has_room
-
-
-def read_queue(snapshot: str, seconds: float = SECONDS) -> str | None:
-    """The user's queue as it was at most ``seconds`` ago; None where Slurm does not answer."""
-    file = _open(snapshot)
-    try:
-        return _look(file, seconds)
-    finally:
-        os.close(file)
-
-
-def _open(snapshot: str) -> int:
-    """The snapshot's file, locked until it is closed."""
-    import fcntl
-
-    file = os.open(snapshot, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    fcntl.flock(file, fcntl.LOCK_EX)
-    return file
-
-
-def _look(file: int, seconds: float) -> str | None:
-    found = os.fstat(file)
-    if not (found.st_size and 0 <= time.time() - found.st_mtime < seconds):
-        _ask(file)
-    content = os.pread(file, 1 << 26, 0).decode(errors="replace")
-    return content.removesuffix(_ANSWERED) + "\n" if content.endswith(_ANSWERED) else None
-
-
-def _ask(file: int) -> None:
-    """Replace the content of ``file`` by squeue's answer, the last line saying that it is one."""
-    os.ftruncate(file, 0)
-    os.lseek(file, 0, os.SEEK_SET)
-    squeue = 'squeue --noheader --me --all --format="%i|%T|%j" 2>/dev/null && printf "\\nanswered\\n" || echo silent'
-    pid = os.posix_spawn("/bin/sh", ["sh", "-c", squeue], os.environ, file_actions=[(os.POSIX_SPAWN_DUP2, file, 1)])
-    os.waitpid(pid, 0)
+    return has_slot
 
 
 def main(count: str, *words: str) -> None:
-    """Wait for what the first ``count`` words say, then become what the rest say: the driver again."""
+    """Wait as the first ``count`` words say, then run the command in the rest of them: the driver again."""
     (what, *details), start_again = words[: int(count)], words[int(count) :]
     try:
         if what == "start":
@@ -130,8 +100,8 @@ def main(count: str, *words: str) -> None:
         else:
             await_slot(*details)
     except KeyboardInterrupt:
-        left = f"job {details[0]} goes on" if what == "start" else "nothing was submitted"
-        sys.exit(f"The driver leaves, {left}. To go on, run the same command.")
+        state = f"job {details[0]} stays in the queue" if what == "start" else "no job was submitted"
+        sys.exit(f"The driver exits, {state}. To continue, run the same command again.")
     os.execv(start_again[0], start_again)
 
 

@@ -1,41 +1,40 @@
-"""Tell a training's progress on the terminal from its metrics file."""
+"""Report a training's progress from its metrics file."""
 
+import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from shardmake.run.metrics import parse_metrics
 
 SECONDS_BETWEEN_LINES = 3.0
+logger = logging.getLogger(__name__)
 
 
 class ProgressPrinter:
-    """Reads what was appended to ``metrics.jsonl`` since the last look, and tells it at a readable pace.
+    """Reads what was appended to ``metrics.jsonl`` since the last poll, and logs it at a readable pace.
 
-    A resumed attempt writes the file anew; where it has grown again since the last look, reading starts in a line.
+    A resumed attempt rewrites the file. If the file has grown again by the next poll, reading starts inside a line.
     """
 
-    def __init__(self, metrics: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, metrics: Path) -> None:
         self.metrics = metrics
-        self.tell = tell
-        self.told_step = 0
-        self.told_at = 0.0
+        self.logged_at = 0.0
         self.offset = metrics.stat().st_size if metrics.exists() else 0
 
-    def tell_news(self) -> None:
-        """Tell the newest line if enough time has passed; evaluations always."""
+    def poll(self) -> None:
+        """Log new evaluations, and the newest step if enough time has passed."""
         lines = self._new_lines()
         for line in lines:
             if "eval_loss" in line:
-                self.tell(f"step {line['step']:>6}  evaluation loss {line['eval_loss']:.4f}")
+                logger.info("step %6s  evaluation loss %.4f", line["step"], line["eval_loss"])
         steps = [line for line in lines if "loss" in line]
-        if steps and time.monotonic() - self.told_at >= SECONDS_BETWEEN_LINES:
-            self.told_at = time.monotonic()
-            self.tell(describe_step(steps[-1]))
+        if steps and time.monotonic() - self.logged_at >= SECONDS_BETWEEN_LINES:
+            self.logged_at = time.monotonic()
+            logger.info(describe_step(steps[-1]))
 
     def _new_lines(self) -> list[dict[str, Any]]:
-        """Complete lines since the last call. A resumed attempt shortens the file; then reading starts at its end."""
+        """Return the complete lines since the last call. After the file was shortened, reading starts at its end."""
         if not self.metrics.exists():
             return []
         if self.metrics.stat().st_size < self.offset:
@@ -48,7 +47,7 @@ class ProgressPrinter:
 
 
 def describe_step(line: dict[str, Any]) -> str:
-    """One line of metrics for people."""
-    rate = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-    pace = f"  learning rate {line['learning_rate']:.2e}" if "learning_rate" in line else ""
-    return f"step {line['step']:>6}  loss {line['loss']:.4f}{pace}{rate}"
+    """Return one line of metrics as text."""
+    speed = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
+    rate = f"  learning rate {line['learning_rate']:.2e}" if "learning_rate" in line else ""
+    return f"step {line['step']:>6}  loss {line['loss']:.4f}{rate}{speed}"

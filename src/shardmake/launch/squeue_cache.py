@@ -1,113 +1,97 @@
-"""One look at Slurm's queue for all drivers of a user on this machine.
+"""One squeue query for all drivers of a user on this machine.
 
-Two hundred runs have two hundred drivers. The first whose snapshot is too old asks squeue for all of the user's jobs
-and leaves the answer for the others in the user's runtime folder. The slower Slurm answers, the longer an answer
-counts, so that all drivers together never keep the controller busy for more than a twentieth of the time.
+Two hundred runs have two hundred drivers. The first driver whose snapshot is too old runs squeue for all of the user's
+jobs, and leaves the answer for the others. The slower Slurm answers, the longer an answer counts: all drivers together
+keep the controller busy for at most a twentieth of the time.
+
+A snapshot is squeue's rows and a last line: ``answered SECONDS``, or ``failed SECONDS``. This module imports next to
+nothing, because `low_memory_wait` uses it.
 """
 
-import contextlib
-import fcntl
 import os
-import subprocess
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-
-from shardmake.core.atomic import digest, write_text
-
+COMMAND = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%R|%j")
 FRESH_SECONDS = 2.0
 FAILED_SECONDS = 10.0
 BUSY = 20
 _QUERY_SECONDS = 60
 
 
-class QueueSnapshot(BaseModel):
-    """What squeue answered."""
+def cached_squeue(snapshot: str, max_age: float = FRESH_SECONDS) -> str | None:
+    """Return the user's queue, one ``ID|STATE|NODES or (REASON)|NAME`` a line; None if Slurm does not answer.
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    taken: float
-    """Unix time of the question."""
-    seconds: float
-    """How long the answer took."""
-    returncode: int
-    stdout: str
-    stderr: str
-
-    def is_fresh(self, now: float) -> bool:
-        """Whether it still counts; a failure counts too, so that a controller in trouble is left in peace."""
-        least = FRESH_SECONDS if self.returncode == 0 else FAILED_SECONDS
-        return 0 <= now - self.taken < max(least, BUSY * self.seconds)
-
-
-def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's query commands; one that is missing, silent or cannot be started is an answer too."""
+    An answer counts for ``max_age`` seconds, and longer if Slurm is slow. With a ``max_age`` of 0 squeue always runs.
+    """
+    file = open_snapshot(snapshot)
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_QUERY_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return subprocess.CompletedProcess(command, 127, "", str(error))
+        return read_queue(file, max_age)
+    finally:
+        os.close(file)
 
 
-def cached_squeue(command: Sequence[str], folder: Path | None = None) -> QueueSnapshot:
-    """The answer to ``command`` that any driver of this user got a moment ago, or a new one.
+def open_snapshot(snapshot: str) -> int:
+    """Open and lock the file of a snapshot; closing it releases the lock."""
+    import fcntl
 
-    Drivers under another Slurm configuration keep a snapshot of their own.
+    file = os.open(snapshot, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    return file
+
+
+def read_queue(file: int, max_age: float) -> str | None:
+    """Return the queue in a locked snapshot, after a new query if the snapshot is too old."""
+    rows, answered, seconds = _load(file)
+    if is_fresh(time.time() - os.fstat(file).st_mtime, max_age, seconds, answered):
+        return rows if answered else None
+    return _query(file)
+
+
+def add_row(file: int, row: str) -> None:
+    """Add a row to the queue in a locked snapshot, which makes the snapshot count from now."""
+    rows, answered, seconds = _load(file)
+    _save(file, f"{rows}{row}\n", answered, seconds or 0)
+
+
+def is_fresh(age: float, max_age: float, query_seconds: float | None, answered: bool) -> bool:
+    """Return whether a snapshot of ``age`` seconds still counts; ``query_seconds`` is None if there is none.
+
+    A failure counts as well, so that a controller in trouble is not flooded with queries.
     """
-    file = (folder or runtime_folder()) / f"queue-{digest([*command, slurm_in_use()])}.json"
-    found = _read(file)
-    if found and found.is_fresh(time.time()):
-        return found
-    with file_lock(file.with_suffix(".lock")):
-        found = _read(file)  # another driver may have asked while this one waited
-        return found if found and found.is_fresh(time.time()) else _take(command, file)
+    if query_seconds is None or max_age == 0:
+        return False
+    return 0 <= age < max(max_age, 0 if answered else FAILED_SECONDS, BUSY * query_seconds)
 
 
-def _take(command: Sequence[str], file: Path) -> QueueSnapshot:
-    taken = time.time()
-    answer = run_slurm(*command)
-    snapshot = QueueSnapshot(
-        taken=taken,
-        seconds=time.time() - taken,
-        returncode=answer.returncode,
-        stdout=answer.stdout,
-        stderr=answer.stderr,
-    )
-    with contextlib.suppress(OSError):  # a full disk: then the next driver asks as well
-        write_text(file, snapshot.model_dump_json())
-    return snapshot
+def _load(file: int) -> tuple[str, bool, float | None]:
+    """Return rows, whether Slurm answered, and how long squeue took (None for an empty or incomplete snapshot)."""
+    rows, _, last = os.pread(file, 1 << 26, 0).decode(errors="replace").removesuffix("\n").rpartition("\n")
+    word, _, seconds = last.partition(" ")
+    return (rows, word == "answered", float(seconds)) if word in ("answered", "failed") else ("", False, None)
 
 
-def _read(file: Path) -> QueueSnapshot | None:
-    with contextlib.suppress(OSError, ValidationError):
-        return QueueSnapshot.model_validate_json(file.read_text())
-    return None
+def _save(file: int, rows: str, answered: bool, seconds: float) -> None:
+    """Replace the snapshot. On a full disk it stays incomplete, and the next driver runs squeue as well."""
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"{rows}\n{'answered' if answered else 'failed'} {seconds:.3f}\n".encode(), 0)
+    except OSError:
+        pass
 
 
-@contextlib.contextmanager
-def file_lock(lock: Path) -> Iterator[None]:
-    """Hold the lock of a file, after whoever holds it now."""
-    with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def slurm_in_use() -> str:
-    """Digest of what tells Slurm's commands which cluster to ask."""
-    return digest({name: os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")})
-
-
-def runtime_folder() -> Path:
-    """A folder on this machine that is the user's alone.
-
-    Not below XDG_RUNTIME_DIR, which goes when its user logs out, while drivers in a tmux stay.
-    """
-    folder = Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        return Path(tempfile.mkdtemp(prefix="shardmake-queue-"))
-    return folder
+def _query(file: int) -> str | None:
+    """Run squeue and save its answer."""
+    started = time.time()
+    reader, writer = os.pipe()
+    command = ["timeout", str(_QUERY_SECONDS), *COMMAND]
+    actions = [(os.POSIX_SPAWN_DUP2, writer, 1), (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0)]
+    pid = os.posix_spawnp(command[0], command, os.environ, file_actions=actions)
+    os.close(writer)
+    printed = b""
+    while chunk := os.read(reader, 1 << 16):
+        printed += chunk
+    os.close(reader)
+    answered = os.waitpid(pid, 0)[1] == 0
+    rows = printed.decode(errors="replace")
+    _save(file, rows, answered, time.time() - started)
+    return rows if answered else None

@@ -1,32 +1,28 @@
-"""A user's trainings take turns: Slurm's queue holds at most so many of them at once, over all runs and checkouts.
+"""A limit on how many trainings a user has in Slurm's queue, over all runs and checkouts.
 
-The drivers of a user on one machine pass a lock in the user's runtime folder: one looks at the queue and submits before
-the next one looks. Another login node has a lock of its own, so drivers on two of them that look within the same second
-may submit one training too many.
+The drivers of a user on one machine take turns under a lock: one queries the queue and submits before the next one
+does. Each login node has its own lock. So drivers on two login nodes may exceed the limit by one training if they query
+within the same second.
 """
 
 import contextlib
+import fcntl
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import NoReturn
 
-from shardmake.launch.low_memory_wait import PREFIX, SECONDS, other_trainings, read_queue
-from shardmake.launch.squeue_cache import file_lock, runtime_folder, slurm_in_use
+from shardmake.launch.low_memory_wait import PREFIX, SECONDS, other_trainings
+from shardmake.launch.slurm_commands import waiting_snapshot
+from shardmake.launch.squeue_cache import cached_squeue
 
 WaitUntilSlot = Callable[[list[str] | None], NoReturn]
 
 
-def snapshot_file() -> Path:
-    """Where waiting drivers share their looks at the queue."""
-    return runtime_folder() / f"waiting-{slurm_in_use()}"
+def require_slot(name: str, limit: int, wait: WaitUntilSlot, max_age: float = SECONDS) -> None:
+    """Call ``wait`` unless the user has fewer than ``limit`` trainings beside ``name`` in the queue.
 
-
-def require_slot(name: str, limit: int, wait: WaitUntilSlot, seconds: float = SECONDS) -> None:
-    """Call ``wait`` unless fewer than ``limit`` trainings of the user beside ``name`` were queued ``seconds`` ago.
-
-    ``wait`` gets their names, or None where Slurm does not answer, and does not come back.
+    ``wait`` gets their names, or None if Slurm does not answer, and does not return.
     """
-    queue = read_queue(str(snapshot_file()), seconds)
+    queue = cached_squeue(str(waiting_snapshot()), max_age)
     ahead = None if queue is None else other_trainings(queue, name)
     if ahead is None or len(ahead) >= limit:
         wait(ahead)
@@ -34,18 +30,19 @@ def require_slot(name: str, limit: int, wait: WaitUntilSlot, seconds: float = SE
 
 @contextlib.contextmanager
 def submission_slot(name: str, limit: int, wait: WaitUntilSlot) -> Iterator[None]:
-    """Hold the turn to submit the job ``name``, if there is room now; hold it no longer than that takes."""
-    with file_lock(snapshot_file().with_suffix(".turn")):
+    """Hold the lock under which the job ``name`` is submitted; call ``wait`` instead if no slot is free now."""
+    with waiting_snapshot().with_suffix(".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         require_slot(name, limit, wait, 0)
         yield
 
 
 def waiting_message(ahead: list[str] | None, run: str, limit: int) -> str:
-    """For people: why ``run`` waits, and for whom; ``ahead`` are names of jobs."""
+    """Return why ``run`` waits; ``ahead`` are the names of the user's other jobs."""
     if ahead is None:
-        return f"Slurm does not answer; {run} is submitted once it does."
+        return f"{run} waits: Slurm does not answer. The driver submits the job once squeue works."
     runs = ", ".join(sorted(name.removeprefix(PREFIX).rpartition("-")[0] for name in ahead))
     return (
-        f"You have {len(ahead)} training(s) in the queue ({runs}), and trainings_per_user in the cluster file is "
-        f"{limit}: {run} waits for one of them to end."
+        f"{run} waits: you have {len(ahead)} training(s) in the queue ({runs}), and trainings_per_user in the cluster "
+        f"file is {limit}. The driver submits the job when one of them has ended."
     )

@@ -1,10 +1,9 @@
-"""What the driver knows of a script of the user's: whether it finished, what it left, whether it gets on.
+"""Track a user's training script: its folders, its progress, and whether it has finished.
 
-Shardmake cannot look into its checkpoints. It finished where every node's ranks ended with status 0 and nobody said
-that they only stopped; resuming is its own affair (docs/how-to/user-script.md).
+Shardmake cannot read the script's checkpoints, so the script resumes by itself (docs/how-to/user-script.md). It has
+finished when the ranks of every node ended with status 0 and did not stop on request.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 from pydantic import Field
@@ -20,28 +19,26 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.record import RunRecord
 
-Tell = Callable[[str], None]
-
 
 class ScriptState(RunRecord):
-    """``train/script.json``: whose checkpoints and output those are."""
+    """``train/script.json``: the settings that the script's checkpoints and output belong to."""
 
     recipe: str = Field(description="Digest of the settings and of the script that made them.")
-    finished_by: int | None = Field(description="Attempt that finished; None while none has.")
+    finished_by: int | None = Field(description="Attempt that finished; None if none has.")
 
 
-def make_room(rundir: RunDir, recipe: str, tell: Tell) -> None:
-    """Create the folders that the script is told of; what another script or other settings left is set aside."""
+def prepare_folders(rundir: RunDir, recipe: str) -> None:
+    """Create the script's folders, and set aside what another script or other settings left in them."""
     before = _read(rundir)
     if before and before.recipe != recipe:
-        _set_aside(rundir, before.recipe, recipe, tell)
+        _set_aside(rundir, before.recipe, recipe)
     for folder in (rundir.checkpoints, rundir.script_output):
         folder.mkdir(parents=True, exist_ok=True)
     ScriptState(recipe=recipe, finished_by=None).write(_state(rundir))
 
 
 def is_finished(rundir: RunDir, recipe: str) -> bool:
-    """Whether an attempt has finished; its receipt is made again if it was lost."""
+    """Return whether an attempt has finished. Write its receipt again if it is missing."""
     state = _read(rundir)
     if state is None or state.recipe != recipe or state.finished_by is None:
         return False
@@ -50,8 +47,8 @@ def is_finished(rundir: RunDir, recipe: str) -> bool:
     return True
 
 
-def judge(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
-    """Whether the attempt in ``folder`` finished, with the receipt written; None where something else ended it."""
+def finished_outcome(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
+    """Write the receipt and return the outcome if the attempt in ``folder`` finished; None if something ended it."""
     attempt, exits = folder.read(), folder.exits()
     ended_well = len(exits) == attempt.nodes and all(node.returncode == 0 for node in exits)
     if not ended_well or folder.stopped.exists() or folder.rank_errors():
@@ -59,8 +56,8 @@ def judge(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
     if not any(rundir.script_output.iterdir()):
         return Outcome(
             EndReason.USER_ERROR,
-            f"The script ended with status 0 and left no model: {rundir.script_output} is empty. Have it write there; "
-            "the folder is in SHARDMAKE_OUTPUT, also in script_args.",
+            f"The script ended with status 0 but left no model: {rundir.script_output} is empty. Write the model to "
+            "the folder in SHARDMAKE_OUTPUT, which script_args can use as well.",
         )
     state = ScriptState(recipe=recipe, finished_by=attempt.number)
     _write_receipt(rundir, state)
@@ -69,7 +66,7 @@ def judge(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
 
 
 def newest_file(rundir: RunDir) -> int:
-    """When the script last wrote something that stays, in Unix seconds; 0 if it has not. It grows as it gets on."""
+    """Return the Unix time of the newest file in the script's folders, 0 if there is none."""
     files = (path for folder in (rundir.checkpoints, rundir.script_output) for path in folder.rglob("*"))
     return int(max((path.stat().st_mtime for path in files if path.is_file()), default=0))
 
@@ -83,10 +80,10 @@ def _read(rundir: RunDir) -> ScriptState | None:
     return ScriptState.model_validate_json(path.read_text()) if path.exists() else None
 
 
-def _set_aside(rundir: RunDir, theirs: str, ours: str, tell: Tell) -> None:
+def _set_aside(rundir: RunDir, theirs: str, ours: str) -> None:
     for folder in (rundir.checkpoints, rundir.script_output):
         if folder.exists():
-            set_aside.stash_and_restore(folder, theirs, ours, tell)
+            set_aside.stash_and_restore(folder, theirs, ours)
     rundir.metrics.unlink(missing_ok=True)
 
 

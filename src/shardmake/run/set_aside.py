@@ -1,23 +1,26 @@
-"""What a run left under other settings: put aside, and taken back when it has those settings again."""
+"""Set aside what a run left under other settings, and restore it when the run has those settings again."""
 
 import itertools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
+logger = logging.getLogger(__name__)
 
-def stash_and_restore(folder: Path, theirs: str, ours: str, tell: Callable[[str], None]) -> None:
-    """Put aside ``folder``, made under the recipe ``theirs``, and take back what was once made there under ``ours``."""
+
+def stash_and_restore(folder: Path, theirs: str, ours: str) -> None:
+    """Rename ``folder``, of the recipe ``theirs``, and restore a folder that was renamed under the recipe ``ours``."""
     aside = next(place for place in _places(folder, theirs) if not place.exists())
-    tell(f"{folder.name} belongs to other settings; it is now {aside.name}.")
+    logger.info("%s belongs to other settings. Renamed it to %s.", folder.name, aside.name)
     folder.rename(aside)
     own = next(_places(folder, ours))
     if own.exists():
-        tell(f"Taking back {own.name}, which belongs to these settings.")
+        logger.info("Restoring %s, which belongs to the current settings.", own.name)
         own.rename(folder)
 
 
 def _places(folder: Path, recipe: str) -> Iterator[Path]:
-    """Where what was made under a recipe may lie, in order."""
+    """Yield the names for a folder of a recipe that is set aside, in order."""
     yield folder.with_name(f"{folder.name}-of-{recipe}")
     for number in itertools.count(2):
         yield folder.with_name(f"{folder.name}-of-{recipe}-{number}")

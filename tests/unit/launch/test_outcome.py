@@ -1,4 +1,4 @@
-"""Why an attempt ended, and what follows, as tables."""
+"""Classification of attempts and the decisions that follow, as tables."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def error(kind: str, message: str, rank: int = 0, time: float = 1.0) -> RankErro
 
 def evidence(**values: object) -> Evidence:
     base: dict[str, object] = dict(
-        finished=False, stop_file=False, stopped=False, job_word="FAILED", exits=[], errors=[]
+        finished=False, stop_file=False, stopped=False, slurm_state="FAILED", exits=[], errors=[]
     )
     return Evidence(**(base | values))  # type: ignore[arg-type]
 
@@ -35,26 +35,26 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
 @pytest.mark.parametrize(
     ("found", "end"),
     [
-        (evidence(finished=True, job_word="COMPLETED"), EndReason.FINISHED),
-        (evidence(finished=True, job_word="NODE_FAIL"), EndReason.FINISHED),
-        (evidence(stop_file=True, stopped=True, job_word="COMPLETED"), EndReason.STOP_REQUESTED),
-        (evidence(job_word="TIMEOUT"), EndReason.TIME_LIMIT),
-        (evidence(job_word="CANCELLED", exits=[node(stop_signal="SIGTERM")]), EndReason.CANCELLED),
-        (evidence(job_word="PREEMPTED"), EndReason.PREEMPTED),
-        (evidence(job_word="NODE_FAIL", errors=[PEER_GONE]), EndReason.NODE_FAILURE),
-        (evidence(job_word="OUT_OF_MEMORY", errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
-        (evidence(job_word="COMPLETED", stopped=True, exits=[node(stop_signal="SIGUSR2", returncode=0)]), EndReason.TIME_LIMIT),
-        (evidence(job_word="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
+        (evidence(finished=True, slurm_state="COMPLETED"), EndReason.FINISHED),
+        (evidence(finished=True, slurm_state="NODE_FAIL"), EndReason.FINISHED),
+        (evidence(stop_file=True, stopped=True, slurm_state="COMPLETED"), EndReason.STOP_REQUESTED),
+        (evidence(slurm_state="TIMEOUT"), EndReason.TIME_LIMIT),
+        (evidence(slurm_state="CANCELLED", exits=[node(stop_signal="SIGTERM")]), EndReason.CANCELLED),
+        (evidence(slurm_state="PREEMPTED"), EndReason.PREEMPTED),
+        (evidence(slurm_state="NODE_FAIL", errors=[PEER_GONE]), EndReason.NODE_FAILURE),
+        (evidence(slurm_state="OUT_OF_MEMORY", errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
+        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGUSR2", returncode=0)]), EndReason.TIME_LIMIT),
+        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
         (evidence(errors=[error("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB")]), EndReason.GPU_OUT_OF_MEMORY),
         (evidence(errors=[error("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory")]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(errors=[error("MemoryError", "")]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(errors=[PEER_GONE]), EndReason.COMMUNICATION),
         (evidence(errors=[error("ValueError", "labels are missing")]), EndReason.USER_ERROR),
-        (evidence(job_word="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
+        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
         (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), EndReason.KILLED),
         (evidence(nodes=2, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.KILLED),
-        (evidence(nodes=2, job_word="PREEMPTED", exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
-        (evidence(nodes=2, job_word="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.PREEMPTED),
+        (evidence(nodes=2, slurm_state="PREEMPTED", exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
+        (evidence(nodes=2, slurm_state="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.PREEMPTED),
         (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), EndReason.HANG),
         (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), errors=[PEER_GONE]), EndReason.HANG),
         (evidence(hang=Hang(rank=0, host="c1", sentence="no progress"), errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
@@ -65,39 +65,39 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(errors=[error("NetworkCheckError", "Rank(s) [3] did not join: timeout")]), EndReason.PREFLIGHT),
         (evidence(errors=[error("NetworkCheckError", "All ranks joined, but the network check failed: timeout")]), EndReason.COMMUNICATION),
         (evidence(errors=[error("NonFiniteError", "Step 7: the loss of rank 1 is nan.")]), EndReason.NON_FINITE),
-        (evidence(job_word="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
-        (evidence(job_word="CANCELLED", hang=Hang(rank=1, host="c2", sentence="no progress")), EndReason.CANCELLED),
-        (evidence(job_word="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.CANCELLED),
-        (evidence(job_word="CANCELLED", errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
+        (evidence(slurm_state="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
+        (evidence(slurm_state="CANCELLED", hang=Hang(rank=1, host="c2", sentence="no progress")), EndReason.CANCELLED),
+        (evidence(slurm_state="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.CANCELLED),
+        (evidence(slurm_state="CANCELLED", errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
         (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(exits=[node(oom_kills=2)], errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.GPU_OUT_OF_MEMORY),
         (evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]), EndReason.NODE_FAILURE),
         (evidence(errors=[error("OSError", "[Errno 116] Stale file handle: 'train.bin'")]), EndReason.NODE_FAILURE),
         (evidence(errors=[error("DistBackendError", "")]), EndReason.COMMUNICATION),
-        (evidence(job_word="DEADLINE"), EndReason.TIME_LIMIT),
-        (evidence(job_word="BOOT_FAIL"), EndReason.NODE_FAILURE),
-        (evidence(job_word="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), EndReason.KILLED),
+        (evidence(slurm_state="DEADLINE"), EndReason.TIME_LIMIT),
+        (evidence(slurm_state="BOOT_FAIL"), EndReason.NODE_FAILURE),
+        (evidence(slurm_state="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), EndReason.KILLED),
         (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), EndReason.RENDEZVOUS),
         (evidence(exits=[node(returncode=-9)]), EndReason.KILLED),
         (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), EndReason.KILLED),
         (evidence(), EndReason.LOST),
     ],
 )  # fmt: skip
-def test_why_it_ended(found: Evidence, end: EndReason) -> None:
+def test_classification(found: Evidence, end: EndReason) -> None:
     assert classify(found).end is end
 
 
-def test_the_cause_is_named_not_its_echo() -> None:
+def test_the_cause_is_reported_instead_of_its_consequence() -> None:
     cause = error("ValueError", "token id 9 is out of range", rank=3, time=1.5)
-    earlier_echo = PEER_GONE.model_copy(update={"time": 1.0})
-    outcome = classify(evidence(errors=[earlier_echo, cause], exits=[node(returncode=1)]))
+    earlier_consequence = PEER_GONE.model_copy(update={"time": 1.0})
+    outcome = classify(evidence(errors=[earlier_consequence, cause], exits=[node(returncode=1)]))
     assert outcome.error == cause
     assert "Rank 3" in outcome.sentence and "token id 9" in outcome.sentence
 
 
-def test_who_cancelled_and_what_slurm_printed_are_told() -> None:
-    assert "CANCELLED by user root" in classify(evidence(job_word="CANCELLED", cancelled_by="user root")).sentence
-    assert "Task launch failed on node c2" in classify(evidence(last_words="Task launch failed on node c2")).sentence
+def test_who_cancelled_and_the_last_output_of_slurm_are_reported() -> None:
+    assert "CANCELLED by user root" in classify(evidence(slurm_state="CANCELLED", cancelled_by="user root")).sentence
+    assert "Task launch failed on node c2" in classify(evidence(last_output="Task launch failed on node c2")).sentence
 
 
 @pytest.mark.parametrize(
@@ -109,75 +109,80 @@ def test_who_cancelled_and_what_slurm_printed_are_told() -> None:
         ([node(0, phase="run preflight", message="no room"), node(1, returncode=0)], None),
     ],
 )
-def test_a_node_is_to_blame_only_where_another_passed(exits: list[NodeExit], host: str | None) -> None:
+def test_a_node_is_blamed_only_if_another_passed(exits: list[NodeExit], host: str | None) -> None:
     assert classify(evidence(exits=exits)).host == host
 
 
-def history(**values: object) -> RetryState:
-    return RetryState(**(dict(idle_attempts=1, has_rung=False) | values))  # type: ignore[arg-type]
+def state(**values: object) -> RetryState:
+    return RetryState(**(dict(idle_attempts=1, has_fallback=False) | values))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("end", "before", "action"),
     [
-        (EndReason.FINISHED, history(idle_attempts=0), Action.FINISH),
-        (EndReason.TIME_LIMIT, history(has_rung=True), Action.RESUME),
-        (EndReason.PREEMPTED, history(idle_attempts=2), Action.RESUME),
-        (EndReason.PREEMPTED, history(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.RENDEZVOUS, history(), Action.EXCLUDE_AND_RESUME),
-        (EndReason.GPU_OUT_OF_MEMORY, history(idle_attempts=5, has_rung=True), Action.NEXT_FALLBACK),
-        (EndReason.GPU_OUT_OF_MEMORY, history(), Action.STOP),
-        (EndReason.GPU_OUT_OF_MEMORY, history(has_memory=True), Action.STOP),
-        (EndReason.HOST_OUT_OF_MEMORY, history(has_rung=True), Action.NEXT_FALLBACK),
-        (EndReason.HOST_OUT_OF_MEMORY, history(has_rung=True, has_memory=True), Action.MORE_MEMORY),
-        (EndReason.HOST_OUT_OF_MEMORY, history(), Action.STOP),
-        (EndReason.USER_ERROR, history(has_rung=True), Action.STOP),
-        (EndReason.CANCELLED, history(has_rung=True), Action.STOP),
-        (EndReason.STOP_REQUESTED, history(has_rung=True), Action.STOP),
-        (EndReason.HANG, history(), Action.RESUME),
-        (EndReason.HANG, history(host_hung_before=True), Action.EXCLUDE_AND_RESUME),
-        (EndReason.HANG, history(idle_attempts=3), Action.GIVE_UP),
-        (EndReason.PREFLIGHT, history(idle_attempts=9, unfit_nodes=5), Action.EXCLUDE_AND_RESUME),
-        (EndReason.PREFLIGHT, history(unfit_nodes=6), Action.STOP),
-        (EndReason.PREFLIGHT, history(unfit_nodes=1, has_others=False), Action.STOP),
-        (EndReason.NODE_FAILURE, history(), Action.RESUME),
-        (EndReason.NON_FINITE, history(), Action.STOP),
-        (EndReason.NON_FINITE, history(may_rewind=True), Action.RESUME),
-        (EndReason.NON_FINITE, history(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
+        (EndReason.FINISHED, state(idle_attempts=0), Action.FINISH),
+        (EndReason.TIME_LIMIT, state(has_fallback=True), Action.RESUME),
+        (EndReason.PREEMPTED, state(idle_attempts=2), Action.RESUME),
+        (EndReason.PREEMPTED, state(idle_attempts=3), Action.GIVE_UP),
+        (EndReason.RENDEZVOUS, state(), Action.EXCLUDE_AND_RESUME),
+        (EndReason.GPU_OUT_OF_MEMORY, state(idle_attempts=5, has_fallback=True), Action.NEXT_FALLBACK),
+        (EndReason.GPU_OUT_OF_MEMORY, state(), Action.STOP),
+        (EndReason.GPU_OUT_OF_MEMORY, state(has_memory=True), Action.STOP),
+        (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True), Action.NEXT_FALLBACK),
+        (EndReason.HOST_OUT_OF_MEMORY, state(has_fallback=True, has_memory=True), Action.MORE_MEMORY),
+        (EndReason.HOST_OUT_OF_MEMORY, state(), Action.STOP),
+        (EndReason.USER_ERROR, state(has_fallback=True), Action.STOP),
+        (EndReason.CANCELLED, state(has_fallback=True), Action.STOP),
+        (EndReason.STOP_REQUESTED, state(has_fallback=True), Action.STOP),
+        (EndReason.HANG, state(), Action.RESUME),
+        (EndReason.HANG, state(host_hung_before=True), Action.EXCLUDE_AND_RESUME),
+        (EndReason.HANG, state(idle_attempts=3), Action.GIVE_UP),
+        (EndReason.PREFLIGHT, state(idle_attempts=9, failing_nodes=5), Action.EXCLUDE_AND_RESUME),
+        (EndReason.PREFLIGHT, state(failing_nodes=6), Action.STOP),
+        (EndReason.PREFLIGHT, state(failing_nodes=1, has_other_nodes=False), Action.STOP),
+        (EndReason.NODE_FAILURE, state(), Action.RESUME),
+        (EndReason.NON_FINITE, state(), Action.STOP),
+        (EndReason.NON_FINITE, state(may_rewind=True), Action.RESUME),
+        (EndReason.NON_FINITE, state(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
     ],
 )  # fmt: skip
-def test_what_follows(end: EndReason, before: RetryState, action: Action) -> None:
+def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
     assert decide(Outcome(end, "why", host="c2"), before, cap=3) is action
 
 
-def test_who_waited_in_vain_is_not_to_blame() -> None:
+def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:
     waited = node(phase="rendezvous", returncode=None, message="No word from node(s) [1]", blamed="c2")
     outcome = classify(evidence(nodes=2, exits=[waited]))
     assert (outcome.end, outcome.host) == (EndReason.RENDEZVOUS, "c2")
     assert classify(evidence(nodes=2, exits=[waited.model_copy(update={"blamed": None})])).host is None
 
 
-def test_a_broken_node_that_a_rank_met_is_left_out() -> None:
+def test_a_node_with_a_hardware_error_is_excluded() -> None:
     outcome = classify(evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]))
-    assert outcome.host == "c1" and decide(outcome, history(), cap=3) is Action.EXCLUDE_AND_RESUME
+    assert outcome.host == "c1" and decide(outcome, state(), cap=3) is Action.EXCLUDE_AND_RESUME
 
 
-def test_who_did_not_come_is_not_mixed_up_with_who_says_so() -> None:
+def test_the_reporting_rank_is_not_blamed_for_missing_ranks() -> None:
     unknown = error("NetworkCheckError", "Rank(s) [3] did not join: timeout").model_copy(update={"blamed": None})
     outcome = classify(evidence(errors=[unknown]))
     assert (outcome.end, outcome.host) == (EndReason.PREFLIGHT, None)
 
 
-def test_a_preflight_that_speaks_against_the_run_stops_it() -> None:
-    assert decide(Outcome(EndReason.PREFLIGHT, "no room"), history(unfit_nodes=1), cap=3) is Action.STOP
+def test_a_failed_preflight_without_a_culprit_stops_the_run() -> None:
+    assert decide(Outcome(EndReason.PREFLIGHT, "no room"), state(failing_nodes=1), cap=3) is Action.STOP
 
 
 @given(end=st.sampled_from(EndReason), has=st.tuples(*[st.booleans()] * 4))
-def test_nothing_goes_on_for_ever(end: EndReason, has: tuple[bool, ...]) -> None:
-    """Without progress, the fallbacks gets shorter, the job gets all of the node's memory, once, or the driver stops."""
+def test_no_outcome_is_retried_forever(end: EndReason, has: tuple[bool, ...]) -> None:
+    """Without progress, the driver takes the next fallback, requests all memory once, or stops."""
     fallback, memory, hung, rewind = has
-    before = history(
-        idle_attempts=3, has_rung=fallback, has_memory=memory, unfit_nodes=6, host_hung_before=hung, may_rewind=rewind
+    before = state(
+        idle_attempts=3,
+        has_fallback=fallback,
+        has_memory=memory,
+        failing_nodes=6,
+        host_hung_before=hung,
+        may_rewind=rewind,
     )
     action = decide(Outcome(end, "why", host="c2"), before, cap=3)
     assert action in (

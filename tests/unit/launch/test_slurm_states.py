@@ -1,12 +1,12 @@
-"""Slurm's words, as they really are printed."""
+"""Parse the output of Slurm's commands."""
 
 import pytest
 
-from shardmake.launch.slurm_states import JobState, is_no_such_job, parse_rows, parse_scontrol, parse_word
+from shardmake.launch.slurm_states import JobState, is_no_such_job, parse_rows, parse_scontrol, parse_state
 
 
 @pytest.mark.parametrize(
-    ("text", "state", "word"),
+    ("text", "state", "name"),
     [
         ("PENDING", JobState.PENDING, "PENDING"),
         ("RUNNING", JobState.RUNNING, "RUNNING"),
@@ -24,8 +24,8 @@ from shardmake.launch.slurm_states import JobState, is_no_such_job, parse_rows, 
         ("", JobState.UNKNOWN, ""),
     ],
 )
-def test_every_word_has_its_meaning(text: str, state: JobState, word: str) -> None:
-    assert parse_word(text) == (state, word)
+def test_every_state_is_recognized(text: str, state: JobState, name: str) -> None:
+    assert parse_state(text) == (state, name)
 
 
 def test_rows_of_squeue_and_sacct() -> None:
@@ -36,27 +36,27 @@ def test_rows_of_squeue_and_sacct() -> None:
         "13": JobState.ENDED,
         "14": JobState.ENDED,
     }
-    assert (found["12"].nodes, found["12"].name) == ("c[1-2]", "a")
-    assert (found["13"].word, found["13"].by) == ("CANCELLED", "0")
+    assert (found["12"].nodes, found["12"].job_name) == ("c[1-2]", "a")
+    assert (found["13"].name, found["13"].cancelled_by) == ("CANCELLED", "0")
 
 
-def test_a_requeued_job_counts_by_its_last_row() -> None:
+def test_the_last_row_of_a_requeued_job_counts() -> None:
     assert parse_rows("7|NODE_FAIL|c1|a\n7|PENDING||a\n")["7"].state is JobState.PENDING
 
 
 def test_scontrol() -> None:
     text = "JobId=12 JobName=x\n   JobState=NODE_FAIL Reason=None Dependency=(null)\n   NodeList=c[2-3]\n   JobName=y"
     status = parse_scontrol(text)
-    assert (status.state, status.word, status.nodes, status.name) == (JobState.ENDED, "NODE_FAIL", "c[2-3]", "x")
+    assert (status.state, status.name, status.nodes, status.job_name) == (JobState.ENDED, "NODE_FAIL", "c[2-3]", "x")
 
 
-@pytest.mark.parametrize("word", ["CANCELLED", "TIMEOUT"])
-def test_a_preempted_job_may_go_by_another_word(word: str) -> None:
+@pytest.mark.parametrize("name", ["CANCELLED", "TIMEOUT"])
+def test_a_preempted_job_may_have_another_state(name: str) -> None:
     text = "JobId=12 JobName=x JobState={} NodeList=c1 PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime={}"
-    assert parse_scontrol(text.format(word, "2026-11-21T10:05:00")).word == "PREEMPTED"
-    assert parse_scontrol(text.format(word, "None")).word == word
+    assert parse_scontrol(text.format(name, "2026-11-21T10:05:00")).name == "PREEMPTED"
+    assert parse_scontrol(text.format(name, "None")).name == name
 
 
-def test_silence_is_not_an_end() -> None:
+def test_a_missing_answer_is_not_the_end_of_a_job() -> None:
     assert is_no_such_job("slurm_load_jobs error: Invalid job id specified")
     assert not is_no_such_job("slurm_load_jobs error: Unable to contact slurm controller (connect failure)")

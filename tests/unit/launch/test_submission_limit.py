@@ -1,4 +1,4 @@
-"""Whose turn it is to submit, held against a squeue that prints what the test wrote."""
+"""The limit on queued trainings, with a squeue that prints what the test wrote."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ MINE = "shardmake-mine-00000000"
 
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A squeue that prints the file ``queue`` and does not answer where there is none; a runtime folder of its own."""
+    """Put a squeue on the PATH that prints the file ``queue`` and fails without it; use a runtime folder of its own."""
     (tmp_path / "bin").mkdir()
     tool = tmp_path / "bin/squeue"
     tool.write_text(f"#!/bin/sh\ncat {tmp_path}/queue\n")
@@ -27,7 +27,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class WaitsError(Exception):
-    """In place of dozing."""
+    """Raised instead of waiting in low memory."""
 
 
 def wait(ahead: list[str] | None) -> NoReturn:
@@ -35,32 +35,32 @@ def wait(ahead: list[str] | None) -> NoReturn:
 
 
 def queue(*runs: str) -> str:
-    return "".join(f"{number}|PENDING|shardmake-{run}-12345678\n" for number, run in enumerate(runs))
+    return "".join(f"{number}|PENDING||shardmake-{run}-12345678\n" for number, run in enumerate(runs))
 
 
 @pytest.mark.parametrize("runs", [(), ("a",), ("a", "b")])
-def test_there_is_room_up_to_the_limit(slurm: Path, runs: tuple[str, ...]) -> None:
-    (slurm / "queue").write_text(queue(*runs) + f"7|COMPLETING|{MINE}\n8|RUNNING|notebook\n")
+def test_slots_are_free_up_to_the_limit(slurm: Path, runs: tuple[str, ...]) -> None:
+    (slurm / "queue").write_text(queue(*runs) + f"7|COMPLETING|c1|{MINE}\n8|RUNNING|c1|notebook\n")
     with submission_slot(MINE, 3, wait):
         pass
     with pytest.raises(WaitsError) as waits, submission_slot(MINE, len(runs), wait):
-        pytest.fail("there was no room")
+        pytest.fail("no slot was free")
     assert waits.value.args[0] == [f"shardmake-{run}-12345678" for run in runs]
 
 
-def test_a_slurm_that_does_not_answer_gives_no_room(slurm: Path) -> None:
+def test_no_slot_is_free_while_slurm_does_not_answer(slurm: Path) -> None:
     (slurm / "queue").unlink()
     with pytest.raises(WaitsError, match="None"), submission_slot(MINE, 3, wait):
         pytest.fail("it may be full")
 
 
-def test_what_was_submitted_a_moment_ago_counts(slurm: Path) -> None:
-    """The shared snapshot still says that there is room; under the lock Slurm itself is asked."""
+def test_a_job_that_was_just_submitted_counts(slurm: Path) -> None:
+    """The shared snapshot still shows a free slot; under the lock squeue runs again."""
     with submission_slot(MINE, 1, wait):
         (slurm / "queue").write_text(queue("a"))
     require_slot("shardmake-other-1", 1, wait)
     with pytest.raises(WaitsError), submission_slot("shardmake-other-1", 1, wait):
-        pytest.fail("the place is taken")
+        pytest.fail("the slot is taken")
     with pytest.raises(WaitsError, match="shardmake-a-12345678"):
         require_slot("shardmake-third-1", 1, wait)
 
@@ -72,27 +72,27 @@ from shardmake.launch.submission_limit import submission_slot
 def wait(ahead):
     sys.exit("waits")
 with submission_slot(f"shardmake-{sys.argv[1]}-1", 2, wait), Path(sys.argv[2]).open("a") as queue:
-    time.sleep(0.2)  # sbatch takes its time, in which another driver must not look
-    print(f"{sys.argv[1]}|PENDING|shardmake-{sys.argv[1]}-1", file=queue)
+    time.sleep(0.2)  # no other driver may query the queue while sbatch runs
+    print(f"{sys.argv[1]}|PENDING||shardmake-{sys.argv[1]}-1", file=queue)
 """
 
 
-def test_eight_drivers_at_once_take_two_places(slurm: Path) -> None:
+def test_eight_drivers_at_once_take_two_slots(slurm: Path) -> None:
     variables = {**os.environ, "TMPDIR": str(slurm), "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-c", SUBMIT]
     drivers = [
         subprocess.Popen([*command, str(number), str(slurm / "queue")], env=variables, stderr=subprocess.PIPE)
         for number in range(1, 9)
     ]
-    said = [driver.communicate()[1] for driver in drivers]
-    assert sorted(said) == [b""] * 2 + [b"waits\n"] * 6
+    errors = [driver.communicate()[1] for driver in drivers]
+    assert sorted(errors) == [b""] * 2 + [b"waits\n"] * 6
     assert len((slurm / "queue").read_text().splitlines()) == 2
 
 
-def test_the_reason_names_runs_and_setting() -> None:
+def test_the_message_names_runs_and_setting() -> None:
     ahead = ["shardmake-docs-chat-1a2b3c4d", "shardmake-code-00000000"]
     assert waiting_message(ahead, "mine", 2) == (
-        "You have 2 training(s) in the queue (code, docs-chat), and trainings_per_user in the cluster file is 2: mine "
-        "waits for one of them to end."
+        "mine waits: you have 2 training(s) in the queue (code, docs-chat), and trainings_per_user in the cluster file "
+        "is 2. The driver submits the job when one of them has ended."
     )
     assert "Slurm does not answer" in waiting_message(None, "mine", 2)

@@ -1,4 +1,4 @@
-"""A script of the user's: what is refused before it is queued, what it is told, and when it counts as finished."""
+"""A user's training script: its validation, its environment variables, and when it counts as finished."""
 
 import json
 import os
@@ -34,12 +34,12 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
         ({"script": "train.py", "script_args": ["--lr", 1]}, "script_args"),
     ],
 )
-def test_contradictions_in_the_configuration(settings: dict[str, Any], words: str) -> None:
+def test_contradicting_settings_are_rejected(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make_run(**settings)
 
 
-def test_a_script_must_be_there_and_be_python(tmp_path: Path) -> None:
+def test_a_script_must_exist_and_be_python(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("print('hello')\n")
     check_script("script", tmp_path / "train.py")
     (tmp_path / "train.sh").write_text("#!/bin/bash\nset -e\naccelerate launch train.py\n")
@@ -49,7 +49,7 @@ def test_a_script_must_be_there_and_be_python(tmp_path: Path) -> None:
         check_inputs("x", make_run(script="nowhere.py"))
 
 
-def test_an_edited_script_is_another_training(tmp_path: Path) -> None:
+def test_editing_the_script_changes_the_training_settings(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     run = make_run(script=str(script), script_args=["--lr", "1"])
     programs = []
@@ -63,7 +63,7 @@ def test_an_edited_script_is_another_training(tmp_path: Path) -> None:
     assert first.sha256 != second.sha256
 
 
-def test_batches_of_a_script_are_its_own(tmp_path: Path) -> None:
+def test_a_script_chooses_its_own_batch_sizes(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     run = make_run(script=str(tmp_path / "train.py"))
     values = render_files(make_plan("zero2"), run, make_cluster(), make_model(), tmp_path).deepspeed
@@ -82,7 +82,7 @@ def folder(tmp_path: Path) -> AttemptDir:
     return folder
 
 
-def leave(folder: AttemptDir, *codes: int) -> None:
+def write_exits(folder: AttemptDir, *codes: int) -> None:
     for rank, code in enumerate(codes):
         record = NodeExit(
             node_rank=rank, host="n", started=1.0, ended=9.0, phase="training", returncode=code, stop_signal=None
@@ -90,7 +90,7 @@ def leave(folder: AttemptDir, *codes: int) -> None:
         record.write(folder.exit_record(rank))
 
 
-def test_documented_variables_are_set(folder: AttemptDir) -> None:
+def test_all_variables_are_documented(folder: AttemptDir) -> None:
     plan, cluster = make_plan("zero2"), Cluster(**make_cluster().model_dump())
     training = render_files(plan, make_run(), cluster, make_model(), folder.root).training
     values = script_environment(RankContext(folder, folder.read(), plan, training, rank=0))
@@ -102,18 +102,18 @@ def test_documented_variables_are_set(folder: AttemptDir) -> None:
     assert values["SHARDMAKE_MAX_STEPS"] == "10"
 
 
-def test_status_0_everywhere_and_a_model_make_a_receipt(folder: AttemptDir) -> None:
+def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir) -> None:
     rundir = folder.read().rundir
-    user_script.make_room(rundir, "r", print)
-    leave(folder, 0)
-    assert user_script.judge(rundir, folder, "r") is None
-    leave(folder, 0, 0)
-    empty = user_script.judge(rundir, folder, "r")
+    user_script.prepare_folders(rundir, "r")
+    write_exits(folder, 0)
+    assert user_script.finished_outcome(rundir, folder, "r") is None
+    write_exits(folder, 0, 0)
+    empty = user_script.finished_outcome(rundir, folder, "r")
     assert empty is not None and empty.end is EndReason.USER_ERROR and "SHARDMAKE_OUTPUT" in empty.sentence
     (rundir.script_output / "model.safetensors").touch()
     rundir.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0, "tokens": 64}\n')
-    judged = user_script.judge(rundir, folder, "r")
-    assert judged is not None and judged.end is EndReason.FINISHED
+    outcome = user_script.finished_outcome(rundir, folder, "r")
+    assert outcome is not None and outcome.end is EndReason.FINISHED
     receipt = json.loads(rundir.train_receipt.read_text())
     assert (receipt["steps"], receipt["loss"], receipt["tokens"], receipt["attempts"]) == (2, 2.0, 64, 2)
     assert receipt["checkpoint"] == "train/output"
@@ -123,39 +123,40 @@ def test_status_0_everywhere_and_a_model_make_a_receipt(folder: AttemptDir) -> N
     assert json.loads(rundir.train_receipt.read_text()) == receipt
 
 
-def test_who_stopped_or_failed_has_not_finished(folder: AttemptDir) -> None:
+def test_a_stopped_or_failed_script_has_not_finished(folder: AttemptDir) -> None:
     rundir = folder.read().rundir
-    user_script.make_room(rundir, "r", print)
+    user_script.prepare_folders(rundir, "r")
     (rundir.script_output / "model.safetensors").touch()
-    leave(folder, 0, 1)
-    assert user_script.judge(rundir, folder, "r") is None
-    leave(folder, 0, 0)
+    write_exits(folder, 0, 1)
+    assert user_script.finished_outcome(rundir, folder, "r") is None
+    write_exits(folder, 0, 0)
     folder.stopped.touch()
-    assert user_script.judge(rundir, folder, "r") is None
+    assert user_script.finished_outcome(rundir, folder, "r") is None
     folder.stopped.unlink()
     record_error(folder, 1, RuntimeError("a cosmic ray"))
-    assert user_script.judge(rundir, folder, "r") is None
+    assert user_script.finished_outcome(rundir, folder, "r") is None
     assert not user_script.is_finished(rundir, "r")
 
 
-def test_what_other_settings_left_is_set_aside(tmp_path: Path) -> None:
-    rundir, told = RunDir(tmp_path / "lab"), list[str]()
-    user_script.make_room(rundir, "old", told.append)
-    (rundir.checkpoints / "step-1").touch()
-    user_script.make_room(rundir, "old", told.append)
-    assert told == [] and (rundir.checkpoints / "step-1").exists()
-    user_script.make_room(rundir, "new", told.append)
-    assert len(told) == 2 and not any(rundir.checkpoints.iterdir())
-    assert (rundir.train / "checkpoints-of-old/step-1").exists()
-    user_script.make_room(rundir, "old", print)
-    assert (rundir.checkpoints / "step-1").exists(), "taken back"
-    user_script.make_room(rundir, "new", print)
-    assert (rundir.train / "checkpoints-of-old/step-1").exists()
-
-
-def test_progress_is_what_the_script_leaves(tmp_path: Path) -> None:
+def test_files_of_other_settings_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardmake")
     rundir = RunDir(tmp_path / "lab")
-    user_script.make_room(rundir, "r", print)
+    user_script.prepare_folders(rundir, "old")
+    (rundir.checkpoints / "step-1").touch()
+    user_script.prepare_folders(rundir, "old")
+    assert caplog.messages == [] and (rundir.checkpoints / "step-1").exists()
+    user_script.prepare_folders(rundir, "new")
+    assert len(caplog.messages) == 2 and not any(rundir.checkpoints.iterdir())
+    assert (rundir.train / "checkpoints-of-old/step-1").exists()
+    user_script.prepare_folders(rundir, "old")
+    assert (rundir.checkpoints / "step-1").exists(), "restored"
+    user_script.prepare_folders(rundir, "new")
+    assert (rundir.train / "checkpoints-of-old/step-1").exists()
+
+
+def test_progress_is_the_time_of_the_newest_file(tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "lab")
+    user_script.prepare_folders(rundir, "r")
     assert user_script.newest_file(rundir) == 0
     for second, name in ((100, "checkpoints/a"), (200, "output/b")):
         (rundir.train / name).touch()

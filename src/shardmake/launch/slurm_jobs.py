@@ -1,0 +1,220 @@
+"""Submit, find and query a training job on Slurm, through submitit (imported only here) and Slurm's commands."""
+
+import contextlib
+import math
+import pwd
+import re
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shardmake.checkpoint import store
+from shardmake.config.models import Cluster, Slurm
+from shardmake.core.errors import SlurmError
+from shardmake.launch.jobs import job_name
+from shardmake.launch.slurm_commands import queue_snapshot, run_slurm
+from shardmake.launch.slurm_states import (
+    PREEMPTION_ALIASES,
+    JobState,
+    JobStatus,
+    is_no_such_job,
+    parse_rows,
+    parse_scontrol,
+)
+from shardmake.launch.squeue_cache import COMMAND, cached_squeue
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Plan
+
+_TRANSIENT = re.compile(
+    r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller"
+    r"|does not answer",
+    re.IGNORECASE,
+)
+"""Text of sbatch when Slurm does not answer for the moment, as opposed to a rejected job."""
+_PAUSES = (5.0, 20.0, 60.0, 180.0)
+
+
+@dataclass
+class SlurmJobs:
+    """One Slurm job of N nodes, one task per node."""
+
+    slowest_poll: ClassVar[float] = 20.0
+    run_folder: Path
+    cluster: Cluster
+
+    def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        """See `Jobs`. The batch script lies in the attempt's ``slurm`` folder."""
+        from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+        from shardmake.launch.worker import run_slurm_task
+
+        def submit() -> str:
+            try:
+                return str(self._executor(folder, plan, excluded).submit(run_slurm_task, str(folder.root)).job_id)
+            except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+                raise SlurmError(f"Slurm rejected the job: {error}{_excluded_note(excluded)}") from None
+
+        return submit_with_retry(submit, self.find)
+
+    def script(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
+        """Return the batch script that `submit` would pass to sbatch."""
+        executor = self._executor(folder, plan, excluded)
+        return str(executor._make_submission_file_text(executor._submitit_command_str, "preview"))
+
+    def _executor(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> Any:
+        from submitit import SlurmExecutor
+
+        executor = SlurmExecutor(folder=folder.slurm)
+        executor.update_parameters(**sbatch_parameters(self.run_folder, self.cluster, plan, excluded))
+        return executor
+
+    def find(self) -> str | None:
+        """See `Jobs`."""
+        answer = run_slurm(*COMMAND, f"--name={job_name(self.run_folder)}")
+        if answer.returncode != 0:
+            raise SlurmError(
+                f"Cannot check whether {self.run_folder.name} has a job: Slurm does not answer "
+                f"({answer.stderr.strip()}). Run the same command again once squeue works."
+            )
+        active = [job for job, status in parse_rows(answer.stdout).items() if status.state is not JobState.ENDED]
+        return active[-1] if active else None
+
+    def status(self, job: str) -> JobStatus:
+        """Query squeue, then scontrol, then sacct: each forgets jobs after its own time, and sacct may not exist.
+
+        Slurm reuses the ids of forgotten jobs, so a job of another name does not count.
+        """
+        found = self._query(job)
+        if found.job_name and found.job_name != job_name(self.run_folder):
+            return JobStatus(JobState.GONE)
+        return self._resolve_cancelled(job, found) if found.name in PREEMPTION_ALIASES else found
+
+    def _resolve_cancelled(self, job: str, found: JobStatus) -> JobStatus:
+        """Return PREEMPTED if the job was preempted, else add the user who cancelled it if Slurm has the name."""
+        control = run_slurm("scontrol", "show", "job", job)
+        if control.returncode == 0:
+            found = replace(parse_scontrol(control.stdout), cancelled_by=found.cancelled_by)
+        if found.name != "CANCELLED":
+            return found
+        uid = found.cancelled_by or self._query_accounting(job).cancelled_by
+        return replace(found, cancelled_by=_user(uid)) if uid else found
+
+    def _query(self, job: str) -> JobStatus:
+        queue = cached_squeue(str(queue_snapshot()))
+        if queue is None:
+            return JobStatus(JobState.UNKNOWN)
+        if found := parse_rows(queue).get(job):
+            return found
+        control = run_slurm("scontrol", "show", "job", job)
+        if control.returncode == 0:
+            return parse_scontrol(control.stdout)
+        accounted = self._query_accounting(job)
+        if is_no_such_job(control.stderr):  # accounting that reports the job as running has missed its end
+            return accounted if accounted.state is JobState.ENDED else JobStatus(JobState.GONE)
+        return accounted
+
+    def _query_accounting(self, job: str) -> JobStatus:
+        answer = run_slurm("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList,JobName")
+        return parse_rows(answer.stdout).get(job, JobStatus(JobState.UNKNOWN))
+
+    def cancel_command(self, job: str) -> str:
+        """See `Jobs`."""
+        return f"scancel {job}"
+
+
+def job_owners(run_folder: Path) -> dict[str, str]:
+    """Return the users, by job id, of every queued or running job of the run."""
+    answer = run_slurm("squeue", "--noheader", "--all", f"--name={job_name(run_folder)}", "--format=%i|%u")
+    if answer.returncode != 0:
+        raise SlurmError(
+            f"Cannot check whether another member trains {run_folder.name}: Slurm does not answer "
+            f"({answer.stderr.strip()}). Run the same command again once squeue works."
+        )
+    return dict(line.split("|") for line in answer.stdout.split())
+
+
+def submit_with_retry(
+    submit: Callable[[], str], find: Callable[[], str | None], pauses: Sequence[float] = _PAUSES
+) -> str:
+    """Return the id of the job that ``submit`` submits; retry after each of ``pauses`` (seconds) on transient errors.
+
+    Slurm may have accepted the job despite the error. So ``find`` looks for the job before each retry, and nothing is
+    submitted while ``find`` has no answer: two jobs would write to one run.
+
+    Raises:
+        SlurmError: Slurm rejects the job, or still does not answer after the last retry.
+    """
+    trouble: SlurmError | None = None
+    for pause in (0.0, *pauses):
+        time.sleep(pause)
+        try:
+            return (trouble and find()) or submit()
+        except SlurmError as error:
+            trouble = error
+            if not _TRANSIENT.search(str(error)):
+                raise
+    assert trouble
+    raise trouble
+
+
+def _excluded_note(excluded: Sequence[str]) -> str:
+    if not excluded:
+        return ""
+    return (
+        f" Excluded nodes: {', '.join(excluded)}, because they failed before (see the attempts' index.json). Fix these "
+        "nodes and run the same command again, which includes them again."
+    )
+
+
+def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:
+    """Return submitit's parameters for the training job of ``plan``."""
+    slurm, resources, choice = cluster.slurm, plan.resources["train"], plan.choice
+    gpus = ":".join(part for part in (slurm.gpu_type, str(choice.processes_per_node)) if part)
+    exclude = ",".join([*([slurm.exclude] if slurm.exclude else []), *excluded])
+    parameters: dict[str, Any] = {
+        "job_name": job_name(run_folder),
+        "comment": f"shardmake {run_folder.name}: {choice.strategy}",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": exclude or None,
+        "time": slurm.time_limit_minutes,
+        "nodes": choice.nodes,
+        "ntasks_per_node": 1,
+        "cpus_per_task": resources.cpus,
+        "mem": f"{resources.memory_gib}GB",
+        "gres": f"gpu:{gpus}" if slurm.gpu_request == "gres" and cluster.accelerator != "cpu" else None,
+        "gpus_per_node": gpus if slurm.gpu_request == "gpus-per-node" and cluster.accelerator != "cpu" else None,
+        "signal_delay_s": lead_seconds(slurm, run_folder),
+        "setup": slurm.setup or None,
+        # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
+        "srun_args": [f"--cpus-per-task={resources.cpus}", "--kill-on-bad-exit=1"],
+        "additional_parameters": {"no-requeue": True, **slurm.extra},
+        "stderr_to_stdout": True,
+    }
+    # Submitit sends a wckey of its own by default, which strict clusters reject.
+    return {name: value for name, value in parameters.items() if value is not None} | {"wckey": slurm.wckey}
+
+
+def lead_seconds(slurm: Slurm, run_folder: Path) -> int:
+    """Return how long before the time limit the job is asked to save: twice the slowest save plus a minute.
+
+    The extra minute is there because Slurm may send the signal that much early. The lead is at least
+    ``signal_seconds``, which also serves before the first checkpoint. It is at most a quarter of the limit, so that a
+    short job trains at all.
+    """
+    saves = [record.save_seconds for record, _ in store.committed(RunDir(run_folder).checkpoints)]
+    measured = math.ceil(2 * max(saves) + 60) if saves else 0
+    return max(1, min(max(slurm.signal_seconds, measured), slurm.time_limit_minutes * 60 // 4))
+
+
+def _user(uid: str) -> str:
+    """Return ``user NAME`` for the ``1000`` of ``CANCELLED by 1000``."""
+    with contextlib.suppress(ValueError, KeyError):
+        return f"user {pwd.getpwuid(int(uid)).pw_name}"
+    return f"user {uid}"

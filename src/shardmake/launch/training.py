@@ -1,0 +1,123 @@
+"""The state of one run's training that all steps of its driver share."""
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.record import CheckpointRecord
+from shardmake.checkpoint.training_receipt import is_final, write_training_receipt
+from shardmake.config.models import Cluster, Run
+from shardmake.core.atomic import read_json
+from shardmake.launch import user_script
+from shardmake.launch.jobs import Jobs
+from shardmake.launch.local_jobs import LocalJobs
+from shardmake.launch.low_memory_wait import WAITED_VARIABLE
+from shardmake.launch.slurm_jobs import SlurmJobs
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Plan
+from shardmake.run.record import RunRecord
+from shardmake.run.settings_digest import settings_digest
+from shardmake.run.training_settings import TrainingSettings
+
+logger = logging.getLogger(__name__)
+
+
+class SubmittedJob(RunRecord):
+    """The job that owns a run, as recorded in ``train/job.json``."""
+
+    id: str
+    attempt: int
+    submitted: float
+
+
+@dataclass
+class Training:
+    """One run: its settings, its executor and its finished attempts."""
+
+    run: Run
+    cluster: Cluster
+    rundir: RunDir
+    plan: Plan
+    jobs: Jobs
+    recipe: str
+    """Digest of the settings that define the result."""
+    plan_digest: str
+    attempts: list[AttemptRecord]
+    lock: int
+    """Descriptor of the run's lock file, which a waiting driver keeps open."""
+    has_waited: bool
+    """Whether an earlier process of this driver waited for a slot in the queue."""
+
+    @classmethod
+    def load(cls, run: Run, cluster: Cluster, rundir: RunDir, lock: int) -> "Training":
+        """Read the state of ``rundir``, whose lock this process holds."""
+        plan = Plan.read(rundir.plan)
+        settings = TrainingSettings.read(rundir.training)
+        data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
+        return cls(
+            run,
+            cluster,
+            rundir,
+            plan,
+            SlurmJobs(rundir.root, cluster) if cluster.executor == "slurm" else LocalJobs(rundir.root),
+            recipe=settings_digest(settings, plan, data_receipt["digest"]),
+            plan_digest=plan.digest,
+            attempts=load_history(rundir.attempt_history),
+            lock=lock,
+            has_waited=os.environ.pop(WAITED_VARIABLE, None) is not None,
+        )
+
+    @property
+    def uses_slurm(self) -> bool:
+        """Whether attempts run as Slurm jobs rather than as processes of this machine."""
+        return self.cluster.executor == "slurm"
+
+    @property
+    def node_memory_gib(self) -> int:
+        """Host RAM of one node, the most that a job can request."""
+        return max(1, int(self.cluster.memory_gib_per_node))
+
+    def current_plan(self) -> Plan:
+        """Return the plan at the fallback, and with the memory request, of the next attempt."""
+        plan = self.plan.at(next_fallback(self.attempts, self.plan_digest))
+        return plan.asking(self.node_memory_gib) if wants_all_memory(self.attempts, self.plan_digest) else plan
+
+    def last_attempt(self) -> int:
+        """Return the number of the newest attempt, 0 if there is none."""
+        return max((int(path.name) for path in self.rundir.attempts.glob("[0-9]*")), default=0)
+
+    def attempt_dir(self, number: int) -> AttemptDir:
+        """Return the folder of an attempt."""
+        return AttemptDir(self.rundir.attempts / f"{number:03d}")
+
+    def save_attempts(self, attempts: list[AttemptRecord]) -> None:
+        """Replace the history of finished attempts."""
+        self.attempts = attempts
+        save_history(self.rundir.attempt_history, attempts)
+
+    def newest_checkpoint(self) -> tuple[CheckpointRecord, Path] | None:
+        """Return the newest committed checkpoint; None for a user's script, whose checkpoints have no records."""
+        return None if self.run.script else next(store.committed(self.rundir.checkpoints), None)
+
+    def progress(self) -> int:
+        """Return a number that grows with what an attempt leaves for the next one."""
+        if self.run.script:
+            return user_script.newest_file(self.rundir)
+        newest = self.newest_checkpoint()
+        return newest[0].step if newest else 0
+
+    def is_finished(self) -> bool:
+        """Return whether the final step is committed. Write the receipt again if it is missing."""
+        if self.run.script:
+            return user_script.is_finished(self.rundir, self.recipe)
+        newest = self.newest_checkpoint()
+        if newest is None or newest[0].recipe != self.recipe or not is_final(*newest):
+            return False
+        if not self.rundir.train_receipt.exists():
+            logger.info("Training has already finished. Writing its receipt again.")
+            write_training_receipt(self.rundir, *newest)
+        return True

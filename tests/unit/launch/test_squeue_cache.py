@@ -1,0 +1,104 @@
+"""Snapshots of squeue that drivers share."""
+
+import errno
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch import squeue_cache
+from shardmake.launch.squeue_cache import add_row, cached_squeue, is_fresh, open_snapshot
+
+ROWS = "7|RUNNING|c1|shardmake-chat-1\n"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a squeue on the PATH that prints the file ``queue``, counts its calls, and fails without that file."""
+    program = tmp_path / "bin/squeue"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\ncat {tmp_path}/queue\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    (tmp_path / "queue").write_text(ROWS)
+    return tmp_path
+
+
+def count_calls(slurm: Path) -> int:
+    return len((slurm / "calls").read_text().splitlines())
+
+
+def test_one_query_serves_many_until_a_new_one_is_required(slurm: Path) -> None:
+    snapshot = str(slurm / "snapshot")
+    assert [cached_squeue(snapshot, 20) for _ in range(3)] == [ROWS] * 3
+    assert count_calls(slurm) == 1
+    (slurm / "queue").write_text("")
+    assert cached_squeue(snapshot, 0) == "" == cached_squeue(snapshot, 20)
+    assert count_calls(slurm) == 2
+    (slurm / "queue").unlink()
+    assert cached_squeue(snapshot, 0) is None
+    assert cached_squeue(snapshot, 20) is None and count_calls(slurm) == 3, "a failure counts for a while"
+
+
+def test_an_added_row_stays_until_the_next_query(slurm: Path) -> None:
+    snapshot = str(slurm / "snapshot")
+    cached_squeue(snapshot)
+    file = open_snapshot(snapshot)
+    add_row(file, "0|CLAIMED||shardmake-code-1")
+    os.close(file)
+    assert cached_squeue(snapshot) == f"{ROWS}0|CLAIMED||shardmake-code-1\n"
+    assert cached_squeue(snapshot, 0) == ROWS
+
+
+def test_an_incomplete_snapshot_does_not_count(slurm: Path) -> None:
+    (slurm / "snapshot").write_text("7|PENDING|(None)|shardm")
+    assert cached_squeue(str(slurm / "snapshot"), 20) == ROWS
+
+
+def test_a_full_disk_does_not_hide_the_answer(slurm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(*args: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(squeue_cache.os, "pwrite", fill_up)
+    assert cached_squeue(str(slurm / "snapshot")) == ROWS
+
+
+def test_a_missing_squeue_is_a_failed_query(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "timeout").symlink_to("/usr/bin/timeout")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert cached_squeue(str(tmp_path / "snapshot")) is None
+
+
+@pytest.mark.parametrize(
+    ("query_seconds", "answered", "max_age", "lasts"),
+    [(0.01, True, 2, 2), (3.0, True, 2, 60), (0.01, False, 2, 10), (0.01, True, 20, 20), (0.01, False, 20, 20)],
+)
+def test_how_long_a_snapshot_counts(query_seconds: float, answered: bool, max_age: float, lasts: float) -> None:
+    fresh: Callable[[float], bool] = lambda age: is_fresh(age, max_age, query_seconds, answered)  # noqa: E731
+    assert fresh(lasts - 0.1) and not fresh(lasts + 0.1) and not fresh(-1)
+    assert not is_fresh(0, 0, query_seconds, answered) and not is_fresh(0, max_age, None, answered)
+
+
+POLL = """
+import sys, time
+from shardmake.launch.squeue_cache import cached_squeue
+end = time.monotonic() + float(sys.argv[1])
+while time.monotonic() < end:
+    assert cached_squeue(sys.argv[2]) == "7|RUNNING|c1|shardmake-chat-1\\n"
+    time.sleep(0.05)
+"""
+
+
+def test_many_processes_share_one_query(slurm: Path) -> None:
+    """Six processes poll for 1.5 seconds, twenty times a second each; squeue runs at most twice."""
+    snapshot = str(slurm / "snapshot")
+    cached_squeue(snapshot)
+    variables = {**os.environ, "PYTHONPATH": ":".join(sys.path)}
+    started = time.monotonic()
+    drivers = [subprocess.Popen([sys.executable, "-c", POLL, "1.5", snapshot], env=variables) for _ in range(6)]
+    assert [driver.wait() for driver in drivers] == [0] * 6
+    assert count_calls(slurm) <= 2 + (time.monotonic() - started) / 2
