@@ -9,7 +9,7 @@ import re
 QUICK = {
     "cluster/test_end_to_end.py": "two_nodes_from_config_to_pushed_model",
     "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|meet_across_nodes",
-    "workflow/test_asynchronous.py": "shared_disk_that_fills_up",
+    "workflow/test_asynchronous.py": "shared_disk_fills_up",
     "workflow/test_consolidate_bad_input.py": "missing_rank|cut_off|flipped_bit_in_a_shard|two_merges",
     "workflow/test_consolidate_fsdp.py": "-3ranks",
     "workflow/test_consolidate_lora.py": "peft_folder|another_model",
@@ -24,9 +24,9 @@ QUICK = {
     "workflow/test_loop.py": "zero2",
     "workflow/test_network_check.py": "",
     "workflow/test_reshard.py": "zero3x2-fsdpx3-zero2x2",
-    "workflow/test_resume.py": r"every_strategy.(zero3|fsdp)\]",
+    "workflow/test_resume.py": r"every_strategy_resumes.(zero3|fsdp)\]",
     "workflow/test_saving.py": "damaged_shards",
-    "workflow/test_script.py": "another_engine",
+    "workflow/test_script.py": "unplanned_engine",
     "workflow/test_sharing.py": "one_cache",
 }
 """Part of a test's name (a regular expression), by file below ``tests``; an empty one matches every test."""

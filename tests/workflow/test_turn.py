@@ -44,7 +44,7 @@ TOOLS = {
 class Desk:
     """A user's checkout with two planned runs, ``one`` and ``two``, one of which may be in the queue."""
 
-    lab: Checkout
+    checkout: Checkout
     folder: Path
     drivers: list["subprocess.Popen[bytes]"] = field(default_factory=list)
 
@@ -55,10 +55,10 @@ class Desk:
     def train(self, run: str, **variables: str) -> Path:
         """Start a driver; where its words go."""
         log = self.folder / f"{run}-{len(self.drivers)}.log"
-        words = self.lab.command("shardmake", "train", run, "--config", str(self.folder / "config.yaml"))
+        words = self.checkout.command("shardmake", "train", run, "--config", str(self.folder / "config.yaml"))
         driver = subprocess.Popen(
             [*words, "--runs", str(self.folder / "runs")],
-            cwd=self.lab.root,
+            cwd=self.checkout.root,
             env={**os.environ, **variables},
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
@@ -73,7 +73,7 @@ class Desk:
 
 
 @pytest.fixture
-def desk(lab: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def desk(shared_checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
     (tmp_path / "queue").touch()
     (tmp_path / "bin").mkdir()
     for name, script in TOOLS.items():
@@ -81,17 +81,17 @@ def desk(lab: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iter
         (tmp_path / "bin" / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
     monkeypatch.setenv("TMPDIR", str(tmp_path))
-    cluster = yaml.safe_load((lab.root / "config/cluster.yaml").read_text())
+    cluster = yaml.safe_load((shared_checkout.root / "config/cluster.yaml").read_text())
     cluster |= {"executor": "slurm", "trainings_per_user": 1, "slurm": {"gpu_request": "none"}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
     config = {"cluster": str(tmp_path / "cluster.yaml"), "runs": {"one": RUN, "two": RUN}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     one, two = (tmp_path / "runs" / run for run in ("one", "two"))
-    shutil.copytree(lab.run, one, ignore=shutil.ignore_patterns("train"))
+    shutil.copytree(shared_checkout.run, one, ignore=shutil.ignore_patterns("train"))
     for stage in ("plan", "render"):
-        lab("shardmake", stage, "one", "--config", str(tmp_path / "config.yaml"), "--runs", str(one.parent))
+        shared_checkout("shardmake", stage, "one", "--config", str(tmp_path / "config.yaml"), "--runs", str(one.parent))
     shutil.copytree(one, two)
-    desk = Desk(lab, tmp_path)
+    desk = Desk(shared_checkout, tmp_path)
     yield desk
     for driver in desk.drivers:
         driver.kill()

@@ -1,0 +1,21 @@
+from pathlib import Path
+
+import pytest
+
+from tests.tiers import QUICK, belongs_to_make_test
+
+TESTS = Path(__file__).resolve().parents[1]
+
+
+@pytest.mark.parametrize("file", QUICK)
+def test_the_names_in_the_table_exist(file: str) -> None:
+    source = (TESTS / file).read_text()
+    names = [name for name in QUICK[file].split("|") if name.isidentifier()]
+    assert [name for name in names if name not in source] == []
+
+
+def test_the_tier_follows_from_file_and_name() -> None:
+    assert belongs_to_make_test("tests/unit/core/test_atomic.py::test_any")
+    assert belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3]")
+    assert not belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3-offload]")
+    assert not belongs_to_make_test("tests/cluster/test_queue.py::test_any")
