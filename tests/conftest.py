@@ -1,4 +1,4 @@
-"""The demo's inputs, made once, and a fresh copy of the repository for each test."""
+"""Fixtures of all tests: the demo's inputs, made once, and a fresh copy of the repository for each test."""
 
 import logging
 import signal
@@ -12,10 +12,10 @@ from shardmake.demo import make_inputs
 from tests.tiers import belongs_to_make_test
 from tests.workflow.checkout import Checkout
 
-# How long an example takes says nothing where tests share two cores with trainings.
+# No deadline for an example: tests share two cores with trainings.
 settings.register_profile("shardmake", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shardmake")
-# A shell's background jobs ignore Ctrl-C, and so would everything that a test starts and interrupts.
+# Background jobs of a shell ignore SIGINT, and so would every process that a test starts and interrupts.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -1,7 +1,7 @@
-"""A Hugging Face hub on 127.0.0.1, as far as its Python client asks: repositories, commits, LFS, xet, downloads.
+"""A Hugging Face hub on 127.0.0.1 with what its Python client uses: repositories, commits, LFS, xet, downloads.
 
-It keeps what it is given, checks digests as the real one does, and can be told to fail: refuse, cut a transfer in the
-middle, lose a file after a commit. Every request is written down, so tests can say what was not sent again.
+It stores the uploads, checks digests as the real hub does, and fails on request: it refuses, cuts a transfer in the
+middle, or loses a file after a commit. It records every request, so that tests can check what was not sent again.
 
     with FakeHub(folder) as hub:
         hub.fail("POST /api/repos/create", times=2, status=503)

@@ -40,7 +40,7 @@ class Killer:
         sys.addaudithook(self.on_audit_event)
 
     def count(self, kind: str, path: str) -> bool:
-        """Note one write; whether to die half way through it. Before it means: now. What dying takes is not noted."""
+        """Log one write, and return whether to kill the process half way through it; further writes are not logged."""
         if self.came:
             return False
         self.seen += 1
@@ -54,11 +54,11 @@ class Killer:
         return self.came and self.mode == "half"
 
     def die(self) -> None:
-        """As the kernel does it when memory runs out: no handler, no buffer flushed."""
+        """End as the kernel ends a process without memory: no handler runs, no buffer is flushed."""
         os.kill(os.getpid(), signal.SIGKILL)
 
     def on_audit_event(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """The audit hook."""
+        """Handle an event of Python's audit hook."""
         if event == "open" and not isinstance(arguments[0], int) and (arguments[2] or 0) & _WRITING:
             path = os.fsdecode(arguments[0])
             if path.startswith(self.folder) and self.count("open", path):
@@ -70,7 +70,7 @@ class Killer:
                 self.count(event, path)
 
     def fsync(self, descriptor: int) -> None:
-        """In place of `os.fsync`."""
+        """Stand in for `os.fsync`."""
         path = str(Path(f"/proc/self/fd/{descriptor}").readlink())
         if path.startswith(self.folder):
             self.count("fsync", path)

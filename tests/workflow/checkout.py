@@ -1,4 +1,4 @@
-"""A copy of the repository in a folder of its own, in which a test works as a user would."""
+"""A copy of the repository in a folder of its own, in which a test runs commands as a user would."""
 
 import json
 import os
@@ -74,11 +74,11 @@ class Checkout:
         return self.root / "runs/demo"
 
     def command(self, *words: str) -> list[str]:
-        """A command of the environment that runs the tests."""
+        """Return a command of the environment that runs the tests."""
         return [str(Path(sys.executable).parent / words[0]), *words[1:]]
 
     def __call__(self, *words: str, check: bool = True, timeout: float = 400) -> subprocess.CompletedProcess[str]:
-        """Run a command in the copy; its output is printed, for the test's report."""
+        """Run a command in the copy and print its output for the test's report."""
         done = subprocess.run(
             self.command(*words),
             cwd=self.root,
@@ -91,11 +91,11 @@ class Checkout:
         )
         print(f"$ {' '.join(words)}\n{done.stdout}")
         if check and done.returncode != 0:
-            raise AssertionError(f"{' '.join(words)} ended with {done.returncode}")
+            raise AssertionError(f"{' '.join(words)} exited with {done.returncode}")
         return done
 
     def start(self, *words: str, log: Path) -> "subprocess.Popen[str]":
-        """Start a command in the copy, in a session of its own, and leave it running."""
+        """Start a command in the copy, in a session of its own, and return without waiting."""
         return subprocess.Popen(
             self.command(*words),
             cwd=self.root,
@@ -107,19 +107,19 @@ class Checkout:
         )
 
     def read(self, name: str) -> Any:
-        """A JSON file of the run."""
+        """Return the content of a JSON file of the run."""
         return json.loads((self.run / name).read_text())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of the run's metrics."""
+        """Return the lines of the run's metrics."""
         path = self.run / "train/metrics.jsonl"
         return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
     def losses(self) -> dict[int, float]:
-        """Training loss by step."""
+        """Return the training loss by step."""
         return {line["step"]: line["loss"] for line in self.metrics() if "loss" in line}
 
 
 def environment() -> dict[str, str]:
-    """The environment of a user whose home has no say."""
+    """Return this environment without variables of Snakemake and Slurm."""
     return {key: value for key, value in os.environ.items() if not key.startswith(("SNAKEMAKE_", "SLURM_"))}
