@@ -7,7 +7,7 @@ are part of the stages.
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
@@ -24,6 +24,7 @@ else:
     Objective = Literal[tuple(OBJECTIVES)]
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
+TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Attention = Literal["flash", "sdpa", "eager"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 Method = Literal["full", "lora", "qlora"]

@@ -17,12 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.parameter_inventory import block_paths, build, plain_name
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {str(precision): getattr(torch, name) for precision, name in TORCH_DTYPES.items()}
 Event = list[Any]
 
 

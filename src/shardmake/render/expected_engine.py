@@ -1,5 +1,6 @@
 """The engine that the ranks must find, from the table of strategies."""
 
+from shardmake.config.models import TORCH_DTYPES
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import ExpectedDeepSpeed, ExpectedEngine, ExpectedFsdp
 
@@ -11,7 +12,7 @@ def expected_engine(choice: Choice, fsdp_version: int) -> ExpectedEngine:
         engine=engine.library,
         zero_stage=engine.zero_stage,
         world_size=choice.world_size,
-        dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[choice.precision],
+        dtype=TORCH_DTYPES[choice.precision],
         offload_optimizer=engine.offload_optimizer,
         offload_param=engine.offload_param,
     )

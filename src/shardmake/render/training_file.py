@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.checkpoint.interval import job_mtbf_seconds
-from shardmake.config.models import Cluster, Run
+from shardmake.config.models import TORCH_DTYPES, Cluster, Run
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
@@ -24,7 +24,6 @@ from shardmake.run.training_settings import (
     TrainingSettings,
 )
 
-TORCH_DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 ATTENTION: Final = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 OPTIMIZERS: Final = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd"}
 ADAM_BETAS: Final = (0.9, 0.999)

@@ -9,9 +9,11 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 
-_DTYPE_OF_PRECISION = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES: dict[str, str] = {"no": "float32", **{str(name): dtype for name, dtype in TORCH_DTYPES.items()}}
+"""Torch's data type of each of Accelerate's precisions."""
 
 
 class EngineMismatchError(RuntimeError):
@@ -27,7 +29,7 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
     class_name = type(model).__name__
     if class_name == "DeepSpeedEngine":
         return {"engine": DEEPSPEED, "world_size": world_size, **_describe_deepspeed(model)}
-    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPE_OF_PRECISION[precision]}
+    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPES[precision]}
     if class_name.startswith("FSDP"):
         return {"engine": FSDP, **common, **_describe_fsdp2(model)}
     if class_name == "FullyShardedDataParallel":
