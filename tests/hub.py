@@ -64,7 +64,7 @@ class Repository:
 
 @dataclass
 class Fault:
-    """What goes wrong with the next ``times`` requests that match; no status: the connection breaks in the middle."""
+    """A failure of the next ``times`` requests that match; without a status the connection breaks in the middle."""
 
     pattern: re.Pattern[str]
     times: int
@@ -74,7 +74,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Reply:
-    """What goes back to the client."""
+    """A reply to the client."""
 
     status: int = 200
     value: Any = None
@@ -139,7 +139,7 @@ class FakeHub:
         )
 
     def files(self, name: str, revision: str = "main") -> dict[str, Blob]:
-        """What a repository holds."""
+        """The content of a repository."""
         repository = self.repositories[name]
         return repository.commits[repository.refs[revision]]
 

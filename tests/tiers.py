@@ -1,7 +1,6 @@
-"""Which process tests and Slurm tests belong to ``make test``: at least one of each family.
+"""The tests of ``make test``: unit tests, and at least one of each family of process tests and Slurm tests.
 
-The other tests of ``tests/workflow`` and ``tests/cluster`` get the marker ``full`` and run in ``make test-all``. All unit
-tests belong to ``make test``, unless they carry the marker themselves.
+All other tests get the marker ``full`` and run in ``make test-all``.
 """
 
 import re
@@ -32,7 +31,16 @@ QUICK = {
 """Part of a test's name (a regular expression), by file below ``tests``; an empty one matches every test."""
 
 
+SLOW_UNIT = {
+    "unit/memory/test_decoder.py": "traced.(phi3|gpt_neox|mixtral|t5)|grow_into_the_whole_trace.(gpt2-.*lora|mixtral)",
+    "unit/memory/test_estimate.py": "without_a_closed_form_is_traced",
+}
+"""Unit tests that take many seconds while others of their kind stay in ``make test``."""
+
+
 def belongs_to_make_test(node: str) -> bool:
     """Return whether the test with the pytest id ``node`` runs in ``make test``."""
     file, _, name = node.removeprefix("tests/").partition("::")
-    return file.startswith("unit/") or bool(file in QUICK and re.search(QUICK[file], name))
+    if file.startswith("unit/"):
+        return not (file in SLOW_UNIT and re.search(SLOW_UNIT[file], name))
+    return bool(file in QUICK and re.search(QUICK[file], name))
