@@ -118,7 +118,7 @@ def test_both_at_once_on_one_checkout_and_one_cache(lab: Lab, users: list[User])
 
     kill_all_of(adas.pid)
     status, output = lab.run(bob, "shardmake", "train", "long")
-    assert status == 2 and "of ada is training long. It is not yours to adopt" in output
+    assert status == 2 and "of ada. You cannot adopt it" in output
     assert "touch runs/long/train/STOP" in output and owners(lab) == {"ada"}
 
     lab.ask_to_stop(bob, "long")

@@ -1,1 +1,1 @@
-"""What every other package builds on: errors, atomic files, processes, disk space, permissions."""
+"""The base of all other packages: errors, logging, atomic files, processes, disk space, permissions."""

@@ -1,7 +1,7 @@
-"""How results are written: to a temporary name, fsynced, renamed, and only when the content changed.
+"""Atomic writes: to a temporary name, fsynced, then renamed, and only if the content changed.
 
-A reader therefore sees the old file or the new one, never half of either, also after a power cut; and an unchanged
-file keeps its modification time, so that Snakemake reruns nothing for nothing.
+A reader sees the complete old file or the complete new one, also after a power failure. An unchanged file keeps its
+modification time, so Snakemake does not rerun the rules that read it.
 """
 
 import hashlib
@@ -14,9 +14,9 @@ from shardmake.core.errors import ShardmakeError
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
-    """Put ``content`` at ``path`` atomically and durably; return whether the file changed.
+    """Write ``content`` to ``path`` atomically and durably; return whether the file changed.
 
-    The temporary name carries host and process id, so two writers of one path do not collide; the last rename wins.
+    The temporary name contains the host and the process id, so that two writers do not collide. The last rename wins.
     """
     if path.is_file() and path.read_bytes() == content:
         return False
@@ -32,27 +32,29 @@ def write_bytes(path: Path, content: bytes) -> bool:
 
 
 def write_text(path: Path, text: str) -> bool:
-    """`write_bytes` of UTF-8 text."""
+    """Write ``text`` as UTF-8 with `write_bytes`."""
     return write_bytes(path, text.encode())
 
 
 def write_json(path: Path, value: Any) -> bool:
-    """`write_bytes` of indented JSON; the order of keys is kept."""
+    """Write ``value`` as indented JSON with `write_bytes`, in the order of its keys."""
     return write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path, made_by: str) -> Any:
-    """The JSON at ``path``; ``made_by`` names the stage that writes it, for the error when it is not there."""
+    """Return the JSON at ``path``; error messages name ``made_by``, the command that writes it."""
     try:
         return json.loads(path.read_text())
     except FileNotFoundError:
-        raise ShardmakeError(f"{path} is not there yet. It is written by: {made_by}") from None
+        raise ShardmakeError(f"{path} does not exist yet. Write it with: {made_by}") from None
     except json.JSONDecodeError as error:
-        raise ShardmakeError(f"{path} is not valid JSON ({error}). Remove it and run again: {made_by}") from None
+        raise ShardmakeError(
+            f"Cannot read {path}: it is not valid JSON ({error}). Write it again with: {made_by}"
+        ) from None
 
 
 def fsync_directory(folder: Path) -> None:
-    """Make a rename or a new name in ``folder`` durable."""
+    """Sync ``folder``, so that new and renamed files in it are durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,12 +63,12 @@ def fsync_directory(folder: Path) -> None:
 
 
 def sha256(path: Path) -> str:
-    """Hex digest of a file's content, read in blocks."""
+    """Return the hex digest of a file's content."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest(value: Any) -> str:
-    """Short hex digest of a JSON-like value, equal for equal values whatever the order of their keys."""
+    """Return a short hex digest of a JSON-like value, independent of the order of keys."""
     canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), default=str)
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -1,65 +1,68 @@
-"""Room on disk: what a run will need against what the file system and the user's quota leave."""
+"""Disk space: free space, quotas, and swap files on node-local NVMe."""
 
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.atomic import digest
+from shardmake.core.errors import DiskFullError
 from shardmake.core.units import GIB, format_bytes
 
 _QUOTA_SECONDS = 20
-_ADVICE = "Free some space (`shardmake clean` lists what can go), or keep fewer checkpoints (checkpoints.keep)."
+_ADVICE = "Free some space (`shardmake clean` lists removable files), or keep fewer checkpoints (checkpoints.keep)."
 
 
 @dataclass(frozen=True)
 class FreeSpace:
-    """Bytes that may still be written, and what sets the limit."""
+    """The bytes that can still be written, and the source of this limit."""
 
     free: int
     limit: str
 
 
 def check_download(folder: Path, size: int) -> None:
-    """Refuse to fetch ``size`` bytes into the hub's cache around ``folder`` that will not fit."""
+    """Raise a `DiskFullError` if a download of ``size`` bytes does not fit into the hub's cache around ``folder``."""
     require_space(folder, size, f"The base model's weights need {size / GIB:.1f} GiB")
 
 
 def check_save(folder: Path, size: int) -> None:
-    """Refuse a save of ``size`` bytes into ``folder`` that will not fit."""
+    """Raise a `DiskFullError` if a checkpoint of ``size`` bytes does not fit into ``folder``."""
     require_space(folder, size, f"The next checkpoint needs {format_bytes(size)}")
 
 
 def require_space(folder: Path, needed: int, sentence: str) -> str:
-    """Return ``sentence`` with what is left for ``folder``; raise `ShardmakeError` if ``needed`` bytes do not fit."""
-    room = free_space(folder)
-    both = f"{sentence}, and {folder} has {format_bytes(room.free)} left ({room.limit})."
-    if needed > room.free:
-        raise ShardmakeError(f"{both} {_ADVICE}")
-    return both
+    """Return ``sentence`` with the space left in ``folder``; raise a `DiskFullError` if ``needed`` bytes do not fit."""
+    space = free_space(folder)
+    text = f"{sentence}, and {folder} has {format_bytes(space.free)} left ({space.limit})."
+    if needed > space.free:
+        raise DiskFullError(f"{text} {_ADVICE}")
+    return text
 
 
 def free_space(folder: Path) -> FreeSpace:
-    """What may still be written into ``folder``, which need not exist yet."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    rooms = [FreeSpace(shutil.disk_usage(there).free, "free on the file system"), *_quotas(there)]
-    return min(rooms, key=lambda room: room.free)
+    """Return the smallest limit for writes into ``folder``, which may not exist yet."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    limits = [FreeSpace(shutil.disk_usage(existing).free, "free on the file system"), *_quotas(existing)]
+    return min(limits, key=lambda limit: limit.free)
 
 
 def _quotas(folder: Path) -> list[FreeSpace]:
-    """What the user's quotas leave on the file system of ``folder``, as far as its own tools say."""
+    """Return the space left in the user's quotas on the file system of ``folder``, as reported by its tools."""
     device, point, kind = mount_of(folder, Path("/proc/mounts").read_text())
     if kind == "lustre" and shutil.which("lfs"):
-        text = _ask("lfs", "quota", "-q", "-u", str(os.getuid()), point)
+        text = _run_tool("lfs", "quota", "-q", "-u", str(os.getuid()), point)
         return [FreeSpace(left, f"your quota on {point}") for left in quota_left(text, point)]
     if shutil.which("quota"):
-        return [FreeSpace(left, f"your quota on {point}") for left in quota_left(_ask("quota", "-w"), device)]
+        return [FreeSpace(left, f"your quota on {point}") for left in quota_left(_run_tool("quota", "-w"), device)]
     return []
 
 
-def _ask(*command: str) -> str:
-    """What a quota tool prints; nothing where it does not answer, because free space is checked all the same."""
+def _run_tool(*command: str) -> str:
+    """Return the output of a quota tool, or an empty string after a timeout."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=_QUOTA_SECONDS).stdout
     except subprocess.TimeoutExpired:
@@ -67,7 +70,7 @@ def _ask(*command: str) -> str:
 
 
 def mount_of(folder: Path, mounts: str) -> tuple[str, str, str]:
-    """Device, mount point and type of the file system of ``folder``, from the text of ``/proc/mounts``."""
+    """Return device, mount point and type of the file system of ``folder``, from the text of ``/proc/mounts``."""
     rows = [line.split()[:3] for line in mounts.splitlines()]
     above = [row for row in rows if folder == Path(row[1]) or Path(row[1]) in folder.parents]
     device, point, kind = max(above, key=lambda row: len(row[1]))
@@ -75,11 +78,10 @@ def mount_of(folder: Path, mounts: str) -> tuple[str, str, str]:
 
 
 def quota_left(text: str, filesystem: str) -> list[int]:
-    """Bytes left of the block quota in a row that starts with ``filesystem``; none where no limit is set.
+    """Return the bytes left in the block quota of each row that starts with ``filesystem`` and has a limit.
 
-    ``quota`` and ``lfs quota`` print the same columns: used, soft and hard limit, in KiB; ``*`` marks one over, and
-    brackets what Lustre knows in part only. After a long name, the numbers stand on the next line. A row that is
-    something else says nothing.
+    ``quota`` and ``lfs quota`` print the same columns: used, soft and hard limit, in KiB. A ``*`` marks an exceeded
+    quota, brackets mark a value that Lustre knows only in part. After a long name, the numbers are on the next line.
     """
     words = text.split()
     found = []
@@ -94,5 +96,30 @@ def quota_left(text: str, filesystem: str) -> list[int]:
 
 
 def tree_size(folder: Path) -> int:
-    """Bytes of all files below ``folder``; 0 where it is not there."""
+    """Return the bytes of all files below ``folder``, 0 if it does not exist."""
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def swap_folder(nvme_path: str | None, run_name: str, folder: Path) -> str:
+    """Return the swap folder of a run on node-local NVMe; empty without NVMe.
+
+    It is different for each user and each run. ``folder`` is inside the run's folder, whose path distinguishes runs
+    of the same name.
+    """
+    if not nvme_path:
+        return ""
+    run_folder = next((above for above in folder.absolute().parents if above.name == run_name), folder.absolute())
+    name = f"{run_name}-{digest(str(run_folder))[:8]}"
+    return str(Path(nvme_path, f"shardmake-{os.getuid()}", name))
+
+
+def remove_swap_files(deepspeed: Mapping[str, Any]) -> None:
+    """Remove the swap files of a training from this node's NVMe, because DeepSpeed does not.
+
+    Only a folder from `swap_folder` is removed.
+    """
+    sections = deepspeed.get("zero_optimization", {})
+    for section in (sections.get("offload_optimizer", {}), sections.get("offload_param", {})):
+        folder = Path(section.get("nvme_path", ""))
+        if folder.parent.name == f"shardmake-{os.getuid()}":
+            shutil.rmtree(folder, ignore_errors=True)

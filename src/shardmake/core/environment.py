@@ -1,4 +1,4 @@
-"""Compiled kernels: where they are kept, and one that is not worth compiling."""
+"""The environment of libraries: caches of compiled kernels, the hub, versions."""
 
 import os
 from importlib.metadata import version
@@ -6,9 +6,10 @@ from pathlib import Path
 
 
 def kernel_caches(scratch: str) -> dict[str, str]:
-    """Environment variables that point DeepSpeed, Triton and Inductor at ``scratch``.
+    """Return environment variables with which DeepSpeed, Triton and Inductor keep their caches in ``scratch``.
 
-    On a network file system their caches race between nodes, and a shared folder belongs to its first user.
+    On a network file system nodes would write to the same cache at once. A folder shared between users would belong
+    to the first of them.
     """
     folder = Path(scratch) / f"shardmake-{os.getuid()}"
     return {
@@ -22,16 +23,16 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFL
 
 
 def hub_environment(cache: str | None, *, offline: bool) -> dict[str, str]:
-    """Variables that the hub's libraries read when they are imported: their cache, and whether they may ask the hub."""
-    place = {"HF_HOME": str(Path(cache).absolute())} if cache else {}
-    return place | (OFFLINE if offline else {})
+    """Return variables that the hub's libraries read at import: their cache, and whether they are offline."""
+    location = {"HF_HOME": str(Path(cache).absolute())} if cache else {}
+    return location | (OFFLINE if offline else {})
 
 
 def leave_collectives_to_gloo() -> None:
-    """Keep DeepSpeed from compiling its shared-memory collectives for the CPU.
+    """Let DeepSpeed use gloo on CPUs instead of compiling its shared-memory collectives.
 
-    It does so at the first start on every node, which takes a C++ compiler and half a minute, for a kernel that
-    serves inference on one node; without it, it uses gloo. Call before DeepSpeed's process group is made.
+    The compilation needs a C++ compiler and half a minute on every node, for a kernel for inference on one node. Call
+    this function before DeepSpeed creates its process group.
     """
     import deepspeed.ops
 
@@ -42,5 +43,5 @@ LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "shardmake")
 
 
 def library_versions() -> dict[str, str]:
-    """Versions that decide whether a checkpoint can be read again, and whether nodes can train together."""
+    """Return the versions that checkpoints record and that must be equal on all nodes."""
     return {name: version(name) for name in LIBRARIES}

@@ -41,6 +41,6 @@ class PushError(ShardmakeError):
 
 
 def nearest(word: str, allowed: Iterable[str]) -> str:
-    """Return ``" Did you mean 'zero3'?"`` for a near miss of one of ``allowed``, else an empty string."""
+    """Return ``" Did you mean 'zero3'?"`` if ``word`` is similar to one of ``allowed``, else an empty string."""
     matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)
     return f" Did you mean {matches[0]!r}?" if matches else ""

@@ -8,7 +8,7 @@ ROOT = "shardmake"
 
 
 class _StreamHandler(logging.StreamHandler[TextIO]):
-    """Write to today's ``sys.stdout``, or to ``sys.stderr`` from WARNING on."""
+    """Write to the current ``sys.stdout``, or to ``sys.stderr`` from WARNING on."""
 
     def __init__(self) -> None:
         super().__init__(sys.stdout)

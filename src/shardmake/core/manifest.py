@@ -1,7 +1,7 @@
-"""What a set of files holds, by name, size and SHA-256: the measure for everything that is copied anywhere.
+"""Manifests: size and SHA-256 of each file, with which copies are verified.
 
-A pushed model carries its own manifest as ``SHA256SUMS``, in the format of coreutils: whoever receives the model can
-prove it with ``sha256sum -c SHA256SUMS``, and the next push can tell its own files from someone else's.
+A pushed model contains its manifest as ``SHA256SUMS``, in the format of coreutils. Recipients can verify the model
+with ``sha256sum -c SHA256SUMS``, and the next push can distinguish its own files from others.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shardmake.core.atomic import sha256
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import PushError
 
 SUMS = "SHA256SUMS"
 _READERS = 4
@@ -18,7 +18,7 @@ _READERS = 4
 
 @dataclass(frozen=True)
 class FileRecord:
-    """One file: bytes and hex digest of the content."""
+    """Size and SHA-256 of a file."""
 
     size: int
     sha256: str
@@ -28,12 +28,12 @@ Manifest = Mapping[str, FileRecord]
 
 
 def record(path: Path) -> FileRecord:
-    """Size and digest of the file at ``path``; reads all of it."""
+    """Return size and digest of the file at ``path``."""
     return FileRecord(path.stat().st_size, sha256(path))
 
 
 def read_folder(folder: Path) -> dict[str, FileRecord]:
-    """The manifest of every file below ``folder``, by its path relative to it; several files are read at once."""
+    """Return the manifest of all files below ``folder``, by their relative paths."""
     paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     with ThreadPoolExecutor(_READERS) as pool:
         records = pool.map(record, paths)
@@ -41,37 +41,35 @@ def read_folder(folder: Path) -> dict[str, FileRecord]:
 
 
 def differences(expected: Manifest, found: Manifest) -> list[str]:
-    """One sentence per file of ``expected`` that ``found`` lacks or holds with other content."""
+    """Return one sentence per file of ``expected`` that is missing or different in ``found``."""
     return [
-        f"{name} {_difference(wanted, found.get(name))}"
-        for name, wanted in expected.items()
-        if found.get(name) != wanted
+        f"{name} {_difference(entry, found.get(name))}" for name, entry in expected.items() if found.get(name) != entry
     ]
 
 
-def _difference(wanted: FileRecord, found: FileRecord | None) -> str:
+def _difference(expected: FileRecord, found: FileRecord | None) -> str:
     if found is None:
         return "is missing"
-    if found.size != wanted.size:
-        return f"has {found.size} bytes instead of {wanted.size}"
+    if found.size != expected.size:
+        return f"has {found.size} bytes instead of {expected.size}"
     return "has other content"
 
 
 def format_sums(manifest: Manifest) -> str:
-    """``manifest`` in the format of ``sha256sum``."""
+    """Return ``manifest`` in the format of ``sha256sum``."""
     return "".join(f"{entry.sha256}  {name}\n" for name, entry in sorted(manifest.items()))
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Digest by file name, from text that `format_sums` wrote; `ShardmakeError` if it is anything else."""
+    """Return the digests by file name from the text of `format_sums`; raise a `PushError` for other text."""
     pairs = [line.split("  ", 1) for line in text.splitlines()]
     if any(len(pair) != 2 or len(pair[0]) != 64 for pair in pairs):
-        raise ShardmakeError(
-            f"There is a {SUMS} that no push of Shardmake wrote. Choose another place in push.to, or move it away."
+        raise PushError(
+            f"The destination has a {SUMS} that was not written by Shardmake. Change push.to, or move the file away."
         )
     return {name: digest for digest, name in pairs}
 
 
 def manifest_json(manifest: Manifest) -> dict[str, dict[str, int | str]]:
-    """``manifest`` as it stands in receipts."""
+    """Return ``manifest`` as JSON for receipts."""
     return {name: asdict(entry) for name, entry in manifest.items()}

@@ -1,4 +1,4 @@
-"""Folders that a lab shares: whatever one member writes, the group can read, replace and remove."""
+"""Folders shared in a lab: the group can read, replace and remove the files of every member."""
 
 import contextlib
 import getpass
@@ -6,7 +6,7 @@ import os
 import stat
 from pathlib import Path
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import SlurmError
 
 UMASK = 0o002
 _FOLDER = stat.S_IRWXG | stat.S_ISGID
@@ -14,10 +14,9 @@ _FILE = stat.S_IRGRP | stat.S_IWGRP
 
 
 def share(*folders: Path) -> None:
-    """Write for the group from here on, and hand its ownership down from ``folders``, which are made if need be.
+    """Make new files of this process writable for the group, and create ``folders`` for the group.
 
-    The set-group-id bit gives every file below them the group of the folder, not of whoever wrote it. A folder that
-    belongs to somebody else keeps its mode: its owner decides.
+    The set-group-id bit gives each file below them the group of the folder. A folder of another user keeps its mode.
     """
     os.umask(UMASK)
     for folder in folders:
@@ -26,7 +25,7 @@ def share(*folders: Path) -> None:
 
 
 def share_tree(root: Path) -> None:
-    """As `share`, with everything of this user below ``root``: some libraries write files for their owner only."""
+    """Share ``root`` and all files of this user below it, because some libraries write files for their owner only."""
     share(root)
     for folder, folders, files in os.walk(root):
         for name in folders:
@@ -36,7 +35,7 @@ def share_tree(root: Path) -> None:
 
 
 def _open_to_group(path: Path, mode: int) -> None:
-    """Add ``mode`` to what is this user's; another process may have removed it meanwhile."""
+    """Add ``mode`` to ``path`` if this user owns it and it still exists."""
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
         if found.st_uid == os.getuid() and not stat.S_ISLNK(found.st_mode) and found.st_mode & mode != mode:
@@ -44,11 +43,11 @@ def _open_to_group(path: Path, mode: int) -> None:
 
 
 def refuse_job_of_others(owners: dict[str, str], run: str, stop_file: str) -> None:
-    """Refuse to drive ``run`` while somebody else's job trains it; ``owners`` are users by job id."""
+    """Raise a `SlurmError` if another user's job trains ``run``; ``owners`` are users by job id."""
     me = getpass.getuser()
     for job, owner in owners.items():
         if owner != me:
-            raise ShardmakeError(
-                f"Job {job} of {owner} is training {run}. It is not yours to adopt: wait until it ends, or ask it to "
-                f"save and stop (touch {stop_file}), and run the same command again."
+            raise SlurmError(
+                f"Run {run} is being trained by job {job} of {owner}. You cannot adopt it. Wait until it ends, or let "
+                f"it save and stop (touch {stop_file}). Then run the same command again."
             )

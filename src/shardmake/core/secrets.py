@@ -1,4 +1,4 @@
-"""Secrets stay here: what is known to be one, or looks like one, is found before anything leaves the cluster."""
+"""Secrets: detect known secrets and text in the form of a token before files leave the cluster."""
 
 import os
 import re
@@ -14,24 +14,24 @@ _USER = re.compile(r"(?<=://)[^/@\s]+@")
 
 
 def find_secrets(text: str) -> list[str]:
-    """The secrets in ``text``: values of variables named as secrets, the hub's token, and what has a token's shape."""
+    """Return the secrets in ``text``: values of variables named like secrets, the hub's token, text like a token."""
     return [*_SHAPES.findall(text), *(value for value in _known() if value in text)]
 
 
 def redact(text: str) -> str:
-    """``text`` without secrets."""
+    """Return ``text`` with each secret replaced."""
     for secret in find_secrets(text):
         text = text.replace(secret, "[removed]")
     return text
 
 
 def public_url(url: str) -> str:
-    """``url`` without the user and password it may carry."""
+    """Return ``url`` without user and password."""
     return _USER.sub("", url)
 
 
 def _known() -> Iterable[str]:
-    """Long values with a digit only: a short or plain word would be found in any text."""
+    """Return known secrets that are long and have a digit; a short or plain word occurs in any text."""
     from huggingface_hub import get_token
 
     values = [value for name, value in os.environ.items() if _NAMES.search(name)]

@@ -19,8 +19,8 @@ from types import FrameType
 from typing import IO
 
 from shardmake.core.atomic import read_json
+from shardmake.core.disk import remove_swap_files
 from shardmake.core.environment import kernel_caches
-from shardmake.core.nvme import remove_swapped
 from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.launch.cgroup import oom_kills
 from shardmake.launch.preflight import PreflightError, check_node
@@ -186,7 +186,7 @@ def _run_ranks(
 
 def _remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     """What this run's ranks leave on the node; a worker that is killed leaves it to the next one."""
-    remove_swapped(read_json(folder.deepspeed, "shardmake train NAME"))
+    remove_swap_files(read_json(folder.deepspeed, "shardmake train NAME"))
     shutil.rmtree(attempt.saves, ignore_errors=True)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Cluster, Run
-from shardmake.core.nvme import swap_folder
+from shardmake.core.disk import swap_folder
 from shardmake.memory.buckets import zero_optimization
 from shardmake.memory.model import Model
 from shardmake.run.plan import Plan

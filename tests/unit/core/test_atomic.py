@@ -1,4 +1,4 @@
-"""Files are whole, durable, and untouched when nothing changed."""
+"""Atomic writes: files are complete, durable, and unchanged if the content is equal."""
 
 import json
 import multiprocessing
@@ -20,7 +20,7 @@ json_values = st.recursive(
 )
 
 
-def test_a_new_file_and_its_folders_are_made(tmp_path: Path) -> None:
+def test_a_new_file_and_its_folders_are_created(tmp_path: Path) -> None:
     path = tmp_path / "a" / "b" / "file"
     assert write_bytes(path, b"one")
     assert path.read_bytes() == b"one"
@@ -37,7 +37,7 @@ def test_an_unchanged_file_keeps_its_time(tmp_path: Path) -> None:
     assert path.read_text() == "u" and path.stat().st_mtime != 1
 
 
-def test_a_writer_that_dies_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     write_text(path, "old")
 
@@ -57,7 +57,7 @@ def _write_often(path: Path, letter: str) -> None:
         write_text(path, letter * 50_000)
 
 
-def test_readers_see_one_writers_file_or_the_others(tmp_path: Path) -> None:
+def test_concurrent_writers_never_mix_their_content(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_text(path, "a" * 50_000)
     context = multiprocessing.get_context("fork")
@@ -72,7 +72,7 @@ def test_readers_see_one_writers_file_or_the_others(tmp_path: Path) -> None:
 
 
 @given(value=json_values)
-def test_json_comes_back_equal(value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_json_is_equal_after_writing_and_reading(value: Any, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.getbasetemp() / "round-trip.json"
     write_json(path, value)
     assert read_json(path, "nobody") == value
@@ -83,20 +83,20 @@ def test_json_is_readable_and_keeps_the_order(tmp_path: Path) -> None:
     assert (tmp_path / "a.json").read_text() == '{\n  "b": 1,\n  "a": [\n    2\n  ]\n}\n'
 
 
-def test_what_is_not_there_yet_names_its_stage(tmp_path: Path) -> None:
+def test_a_missing_file_names_the_command_that_writes_it(tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError) as error:
         read_json(tmp_path / "plan.json", "shardmake plan chat")
-    assert str(error.value) == f"{tmp_path}/plan.json is not there yet. It is written by: shardmake plan chat"
+    assert str(error.value) == f"{tmp_path}/plan.json does not exist yet. Write it with: shardmake plan chat"
 
 
-def test_what_is_no_json_is_to_be_made_again(tmp_path: Path) -> None:
+def test_invalid_json_names_the_command_that_writes_it(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     path.write_text('{"a": ')
     with pytest.raises(ShardmakeError) as error:
         read_json(path, "shardmake plan chat")
     assert str(error.value) == (
-        f"{path} is not valid JSON (Expecting value: line 1 column 7 (char 6)). "
-        "Remove it and run again: shardmake plan chat"
+        f"Cannot read {path}: it is not valid JSON (Expecting value: line 1 column 7 (char 6)). "
+        "Write it again with: shardmake plan chat"
     )
 
 
@@ -106,10 +106,10 @@ def test_sha256_of_a_known_text(tmp_path: Path) -> None:
 
 
 @given(value=st.dictionaries(st.text(), json_values, min_size=2, max_size=5))
-def test_the_digest_is_blind_to_the_order_of_keys(value: dict[str, Any]) -> None:
+def test_the_digest_does_not_depend_on_the_order_of_keys(value: dict[str, Any]) -> None:
     assert digest(value) == digest(dict(reversed(value.items()))) == digest(json.loads(json.dumps(value)))
 
 
 @given(a=json_values, b=json_values)
-def test_the_digest_sees_every_difference(a: Any, b: Any) -> None:
+def test_different_values_have_different_digests(a: Any, b: Any) -> None:
     assert (digest(a) == digest(b)) == (json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True))

@@ -5,7 +5,7 @@ import pytest
 
 from shardmake.config.models import Cluster
 from shardmake.core.disk import check_save, free_space, mount_of, quota_left, tree_size
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import DiskFullError
 from shardmake.plan.stage import describe_checkpoints
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir
@@ -21,16 +21,16 @@ def with_disk_terms(rundir: RunDir, **terms: int) -> None:
     MEMORY.model_copy(update={"candidates": [candidate]}).write(rundir.memory)
 
 
-def test_a_run_that_does_not_fit_is_refused_with_its_parts(tmp_path: Path) -> None:
+def test_a_run_that_does_not_fit_is_rejected_with_its_parts(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     with_disk_terms(rundir, checkpoints=900_000 * TIB, model=TIB)
     with pytest.raises(
-        ShardmakeError, match=r"will need .* GiB more \(checkpoints .* model 1024\.0 GiB\).*shardmake clean"
+        DiskFullError, match=r"will need .* GiB more \(checkpoints .* model 1024\.0 GiB\).*shardmake clean"
     ):
         check_run(rundir)
 
 
-def test_what_is_there_already_counts(tmp_path: Path) -> None:
+def test_existing_checkpoints_count(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     checkpoint = rundir.checkpoints / "checkpoint-1" / "shard.bin"
     checkpoint.parent.mkdir(parents=True)
@@ -40,7 +40,7 @@ def test_what_is_there_already_counts(tmp_path: Path) -> None:
     check_run(rundir)
 
 
-def test_what_a_checkpoint_costs_is_said_with_the_plan(tmp_path: Path) -> None:
+def test_the_plan_describes_the_cost_of_checkpoints(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     with_disk_terms(rundir, checkpoints=30 << 30, model=TIB)
     assert checkpoint_size(rundir, copies=2) == 10 << 30
@@ -54,9 +54,9 @@ def test_what_a_checkpoint_costs_is_said_with_the_plan(tmp_path: Path) -> None:
     )
 
 
-def test_a_save_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_fit_is_rejected(tmp_path: Path) -> None:
     check_save(tmp_path, 1)
-    with pytest.raises(ShardmakeError, match="The next checkpoint needs"):
+    with pytest.raises(DiskFullError, match="The next checkpoint needs"):
         check_save(tmp_path, 900_000 * TIB)
 
 

@@ -12,7 +12,7 @@ from shardmake.core.environment import hub_environment, kernel_caches
 SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
 
 
-def test_the_lab_has_one_cache_and_nodes_ask_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_is_shared_and_nodes_are_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_environment(None, offline=False) == {}
     assert hub_environment("cache", offline=False) == {"HF_HOME": str(tmp_path / "cache")}
@@ -20,8 +20,8 @@ def test_the_lab_has_one_cache_and_nodes_ask_nobody(tmp_path: Path, monkeypatch:
     assert hub_environment(None, offline=True) == offline
 
 
-def test_the_command_line_sets_them_before_anybody_reads_them() -> None:
-    """The hub's libraries read their variables when they are imported."""
+def test_the_command_line_sets_variables_before_libraries_read_them() -> None:
+    """The hub's libraries read their variables at import."""
     done = subprocess.run([sys.executable, "-c", SETTING], capture_output=True, text=True, check=True)
     assert done.stdout == "\n"
 
@@ -62,7 +62,7 @@ def test_only_stages_on_nodes_without_internet_are_offline(
     assert ("TRITON_CACHE_DIR" in seen) == on_node
 
 
-def test_kernels_are_compiled_into_a_folder_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_user_has_a_cache_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def folders(user: int) -> set[str]:
         monkeypatch.setattr("os.getuid", lambda: user)
         return set(kernel_caches("/scratch").values())

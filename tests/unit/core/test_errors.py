@@ -1,4 +1,4 @@
-"""The nearest spelling is offered for a slip, and nothing for another word."""
+"""Suggestions for misspelt words."""
 
 import pytest
 
@@ -19,9 +19,9 @@ def test_nearest(word: str, suggestion: str) -> None:
     assert nearest(word, ("ddp", "zero3", "fsdp")) == suggestion
 
 
-def test_the_allowed_words_may_come_from_anything() -> None:
+def test_the_allowed_words_may_be_any_iterable() -> None:
     assert nearest("train", (word for word in ["trian"])) == " Did you mean 'trian'?"
 
 
-def test_a_user_error_is_its_message() -> None:
+def test_the_text_of_an_error_is_its_message() -> None:
     assert str(ShardmakeError("what is wrong and what to do")) == "what is wrong and what to do"

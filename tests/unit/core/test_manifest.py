@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import PushError
 from shardmake.core.manifest import FileRecord, differences, format_sums, parse_sums, read_folder
 
 DIGESTS = st.binary(min_size=32, max_size=32).map(bytes.hex)
@@ -14,16 +14,18 @@ MANIFESTS = st.dictionaries(NAMES, st.builds(FileRecord, st.integers(min_value=0
 
 
 @given(MANIFESTS)
-def test_sums_are_read_back_as_they_were_written(manifest: dict[str, FileRecord]) -> None:
+def test_sums_are_equal_after_writing_and_reading(manifest: dict[str, FileRecord]) -> None:
     assert parse_sums(format_sums(manifest)) == {name: entry.sha256 for name, entry in manifest.items()}
 
 
 @given(MANIFESTS, MANIFESTS)
-def test_no_difference_means_that_all_is_there(expected: dict[str, FileRecord], found: dict[str, FileRecord]) -> None:
+def test_no_difference_means_that_every_file_is_equal(
+    expected: dict[str, FileRecord], found: dict[str, FileRecord]
+) -> None:
     assert (differences(expected, found) == []) == (expected.items() <= found.items())
 
 
-def test_sums_are_those_of_coreutils(tmp_path: Path) -> None:
+def test_sums_equal_those_of_coreutils(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / "a b").write_bytes(b"1")
     (tmp_path / "sub" / "c").write_bytes(b"2" * 100_000)
@@ -32,6 +34,6 @@ def test_sums_are_those_of_coreutils(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["a file of mine\n", "0" * 64 + " one-space\n", "{}"])
-def test_a_file_that_only_has_the_name_is_refused(text: str) -> None:
-    with pytest.raises(ShardmakeError, match="SHA256SUMS that no push of Shardmake wrote"):
+def test_a_foreign_file_of_this_name_is_rejected(text: str) -> None:
+    with pytest.raises(PushError, match="SHA256SUMS that was not written by Shardmake"):
         parse_sums(text)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import SlurmError
 from shardmake.core.permissions import refuse_job_of_others, share, share_tree
 
 
 @pytest.fixture(autouse=True)
 def strict() -> Iterator[None]:
-    """A umask that shares nothing, put back afterwards."""
+    """Set a umask that shares nothing, and restore it afterwards."""
     before = os.umask(0o077)
     yield
     os.umask(before)
@@ -22,14 +22,14 @@ def mode(path: Path) -> str:
     return stat.filemode(path.stat().st_mode)
 
 
-def test_folders_are_the_groups_and_so_is_what_follows(tmp_path: Path) -> None:
+def test_shared_folders_and_new_files_belong_to_the_group(tmp_path: Path) -> None:
     share(tmp_path / "runs" / "chat")
     assert mode(tmp_path / "runs" / "chat") == "drwxrwsr-x"
     (tmp_path / "runs" / "chat" / "plan.json").touch()
     assert mode(tmp_path / "runs" / "chat" / "plan.json") == "-rw-rw-r--"
 
 
-def test_what_was_written_for_its_owner_only_is_opened(tmp_path: Path) -> None:
+def test_private_files_become_accessible_to_the_group(tmp_path: Path) -> None:
     (tmp_path / "cache/trees").mkdir(parents=True)
     (tmp_path / "cache/trees/a.json").touch(0o600)
     (tmp_path / "cache/run.sh").touch(0o700)
@@ -39,14 +39,14 @@ def test_what_was_written_for_its_owner_only_is_opened(tmp_path: Path) -> None:
     assert mode(tmp_path / "cache/trees") == "drwxrws---"
     assert mode(tmp_path / "cache/trees/a.json") == "-rw-rw----"
     assert mode(tmp_path / "cache/run.sh") == "-rwxrw----"
-    assert mode(tmp_path / "outside") == "-rw-------", "a link does not reach outside"
+    assert mode(tmp_path / "outside") == "-rw-------", "a link does not change files outside"
 
 
-def test_my_own_job_may_be_adopted() -> None:
+def test_a_job_of_the_same_user_is_accepted() -> None:
     refuse_job_of_others({}, "chat", "runs/chat/train/STOP")
     refuse_job_of_others({"7": getpass.getuser()}, "chat", "runs/chat/train/STOP")
 
 
-def test_somebody_elses_job_may_not() -> None:
-    with pytest.raises(ShardmakeError, match=r"Job 7 of ada is training chat.*touch runs/chat/train/STOP"):
+def test_a_job_of_another_user_is_rejected() -> None:
+    with pytest.raises(SlurmError, match=r"Run chat is being trained by job 7 of ada.*touch runs/chat/train/STOP"):
         refuse_job_of_others({"7": "ada"}, "chat", "runs/chat/train/STOP")

@@ -1,4 +1,4 @@
-"""Plants secrets wherever a run reads, and looks for them wherever it writes."""
+"""Place secrets in all inputs of a run, and search all of its outputs for them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,12 +74,12 @@ def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -
         "-----BEGIN OPENSSH PRIVATE KEY-----",
     ],
 )
-def test_shapes_of_tokens(text: str) -> None:
+def test_text_in_the_form_of_a_token_is_removed(text: str) -> None:
     assert find_secrets(f"before {text} after") and text not in redact(f"before {text} after")
 
 
 @pytest.mark.parametrize("text", ["hf_hub_download", "the tokenizer", "sk-learn", "AKIA"])
-def test_ordinary_words_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ordinary_words_are_not_removed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("MY_PASSWORD", "tokenizer")
     assert redact(text) == text
@@ -89,5 +89,5 @@ def test_ordinary_words_stay(text: str, monkeypatch: pytest.MonkeyPatch) -> None
     ("url", "public"),
     [("sftp://ada:pw@host/x", "sftp://host/x"), ("s3://bucket/a@b", "s3://bucket/a@b"), ("hub:lab/x", "hub:lab/x")],
 )
-def test_urls_lose_their_user(url: str, public: str) -> None:
+def test_user_and_password_are_removed_from_urls(url: str, public: str) -> None:
     assert public_url(url) == public

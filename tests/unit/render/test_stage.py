@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.core.disk import remove_swap_files, swap_folder
 from shardmake.core.errors import ConfigError
-from shardmake.core.nvme import remove_swapped, swap_folder
 from shardmake.memory.buckets import param_buffer_size
 from shardmake.render.check import Files
 from shardmake.render.deepspeed_file import FILLED_BY_TRAINER, with_auto
@@ -205,10 +205,10 @@ def test_swap_files_are_removed_and_nothing_else(tmp_path: Path) -> None:
     for path in (swapped, others, tmp_path / "mine/kept.swp"):
         path.parent.mkdir(parents=True)
         path.touch()
-    remove_swapped(values)
+    remove_swap_files(values)
     values["zero_optimization"]["offload_param"]["nvme_path"] = str(tmp_path / "mine")
-    remove_swapped(values)
-    remove_swapped({})
+    remove_swap_files(values)
+    remove_swap_files({})
     assert sorted(path for path in tmp_path.rglob("*.swp")) == sorted([others, tmp_path / "mine/kept.swp"])
 
 
