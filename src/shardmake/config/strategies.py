@@ -90,6 +90,7 @@ class StrategySpec:
 STRATEGY_SPECS: Final[dict[str, StrategySpec]] = {
     "ddp": StrategySpec(DDP, fallback_order=10, cpu=True, qlora=True),
     "zero1": StrategySpec(DEEPSPEED, 1, fallback_order=20, cpu=True, qlora=True, tensor_parallel=True),
+    "zero1-offload": StrategySpec(DEEPSPEED, 1, "cpu", fallback_order=35, cpu=True),
     "zero2": StrategySpec(DEEPSPEED, 2, fallback_order=30, cpu=True, qlora=True, tensor_parallel=True),
     "zero2-offload": StrategySpec(DEEPSPEED, 2, "cpu", fallback_order=40, cpu=True),
     "zero3": StrategySpec(DEEPSPEED, 3, fallback_order=50, cpu=True),

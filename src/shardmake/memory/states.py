@@ -162,7 +162,7 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
         return trained_bytes(scenario) * scenario.split.trainable if scenario.world_size > 1 else 0
     if scenario.zero_stage == 3:
         return scenario.compute * buckets.reduce_bucket_size
-    if scenario.zero_stage == 2 and scenario.offloads_optimizer:
+    if scenario.zero_stage in (1, 2) and scenario.offloads_optimizer:
         return scenario.compute * largest_trained(scenario)  # temp_grad_buffer_for_gpu_offload
     return 0
 

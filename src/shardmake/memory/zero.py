@@ -69,10 +69,10 @@ class Zero12Memory(ZeroMemory):
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
         """Copy it into a bucket under stage 2; one larger than the bucket stays until it is reduced itself."""
+        self._allocate_briefly(states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm")
         if self.scenario.zero_stage == 1:
             return super().gradient(name, size, key)
         self._reserve_part()
-        self._allocate_briefly(states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm")
         if key is None or self.sizes[name] <= self.buckets.reduce_bucket_size:
             return False
         self._release_large()

@@ -92,7 +92,8 @@ def _offload(scenario: Scenario, hardware: Hardware) -> float:
         return 0.0
     rate = hardware.accelerator.host_link * GB
     part = scenario.split.trainable / scenario.world_size
-    moved = part * (scenario.compute * scenario.accumulation + scenario.compute)
+    transfers = 1 if scenario.zero_stage == 1 else scenario.accumulation  # of gradients to the host
+    moved = part * (scenario.compute * transfers + scenario.compute)
     if scenario.offloads_parameters:
         moved += scenario.split.total / scenario.world_size * scenario.compute * 2 * scenario.accumulation
     seconds = moved / rate
