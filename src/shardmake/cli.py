@@ -10,11 +10,10 @@ from typing import Annotated, Literal
 import typer
 
 from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.checkpoint.formats.naming import Format
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Attention, Cluster, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.environment import hub_environment, kernel_caches
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
 from shardmake.run.paths import RUNS, RunDir
@@ -244,7 +243,7 @@ def reshard(
     """Convert a checkpoint for another strategy or number of ranks; `train` does it by itself where it must."""
     from shardmake.checkpoint.reshard.convert import reshard as convert
 
-    convert(checkpoint, out, strategy, ranks, logger.info)
+    convert(checkpoint, out, strategy, ranks)
     logger.info("Wrote %s.", out)
 
 
@@ -254,7 +253,6 @@ def consolidate(
     out: Annotated[Path | None, typer.Argument(help="Model folder to write; for a checkpoint's folder.")] = None,
     base: Annotated[Path | None, typer.Option(help="Folder that config and tokenizer come from.")] = None,
     dtype: Annotated[Target, typer.Option(help="Data type of the weights; keep: the training's own.")] = "keep",
-    format: Annotated[Format, typer.Option(help="bin: files that torch.load reads.")] = "safetensors",
     adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA adapter alone, unmerged.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
     workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 4,
@@ -271,23 +269,21 @@ def consolidate(
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
-        if tasks > 1 or adapter or format != "safetensors":
-            raise ShardmakeError("--tasks, --adapter and --format go with a checkpoint's folder and a model's folder.")
+        if tasks > 1 or adapter:
+            raise ConfigError("--tasks and --adapter need the folders of a checkpoint and a model. Name both folders.")
         run, _, rundir = _open_fetched(source, config, runs, on_node=True)
-        consolidate_run(run, rundir, workers=workers, tell=logger.info)
+        consolidate_run(run, rundir, workers=workers)
         return
     merge(
         Path(source),
         out,
         base=base,
         dtype=dtype,
-        format=format,
         adapter=adapter,
         max_shard_size=max_shard_size,
         workers=workers,
         task=(task_index if tasks > 1 else 0, tasks),
         trust_remote_code=trust_remote_code,
-        report=logger.info,
     )
 
 
@@ -329,7 +325,7 @@ def verify(
     from shardmake.consolidate.verify import verify as check_model
 
     found = check_model(model, against, base=base, workers=workers)
-    typer.echo(f"{model} is whole: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
+    typer.echo(f"{model} is valid: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
     if against is not None:
         typer.echo(f"Every bit is what {against} holds.")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.reshard.convert import write_deepspeed_hint
+from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import read_json, write_json
@@ -82,7 +82,7 @@ def launch_by_hand(
         values = read_json(folder.deepspeed, "this test")
         write_json(folder.deepspeed, values | {"zero_optimization": values["zero_optimization"] | zero})
     if resume_from:
-        write_deepspeed_hint(folder.deepspeed, resume_from)
+        set_load_universal(folder.deepspeed, resume_from)
     resume = str(resume_from) if resume_from else None
     settings = attempt_settings(number, checkout.run, cluster, plan, resume_from=resume, recipe="by hand")
     settings.write(folder.settings)

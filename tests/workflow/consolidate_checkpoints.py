@@ -1,4 +1,4 @@
-"""Checkpoints from real training, made once per test session, and what the tests compare them with."""
+"""Checkpoints from real training, made once per test session, and the expected weights."""
 
 import functools
 import os
@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.registry import read_checkpoint
-from shardmake.consolidate import merge, verify
+from shardmake.consolidate import merge_plan, verify
 from shardmake.consolidate.layout import parse_size, plan_shards
-from shardmake.consolidate.loading import Loading, load, load_adapter
+from shardmake.consolidate.loading import LoadingReport, load, load_adapter
 from shardmake.consolidate.writer import ShardWriter
 
 HERE = Path(__file__).parent
@@ -40,22 +40,22 @@ FSDP = {
 TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def ask_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the check with transformers run in the test's own process, which has imported it: seconds less each time.
+def check_loading_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run the check with transformers in the test process, which saves seconds per merge.
 
-    Its own process is what every test has that starts the command, and those of memory and of killing.
+    Tests that start the command, and those of memory and kills, use the separate process.
     """
 
-    def ask(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> Loading:
+    def check(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> LoadingReport:
         return load(folder, trust_remote_code) if base is None else load_adapter(folder, base, trust_remote_code)
 
-    monkeypatch.setattr(merge, "try_loading", ask)
-    monkeypatch.setattr(verify, "try_loading", ask)
+    monkeypatch.setattr(merge_plan, "check_loading", check)
+    monkeypatch.setattr(verify, "check_loading", check)
 
 
 @functools.cache
 def trained(root: Path, script: str, world: int) -> Path:
-    """The folder with the variants of ``script`` (``zero`` or ``fsdp``) at this world size, trained if need be."""
+    """Train the variants of ``script`` (``zero`` or ``fsdp``) at this world size once; return their folder."""
     out = root / f"{script}-{world}"
     variants = (ZERO if script == "zero" else FSDP)[world]
     program = HERE / ("consolidate_train.py" if script == "zero" else "consolidate_train_fsdp.py")
@@ -66,8 +66,8 @@ def trained(root: Path, script: str, world: int) -> Path:
     return out
 
 
-def truth(variant: Path, target: Target = "keep") -> dict[str, torch.Tensor]:
-    """The weights as the ranks gathered them in training, in the type that is asked for."""
+def expected_weights(variant: Path, target: Target = "keep") -> dict[str, torch.Tensor]:
+    """Return the weights as the ranks gathered them in training, in the requested type."""
     tensors = load_file(variant / "truth.safetensors")
     if target == "keep":
         return tensors
@@ -75,7 +75,7 @@ def truth(variant: Path, target: Target = "keep") -> dict[str, torch.Tensor]:
 
 
 def merged(checkpoint: Path, out: Path, target: Target = "keep", size: str = "20KB") -> dict[str, torch.Tensor]:
-    """The weights as the consolidator writes them, without its check of the whole model."""
+    """Merge a checkpoint without the verification; return the weights."""
     contents = read_checkpoint(checkpoint, target)
     stored = [tensor for name, tensor in contents.tensors.items() if name not in contents.aliases]
     writer = ShardWriter(plan_shards(stored, target, parse_size(size)), out)
@@ -85,12 +85,12 @@ def merged(checkpoint: Path, out: Path, target: Target = "keep", size: str = "20
 
 
 def load_weights(model: Path) -> dict[str, torch.Tensor]:
-    """All tensors in a folder's safetensors files."""
+    """Return all tensors in a folder's safetensors files."""
     return {name: tensor for file in sorted(model.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    """Same names, types, shapes and bits."""
+    """Compare names, types, shapes and bits."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == theirs[name].dtype, name

@@ -1,4 +1,4 @@
-"""Damage that only torch itself can do: a shard with another content and valid checksums."""
+"""Damage that checksums cannot detect: a shard with other content and valid checksums."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import torch
 
 
 def rewrite_step(path: Path, step: float) -> None:
-    """Save the optimizer file again as if it had been written at ``step``."""
+    """Save the optimizer file again with another ``step``."""
     state = torch.load(path, weights_only=False)
     for values in state["optimizer_state_dict"]["optimizer_state_dict"]["state"].values():
         values["step"].fill_(step)

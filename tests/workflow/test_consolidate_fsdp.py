@@ -1,4 +1,4 @@
-"""Merging what FSDP2 wrote in real training, through the Trainer and through torch itself."""
+"""Merging FSDP2 checkpoints of real training, saved by the Trainer and by torch itself."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import (
     FSDP,
-    ask_in_process,
     assert_equal,
+    check_loading_in_process,
+    expected_weights,
     load_weights,
     merged,
     trained,
-    truth,
 )
 
 pytestmark = pytest.mark.training
@@ -26,7 +26,7 @@ VARIANTS = [(world, variant) for world, variants in FSDP.items() for variant in 
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_in_process(monkeypatch)
+    check_loading_in_process(monkeypatch)
 
 
 @pytest.fixture(params=VARIANTS, ids=lambda item: f"{item[1]}-{item[0]}ranks")
@@ -36,15 +36,15 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("target", ["keep", "bf16", "fp16", "fp32"])
-def test_equals_what_the_ranks_held(variant: Path, tmp_path: Path, target: str) -> None:
+def test_merge_equals_the_ranks_weights(variant: Path, tmp_path: Path, target: str) -> None:
     ours = merged(variant / "checkpoint-2", tmp_path / "out", target)
-    if "tied" in variant.name:  # FSDP2 stores both; the merge of the whole model drops one
+    if "tied" in variant.name:  # FSDP2 stores both; `consolidate` drops one
         assert torch.equal(ours.pop("lm_head.weight"), ours["model.embed_tokens.weight"])
-    assert_equal(ours, truth(variant, target))
+    assert_equal(ours, expected_weights(variant, target))
 
 
 @pytest.mark.parametrize(("world", "name"), [item for item in VARIANTS if "perrank" not in item[1]])
-def test_equals_torchs_own_tool(
+def test_merge_equals_torchs_own_tool(
     world: int, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     variant = trained(tmp_path_factory.getbasetemp(), "fsdp", world) / name
@@ -53,23 +53,25 @@ def test_equals_torchs_own_tool(
     assert_equal(merged(variant / "checkpoint-2", tmp_path / "out"), official.get("model", official))
 
 
-def test_equals_accelerates_own_tool(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_merge_equals_accelerates_own_tool(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 3) / "plain"
     merge_fsdp_weights(str(variant / "checkpoint-2" / "pytorch_model_fsdp_0"), str(tmp_path / "accelerate"))
     assert_equal(merged(variant / "checkpoint-2", tmp_path / "out"), load_weights(tmp_path / "accelerate"))
 
 
-def test_stores_a_tie_once(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_tied_weight_is_stored_once(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
     variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 2) / "trainer-tied"
     receipt = consolidate(variant, tmp_path / "model", base=variant / "base")
     assert receipt.step == 2
     assert receipt.verification.ties == {"lm_head.weight": "model.embed_tokens.weight"}
-    assert_equal(load_weights(tmp_path / "model"), truth(variant))
+    assert_equal(load_weights(tmp_path / "model"), expected_weights(variant))
 
 
-def test_tied_weights_that_differ_are_not_dropped(tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> None:
+def test_tied_weights_with_different_values_are_an_error(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
     variant = trained(tmp_path_factory.getbasetemp(), "fsdp", 2) / "trainer-tied"
-    state = {"model": truth(variant)}
+    state = {"model": expected_weights(variant)}
     state["model"]["lm_head.weight"] = state["model"]["model.embed_tokens.weight"] + 1
     dcp.save(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)
     with pytest.raises(ShardmakeError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
@@ -78,7 +80,7 @@ def test_tied_weights_that_differ_are_not_dropped(tmp_path_factory: pytest.TempP
 
 
 def test_scalars_integers_and_empty_tensors(tmp_path: Path) -> None:
-    """torch's own consolidation to safetensors makes 0.0 of a 0-dim tensor and fails on integers."""
+    """torch's own consolidation to safetensors turns a 0-dim tensor into 0.0 and fails for integers."""
     state = {
         "scalar": torch.tensor(3.5), "count": torch.tensor(7), "empty": torch.empty(0, 4), "mask": torch.ones(3).bool(),
         "double": torch.rand(3, 2).double(), "small": torch.rand(4, 4).to(torch.float8_e4m3fn),

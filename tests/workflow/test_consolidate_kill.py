@@ -1,4 +1,4 @@
-"""Kill the merge at every point: nothing that looks whole is not, and the next merge ends as if nothing had been."""
+"""Kill the merge at every write: no damaged model is left behind, and the next merge completes the same files."""
 
 import functools
 import itertools
@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.consolidate import merge, output, writer
-from shardmake.consolidate.loading import Loading, load
+from shardmake.consolidate import merge_plan, output, writer
+from shardmake.consolidate.loading import LoadingReport, load
 from shardmake.consolidate.merge import consolidate
 from tests.workflow.consolidate_checkpoints import trained
 
@@ -27,19 +27,19 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def ask_transformers_once(monkeypatch: pytest.MonkeyPatch, variant: Path) -> None:
-    """Its real answer, the same for every one of the many merges here."""
-    answer = answer_about(variant / "base")
-    monkeypatch.setattr(merge, "try_loading", lambda *_: answer)
+def check_loading_once(monkeypatch: pytest.MonkeyPatch, variant: Path) -> None:
+    """Use one real report of transformers for all merges of this test."""
+    report = report_of(variant / "base")
+    monkeypatch.setattr(merge_plan, "check_loading", lambda *_: report)
 
 
 @functools.cache
-def answer_about(folder: Path) -> Loading:
+def report_of(folder: Path) -> LoadingReport:
     return load(folder, trust_remote_code=False)
 
 
 def forked(work: Callable[[], None]) -> int:
-    """Run ``work`` in a copy of this process; its exit code, negative for a signal."""
+    """Run ``work`` in a fork of this process; return its exit code, negative for a signal."""
     child = os.fork()
     if child == 0:
         try:
@@ -51,7 +51,7 @@ def forked(work: Callable[[], None]) -> int:
 
 
 def killed_at(event: int, out: Path, work: Callable[[], None]) -> int:
-    """Run ``work``, and kill it as it is about to do its ``event``-th change to the disk near ``out``."""
+    """Run ``work`` and kill it just before its ``event``-th change to the disk near ``out``."""
 
     def run() -> None:
         seen = itertools.count(1)
@@ -62,7 +62,7 @@ def killed_at(event: int, out: Path, work: Callable[[], None]) -> int:
 
 
 def events_of(out: Path, work: Callable[[], None]) -> int:
-    """How many changes to the disk near ``out`` the whole of ``work`` makes."""
+    """Return the number of changes that ``work`` makes to the disk near ``out``."""
     log = out.parent.parent / "events"
 
     def run() -> None:
@@ -76,7 +76,7 @@ def events_of(out: Path, work: Callable[[], None]) -> int:
 
 
 def watch(out: Path, act: Callable[[], None]) -> None:
-    """Call ``act`` before each change to the disk near ``out``, from now on until this process ends."""
+    """Call ``act`` before each change to the disk near ``out`` until this process ends."""
 
     def hook(name: str, arguments: tuple[Any, ...]) -> None:
         writes = name == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
@@ -94,8 +94,8 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("replaces", [False, True], ids=["new", "over an older model"])
-def test_killed_at_every_point(variant: Path, tmp_path: Path, replaces: bool) -> None:
-    """Over an older model, every point of the end, where that is replaced, and some of what is the same before."""
+def test_kill_at_every_write(variant: Path, tmp_path: Path, replaces: bool) -> None:
+    """Over an older model, kill at every write of the final replacement and at some of the writes before it."""
 
     def work() -> None:
         consolidate(variant, out, base=variant / "base", max_shard_size="20KB", dtype="bf16")
@@ -104,8 +104,8 @@ def test_killed_at_every_point(variant: Path, tmp_path: Path, replaces: bool) ->
     out.parent.mkdir()
     points = events_of(out, work)
     assert points > 40
-    whole = content(out)
-    assert len([name for name in whole if name.endswith(".safetensors")]) > 1
+    complete = content(out)
+    assert len([name for name in complete if name.endswith(".safetensors")]) > 1
     out = tmp_path / "runs" / "model"
     before = {"config.json": b"{}", "model.safetensors": b"old"} if replaces else {}
     for point in [*range(1, points - 12, 6 if replaces else 1), *range(points - 12, points + 12)]:
@@ -114,15 +114,15 @@ def test_killed_at_every_point(variant: Path, tmp_path: Path, replaces: bool) ->
         for name, old in before.items():
             (out / name).write_bytes(old)
         code = killed_at(point, out, work)
-        assert code in (0, -signal.SIGKILL)  # over an empty folder, the renames at the end are others
-        assert content(out) in ([whole] if code == 0 else [before, whole])
+        assert code in (0, -signal.SIGKILL)  # over an empty folder, the final renames are different
+        assert content(out) in ([complete] if code == 0 else [before, complete])
         assert forked(work) == 0
-        assert content(out) == whole
+        assert content(out) == complete
         assert [path.name for path in out.parent.iterdir()] == ["model"]
 
 
-def test_a_shard_that_was_finished_is_not_written_again(variant: Path, tmp_path: Path) -> None:
-    """Two tasks share the shards; the merge that follows finds them whole and writes none."""
+def test_complete_shard_is_not_written_again(variant: Path, tmp_path: Path) -> None:
+    """Two tasks write the shards; the merge that follows writes none."""
     from shardmake.checkpoint.formats.registry import read_checkpoint
     from shardmake.consolidate.layout import plan_shards
 
@@ -132,9 +132,9 @@ def test_a_shard_that_was_finished_is_not_written_again(variant: Path, tmp_path:
     for task in (0, 1):
         assert not writer.ShardWriter(shards, tmp_path).is_complete()
         writer.ShardWriter(shards, tmp_path).write(part=(task, 2))
-    whole = writer.ShardWriter(shards, tmp_path)
-    assert whole.is_complete()
+    complete = writer.ShardWriter(shards, tmp_path)
+    assert complete.is_complete()
     before = {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
-    whole.write()
-    whole.check_sums()
+    complete.write()
+    complete.check_sums()
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before

@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import ask_in_process, load_weights, trained, truth
+from tests.workflow.consolidate_checkpoints import check_loading_in_process, expected_weights, load_weights, trained
 
 SHAPE = LlamaConfig(
     vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
@@ -20,7 +20,7 @@ SHAPE = LlamaConfig(
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_in_process(monkeypatch)
+    check_loading_in_process(monkeypatch)
 
 
 @pytest.fixture(params=[{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}, "modules_to_save": ["lm_head"]}])
@@ -37,7 +37,7 @@ def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]
     return tmp_path / "base", tmp_path / "checkpoint-7"
 
 
-def test_a_peft_folder_is_merged_as_peft_merges_it(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_merge_of_a_peft_folder_equals_pefts(folders: tuple[Path, Path], tmp_path: Path) -> None:
     base, adapter = folders
     receipt = consolidate(adapter, tmp_path / "model", base=base, dtype="bf16")
     assert receipt.step == 7
@@ -49,7 +49,7 @@ def test_a_peft_folder_is_merged_as_peft_merges_it(folders: tuple[Path, Path], t
 
 @pytest.mark.training
 @pytest.mark.parametrize(("world", "name"), [(1, "zero2-bf16-lora-nobase"), (2, "zero3-lora")])
-def test_a_deepspeed_checkpoint_of_an_adapter(
+def test_deepspeed_checkpoint_of_an_adapter(
     world: int, name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     variant = trained(tmp_path_factory.getbasetemp(), "zero", world) / name
@@ -58,22 +58,22 @@ def test_a_deepspeed_checkpoint_of_an_adapter(
         LlamaForCausalLM.from_pretrained(variant / "base", dtype=torch.float32),
         LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"),
     )
-    factors = {name: tensor for name, tensor in truth(variant, "fp32").items() if ".lora_" in name}
+    factors = {name: tensor for name, tensor in expected_weights(variant, "fp32").items() if ".lora_" in name}
     assert not adapted.load_state_dict(factors, strict=False).unexpected_keys
     assert_close(load_weights(tmp_path / "model"), adapted.merge_and_unload().state_dict(), torch.float32)
 
 
-def test_an_adapter_of_another_model_is_refused(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_adapter_of_another_model_is_an_error(folders: tuple[Path, Path], tmp_path: Path) -> None:
     _, adapter = folders
     LlamaForCausalLM(LlamaConfig(**{**SHAPE.to_dict(), "hidden_size": 32})).save_pretrained(tmp_path / "other")
-    with pytest.raises(ShardmakeError, match="it was trained on another model"):
+    with pytest.raises(ShardmakeError, match="was trained on another model"):
         consolidate(adapter, tmp_path / "model", base=tmp_path / "other")
     with pytest.raises(ShardmakeError, match="--base"):
         consolidate(adapter, tmp_path / "model")
 
 
 def assert_close(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Equal but for the order in which a matrix product adds up, then rounded to ``dtype``."""
+    """Compare up to the summation order of a matrix product and rounding to ``dtype``."""
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         assert tensor.dtype == dtype

@@ -47,7 +47,7 @@ dcp.save({"model": state}, storage_writer=dcp.FileSystemWriter(sys.argv[1]), no_
 
 
 def peak_of(code: str, *arguments: object, join: Callable[[], object] | None = None) -> tuple[int, str]:
-    """Peak of anonymous memory, bytes, of a Python program and its children, and what it printed."""
+    """Run a Python program; return its peak of anonymous memory in bytes, children included, and its output."""
     command = [sys.executable, "-c", code, *(str(argument) for argument in arguments)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, preexec_fn=join)
     peak = watch(process)
@@ -57,7 +57,7 @@ def peak_of(code: str, *arguments: object, join: Callable[[], object] | None = N
 
 
 @pytest.mark.parametrize(("name", "ranks"), [("70B", 16), ("405B", 64)])
-def test_planning_a_huge_model(tmp_path: Path, name: str, ranks: int) -> None:
+def test_planning_the_merge_of_a_huge_model(tmp_path: Path, name: str, ranks: int) -> None:
     config = llama(name)
     write_zero3(tmp_path / "checkpoint", tmp_path / "base", config, ranks, sparse=True)
     peak, output = peak_of(PLAN, tmp_path / "checkpoint")
@@ -69,8 +69,8 @@ def test_planning_a_huge_model(tmp_path: Path, name: str, ranks: int) -> None:
     assert peak < LIMIT
 
 
-def test_merging_a_model_that_is_larger_than_the_memory_allowed(tmp_path: Path) -> None:
-    """In 512 MiB with its page cache, where the kernel lets us say so, and always in the memory that is promised."""
+def test_merging_a_model_larger_than_the_memory(tmp_path: Path) -> None:
+    """Merge within the documented memory, and within 512 MiB of cgroup memory if cgroups are available."""
     config = llama("0.2B")
     write_zero3(tmp_path / "checkpoint", tmp_path / "base", config, 2, adam=False)
     assert sum(4 * shape.numel() for shape in shapes(config).values()) > 2 * (LIMIT + 2 * PER_WORKER)
@@ -83,10 +83,10 @@ def test_merging_a_model_that_is_larger_than_the_memory_allowed(tmp_path: Path) 
         shutil.rmtree(tmp_path / dtype)
 
 
-def test_the_official_tools_are_killed_in_the_same_memory(tmp_path: Path) -> None:
-    """What the limit of the test above is worth."""
+def test_official_tools_are_killed_in_the_same_memory(tmp_path: Path) -> None:
+    """The limit of the test above is too small for the official tools."""
     if not may_limit():
-        pytest.skip("no memory cgroup can be made here")
+        pytest.skip("memory cgroups are not available")
     config = llama("0.2B")
     write_zero3(tmp_path / "checkpoint", tmp_path / "base", config, 2, adam=False)
     subprocess.run([sys.executable, "-c", SAVE_DCP, tmp_path / "dcp", json.dumps(shapes(config))], check=True)

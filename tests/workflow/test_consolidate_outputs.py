@@ -1,4 +1,4 @@
-"""What can be asked for besides safetensors in one process: torch files, the adapter alone, several tasks; little space."""
+"""Outputs of a merge: an adapter alone, several tasks, a disk that is too small."""
 
 import fcntl
 import json
@@ -8,7 +8,6 @@ import subprocess
 import sys
 import time
 import traceback
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,12 +17,12 @@ import torch.distributed.checkpoint as dcp
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from shardmake.checkpoint.formats.naming import MODEL_BIN
+from shardmake.checkpoint.formats.huggingface import MODEL_BIN
 from shardmake.consolidate import merge
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import ask_in_process, assert_equal, load_weights
+from tests.workflow.consolidate_checkpoints import assert_equal, check_loading_in_process, load_weights
 
 SHAPE = LlamaConfig(
     vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
@@ -34,12 +33,12 @@ COMMAND = [sys.executable, "-c", "from shardmake.cli import main; main()", "cons
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_in_process(monkeypatch)
+    check_loading_in_process(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """``base``, its weights as ``old`` in torch's format, and FSDP checkpoints of it in ``run`` and ``adapted``."""
+    """Write ``base``, its weights in torch's format (``old``), and FSDP checkpoints of it (``run``, ``adapted``)."""
     folder = tmp_path_factory.mktemp("outputs")
     torch.manual_seed(0)
     model = LlamaForCausalLM(SHAPE).to(torch.bfloat16)
@@ -63,27 +62,7 @@ def save(model: torch.nn.Module, checkpoint: Path) -> None:
     dcp.save({"model": model.state_dict()}, checkpoint_id=checkpoint / "pytorch_model_fsdp_0", no_dist=True)
 
 
-def test_files_that_torch_load_reads(root: Path, tmp_path: Path) -> None:
-    consolidate(root / "run", tmp_path / "model", base=root / "base", dtype="fp16", format="bin", max_shard_size="20KB")
-    files = sorted((tmp_path / "model").glob("*.bin"))
-    assert len(files) > 1 and not list((tmp_path / "model").glob("*.safetensors"))
-    assert all(zipfile.ZipFile(file).testzip() is None for file in files)
-    ours = {name: tensor for file in files for name, tensor in torch.load(file, weights_only=True, mmap=True).items()}
-    expected = LlamaForCausalLM.from_pretrained(root / "base").half()
-    assert_equal(ours, dict(expected.named_parameters()))
-    loaded = LlamaForCausalLM.from_pretrained(tmp_path / "model")
-    assert_equal(loaded.state_dict(), expected.state_dict())
-    assert verify(tmp_path / "model", root / "run").dtype == "float16"
-    consolidate(tmp_path / "model", tmp_path / "again", dtype="fp16")
-    assert_equal(load_weights(tmp_path / "again"), ours)
-    with files[0].open("r+b") as file:
-        file.seek(files[0].stat().st_size // 2)
-        file.write(b"\xff\xff")
-    with pytest.raises(ShardmakeError, match=rf"{files[0].name} has changed since the receipt"):
-        verify(tmp_path / "model")
-
-
-def test_the_adapter_alone(root: Path, tmp_path: Path) -> None:
+def test_adapter_alone(root: Path, tmp_path: Path) -> None:
     receipt = consolidate(root / "adapted", tmp_path / "adapter", base=root / "base", adapter=True)
     assert receipt is not None and receipt.verification.architecture == "PeftModel of LlamaForCausalLM"
     peft = load_weights(root / "peft" / "checkpoint-3")
@@ -98,21 +77,21 @@ def test_the_adapter_alone(root: Path, tmp_path: Path) -> None:
         verify(tmp_path / "adapter")
 
 
-def test_an_adapter_whose_base_is_in_torchs_format(root: Path, tmp_path: Path) -> None:
+def test_adapter_with_a_base_in_torch_format(root: Path, tmp_path: Path) -> None:
     for base in ("base", "old"):
         consolidate(root / "peft", tmp_path / base, base=root / base)
     assert_equal(load_weights(tmp_path / "base"), load_weights(tmp_path / "old"))
 
 
-def test_an_adapter_that_does_not_fit(root: Path, tmp_path: Path) -> None:
+def test_adapter_that_does_not_fit_the_config(root: Path, tmp_path: Path) -> None:
     settings = json.loads((root / "base" / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
     with pytest.raises(ShardmakeError, match=r"layers\.2\.\S+ is missing"):
         consolidate(root / "peft", tmp_path / "adapter", base=tmp_path, adapter=True)
 
 
-def test_several_tasks_one_of_which_is_killed(root: Path, tmp_path: Path) -> None:
-    """As under ``srun``: each writes its files, the last one verifies; a task that died is started again alone."""
+def test_several_tasks_with_one_killed(root: Path, tmp_path: Path) -> None:
+    """As under ``srun``: each task writes its files, the last one verifies; a killed task is started again alone."""
     settings = {"base": root / "base", "dtype": "fp32", "max_shard_size": "30KB"}
 
     def start(index: int) -> int:
@@ -139,7 +118,7 @@ def test_several_tasks_one_of_which_is_killed(root: Path, tmp_path: Path) -> Non
 
 
 def forked(work: Callable[[], object]) -> int:
-    """Do ``work`` in a copy of this process; its number."""
+    """Do ``work`` in a fork of this process; return its process id."""
     child = os.fork()
     if child == 0:
         try:
@@ -151,17 +130,17 @@ def forked(work: Callable[[], object]) -> int:
     return child
 
 
-def test_a_task_that_there_is_not(root: Path, tmp_path: Path) -> None:
+def test_task_index_out_of_range(root: Path, tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match="tasks are numbered from 0 to 1"):
         consolidate(root / "run", tmp_path / "model", base=root / "base", task=(2, 2))
 
 
-def test_the_same_task_twice(root: Path, tmp_path: Path) -> None:
+def test_same_task_twice(root: Path, tmp_path: Path) -> None:
     staging = tmp_path / ".model.partial"
     staging.mkdir()
     with (staging / ".task-1").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(ShardmakeError, match="Another merge writes"):
+        with pytest.raises(ShardmakeError, match="Another merge is writing"):
             consolidate(root / "run", tmp_path / "model", base=root / "base", task=(1, 2))
 
 
@@ -171,8 +150,8 @@ mount -t tmpfs -o size=48k none "$0" || exit 9
 """
 
 
-def test_a_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
-    """A real one: found before the first byte, with the numbers, and nothing is left on it."""
+def test_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
+    """A real small file system: the merge fails before the first byte and leaves nothing behind."""
     merging = [*COMMAND, root / "run", tmp_path / "model", "--base", root / "base", "--dtype", "fp32"]
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", ON_A_SMALL_DISK, tmp_path, *merging], capture_output=True, text=True
@@ -181,16 +160,16 @@ def test_a_disk_that_is_too_small(root: Path, tmp_path: Path) -> None:
     assert "The merged model needs 0.0 GiB" in done.stderr and "are free" in done.stderr
 
 
-def test_space_that_is_only_missed_while_writing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Quotas do not show in statvfs."""
-    monkeypatch.setattr(merge, "_check_space", lambda *_: None)
+def test_quota_that_is_exceeded_while_writing(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """statvfs does not report quotas."""
+    monkeypatch.setattr(merge, "check_space", lambda *_: None)
     monkeypatch.setattr("shardmake.consolidate.output._reserve", full_disk)
-    with pytest.raises(ShardmakeError, match=r"No space left on device.*Nothing was kept"):
+    with pytest.raises(ShardmakeError, match=r"No space left on device.*No output was left behind"):
         consolidate(root / "run", tmp_path / "model", base=root / "base")
     assert not list(tmp_path.iterdir())
 
 
 def full_disk(file: int, size: int) -> None:
-    """What the system itself says: /dev/full has no space for anything."""
+    """Raise the system's own error, which /dev/full provides."""
     with Path("/dev/full").open("wb", buffering=0) as device:
         device.write(b"x")

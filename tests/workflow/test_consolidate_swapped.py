@@ -1,4 +1,4 @@
-"""Checkpoints of ZeRO-3 whose optimizer is on NVMe: what DeepSpeed wrote in real training, swapped out as it does it.
+"""Checkpoints of ZeRO-3 with the optimizer on NVMe: real DeepSpeed checkpoints, swapped out as DeepSpeed does it.
 
 ``make test-nvme`` merges one that DeepSpeed swapped out itself, which takes a compiler and minutes.
 """
@@ -15,7 +15,7 @@ from shardmake.checkpoint.formats.nvme_swap import FOLDER, write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, read_states
 from shardmake.checkpoint.reshard.zero import read_tensor
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import assert_equal, merged, trained, truth
+from tests.workflow.consolidate_checkpoints import assert_equal, expected_weights, merged, trained
 
 pytestmark = pytest.mark.training
 ALIGNED = 4096
@@ -29,7 +29,7 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def swapped(variant: Path, tmp_path: Path) -> Path:
-    """DeepSpeed's inner folder of a copy of the checkpoint, with every sub-group swapped out but for the second."""
+    """Return DeepSpeed's inner folder of a copy of the checkpoint, with all sub-groups but the second swapped out."""
     folder = inner_folder(Path(shutil.copytree(variant / "checkpoint-2", tmp_path / "checkpoint-2")))
     for path in folder.glob("*_optim_states.pt"):
         rank = int(path.name.split("rank_")[1].split("_")[0])
@@ -41,7 +41,7 @@ def swapped(variant: Path, tmp_path: Path) -> Path:
 
 
 def swap_out(state: dict[str, Any], files: Path) -> int:
-    """Put a rank's large tensors into swap files; the number of sub-groups."""
+    """Move a rank's large tensors to swap files; return the number of sub-groups."""
     files.mkdir(parents=True)
     weights, moments = state["fp32_flat_groups"], state["optimizer_state_dict"]["state"]
     for number, group in enumerate(weights):
@@ -56,11 +56,11 @@ def swap_out(state: dict[str, Any], files: Path) -> int:
     return len(weights)
 
 
-def test_the_merged_model_is_the_same(variant: Path, swapped: Path, tmp_path: Path) -> None:
-    assert_equal(merged(swapped.parent, tmp_path / "out"), truth(variant))
+def test_merged_model_is_unchanged(variant: Path, swapped: Path, tmp_path: Path) -> None:
+    assert_equal(merged(swapped.parent, tmp_path / "out"), expected_weights(variant))
 
 
-def test_so_are_the_states_for_resharding(variant: Path, swapped: Path) -> None:
+def test_states_for_resharding_are_unchanged(variant: Path, swapped: Path) -> None:
     def values(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
         for kind, tensors in read_states(folder).items():
             yield from ((f"{kind} {name}", read_tensor(tensor)) for name, tensor in tensors.items())
@@ -68,12 +68,12 @@ def test_so_are_the_states_for_resharding(variant: Path, swapped: Path) -> None:
     assert_equal(dict(values(swapped)), dict(values(inner_folder(variant / "checkpoint-2"))))
 
 
-def test_what_is_not_there_is_named(swapped: Path, tmp_path: Path) -> None:
+def test_missing_swap_file_or_index_is_reported(swapped: Path, tmp_path: Path) -> None:
     file = swapped / FOLDER / "rank01/0_3.tensor.swp"
     content = file.read_bytes()
     file.write_bytes(content[:100])
     with pytest.raises(
-        ShardmakeError, match=r"rank01/0_3\.tensor\.swp has 100 of \d+ bytes: the checkpoint is not complete"
+        ShardmakeError, match=r"rank01/0_3\.tensor\.swp has 100 of \d+ bytes\. The checkpoint is not complete"
     ):
         merged(swapped.parent, tmp_path / "out")
     file.unlink()
@@ -86,6 +86,6 @@ def test_what_is_not_there_is_named(swapped: Path, tmp_path: Path) -> None:
             merged(swapped.parent, tmp_path / "out")
     (swapped / FOLDER / "sub_groups.json").unlink()
     with pytest.raises(
-        ShardmakeError, match=r"kept on NVMe, and no sub_groups\.json .* resume from there with Shardmake"
+        ShardmakeError, match=r"sub_groups\.json, which maps .* is missing.* resume from this checkpoint with Shardmake"
     ):
         merged(swapped.parent, tmp_path / "out")

@@ -1,4 +1,4 @@
-"""A model that is not what it should be is never called whole."""
+"""Verification detects every kind of damage in a model."""
 
 import json
 import shutil
@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import ask_in_process
+from tests.workflow.consolidate_checkpoints import check_loading_in_process
 
 SHAPE = LlamaConfig(
     vocab_size=101, hidden_size=24, intermediate_size=52, num_hidden_layers=2, num_attention_heads=4,
@@ -24,12 +24,12 @@ Q = "model.layers.0.self_attn.q_proj.weight"
 
 @pytest.fixture(autouse=True)
 def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask_in_process(monkeypatch)
+    check_loading_in_process(monkeypatch)
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What DDP training leaves: a plain folder, here with a tokenizer's files and a chat template."""
+    """A plain folder as DDP training saves it, with tokenizer files and a chat template."""
     folder = tmp_path_factory.mktemp("run") / "checkpoint-5"
     torch.manual_seed(0)
     LlamaForCausalLM(SHAPE).save_pretrained(folder, max_shard_size="30KB")
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def merged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "model"
     with pytest.MonkeyPatch.context() as patch:
-        ask_in_process(patch)
+        check_loading_in_process(patch)
         consolidate(checkpoint, out, dtype="bf16", max_shard_size="20KB")
     return out
 
@@ -53,7 +53,7 @@ def model(merged: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(merged, tmp_path / "model"))
 
 
-def test_the_folder_holds_what_save_pretrained_would(checkpoint: Path, model: Path) -> None:
+def test_folder_equals_the_output_of_save_pretrained(checkpoint: Path, model: Path) -> None:
     assert {path.name for path in model.iterdir() if path.suffix != ".safetensors"} == {
         "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json",
         "chat_template.jinja", "receipt.json",
@@ -65,7 +65,7 @@ def test_the_folder_holds_what_save_pretrained_would(checkpoint: Path, model: Pa
     assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), original.parameters(), strict=True))
 
 
-def test_a_good_model_and_its_receipt(checkpoint: Path, model: Path) -> None:
+def test_valid_model_and_its_receipt(checkpoint: Path, model: Path) -> None:
     found = verify(model, checkpoint)
     receipt = json.loads((model / "receipt.json").read_text())
     assert receipt["verification"] == {**found.model_dump(), "compared_with": None}
@@ -76,7 +76,7 @@ def test_a_good_model_and_its_receipt(checkpoint: Path, model: Path) -> None:
 
 
 def change(name: str, value: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
-    """Rewrite one tensor, and forget the receipt, which would tell at once."""
+    """Rewrite one tensor and remove the receipt, whose checksums would detect the change."""
 
     def damage(model: Path) -> None:
         (model / "receipt.json").unlink()
@@ -119,21 +119,21 @@ def append(pattern: str) -> Callable[[Path], None]:
         (change(Q, torch.zeros_like), f"{Q} is all zero"),
         (change(Q, lambda tensor: tensor[:12]), rf"shape of {Q} is \[12, 24\], the model's \[24, 24\]"),
         (rename, rf"{Q} is missing(.|\n)*self_attn\.query\.weight is not part of LlamaForCausalLM"),
-        (append("tokenizer.json"), r"tokenizer\.json has changed since the receipt was written"),
+        (append("tokenizer.json"), r"tokenizer\.json was changed after the receipt was written"),
         (lambda model: (model / "chat_template.jinja").unlink(), "in the receipt, but not in the folder"),
-        (append("model-00001-*.safetensors"), "is no whole safetensors file"),
-        (lambda model: next(model.glob("model-00002-*")).unlink(), "is missing: the model is not complete"),
-        (lambda model: (model / "notes.txt").touch(), r"notes\.txt was added since the receipt was written"),
-        (lambda model: (model / "old.safetensors").touch(), r"old\.safetensors is no part of the model"),
+        (append("model-00001-*.safetensors"), "is not a complete safetensors file"),
+        (lambda model: next(model.glob("model-00002-*")).unlink(), "is missing. The model is not complete"),
+        (lambda model: (model / "notes.txt").touch(), r"notes\.txt was added after the receipt was written"),
+        (lambda model: (model / "old.safetensors").touch(), r"old\.safetensors is not part of the model"),
     ],
 )
-def test_what_is_wrong_is_named(model: Path, damage: Callable[[Path], None], message: str) -> None:
+def test_damage_is_reported(model: Path, damage: Callable[[Path], None], message: str) -> None:
     damage(model)
     with pytest.raises(ShardmakeError, match=message):
         verify(model)
 
 
-def test_one_bit_of_difference_to_the_checkpoint(checkpoint: Path, model: Path) -> None:
+def test_one_different_bit_is_detected(checkpoint: Path, model: Path) -> None:
     def flip(tensor: torch.Tensor) -> torch.Tensor:
         tensor.view(torch.int16)[3, 3] ^= 1
         return tensor

@@ -1,4 +1,4 @@
-"""Merging what DeepSpeed wrote in real training: bit for bit what the ranks held, at every world size."""
+"""Merging DeepSpeed checkpoints of real training: equal bit for bit to the ranks' weights, at every world size."""
 
 import shutil
 from pathlib import Path
@@ -7,10 +7,10 @@ import pytest
 from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
 from shardmake.core.errors import ShardmakeError
-from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, merged, trained, truth
+from tests.workflow.consolidate_checkpoints import ZERO, assert_equal, expected_weights, merged, trained
 
 pytestmark = pytest.mark.training
-# A checkpoint without its frozen base is no model by itself; test_consolidate_lora merges it into the base.
+# A checkpoint without its frozen base is not a model; test_consolidate_lora merges it into the base.
 VARIANTS = [(world, name) for world, names in ZERO.items() for name in names if "nobase" not in name]
 
 
@@ -21,12 +21,12 @@ def variant(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("target", ["keep", "bf16", "fp16"])
-def test_equals_what_the_ranks_held(variant: Path, tmp_path: Path, target: str) -> None:
-    assert_equal(merged(variant / "checkpoint-2", tmp_path / "out", target), truth(variant, target))
+def test_merge_equals_the_ranks_weights(variant: Path, tmp_path: Path, target: str) -> None:
+    assert_equal(merged(variant / "checkpoint-2", tmp_path / "out", target), expected_weights(variant, target))
 
 
-def test_equals_the_official_tool_where_that_is_right(variant: Path, tmp_path: Path) -> None:
-    """zero_to_fp32 cannot read BF16_Optimizer's files, stores ties twice and loses ZeRO-1's frozen weights."""
+def test_merge_equals_deepspeeds_own_tool_where_that_is_correct(variant: Path, tmp_path: Path) -> None:
+    """zero_to_fp32 cannot read BF16_Optimizer's files, stores tied weights twice and loses ZeRO-1's frozen weights."""
     ours = merged(variant / "checkpoint-2", tmp_path / "out")
     if "accumfp32" in variant.name:
         with pytest.raises(ValueError, match="is not a zero checkpoint"):
@@ -40,10 +40,10 @@ def test_equals_the_official_tool_where_that_is_right(variant: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("name", [name for name in ZERO[2] if "universal" in name])
-def test_a_universal_checkpoint(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_universal_checkpoint(name: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     variant = trained(tmp_path_factory.getbasetemp(), "zero", 2) / name
     universal = Path(shutil.copytree(variant / "universal", tmp_path / "universal"))
-    assert_equal(merged(universal, tmp_path / "out"), truth(variant))
+    assert_equal(merged(universal, tmp_path / "out"), expected_weights(variant))
     shutil.rmtree(universal / "zero" / "model.norm.weight")
     with pytest.raises(ShardmakeError, match=r"model\.norm\.weight/fp32\.pt is missing"):
         merged(universal, tmp_path / "other")

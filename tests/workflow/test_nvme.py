@@ -63,14 +63,14 @@ def test_nvme_checkpoint_resumes_under_another_strategy(
     shared_checkout: Checkout, losses: dict[int, float], strategy: Strategy
 ) -> None:
     out = shared_checkout.run / "train/resharded"
-    reshard(rewind_to(shared_checkout, 2), out, strategy, 2, print)
+    reshard(rewind_to(shared_checkout, 2), out, strategy, 2)
     launch_by_hand(shared_checkout, strategy, resume_from=out, checkpoints=SAVES)
     assert shared_checkout.losses() == pytest.approx(losses, abs=2e-4)
 
 
 def test_nvme_checkpoint_resumes_on_other_ranks(shared_checkout: Checkout, losses: dict[int, float]) -> None:
     out = shared_checkout.run / "train/resharded"
-    reshard(rewind_to(shared_checkout, 2), out, "zero3-nvme", 4, print)
+    reshard(rewind_to(shared_checkout, 2), out, "zero3-nvme", 4)
     launch_by_hand(shared_checkout, "zero3-nvme", nodes=2, resume_from=out, checkpoints=SAVES, zero=SUB_GROUPS)
     assert shared_checkout.losses() == pytest.approx(losses, abs=2e-4)
 
@@ -79,7 +79,7 @@ def test_nvme_checkpoint_resumes_on_other_ranks(shared_checkout: Checkout, losse
 def test_nvme_resumes_from_another_strategy(shared_checkout: Checkout, strategy: Strategy, engine: str) -> None:
     expected = train_by_hand(shared_checkout, strategy, checkpoints=SAVES)
     out = shared_checkout.run / "train/resharded"
-    reshard(rewind_to(shared_checkout, 2), out, "zero3-nvme", 2, print)
+    reshard(rewind_to(shared_checkout, 2), out, "zero3-nvme", 2)
     launch_by_hand(shared_checkout, "zero3-nvme", resume_from=out, engine=engine, checkpoints=SAVES, zero=SUB_GROUPS)
     assert shared_checkout.losses() == pytest.approx(expected, abs=2e-4)
     swapped = rewind_to(shared_checkout, 3)

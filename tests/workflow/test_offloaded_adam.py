@@ -65,5 +65,5 @@ def _reshard_if_needed(
     if find_route(record, checkpoint, strategy, 2) is Route.NATIVE:
         return checkpoint
     out = shared_checkout.run / "train/resharded"
-    reshard(checkpoint, out, strategy, 2, print)
+    reshard(checkpoint, out, strategy, 2)
     return out

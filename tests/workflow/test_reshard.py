@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.formats.universal import is_universal
 from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.reshard.convert import find_route, reshard
 from shardmake.checkpoint.reshard.routes import Route
-from shardmake.checkpoint.reshard.universal import is_universal
 from shardmake.config.models import Strategy
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import AttemptDir
@@ -45,7 +45,7 @@ def train_further(
     source = newest[1] if newest else None
     if newest and find_route(*newest, *setup) is not Route.NATIVE:
         source = rundir.train / f"resharded-{newest[0].step}"
-        reshard(newest[1], source, *setup, print)
+        reshard(newest[1], source, *setup)
     universal = source is not None and is_universal(source)
     if not to_the_end:
         rundir.train.mkdir(parents=True, exist_ok=True)
@@ -95,14 +95,16 @@ def test_many_zero3_sub_groups_are_resharded(forked: Forked, uninterrupted: dict
 
 
 @pytest.mark.parametrize("setup", [("zero3", 3), ("zero2", 3)])
-def test_states_equal_deepspeeds_own_conversion(forked: Forked, tmp_path: Path, setup: Setup) -> None:
+def test_states_equal_deepspeeds_own_conversion(
+    forked: Forked, tmp_path: Path, caplog: pytest.LogCaptureFixture, setup: Setup
+) -> None:
     """Weights, both moments and the step of every parameter are equal bit for bit; invalid requests are rejected."""
     from deepspeed.checkpoint.ds_to_universal import main as convert
 
+    caplog.set_level("INFO", "shardmake")
     checkpoint = train_further(forked, RunDir(tmp_path / "run"), setup)
     out = tmp_path / "ours"
-    said: list[str] = []
-    record = reshard(checkpoint, out, "zero1", 2, said.append)
+    record = reshard(checkpoint, out, "zero1", 2)
     assert (record.strategy, record.world_size) == ("zero1", 2) and find_problems(out) == []
     theirs = tmp_path / "theirs"
     options = dict(num_extract_workers=1, num_merge_workers=1, keep_temp_folder=False, strict=True)
@@ -117,16 +119,16 @@ def test_states_equal_deepspeeds_own_conversion(forked: Forked, tmp_path: Path, 
         ours, expected = load(out / "global_step1/zero" / path), load(theirs / "zero" / path)
         assert torch.equal(torch.as_tensor(ours).flatten(), torch.as_tensor(expected).flatten()), path
 
-    again = reshard(checkpoint, out, "zero3", 4, said.append)
+    again = reshard(checkpoint, out, "zero3", 4)
     assert again == record.model_copy(update={"strategy": "zero3", "world_size": 4})
-    assert said[-1] == f"{out} is there already."
+    assert caplog.messages[-1] == f"Reusing {out}."
     with pytest.raises(ShardmakeError, match="needs no resharding"):
-        reshard(checkpoint, tmp_path / "no", setup[0], setup[1], said.append)
-    with pytest.raises(ShardmakeError, match="not converted for ddp"):
-        reshard(checkpoint, tmp_path / "no", "ddp", 2, said.append)
+        reshard(checkpoint, tmp_path / "no", setup[0], setup[1])
+    with pytest.raises(ShardmakeError, match="cannot be converted for ddp"):
+        reshard(checkpoint, tmp_path / "no", "ddp", 2)
     (checkpoint / "latest").write_text("global_step2")
-    with pytest.raises(ShardmakeError, match=r"no whole checkpoint of Shardmake: .*latest"):
-        reshard(checkpoint, tmp_path / "no", "zero1", 2, said.append)
+    with pytest.raises(ShardmakeError, match=r"is not a complete Shardmake checkpoint: .*latest"):
+        reshard(checkpoint, tmp_path / "no", "zero1", 2)
 
 
 def newest_of(rundir: RunDir) -> Path:

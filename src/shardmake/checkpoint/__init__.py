@@ -1,1 +1,1 @@
-"""Sharded checkpoints: commit, recovery and retention, formats on disk, resharding."""
+"""Sharded checkpoints: the store, the formats on disk, and resharding."""

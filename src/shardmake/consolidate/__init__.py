@@ -1,8 +1,8 @@
-"""Merge sharded checkpoints into a Hugging Face folder at disk speed, in bounded memory, and prove the result.
+"""Merge sharded checkpoints into a Hugging Face folder at disk speed, in bounded memory, and verify the result.
 
-A checkpoint's metadata is read without its tensors and without running anything from it (`unpickle`), a reader per
-format (`deepspeed`, `dcp`, `folder`) says which byte ranges make up each tensor (`contents`), `layout` fixes names,
-shards and headers, `writer` streams the bytes, and `verify` reads the result again.
+`checkpoint.formats` reads a checkpoint's metadata without its tensors and without executing code in it. It returns the
+byte ranges of each tensor. `layout` computes names, shards and headers, `jobs` divides the copy, `stream` and `writer`
+copy the bytes, and `verify` reads the result again.
 """
 
 import sys

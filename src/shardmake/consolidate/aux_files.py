@@ -1,4 +1,4 @@
-"""The small files of a model's folder: config, generation config, tokenizer, chat template, processor, model code."""
+"""The auxiliary files of a model: config, generation config, tokenizer, chat template, processor, model code."""
 
 import shutil
 from collections.abc import Iterable, Sequence
@@ -7,7 +7,7 @@ from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
 from shardmake.core.atomic import read_json, write_json
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError
 
 _GROUPS = {
     "generation": ("generation_config.json",),
@@ -19,26 +19,25 @@ _GROUPS = {
     "processor": ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
     "code": ("*.py",),
 }  # fmt: skip
-_TRAINING_SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}  # DeepSpeed puts them beside every checkpoint
+_TRAINING_SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}  # DeepSpeed writes them beside every checkpoint
 
 
-def folders(checkpoint: Path, base: Path | None) -> list[Path]:
-    """Where to look, best first: beside the shards, one folder up, the base model's folder."""
+def source_folders(checkpoint: Path, base: Path | None) -> list[Path]:
+    """Return the folders to search, in order: the shards' folder, its parent, the base model's folder."""
     return [folder for folder in (checkpoint, checkpoint.parent, base) if folder is not None]
 
 
-def copy_companions(sources: Sequence[Path], target: Path, dtypes: Iterable[str], adapter: Path | None = None) -> None:
-    """Put the small files into ``target``, each group from the first of ``sources`` that has any of it.
-
-    With ``adapter``, the adapter_config.json of an adapter alone, which has no config of a model beside it.
+def copy_aux_files(sources: Sequence[Path], target: Path, dtypes: Iterable[str], adapter: Path | None = None) -> None:
+    """Copy the auxiliary files to ``target``, each group from the first of ``sources`` that has a file of it.
 
     Args:
-        sources: Folders, best first.
+        sources: Folders to search, in order.
         target: The merged model's folder.
-        dtypes: The types of the merged tensors; the config says the widest floating one.
+        dtypes: The types of the merged tensors; the config declares the widest floating one.
+        adapter: The adapter_config.json to copy instead of a model's config, if an adapter is written alone.
 
     Raises:
-        ShardmakeError: no folder holds a config.json.
+        ModelError: No folder holds a config.json.
     """
     target.mkdir(parents=True, exist_ok=True)
     groups = dict(_GROUPS)
@@ -65,15 +64,15 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def config_folder(sources: Sequence[Path | None]) -> Path:
-    """The first of ``sources`` with a config.json."""
+    """Return the first of ``sources`` with a config.json."""
     return _configs(sources)[0].parent
 
 
 def _configs(sources: Sequence[Path | None]) -> list[Path]:
     found = [folder / "config.json" for folder in sources if folder is not None and (folder / "config.json").is_file()]
     if not found:
-        looked = ", ".join(str(folder) for folder in sources if folder is not None) or "the adapter's folder"
-        raise ShardmakeError(f"There is no config.json in {looked}. Name the base model's folder with --base.")
+        searched = ", ".join(str(folder) for folder in sources if folder is not None) or "the adapter's folder"
+        raise ModelError(f"There is no config.json in {searched}. Name the base model's folder with --base.")
     return found
 
 
@@ -88,13 +87,13 @@ def _config(sources: Sequence[Path], dtypes: Iterable[str]) -> dict[str, Any]:
 
 
 def widest(dtypes: Iterable[str]) -> str:
-    """The widest floating type of ``dtypes``, float32 where there is none."""
+    """Return the widest floating type of ``dtypes``, float32 without one."""
     floating = CONVERTIBLE & set(dtypes)
     return max(floating, key=lambda dtype: (ITEM_SIZE[dtype], dtype), default="F32")
 
 
 def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Write the type as transformers 5 does, also in the configs of sub-models that name one."""
+    """Write the type as transformers 5 does, also in the configs of sub-models that declare one."""
     config.pop("torch_dtype", None)
     config["dtype"] = torch_name(dtype)
     for value in config.values():

@@ -1,4 +1,4 @@
-"""The memory that bytes pass through on their way from file to file."""
+"""Page-aligned memory for blocks of a file, and reads into it."""
 
 import errno
 import mmap
@@ -12,11 +12,11 @@ import numpy.typing as npt
 Block = npt.NDArray[Any]
 
 PAGE = mmap.PAGESIZE
-"""Bytes; direct writes need offset, length and address in memory on its multiples."""
+"""Bytes; direct writes need offset, length and memory address at multiples of it."""
 
 
 def page_aligned(size: int) -> Block:
-    """``size`` bytes (uint8) that start on a page boundary."""
+    """Return ``size`` bytes (uint8) that start at a page boundary."""
     return np.frombuffer(mmap.mmap(-1, size), np.uint8)
 
 
@@ -24,11 +24,14 @@ _PROBES = 16
 
 
 def is_cached(path: Path, offset: int, size: int) -> bool:
-    """Whether most of ``size`` bytes from ``offset`` on are in the page cache; False if the file system cannot tell."""
+    """Return True if most of ``size`` bytes from ``offset`` on are in the page cache.
+
+    Return False if the file system does not support the check.
+    """
     file = os.open(path, os.O_RDONLY)
     try:
-        places = range(offset, offset + size, max(1, size // _PROBES))
-        return sum(_is_there(file, place) for place in places) > len(places) // 2
+        probes = range(offset, offset + size, max(1, size // _PROBES))
+        return sum(_is_byte_cached(file, probe) for probe in probes) > len(probes) // 2
     except OSError as error:
         if error.errno != errno.EOPNOTSUPP:
             raise
@@ -37,7 +40,7 @@ def is_cached(path: Path, offset: int, size: int) -> bool:
         os.close(file)
 
 
-def _is_there(file: int, offset: int) -> bool:
+def _is_byte_cached(file: int, offset: int) -> bool:
     try:
         return os.preadv(file, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
     except BlockingIOError:
@@ -45,10 +48,10 @@ def _is_there(file: int, offset: int) -> bool:
 
 
 _AHEAD = 8 << 20
-"""Bytes that the disk may read ahead, so that it does not wait for what is done with the bytes before."""
+"""Bytes of read-ahead, so that the disk does not wait while the previous bytes are processed."""
 
 
 def read_into(block: Block, file: int, offset: int) -> int:
-    """Fill ``block`` (uint8) from byte ``offset`` of ``file`` on; how many bytes there were."""
+    """Fill ``block`` (uint8) from byte ``offset`` of ``file`` on; return the number of bytes read."""
     os.posix_fadvise(file, offset + len(block), _AHEAD, os.POSIX_FADV_WILLNEED)
     return os.preadv(file, [block.data], offset)

@@ -1,7 +1,7 @@
-"""Change the type of blocks of elements, rounding to nearest even as torch does.
+"""Convert blocks of elements to another type, rounding to nearest even as torch does.
 
-Without torch, whose import alone takes longer and more memory than merging a model of a few GB. Chunks fit into the
-processor's cache and all arrays are used again, which is what makes this faster than a disk.
+torch is not used, because its import takes longer and more memory than merging a model of a few GB. Chunks fit into the
+processor's cache and all arrays are reused, which makes the conversion faster than a disk.
 """
 
 import numpy as np
@@ -11,11 +11,11 @@ from shardmake.consolidate.blocks import Block, page_aligned
 
 _VIEW = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 _CHUNK = 1 << 18
-"""Elements; fewer, and threads wait for each other between numpy's calls longer than each call takes."""
+"""Elements; with fewer, threads wait for each other between numpy calls longer than a call takes."""
 
 
 class Converter:
-    """Converts blocks of at most ``elements`` elements; one per thread, because it owns the memory it returns."""
+    """Converts blocks of at most ``elements`` elements; not shared by threads, because it owns the result."""
 
     def __init__(self, elements: int) -> None:
         self._out = page_aligned(elements * 4)
@@ -23,9 +23,9 @@ class Converter:
         self._wide = np.empty(_CHUNK, np.float32)
 
     def convert(self, block: Block, source: str, target: str, shift: int = 0) -> Block:
-        """The bytes ``block`` (uint8) of elements of type ``source``, as bytes of elements of type ``target``.
+        """Convert the bytes ``block`` (uint8) of elements of type ``source`` to bytes of type ``target``.
 
-        The result lies ``shift`` bytes behind a page boundary, and is valid until the next call.
+        The result starts ``shift`` bytes behind a page boundary and is valid until the next call.
         """
         values = block.view(_VIEW[source])
         out = self._out[shift : shift + values.size * ITEM_SIZE[target]].view(_VIEW[target])
@@ -35,12 +35,12 @@ class Converter:
         return out.view(np.uint8)
 
     def add(self, block: Block, source: str, target: str, delta: Block, shift: int = 0) -> Block:
-        """`convert` of ``block`` plus ``delta`` (float32, one value per element), added in float32."""
+        """Add ``delta`` (float32, one value per element) to ``block`` in float32 and convert the sum."""
         wide = self.convert(block, source, "F32").view(np.float32) + delta
         return self.convert(wide.view(np.uint8), "F32", target, shift)
 
     def _widen(self, values: Block, source: str) -> Block:
-        """The values as float32."""
+        """Return the values as float32."""
         if source == "F32":
             return values
         if source == "F16":
@@ -55,13 +55,13 @@ class Converter:
         if target == "F32":
             out[:] = values
         elif target == "F16":
-            with np.errstate(over="ignore"):  # too large becomes infinite, which verification reports by tensor
+            with np.errstate(over="ignore"):  # overflow becomes infinity, which verification reports by tensor
                 out[:] = values
         else:
             self._to_bf16(values, out)
 
     def _to_bf16(self, values: Block, out: Block) -> None:
-        """IEEE 754 round to nearest even, on the upper half of the bits; NaN becomes the quiet NaN."""
+        """Round the upper half of the bits to nearest even (IEEE 754); NaN becomes the quiet NaN."""
         bits, rounded = values.view(np.uint32), self._bits[: values.size]
         np.right_shift(bits, 16, out=rounded)
         np.bitwise_and(rounded, 1, out=rounded)

@@ -1,4 +1,4 @@
-"""Cut the merge into jobs of one source and one output each, and those into the blocks that are read at once. Pure."""
+"""Divide the merge into jobs with one source and one output each, and the jobs into blocks of one read each."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,23 +10,23 @@ from shardmake.consolidate.blocks import PAGE
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 
 BLOCK = 4 << 20
-"""Bytes read at once."""
+"""Bytes of one read."""
 JOB = 64 << 20
-"""Bytes of a source of which one checksum is kept, about."""
+"""Approximate source bytes per checksum."""
 _SMALL = 1 << 18
-"""Bytes; less is read together with its neighbours, because a read of its own would cost more than the bytes."""
+"""Bytes; smaller parts are read together with their neighbours, because a separate read would cost more."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """Bytes ``[begin, end)`` of a record for ``entry``, from byte ``offset`` of the output on.
+    """Bytes ``[begin, end)`` of a record for ``target``, to be written from byte ``offset`` of the output on.
 
-    With ``run``, each run of so many source bytes goes ``stride`` output bytes behind the one before.
+    With ``run``, each run of ``run`` source bytes is written ``stride`` output bytes behind the previous one.
     """
 
     begin: int
     end: int
-    entry: PlannedTensor
+    target: PlannedTensor
     offset: int
     run: int = 0
     stride: int = 0
@@ -34,7 +34,7 @@ class Move:
 
 @dataclass(frozen=True)
 class CopyJob:
-    """Bytes ``[begin, end)`` of ``record``, all read for the checksum, and what of them goes where in one file."""
+    """Bytes ``[begin, end)`` of ``record``, which are all read for the checksum, and their moves into one file."""
 
     record: ZipRecord
     begin: int
@@ -43,8 +43,8 @@ class CopyJob:
 
 
 @dataclass(frozen=True)
-class Part:
-    """Bytes ``[begin, end)`` of a record that belong to ``move``, in whole runs where it has them."""
+class MovePart:
+    """Bytes ``[begin, end)`` of a record that belong to ``move``, in complete runs if the move has runs."""
 
     move: Move
     begin: int
@@ -52,37 +52,37 @@ class Part:
 
     @property
     def offset(self) -> int:
-        """Where the first of them goes in the output."""
-        move, entry, done = self.move, self.move.entry, self.begin - self.move.begin
+        """Offset of the first byte in the output."""
+        move, target, done = self.move, self.move.target, self.begin - self.move.begin
         if move.run:
             return move.offset + done // move.run * move.stride
-        return move.offset + done // ITEM_SIZE[entry.tensor.dtype] * ITEM_SIZE[entry.dtype]
+        return move.offset + done // ITEM_SIZE[target.tensor.dtype] * ITEM_SIZE[target.dtype]
 
 
 @dataclass(frozen=True)
-class Span:
-    """Bytes ``[begin, end)`` of a record that are read at once, and the parts that are not padding.
+class ReadBlock:
+    """Bytes ``[begin, end)`` of a record for one read, and the parts of them that are not padding.
 
-    ``shift``: how far behind a page boundary the first output byte lies, where there is a single large part.
+    ``shift`` is the distance of the first output byte from a page boundary, for a block with one large part.
     """
 
     begin: int
     end: int
-    parts: tuple[Part, ...] = ()
+    parts: tuple[MovePart, ...] = ()
     shift: int = 0
 
 
 def plan_jobs(shards: Sequence[PlannedShard]) -> list[list[CopyJob]]:
-    """The jobs of each shard, in the order of the source files.
+    """Return the jobs of each shard, in the order of the source files.
 
-    Every byte of a record with a CRC-32 belongs to exactly one job, also the bytes that go nowhere (padding).
+    Every byte of a record with a CRC-32 belongs to exactly one job, padding included.
     """
     jobs: list[list[CopyJob]] = [[] for _ in shards]
     by_record: dict[ZipRecord, list[tuple[Move, int]]] = {}
     for index, shard in enumerate(shards):
-        for entry in shard.entries:
-            for piece in entry.tensor.pieces:
-                by_record.setdefault(piece.record, []).extend((move, index) for move in _moves(entry, piece))
+        for planned in shard.tensors:
+            for piece in planned.tensor.pieces:
+                by_record.setdefault(piece.record, []).extend((move, index) for move in _moves(planned, piece))
     for record, moves in by_record.items():
         for index, job in _jobs(record, sorted(moves, key=lambda item: item[0].begin)):
             jobs[index].append(job)
@@ -91,24 +91,24 @@ def plan_jobs(shards: Sequence[PlannedShard]) -> list[list[CopyJob]]:
     return jobs
 
 
-def _moves(entry: PlannedTensor, piece: Piece) -> Iterator[Move]:
-    """The piece in steps that fit a block, or at most a job's size where the bytes lie in one run."""
-    wide, narrow = ITEM_SIZE[entry.tensor.dtype], ITEM_SIZE[entry.dtype]
-    offset, run = entry.offset + piece.at * narrow, piece.count * wide
+def _moves(target: PlannedTensor, piece: Piece) -> Iterator[Move]:
+    """Yield the piece in steps that fit a block, or a job if the bytes form one run."""
+    wide, narrow = ITEM_SIZE[target.tensor.dtype], ITEM_SIZE[target.dtype]
+    offset, run = target.offset + piece.at * narrow, piece.count * wide
     if piece.runs > 1 and run <= BLOCK:
-        yield Move(piece.start, piece.start + piece.runs * run, entry, offset, run, piece.stride * narrow)
+        yield Move(piece.start, piece.start + piece.runs * run, target, offset, run, piece.stride * narrow)
         return
     for index in range(piece.runs):
         for done in range(0, run, JOB):
             begin = piece.start + index * run + done
-            where = offset + index * piece.stride * narrow + done // wide * narrow
-            yield Move(begin, begin + min(JOB, run - done), entry, where)
+            to = offset + index * piece.stride * narrow + done // wide * narrow
+            yield Move(begin, begin + min(JOB, run - done), target, to)
 
 
 def _jobs(record: ZipRecord, moves: Sequence[tuple[Move, int]]) -> Iterator[tuple[int, CopyJob]]:
-    """Neighbouring moves into the same file, up to a job's size; gaps go to the job before them.
+    """Yield jobs of neighbouring moves into the same file, up to a job's size; a gap belongs to the job before it.
 
-    Where two tensors share bytes, the second one's move is a job of its own that is left out of the checksum.
+    If two tensors share bytes, the move of the second one is a separate job without a checksum.
     """
     disjoint, shared = _split_overlapping(moves)
     for move, shard in shared:
@@ -127,7 +127,7 @@ def _jobs(record: ZipRecord, moves: Sequence[tuple[Move, int]]) -> Iterator[tupl
 def _split_overlapping(
     moves: Sequence[tuple[Move, int]],
 ) -> tuple[list[tuple[Move, int]], list[tuple[Move, int]]]:
-    """The moves that do not overlap an earlier one, and those that do."""
+    """Return the moves that do not overlap an earlier one, and those that do."""
     disjoint: list[tuple[Move, int]] = []
     shared: list[tuple[Move, int]] = []
     end = 0
@@ -140,53 +140,53 @@ def _split_overlapping(
     return disjoint, shared
 
 
-def spans(job: CopyJob) -> Iterator[Span]:
-    """What to read for ``job``, in blocks; without a checksum to compare, padding is left out."""
-    held: list[Span] = []
-    for span in _single_spans(job):
-        if held and not _fits(held, span):
+def read_blocks(job: CopyJob) -> Iterator[ReadBlock]:
+    """Yield the blocks to read for ``job``; padding is skipped if there is no checksum to compare."""
+    held: list[ReadBlock] = []
+    for block in _single_blocks(job):
+        if held and not _fits(held, block):
             yield _joined(held)
             held = []
-        held.append(span)
+        held.append(block)
     if held:
         yield _joined(held)
 
 
-def _single_spans(job: CopyJob) -> Iterator[Span]:
-    """Spans of one part at most."""
+def _single_blocks(job: CopyJob) -> Iterator[ReadBlock]:
+    """Yield blocks of at most one part."""
     at = job.begin
     for move in job.moves:
         yield from _padding(job, at, move.begin)
-        yield from _cut(move)
+        yield from _move_blocks(move)
         at = move.end
     yield from _padding(job, at, job.end)
 
 
-def _padding(job: CopyJob, begin: int, end: int) -> Iterator[Span]:
+def _padding(job: CopyJob, begin: int, end: int) -> Iterator[ReadBlock]:
     if job.record.crc is not None:
         for at in range(begin, end, BLOCK):
-            yield Span(at, min(at + BLOCK, end))
+            yield ReadBlock(at, min(at + BLOCK, end))
 
 
-def _cut(move: Move) -> Iterator[Span]:
-    """A move in blocks, with room for the shift that direct writes need."""
-    wide, narrow = ITEM_SIZE[move.entry.tensor.dtype], ITEM_SIZE[move.entry.dtype]
+def _move_blocks(move: Move) -> Iterator[ReadBlock]:
+    """Yield a move in blocks, with space for the shift that direct writes need."""
+    wide, narrow = ITEM_SIZE[move.target.tensor.dtype], ITEM_SIZE[move.target.dtype]
     at = move.begin
     while at < move.end:
-        shift = 0 if move.run else Part(move, at, at).offset % PAGE
+        shift = 0 if move.run else MovePart(move, at, at).offset % PAGE
         size = BLOCK // move.run * move.run if move.run else BLOCK - shift // narrow * wide
-        part = Part(move, at, min(at + size, move.end))
-        yield Span(part.begin, part.end, (part,), shift)
+        part = MovePart(move, at, min(at + size, move.end))
+        yield ReadBlock(part.begin, part.end, (part,), shift)
         at = part.end
 
 
-def _fits(held: Sequence[Span], span: Span) -> bool:
-    """Whether ``span`` can be read together with those before it."""
-    small = all(each.end - each.begin < _SMALL for each in (held[-1], span))
-    return small and held[-1].end == span.begin and span.end - held[0].begin <= BLOCK
+def _fits(held: Sequence[ReadBlock], block: ReadBlock) -> bool:
+    """Return True if ``block`` can be read together with the blocks before it."""
+    small = all(each.end - each.begin < _SMALL for each in (held[-1], block))
+    return small and held[-1].end == block.begin and block.end - held[0].begin <= BLOCK
 
 
-def _joined(held: Sequence[Span]) -> Span:
+def _joined(held: Sequence[ReadBlock]) -> ReadBlock:
     if len(held) == 1:
         return held[0]
-    return Span(held[0].begin, held[-1].end, tuple(part for span in held for part in span.parts))
+    return ReadBlock(held[0].begin, held[-1].end, tuple(part for block in held for part in block.parts))

@@ -1,8 +1,7 @@
-"""Let transformers itself load a model's folder, without its bytes, and say what it misses.
+"""Load a model's folder with transformers, without its bytes, and report missing or unexpected tensors.
 
-transformers and torch take more memory than a merge and seconds to import, so they run in a process of their own.
-Weights go to the meta device, so that only the files' headers are
-read; a folder with sparse files of the right headers does as well as the real one.
+transformers and torch need more memory than a merge and seconds to import, so they run in a separate process. Weights
+are loaded to the meta device, so that only the headers are read. Sparse files with the right headers are sufficient.
 """
 
 import os
@@ -11,21 +10,21 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from shardmake.core.errors import ModelError, ShardmakeError
+from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request, run_module
 
 
 @dataclass(frozen=True)
-class Loading:
-    """What ``from_pretrained`` said.
+class LoadingReport:
+    """The result of ``from_pretrained``.
 
     Attributes:
         architecture: The class that loaded the folder.
         missing: Names of the model's tensors that the folder does not hold.
-        unexpected: Names in the folder that the model has no use for.
-        mismatched: Of each tensor of another shape its name, the folder's and the model's shape.
-        ties: By name of a tied weight, the name of the weight that it shares.
-        error: Why the folder cannot be loaded at all; empty if it can.
+        unexpected: Names in the folder that the model does not have.
+        mismatched: Name, shape in the folder and shape in the model of each tensor of another shape.
+        ties: Name of each tied weight and of the weight that it shares.
+        error: Error of loading; empty if the folder can be loaded.
     """
 
     architecture: str = ""
@@ -36,20 +35,20 @@ class Loading:
     error: str = ""
 
     def problems(self) -> list[str]:
-        """One sentence each; none if the folder loads as it should."""
+        """Return one sentence per problem; an empty list if the folder loads completely."""
         found = [self.error] if self.error else []
         found += [f"{name} is missing" for name in self.missing]
         found += [f"{name} is not part of {self.architecture}" for name in self.unexpected]
         return found + [f"shape of {text}" for text in self.mismatched]
 
 
-def try_loading(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> Loading:
+def check_loading(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> LoadingReport:
     """Load ``folder`` with transformers in another process.
 
-    Where it is an adapter's, ``base`` is the folder with the config of the model that it is for.
+    For an adapter, ``base`` is the folder with the config of its base model.
 
     Raises:
-        ShardmakeError: that process failed in a way that says nothing about the folder.
+        ModelError: The process failed for a reason other than the folder.
     """
     request = {"folder": str(folder), "trust_remote_code": trust_remote_code, "base": base and str(base)}
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -57,11 +56,11 @@ def try_loading(folder: Path, trust_remote_code: bool = False, base: Path | None
     try:
         return _from_json(run_module(__name__, request, environment))
     except RuntimeError as error:
-        raise ModelError(f"{folder} could not be loaded for a check: {error}") from None
+        raise ModelError(f"The check of {folder} with transformers failed: {error}") from None
 
 
-def _from_json(values: dict[str, Any]) -> Loading:
-    return Loading(
+def _from_json(values: dict[str, Any]) -> LoadingReport:
+    return LoadingReport(
         architecture=values["architecture"],
         missing=tuple(values["missing"]),
         unexpected=tuple(values["unexpected"]),
@@ -71,8 +70,8 @@ def _from_json(values: dict[str, Any]) -> Loading:
     )
 
 
-def load(folder: Path, trust_remote_code: bool) -> Loading:
-    """`try_loading` in this process."""
+def load(folder: Path, trust_remote_code: bool) -> LoadingReport:
+    """Do the work of `check_loading` in this process."""
     import transformers
     from transformers import AutoConfig
 
@@ -89,21 +88,21 @@ def load(folder: Path, trust_remote_code: bool) -> Loading:
             ignore_mismatched_sizes=True,
             **({"trust_remote_code": True} if trust_remote_code else {}),
         )
-    except Exception as error:  # whatever transformers or the model's own code raises is the finding
-        return Loading(error=f"transformers cannot load it: {type(error).__name__}: {error}")
-    return Loading(
+    except Exception as error:  # transformers and the model code can raise anything
+        return LoadingReport(error=f"transformers cannot load it: {type(error).__name__}: {error}")
+    return LoadingReport(
         architecture=type(model).__name__,
         missing=tuple(sorted(info["missing_keys"])),
         unexpected=tuple(sorted(info["unexpected_keys"])),
-        mismatched=tuple(f"{name} is {list(ours)}, the model's {list(its)}" for name, ours, its in
+        mismatched=tuple(f"{name} is {list(ours)}, the model's {list(theirs)}" for name, ours, theirs in
                          sorted(info["mismatched_keys"])),
         ties=tuple(sorted((getattr(model, "all_tied_weights_keys", None) or {}).items())),
         error="; ".join(info.get("error_msgs") or ()),
     )  # fmt: skip
 
 
-def load_adapter(folder: Path, base: Path, trust_remote_code: bool) -> Loading:
-    """What PEFT would miss of the adapter in ``folder`` in the model of the config in ``base``; without any bytes."""
+def load_adapter(folder: Path, base: Path, trust_remote_code: bool) -> LoadingReport:
+    """Compare the adapter in ``folder`` with what PEFT expects for the model in ``base``, without any bytes."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig
@@ -117,11 +116,11 @@ def load_adapter(folder: Path, base: Path, trust_remote_code: bool) -> Loading:
             model = kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
             adapted = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
         expected = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(adapted).items()}
-    except Exception as error:  # whatever PEFT, transformers or the model's own code raises is the finding
-        return Loading(error=f"PEFT cannot load it: {type(error).__name__}: {error}")
+    except Exception as error:  # PEFT, transformers and the model code can raise anything
+        return LoadingReport(error=f"PEFT cannot load it: {type(error).__name__}: {error}")
     held = {name: tensor.shape for name, tensor in read(folder).tensors.items()}
     both = sorted(held.keys() & expected.keys())
-    return Loading(
+    return LoadingReport(
         architecture=f"{type(adapted).__name__} of {type(model).__name__}",
         missing=tuple(sorted(expected.keys() - held.keys())),
         unexpected=tuple(sorted(held.keys() - expected.keys())),
@@ -131,7 +130,7 @@ def load_adapter(folder: Path, base: Path, trust_remote_code: bool) -> Loading:
 
 
 def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
-    """The class that the config names, from transformers or, where that is allowed, from the folder's own code."""
+    """Return the class in the config, from transformers or, if that is allowed, from the folder's own code."""
     import transformers
 
     name = (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0]
@@ -140,9 +139,9 @@ def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     auto = [key for key, value in (getattr(config, "auto_map", None) or {}).items() if value.endswith(f".{name}")]
     if auto and trust_remote_code:
         return getattr(transformers, auto[0])
-    raise ShardmakeError(
-        f"config.json in {folder} names {name}, which this transformers ({transformers.__version__}) does not have"
-        + (": its code comes with the model; allow it with trust_remote_code." if auto else ".")
+    advice = "Its code is part of the model: set trust_remote_code." if auto else "Install another version."
+    raise ModelError(
+        f"config.json in {folder} names {name}, which transformers {transformers.__version__} does not have. {advice}"
     )
 
 

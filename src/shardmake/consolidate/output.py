@@ -1,9 +1,9 @@
-"""A file of known size that is filled in any order, past the page cache where that is asked for and possible.
+"""An output file of known size that is written in any order, optionally past the page cache.
 
 Direct writes (O_DIRECT, open(2)) cost a third of the CPU time of writes through the page cache, leave nothing for the
-sync at the end, and do not push the sources out of memory. But a disk that is being read at the same time is faster if
-it is written to seldom and much at a time, which the page cache sees to. They need offset, length and address on page
-boundaries; what lies beside those, and everything on a file system without direct writes, goes through the cache.
+final sync, and do not evict the sources from memory. If the disk is read at the same time, writes through the page
+cache are faster, because they are rare and large. Direct writes need offset, length and address at page boundaries.
+Other bytes, and all bytes on a file system without direct writes, are written through the cache.
 """
 
 import ctypes
@@ -13,15 +13,15 @@ from pathlib import Path
 
 from shardmake.consolidate.blocks import PAGE, Block
 
-_SMALLEST_DIRECT = 1 << 18  # bytes; below, the wait for the disk outweighs the copy into the cache
+_SMALLEST_DIRECT = 1 << 18  # bytes; below this, waiting for the disk costs more than copying into the cache
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class OutputFile:
-    """One file, ``size`` bytes long from the start; threads may write to different places of it at once."""
+    """One file of ``size`` bytes; threads may write to different parts of it at once."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Create it and reserve its space; an `OSError` if there is too little."""
+        """Create the file and reserve its space; raise `OSError` if there is too little."""
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         self._direct = -1
         try:
@@ -32,9 +32,9 @@ class OutputFile:
             raise
 
     def write(self, content: Block, offset: int, *, direct: bool = False) -> None:
-        """Put ``content`` (uint8) at byte ``offset``.
+        """Write ``content`` (uint8) at byte ``offset``.
 
-        With ``direct`` it goes past the cache if its address is as far from a page boundary as ``offset`` is.
+        With ``direct``, write past the cache if the address has the same distance from a page boundary as ``offset``.
         """
         begin, size = -offset % PAGE, len(content)
         end = begin + (size - begin) // PAGE * PAGE
@@ -51,13 +51,13 @@ class OutputFile:
         os.fsync(self._file)
 
     def close(self) -> None:
-        """Close it; it may be closed already."""
+        """Close the file if it is open."""
         for file in {self._file, self._direct} - {-1}:
             os.close(file)
         self._file = self._direct = -1
 
     def _write_direct(self, content: Block, offset: int) -> None:
-        """File systems may want more than page boundaries, and say so only now."""
+        """Write past the cache; fall back if the file system needs more than page alignment."""
         try:
             _write_all(self._direct, content, offset)
         except OSError as error:
@@ -67,7 +67,7 @@ class OutputFile:
 
 
 def _open_direct(path: Path) -> int:
-    """A descriptor for direct writes, -1 where there are none."""
+    """Return a descriptor for direct writes, -1 if the file system has none."""
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError as error:
@@ -77,7 +77,7 @@ def _open_direct(path: Path) -> int:
 
 
 def _reserve(file: int, size: int) -> None:
-    """Reserve the space, which also finds out now that there is too little; where that is unknown, set the size."""
+    """Reserve the space, so that a full disk is detected now; if that is not supported, set the size."""
     if _libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)) == 0:
         return
     code = ctypes.get_errno()

@@ -1,7 +1,7 @@
-"""Read jobs block by block, in the type of the output, with the CRC-32 of all that was read.
+"""Read jobs block by block, convert them to the output type and compute the CRC-32 of everything read.
 
-One thread reads, in the order of the source files: a disk that serves one reader and several writers is faster than one
-that also serves several readers. Workers do the rest: checksum, conversion, writing.
+One thread reads, in the order of the source files: a disk is faster with one reader and several writers than with
+several readers. Worker threads compute the checksum, convert and write.
 """
 
 import os
@@ -12,32 +12,31 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 
 import numpy as np
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
-from shardmake.checkpoint.formats.contents import Tensor, Update
+from shardmake.checkpoint.formats.contents import LoraUpdate, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.checkpoint.formats.unpickle import unbox
+from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.blocks import Block, page_aligned, read_into
 from shardmake.consolidate.convert import Converter
-from shardmake.consolidate.crc import combine
-from shardmake.consolidate.jobs import BLOCK, CopyJob, Part, Span, plan_jobs, spans
+from shardmake.consolidate.jobs import BLOCK, CopyJob, MovePart, ReadBlock, plan_jobs, read_blocks
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 Put = Callable[[Block, int, PlannedTensor], None]
-"""Takes bytes of the output, where they belong in its file, and the entry that they are part of."""
+"""Takes bytes of the output, their offset in the file, and the tensor that they belong to."""
 
 Factors = tuple[Block, Block]
-"""What a LoRA adapter multiplies, float32: A (rank, columns), and B (rows, rank) times the scale."""
+"""The factors of a LoRA update in float32: A (rank, columns), and B (rows, rank) times the scale."""
 
 
 @dataclass(frozen=True)
 class StreamTask:
-    """A job, what takes its bytes, and what is told after them.
+    """A job with its callbacks.
 
-    ``done`` gets the record as it lies in the file, and the CRC-32 of the job's bytes (0 if the record has none). Both
-    are called by any of the workers.
+    ``put`` takes the bytes. ``done`` takes the record as it is in the file, and the CRC-32 of the job's bytes (0 if the
+    record has none). Any worker may call either of them.
     """
 
     job: CopyJob
@@ -46,12 +45,12 @@ class StreamTask:
 
 
 def stream(tasks: Iterable[StreamTask], workers: int) -> None:
-    """Read the jobs one after the other and hand all their bytes on, block by block, to ``workers`` threads.
+    """Read the jobs in sequence and pass their bytes, block by block, to ``workers`` threads.
 
-    Memory: one block more than there are workers, and as many converted ones, of up to twice the size.
+    Memory: one block more than there are workers, and as many converted blocks of up to twice the size.
 
     Raises:
-        ShardmakeError: a source file ends too early. What ``put`` and ``done`` raise is raised here.
+        CheckpointError: A source file is truncated. Errors of ``put`` and ``done`` are raised here as well.
     """
     with ThreadPoolExecutor(workers) as pool:
         reader = _Reader(pool, workers + 1)
@@ -60,8 +59,16 @@ def stream(tasks: Iterable[StreamTask], workers: int) -> None:
         reader.wait()
 
 
+def combine_crc32(parts: Iterable[tuple[int, int]]) -> int:
+    """Return the CRC-32 of consecutive parts, each given as (its CRC-32, its length in bytes)."""
+    combined = 0
+    for crc, length in parts:
+        combined = crc32_combine(combined, crc, length)
+    return combined
+
+
 class _Slot:
-    """Memory for a block on its way."""
+    """Memory for one block."""
 
     def __init__(self) -> None:
         self.buffer = page_aligned(BLOCK)
@@ -69,36 +76,36 @@ class _Slot:
         self.work: Future[None] | None = None
 
     def wait(self) -> None:
-        """Until what is in the slot is done with; raises what went wrong."""
+        """Wait until the block in the slot is processed; raise the worker's error."""
         if self.work is not None:
             self.work.result()
 
 
-class _Progress:
-    """Of one task: the checksums of its blocks, and how many of them are still on their way."""
+class _TaskProgress:
+    """The checksums of a task's blocks, and the number of blocks in progress."""
 
     def __init__(self, task: StreamTask, record: ZipRecord) -> None:
         self.task, self.record = task, record
-        self._on_the_way = 1  # the reader itself, until it has read everything
+        self._pending = 1  # the reader itself, until it has read everything
         self._sums: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
 
-    def depart(self) -> None:
+    def start_block(self) -> None:
         with self._lock:
-            self._on_the_way += 1
+            self._pending += 1
 
-    def arrive(self, *sums: tuple[int, int, int]) -> None:
-        """One less on its way; ``sums``: where the block began, its CRC-32, its length."""
+    def finish_block(self, *sums: tuple[int, int, int]) -> None:
+        """Count one block less in progress; ``sums`` holds its offset, its CRC-32 and its length."""
         with self._lock:
             self._sums.extend(sums)
-            self._on_the_way -= 1
-            is_last = not self._on_the_way
+            self._pending -= 1
+            is_last = not self._pending
         if is_last:
-            self.task.done(self.record, combine((crc, length) for _, crc, length in sorted(self._sums)))
+            self.task.done(self.record, combine_crc32((crc, length) for _, crc, length in sorted(self._sums)))
 
 
 class _Reader:
-    """Fills slots, and gives each to a worker."""
+    """Fills slots and passes each to a worker."""
 
     def __init__(self, pool: Executor, slots: int) -> None:
         self._pool = pool
@@ -106,44 +113,44 @@ class _Reader:
         self._free: SimpleQueue[_Slot] = SimpleQueue()
         for slot in self._slots:
             self._free.put(slot)
-        self._factors: tuple[Update, Factors] | None = None
+        self._factors: tuple[LoraUpdate, Factors] | None = None
 
     def read(self, task: StreamTask) -> None:
-        record = unbox(task.job.record, task.job.moves[0].entry.tensor.dtype)
-        progress = _Progress(task, record)
+        record = locate(task.job.record, task.job.moves[0].target.tensor.dtype)
+        progress = _TaskProgress(task, record)
         source = os.open(record.path, os.O_RDONLY)
         try:
-            for span in spans(task.job):
+            for block in read_blocks(task.job):
                 slot = self._free.get()
                 slot.wait()
-                block = _read(slot, source, record, span)
-                factors = [self._factors_of(part) for part in span.parts]
-                progress.depart()
-                slot.work = self._pool.submit(self._deliver, slot, block, span, factors, progress)
+                content = _read(slot, source, record, block)
+                factors = [self._factors_of(part) for part in block.parts]
+                progress.start_block()
+                slot.work = self._pool.submit(self._process, slot, content, block, factors, progress)
         finally:
             os.close(source)
-        progress.arrive()
+        progress.finish_block()
 
     def wait(self) -> None:
-        """Until all blocks are done with; raises what went wrong."""
+        """Wait until all blocks are processed; raise a worker's error."""
         for slot in self._slots:
             slot.wait()
 
-    def _deliver(
-        self, slot: _Slot, block: Block, span: Span, factors: list[Factors | None], progress: _Progress
+    def _process(
+        self, slot: _Slot, content: Block, block: ReadBlock, factors: list[Factors | None], progress: _TaskProgress
     ) -> None:
         try:
-            crc = crc32(block.data) if progress.record.crc is not None else 0
-            for part, update in zip(span.parts, factors, strict=True):
-                content = block[part.begin - span.begin : part.end - span.begin]
-                _put(_converted(slot, content, part, span.shift, update), part, progress.task.put)
-            progress.arrive((span.begin, crc, len(block)))
+            crc = crc32(content.data) if progress.record.crc is not None else 0
+            for part, update in zip(block.parts, factors, strict=True):
+                part_content = content[part.begin - block.begin : part.end - block.begin]
+                _put(_converted(slot, part_content, part, block.shift, update), part, progress.task.put)
+            progress.finish_block((block.begin, crc, len(content)))
         finally:
             self._free.put(slot)
 
-    def _factors_of(self, part: Part) -> Factors | None:
-        """Those of the tensor that ``part`` belongs to; the last ones are kept."""
-        update = part.move.entry.tensor.update
+    def _factors_of(self, part: MovePart) -> Factors | None:
+        """Return the factors of the tensor that ``part`` belongs to; the most recent ones are cached."""
+        update = part.move.target.tensor.update
         if update is None:
             return None
         if self._factors is None or self._factors[0] is not update:
@@ -151,36 +158,41 @@ class _Reader:
         return self._factors[1]
 
 
-def _read(slot: _Slot, source: int, record: ZipRecord, span: Span) -> Block:
-    """The bytes of ``span``, as far behind a page boundary in memory as they will be in the output file."""
-    kept = all(ITEM_SIZE[part.move.entry.tensor.dtype] == ITEM_SIZE[part.move.entry.dtype] for part in span.parts)
-    shift = span.shift if kept else 0
-    view = slot.buffer[shift : shift + span.end - span.begin]
+def _read(slot: _Slot, source: int, record: ZipRecord, block: ReadBlock) -> Block:
+    """Read ``block`` to memory with the same distance from a page boundary as in the output file."""
+    keeps_size = all(
+        ITEM_SIZE[part.move.target.tensor.dtype] == ITEM_SIZE[part.move.target.dtype] for part in block.parts
+    )
+    shift = block.shift if keeps_size else 0
+    view = slot.buffer[shift : shift + block.end - block.begin]
     got = 0
     while got < len(view):
-        count = read_into(view[got:], source, record.offset + span.begin + got)
+        count = read_into(view[got:], source, record.offset + block.begin + got)
         if not count:
-            raise ShardmakeError(f"{record.path} ended at byte {record.offset + span.begin + got}: it is cut off.")
+            raise CheckpointError(
+                f"{record.path} is truncated at byte {record.offset + block.begin + got}. Copy it again, or use an "
+                "older checkpoint."
+            )
         got += count
     return view
 
 
-def _converted(slot: _Slot, block: Block, part: Part, shift: int, factors: Factors | None) -> Block:
-    """``block`` in the output's type, ``shift`` bytes behind a page boundary."""
-    entry = part.move.entry
-    source, target = entry.tensor.dtype, entry.dtype
+def _converted(slot: _Slot, content: Block, part: MovePart, shift: int, factors: Factors | None) -> Block:
+    """Return ``content`` in the output's type, ``shift`` bytes behind a page boundary."""
+    planned = part.move.target
+    source, target = planned.tensor.dtype, planned.dtype
     if source == target and factors is None:
-        return block
+        return content
     if slot.converter is None:
         slot.converter = Converter(BLOCK // 2)
     if factors is None:
-        return slot.converter.convert(block, source, target, shift)
-    first = (part.offset - entry.offset) // ITEM_SIZE[target]
-    return slot.converter.add(block, source, target, _delta(factors, first, len(block) // ITEM_SIZE[source]), shift)
+        return slot.converter.convert(content, source, target, shift)
+    first = (part.offset - planned.offset) // ITEM_SIZE[target]
+    return slot.converter.add(content, source, target, _delta(factors, first, len(content) // ITEM_SIZE[source]), shift)
 
 
 def _delta(factors: Factors, first: int, count: int) -> Block:
-    """Elements ``[first, first + count)`` of what a LoRA adapter adds, row-major, as float32."""
+    """Return elements ``[first, first + count)`` of a LoRA update, row-major, as float32."""
     a, b = factors
     columns = a.shape[1]
     begin, end = first // columns, -(-(first + count) // columns)
@@ -188,41 +200,41 @@ def _delta(factors: Factors, first: int, count: int) -> Block:
     return flat[first - begin * columns :][:count]
 
 
-def _put(content: Block, part: Part, put: Put) -> None:
-    """``content`` as one piece, or each run of the source as a row of the output."""
+def _put(content: Block, part: MovePart, put: Put) -> None:
+    """Put ``content`` as one piece, or each run of the source as a row of the output."""
     move = part.move
     if not move.run:
-        put(content, part.offset, move.entry)
+        put(content, part.offset, move.target)
         return
-    row = move.run // ITEM_SIZE[move.entry.tensor.dtype] * ITEM_SIZE[move.entry.dtype]
+    row = move.run // ITEM_SIZE[move.target.tensor.dtype] * ITEM_SIZE[move.target.dtype]
     for index in range(len(content) // row):
-        put(content[index * row : (index + 1) * row], part.offset + index * move.stride, move.entry)
+        put(content[index * row : (index + 1) * row], part.offset + index * move.stride, move.target)
 
 
 def check_record(record: ZipRecord) -> None:
-    """Read a small record whole and compare its CRC-32; a `ShardmakeError` if it is damaged."""
+    """Read a small record completely; raise `CheckpointError` if its CRC-32 differs."""
     with record.path.open("rb") as file:
         content = os.pread(file.fileno(), record.size, record.offset)
     if record.crc is not None and crc32(content) != record.crc:
-        raise damaged(str(record.path), record.offset, record.size)
+        raise damaged_bytes(str(record.path), record.offset, record.size)
 
 
-def damaged(file: str, offset: int, size: int) -> ShardmakeError:
-    """The error for bytes that do not have the CRC-32 that their file records."""
-    return ShardmakeError(
-        f"{file} is damaged: the {size} bytes from byte {offset} on do not have the CRC-32 that the file itself "
-        "records for them (a flipped bit on the disk or on the way). Copy it again, or take an older checkpoint."
+def damaged_bytes(file: str, offset: int, size: int) -> CheckpointError:
+    """Return the error for bytes that do not match the CRC-32 in their file."""
+    return CheckpointError(
+        f"{file} is damaged: the {size} bytes from byte {offset} on do not match the CRC-32 in the file (a flipped bit "
+        "on the disk or in transfer). Copy it again, or use an older checkpoint."
     )
 
 
-def read_array(tensor: Tensor) -> Block:
-    """A small tensor, whole, as a float32 array of its shape."""
-    entry = PlannedTensor(tensor, "F32", 0)
+def read_array(tensor: StoredTensor) -> Block:
+    """Return a small tensor as a float32 array of its shape."""
+    planned = PlannedTensor(tensor, "F32", 0)
     out = np.empty(tensor.numel * 4, np.uint8)
 
-    def put(content: Block, offset: int, _entry: PlannedTensor) -> None:
+    def put(content: Block, offset: int, _target: PlannedTensor) -> None:
         out[offset : offset + len(content)] = content
 
-    jobs = plan_jobs([PlannedShard("", b"", (entry,), len(out))])[0]
+    jobs = plan_jobs([PlannedShard("", b"", (planned,), len(out))])[0]
     stream([StreamTask(job, put, lambda _record, _crc: None) for job in jobs], 1)
     return out.view(np.float32).reshape(tensor.shape)

@@ -1,52 +1,52 @@
-"""Tied weights that a checkpoint holds under both names: one is dropped, once the bytes have been compared."""
+"""Tied weights that a checkpoint holds under both names: one is dropped if the bytes are equal."""
 
 import os
 from collections.abc import Iterable
 
-from shardmake.checkpoint.formats.contents import Piece, Tensor
+from shardmake.checkpoint.formats.contents import Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.unpickle import unbox
-from shardmake.core.errors import ShardmakeError
+from shardmake.checkpoint.formats.unpickle import locate
+from shardmake.core.errors import CheckpointError
 
 _BLOCK = 1 << 20
 
 
-def without_aliases(tensors: dict[str, Tensor], ties: Iterable[tuple[str, str]]) -> dict[str, Tensor]:
-    """``tensors`` without those that the model ties to another one that is there too.
+def without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, str]]) -> dict[str, StoredTensor]:
+    """Return ``tensors`` without those that the model ties to another stored tensor.
 
     Args:
-        tensors: By name.
-        ties: Of each tied weight its name and the name of the weight that it shares.
+        tensors: Tensors by name.
+        ties: Name of each tied weight and of the weight that it shares.
 
     Raises:
-        ShardmakeError: two tied weights are not equal, so dropping one would lose it.
+        CheckpointError: Two tied weights are not equal, so that dropping one would lose it.
     """
     aliases = {alias: owner for alias, owner in ties if alias in tensors and owner in tensors and alias != owner}
     for alias, owner in aliases.items():
-        if not same_bytes(tensors[alias], tensors[owner]):
-            raise ShardmakeError(
+        if not have_same_bytes(tensors[alias], tensors[owner]):
+            raise CheckpointError(
                 f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them. Set "
-                "tie_word_embeddings to false in the config.json if both are wanted."
+                "tie_word_embeddings to false in the config.json to keep both."
             )
     return {name: tensor for name, tensor in tensors.items() if name not in aliases}
 
 
-def same_bytes(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors hold the same bytes; those cut differently count as different."""
+def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return True if two tensors hold the same bytes; tensors with different pieces count as different."""
     if (one.dtype, one.shape, len(one.pieces)) != (other.dtype, other.shape, len(other.pieces)):
         return False
     pairs = zip(_ordered(one), _ordered(other), strict=True)
-    return all(_same_piece(a, b, one.dtype) for a, b in pairs)
+    return all(_is_same_piece(a, b, one.dtype) for a, b in pairs)
 
 
-def _ordered(tensor: Tensor) -> list[Piece]:
+def _ordered(tensor: StoredTensor) -> list[Piece]:
     return sorted(tensor.pieces, key=lambda piece: piece.at)
 
 
-def _same_piece(one: Piece, other: Piece, dtype: str) -> bool:
+def _is_same_piece(one: Piece, other: Piece, dtype: str) -> bool:
     if (one.at, one.count, one.runs, one.stride) != (other.at, other.count, other.runs, other.stride):
         return False
-    places = [(unbox(piece.record, dtype), piece.start) for piece in (one, other)]
+    places = [(locate(piece.record, dtype), piece.start) for piece in (one, other)]
     files = [os.open(record.path, os.O_RDONLY) for record, _ in places]
     try:
         size = one.numel * ITEM_SIZE[dtype]

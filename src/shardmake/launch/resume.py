@@ -36,5 +36,5 @@ def reshard_if_needed(record: CheckpointRecord, checkpoint: Path, choice: Choice
         shutil.rmtree(folder, ignore_errors=True)
         return checkpoint
     out = folder / checkpoint.name
-    reshard(checkpoint, out, choice.strategy, choice.world_size, logger.info)
+    reshard(checkpoint, out, choice.strategy, choice.world_size)
     return out

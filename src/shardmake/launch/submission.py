@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from shardmake.checkpoint.reshard.convert import write_deepspeed_hint
+from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
 from shardmake.launch.low_memory_wait import wait_until_slot
@@ -72,7 +72,7 @@ def _prepare_resume(training: Training, folder: AttemptDir, plan: Plan) -> Path 
         return None
     checkpoint = choose_checkpoint(training, plan.choice)
     if checkpoint:
-        write_deepspeed_hint(folder.deepspeed, checkpoint)
+        set_load_universal(folder.deepspeed, checkpoint)
     return checkpoint
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
+from shardmake.checkpoint.formats import universal
 from shardmake.checkpoint.formats.nvme_swap import write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder
-from shardmake.checkpoint.reshard import universal
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow")
 

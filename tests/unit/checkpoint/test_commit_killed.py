@@ -1,4 +1,4 @@
-"""A real SIGKILL at every single write of a save, from the first byte to the removal of the checkpoint before."""
+"""SIGKILL at every write of a save, from its first byte to the removal of the previous checkpoint."""
 
 import os
 import shutil
@@ -19,7 +19,7 @@ def describe(step: int) -> dict[str, Any]:
 
 
 def save(folder: Path, step: int) -> None:
-    """Weights that say which step they are of, in the way of an engine: folders, tensors, a file that names them."""
+    """Save weights that hold their step, in the layout of DeepSpeed: folders, tensors, and a file that names them."""
     with Saver(folder, describe, Retention(keep=1)).saving(step, required=True) as staged:
         assert staged is not None
         (staged / f"global_step{step}").mkdir(parents=True)
@@ -28,8 +28,8 @@ def save(folder: Path, step: int) -> None:
         (staged / "latest").write_text(f"global_step{step}")
 
 
-def save_and_die(folder: Path, log: Path, at: int, mode: str) -> int:
-    """Exit status of a process that saves step 4 and dies there."""
+def save_until_killed(folder: Path, log: Path, at: int, mode: str) -> int:
+    """Save step 4 in a process that is killed at write ``at``; return its exit status."""
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -41,11 +41,11 @@ def save_and_die(folder: Path, log: Path, at: int, mode: str) -> int:
         os._exit(1)
 
 
-def test_killed_anywhere_the_newest_that_counts_is_whole(tmp_path: Path) -> None:
+def test_newest_committed_checkpoint_is_valid_after_a_kill_at_any_write(tmp_path: Path) -> None:
     started = tmp_path / "started"
     save(started, 2)
-    shutil.copytree(started, tmp_path / "whole")
-    assert save_and_die(tmp_path / "whole", tmp_path / "writes", -1, "before") == 0
+    shutil.copytree(started, tmp_path / "finished")
+    assert save_until_killed(tmp_path / "finished", tmp_path / "writes", -1, "before") == 0
     places = points(tmp_path / "writes")
     kinds = {what.split()[0] for _, _, what in places}
     assert kinds == {"open", "torch.save", "fsync", "os.rename", "os.remove", "os.rmdir"}
@@ -55,14 +55,14 @@ def test_killed_anywhere_the_newest_that_counts_is_whole(tmp_path: Path) -> None
     for at, mode, what in places:
         folder = tmp_path / f"{at}-{mode}"
         shutil.copytree(started, folder)
-        assert save_and_die(folder, tmp_path / f"{at}-{mode}.log", at, mode) == -9, what
+        assert save_until_killed(folder, tmp_path / f"{at}-{mode}.log", at, mode) == -9, what
         found = store.recover(folder)
         assert found is not None, what
         record, path = found
         step = (path / "latest").read_text().removeprefix("global_step")
         assert [torch.load(path / f"global_step{step}/{rank}.pt")["step"] for rank in (0, 1)] == [record.step] * 2, what
-        assert all(not find_problems(path) for path in folder.iterdir()), "whatever is left is whole, or was cleaned up"
+        assert all(not find_problems(path) for path in folder.iterdir()), "every remaining checkpoint is valid"
         steps.append(record.step)
         save(folder, 6)
         assert [path.name for path in folder.iterdir()] == ["checkpoint-6"], what
-    assert steps == sorted(steps) and {2, 4} == set(steps), "it counts from one write on, and not before"
+    assert steps == sorted(steps) and {2, 4} == set(steps), "one write commits the checkpoint"

@@ -1,4 +1,4 @@
-"""Young's interval, and what it costs."""
+"""Young's interval between saves and its cost."""
 
 import pytest
 from hypothesis import given
@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
 
 
-def test_figures_of_the_literature() -> None:
-    """Eight nodes at 6.5 failures per 1000 node-days and saves of a minute: every four hours, less than 1% lost."""
+def test_values_of_the_literature() -> None:
+    """Eight nodes with 6.5 failures per 1000 node-days save for a minute every four hours and lose less than 1%."""
     mtbf = job_mtbf_seconds(24 * 1000 / 6.5, nodes=8)
     assert mtbf / 3600 == pytest.approx(461.5, abs=0.1)
     assert interval_seconds(60, mtbf) / 60 == pytest.approx(235, abs=1)
@@ -16,6 +16,6 @@ def test_figures_of_the_literature() -> None:
 
 
 @given(save=st.floats(0.1, 1e3), mtbf=st.floats(1e4, 1e8), factor=st.floats(0.1, 10))
-def test_no_other_interval_loses_less(save: float, mtbf: float, factor: float) -> None:
+def test_interval_is_optimal(save: float, mtbf: float, factor: float) -> None:
     best = interval_seconds(save, mtbf)
     assert lost_share(save, best, mtbf) <= lost_share(save, best * factor, mtbf) * (1 + 1e-12)

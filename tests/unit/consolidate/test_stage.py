@@ -1,4 +1,4 @@
-"""Where the stage finds the base model."""
+"""The consolidate stage finds the base model."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from tests.finished_run import make_run
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_a_folder(tmp_path: Path) -> None:
+def test_base_folder_in_the_config(tmp_path: Path) -> None:
     assert base_folder(make_run(model=str(tmp_path))) == tmp_path
 
 
-def test_a_hub_model_that_the_training_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_folder_of_a_downloaded_hub_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     snapshot = tmp_path / "models--lab--base" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")

@@ -227,7 +227,7 @@ def test_fallbacks_that_cannot_resume_the_checkpoint_are_skipped(
         drive(demo.load(FakeJobs(saves)))
     skipped = [line for line in caplog.messages if line.startswith("Skipping fallback")]
     assert skipped[0] == (
-        "Skipping fallback 1 (zero1) for checkpoint-5: checkpoints of ddp are not converted, only those of ZeRO and FSDP."
+        "Skipping fallback 1 (zero1) for checkpoint-5: checkpoints of ddp cannot be converted, only those of ZeRO and FSDP."
     )
     assert len(skipped) == 2
 

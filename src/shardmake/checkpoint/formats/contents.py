@@ -1,4 +1,4 @@
-"""What a checkpoint holds: each tensor of the model as byte ranges on disk. Made by the readers, used by the writer."""
+"""The contents of a checkpoint: each tensor of the model as byte ranges on disk."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -7,15 +7,15 @@ from pathlib import Path
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements that lie one after the other in ``record`` from byte ``start`` on, and where they belong.
+    """Consecutive elements in ``record`` from byte ``start`` on, and their position in the tensor.
 
-    ``runs`` runs of ``count`` elements each; the first goes to element ``at`` of the tensor (row-major), each next one
-    ``stride`` elements further. A plain piece has one run.
+    There are ``runs`` runs of ``count`` elements each. The first run belongs to element ``at`` of the tensor
+    (row-major), each following run ``stride`` elements further. A plain piece has one run.
     """
 
     record: ZipRecord
@@ -32,23 +32,23 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Update:
-    """What a LoRA adapter adds to a weight [out, in]: ``scale`` * ``b`` [out, rank] @ ``a`` [rank, in]."""
+class LoraUpdate:
+    """The LoRA update of a weight [out, in]: ``scale`` * ``b`` [out, rank] @ ``a`` [rank, in]."""
 
-    a: "Tensor"
-    b: "Tensor"
+    a: "StoredTensor"
+    b: "StoredTensor"
     scale: float
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """One tensor of the model: its name, type, shape, the pieces it is made of, and what is added to them."""
+class StoredTensor:
+    """One tensor of the model: its name, type, shape, pieces on disk and LoRA update."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    update: Update | None = None
+    update: LoraUpdate | None = None
 
     @property
     def numel(self) -> int:
@@ -60,59 +60,59 @@ class Tensor:
         """Size in the checkpoint's type, in bytes."""
         return self.numel * ITEM_SIZE[self.dtype]
 
-    def check(self) -> "Tensor":
-        """The tensor itself, if its pieces hold exactly its elements; a `ShardmakeError` if not."""
+    def check(self) -> "StoredTensor":
+        """Return the tensor itself; raise `CheckpointError` unless its pieces hold exactly its elements."""
         held = sum(piece.numel for piece in self.pieces)
         if held != self.numel:
-            raise ShardmakeError(
-                f"The checkpoint holds {held} of the {self.numel} elements of {self.name} {list(self.shape)}: "
-                "its files do not belong together."
+            raise CheckpointError(
+                f"The checkpoint holds {held} of the {self.numel} elements of {self.name} {list(self.shape)}. "
+                "Its files do not belong together. Use another checkpoint."
             )
         return self
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A checkpoint, read but for the tensors' bytes.
+    """A checkpoint without the bytes of its tensors.
 
     Attributes:
-        format: What wrote it.
-        folder: The folder with its files.
-        step: Training step, where the checkpoint says it.
+        format: Name of the format.
+        folder: The folder with the files.
+        step: Training step, if the checkpoint records it.
         world_size: Ranks that wrote it.
-        tensors: By name.
-        aliases: By name of a tensor that is not stored on its own, the name of the one it shares.
-        versions: Of what wrote it.
-        notes: Why newer checkpoints were passed over.
+        tensors: Tensors by name.
+        aliases: By name of a tensor that is not stored itself, the name of the tensor that it shares.
+        versions: Versions of the libraries that wrote it.
+        notes: Reasons why newer checkpoints were skipped.
     """
 
     format: str
     folder: Path
     step: int | None
     world_size: int
-    tensors: dict[str, Tensor]
+    tensors: dict[str, StoredTensor]
     aliases: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    def with_tensors(self, tensors: Iterable[Tensor], aliases: dict[str, str] | None = None) -> "Contents":
-        """The same checkpoint with other tensors."""
+    def with_tensors(self, tensors: Iterable[StoredTensor], aliases: dict[str, str] | None = None) -> "Contents":
+        """Return the same checkpoint with other tensors."""
         named = {tensor.name: tensor for tensor in tensors}
         return replace(self, tensors=named, aliases=self.aliases if aliases is None else aliases)
 
 
-def whole(name: str, ref: TensorRef) -> Tensor:
-    """A tensor that is stored in one piece."""
+def unsharded(name: str, ref: TensorRef) -> StoredTensor:
+    """Return a tensor that is stored in one piece."""
     if not ref.is_contiguous:
-        raise ShardmakeError(
-            f"{ref.record.path} stores {name} transposed or with gaps (stride {list(ref.stride)}), which is not "
-            "supported: call .contiguous() on it before saving."
+        raise CheckpointError(
+            f"Cannot read {name} in {ref.record.path}. The tensor is stored transposed or with gaps (stride "
+            f"{list(ref.stride)}). Call .contiguous() on it before saving."
         )
     pieces = (Piece(ref.record, ref.offset, 0, ref.numel),) if ref.numel else ()
-    return Tensor(name, ref.dtype, ref.shape, pieces)
+    return StoredTensor(name, ref.dtype, ref.shape, pieces)
 
 
-class Flat:
+class FlatVector:
     """Several one-dimensional tensors read as one vector, such as a rank's flat groups."""
 
     def __init__(self, parts: Sequence[TensorRef]) -> None:
@@ -120,7 +120,7 @@ class Flat:
         self.numel = sum(part.numel for part in parts)
 
     def pieces(self, begin: int, count: int, at: int) -> Iterator[Piece]:
-        """Elements ``[begin, begin + count)`` of the vector as pieces, the first for element ``at`` of a tensor."""
+        """Yield elements ``[begin, begin + count)`` as pieces of a tensor, from its element ``at`` on."""
         end, offset = begin + count, 0
         for part in self.parts:
             low, high = max(begin, offset), min(end, offset + part.numel)
@@ -130,7 +130,7 @@ class Flat:
             offset += part.numel
 
 
-def box(
+def box_pieces(
     record: ZipRecord,
     start: int,
     itemsize: int,
@@ -138,10 +138,10 @@ def box(
     offsets: tuple[int, ...],
     sizes: tuple[int, ...],
 ) -> tuple[Piece, ...]:
-    """The box ``sizes`` at ``offsets`` of a tensor of ``shape``, stored contiguously from byte ``start`` on.
+    """Return the pieces of the box ``sizes`` at ``offsets`` of a tensor of ``shape``, stored from byte ``start`` on.
 
-    Trailing dimensions that the box covers whole make up one run with the last one that it covers in part; the
-    dimension before that one is the piece's ``runs``, and each index of the dimensions before that a piece of its own.
+    Trailing dimensions that the box covers completely form one run with the last dimension that it covers in part. The
+    dimension before that one becomes the piece's ``runs``. Each index of the dimensions before is a separate piece.
     """
     strides = row_major(shape)
     split = len(shape)
@@ -162,7 +162,7 @@ def box(
 
 
 def _shifts(sizes: tuple[int, ...], strides: tuple[int, ...]) -> Iterator[int]:
-    """Distance of every index in the box ``sizes`` from its first one, in elements, row by row."""
+    """Yield the distance in elements of every index in the box ``sizes`` from its first one, row by row."""
     if not sizes:
         yield 0
         return

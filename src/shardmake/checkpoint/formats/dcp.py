@@ -1,55 +1,57 @@
 """Checkpoints of torch's distributed checkpoint (DCP), as FSDP1 and FSDP2 write them with SHARDED_STATE_DICT.
 
-``.metadata`` says of every tensor which boxes it was cut into and where each box lies: bytes ``[offset, offset +
-length)`` of a ``__R_I.distcp`` file are a ``torch.save`` archive of that one box. Names are nested; Accelerate and the
-Trainer save ``{"model": state_dict}``, and ``planner_data`` keeps the levels apart.
+``.metadata`` records the boxes of every tensor and where each box is stored. Bytes ``[offset, offset + length)`` of a
+``__R_I.distcp`` file are a ``torch.save`` archive of one box. Names are nested: Accelerate and the Trainer save
+``{"model": state_dict}``, and ``planner_data`` keeps the levels separate.
 """
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.formats.contents import Contents, Piece, Tensor, box
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import Inert, load_plain, numel
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
+MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
+"""Accelerate's names for the only model and its optimizer."""
 _METADATA = ".metadata"
 _MODEL = "model"
+_OLDER = "Use an older checkpoint, or copy this one again."
 
 
-def recognises(folder: Path) -> bool:
-    """Whether ``folder`` holds a DCP checkpoint, whole or not."""
-    return (folder / _METADATA).is_file() or any(folder.glob("*.distcp"))
+def recognise(path: Path) -> Path | None:
+    """Return the folder of a DCP checkpoint, complete or not: ``path`` or Accelerate's folder in it."""
+    candidates = (path, path / MODEL_FOLDER)
+    return next((it for it in candidates if (it / _METADATA).is_file() or any(it.glob("*.distcp"))), None)
 
 
-def read(folder: Path) -> Contents:
-    """The checkpoint in ``folder`` (the one with ``.metadata``).
+def read(folder: Path, target: Target = "keep") -> Contents:
+    """Read the checkpoint in ``folder`` (the one with ``.metadata``).
 
     Raises:
-        ShardmakeError: a file is missing, cut off or of another save, or a tensor is stored in an unsupported way.
+        CheckpointError: A file is missing, truncated or of another save, or a tensor is stored in an unsupported way.
     """
     if not (folder / _METADATA).is_file():
-        raise ShardmakeError(
-            f"{folder} has no .metadata: the checkpoint was not written to its end. Take an older one."
-        )
+        raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
     metadata = load_plain(folder / _METADATA)
     described, stored = metadata.state_dict_metadata, metadata.storage_data
     if not isinstance(described, Mapping) or not isinstance(stored, Mapping):
-        raise ShardmakeError(f"{folder / _METADATA} is not what torch writes there.")
+        raise CheckpointError(f"{folder / _METADATA} is not a metadata file of torch. {_OLDER}")
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.items()}
     names = _model_names(described, metadata.planner_data or {})
     _check_files(folder, list(stored.values()))
-    tensors = [_tensor(folder, name, fqn, described[fqn], places) for fqn, name in names.items()]
+    tensors = [_read_tensor(folder, name, fqn, described[fqn], places) for fqn, name in names.items()]
     ranks = {info.relative_path.split("_")[2] for info in stored.values() if info.relative_path.startswith("__")}
     return Contents("torch DCP (FSDP)", folder, None, max(len(ranks), 1), {tensor.name: tensor for tensor in tensors})
 
 
 def _model_names(described: Mapping[str, Any], planner: Mapping[str, Any]) -> dict[str, str]:
-    """By the checkpoint's name, the model's name of each tensor.
+    """Return the model's name of each tensor by the checkpoint's name.
 
-    Where the saved dictionary had a level ``model``, the model is what lies below it; else it is all there is.
+    If the saved dictionary has a level ``model``, the model is below that level; otherwise it is the whole dictionary.
     """
     paths = {fqn: tuple(str(part) for part in planner.get(fqn, (fqn,))) for fqn in described}
     below = {fqn: _below_model(path) for fqn, path in paths.items()}
@@ -62,49 +64,50 @@ def _below_model(path: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_files(folder: Path, infos: list[Any]) -> None:
-    """Every file is there and exactly as long as ``.metadata`` says."""
+    """Raise `CheckpointError` unless every file exists with exactly the length in ``.metadata``."""
     ends: dict[str, int] = {}
     for info in infos:
         if info.transform_descriptors:
-            raise ShardmakeError(f"{folder / info.relative_path} is compressed or encrypted, which is not supported.")
+            raise CheckpointError(
+                f"Cannot read {folder / info.relative_path}. The file is compressed or encrypted. Save it without that."
+            )
         ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
     for name, end in ends.items():
         path = folder / name
         if "/" in name or not path.is_file():
-            raise ShardmakeError(
-                f"{path} is missing: the checkpoint is not complete. Take an older one, or copy it again."
-            )
+            raise CheckpointError(f"{path} is missing. The checkpoint is not complete. {_OLDER}")
         if path.stat().st_size != end:
-            raise ShardmakeError(
-                f"{path} has {path.stat().st_size} bytes, but .metadata describes {end}: it was cut off, or comes from "
-                "another save. Take an older checkpoint, or copy it again."
+            raise CheckpointError(
+                f"{path} has {path.stat().st_size} bytes, but .metadata describes {end}. The file is truncated or "
+                f"comes from another save. {_OLDER}"
             )
 
 
-def _tensor(folder: Path, name: str, fqn: str, described: Any, places: Mapping[Any, Any]) -> Tensor:
+def _read_tensor(folder: Path, name: str, fqn: str, described: Any, places: Mapping[Any, Any]) -> StoredTensor:
     if described.chunks is None or described.size is None:
-        raise ShardmakeError(
-            f"{folder}: {fqn} is no tensor but an object; such state cannot be merged into safetensors."
+        raise CheckpointError(
+            f"Cannot merge {folder}. The entry {fqn} is not a tensor, and safetensors files hold tensors only."
         )
-    dtype, shape = _dtype(folder, fqn, described.properties), tuple(described.size)
-    return Tensor(name, dtype, shape, tuple(_pieces(folder, fqn, dtype, shape, described.chunks, places))).check()
+    dtype, shape = _read_dtype(folder, fqn, described.properties), tuple(described.size)
+    pieces = _read_pieces(folder, fqn, dtype, shape, described.chunks, places)
+    return StoredTensor(name, dtype, shape, tuple(pieces)).check()
 
 
-def _dtype(folder: Path, fqn: str, properties: Inert) -> str:
+def _read_dtype(folder: Path, fqn: str, properties: Inert) -> str:
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.dtype
     if dtype not in ITEM_SIZE:
-        raise ShardmakeError(f"{folder}: the type of {fqn} ({dtype}) is not known.")
+        raise CheckpointError(f"Cannot read {folder}. The type {dtype} of {fqn} is not supported.")
     return str(dtype)
 
 
-def _pieces(
+def _read_pieces(
     folder: Path, fqn: str, dtype: str, shape: tuple[int, ...], chunks: Any, places: Mapping[Any, Any]
 ) -> Iterator[Piece]:
     for chunk in chunks:
         offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
         info = places.get((fqn, offsets))
         if info is None:
-            raise ShardmakeError(f"{folder}: .metadata does not say where {fqn} at {list(offsets)} lies.")
+            raise CheckpointError(f"{folder / _METADATA} does not locate {fqn} at {list(offsets)}. {_OLDER}")
         size = numel(sizes) * ITEM_SIZE[dtype]
-        record = ZipRecord(folder / info.relative_path, info.offset, size, None, box=info.length)
-        yield from box(record, 0, ITEM_SIZE[dtype], shape, offsets, sizes)
+        record = ZipRecord(folder / info.relative_path, info.offset, size, None, archive_length=info.length)
+        yield from box_pieces(record, 0, ITEM_SIZE[dtype], shape, offsets, sizes)

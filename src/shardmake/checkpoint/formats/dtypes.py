@@ -1,8 +1,8 @@
-"""Data types by the names that safetensors uses, which is how this package names them throughout."""
+"""Data types by their safetensors names, which this package uses throughout."""
 
 from typing import Literal
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 
 Target = Literal["keep", "bf16", "fp16", "fp32"]
 
@@ -18,34 +18,34 @@ _TORCH_NAME = {
     "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool", "C64": "complex64",
 }  # fmt: skip
 FROM_TORCH = {torch_name: name for name, torch_name in _TORCH_NAME.items()}
-"""Name by torch's, such as ``F32`` by ``float32``."""
+"""safetensors name by torch name, such as ``F32`` by ``float32``."""
 
 FROM_STORAGE = {
     "DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16",
     "LongStorage": "I64", "IntStorage": "I32", "ShortStorage": "I16", "CharStorage": "I8", "ByteStorage": "U8",
     "BoolStorage": "BOOL", "ComplexFloatStorage": "C64",
 }  # fmt: skip
-"""Name by torch's typed storage class, as it stands in a pickle."""
+"""safetensors name by torch's typed storage class, as pickles name it."""
 
 CONVERTIBLE = {"F32", "F16", "BF16"}
-"""The types that ``--dtype`` changes; all others (indices, masks, fp8) are copied as they are."""
+"""Types that ``--dtype`` converts; all others (indices, masks, fp8) are copied unchanged."""
 
 _TARGETS = {"bf16": "BF16", "fp16": "F16", "fp32": "F32"}
 
 
 def torch_name(dtype: str) -> str:
-    """torch's (and config.json's) name of ``dtype``."""
+    """Return the name of ``dtype`` in torch and config.json."""
     return _TORCH_NAME[dtype]
 
 
 def converted(dtype: str, target: Target) -> str:
-    """The type that a tensor of ``dtype`` has in the merged model."""
+    """Return the type of a tensor of ``dtype`` in the merged model."""
     if target == "keep" or dtype not in CONVERTIBLE:
         return dtype
     return _TARGETS[target]
 
 
 def check_target(target: str) -> None:
-    """A `ShardmakeError` for a ``--dtype`` that there is not."""
+    """Raise `ConfigError` for an unknown ``--dtype``."""
     if target not in ("keep", *_TARGETS):
-        raise ShardmakeError(f"dtype {target!r} is not known; use one of keep, {', '.join(_TARGETS)}.")
+        raise ConfigError(f"Unknown dtype: {target!r}. Use one of keep, {', '.join(_TARGETS)}.")

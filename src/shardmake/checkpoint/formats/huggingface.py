@@ -1,45 +1,74 @@
-"""A plain Hugging Face folder, such as DDP training saves: safetensors or torch files, with or without an index."""
+"""Hugging Face folders, as DDP training and PEFT save them: safetensors or torch files, with or without an index."""
 
 import json
 import struct
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import unpickle
-from shardmake.checkpoint.formats.contents import Contents, Piece, Tensor, whole
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
-from shardmake.checkpoint.formats.naming import ADAPTER, ADAPTER_BIN, MODEL, MODEL_BIN, Naming
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, unsharded
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 _LARGEST_HEADER = 100_000_000  # bytes, the limit of the safetensors format
+_INCOMPLETE = "The model is not complete. Copy it again."
 
 
-def naming_of(folder: Path) -> Naming | None:
-    """What kind of weights ``folder`` holds; safetensors go first, as in transformers."""
-    for naming in (MODEL, MODEL_BIN, ADAPTER, ADAPTER_BIN):
-        if (folder / naming.single).is_file() or (folder / naming.index).is_file():
-            return naming
+@dataclass(frozen=True)
+class WeightFiles:
+    """File names of one kind of weights: a single file, or several with an index."""
+
+    stem: str
+    suffix: str
+
+    @property
+    def single(self) -> str:
+        """File name if all weights are in one file."""
+        return f"{self.stem}.{self.suffix}"
+
+    @property
+    def index(self) -> str:
+        """Name of the index file, which maps tensors to files."""
+        return f"{self.single}.index.json"
+
+    def shard(self, number: int, count: int) -> str:
+        """Return the name of file ``number`` (from 0 on) of ``count``."""
+        return self.single if count == 1 else f"{self.stem}-{number + 1:05d}-of-{count:05d}.{self.suffix}"
+
+
+MODEL = WeightFiles("model", "safetensors")
+MODEL_BIN = WeightFiles("pytorch_model", "bin")
+ADAPTER = WeightFiles("adapter_model", "safetensors")
+ADAPTER_BIN = WeightFiles("adapter_model", "bin")
+
+
+def find_weight_files(folder: Path) -> WeightFiles | None:
+    """Return the kind of weights in ``folder``; safetensors take precedence, as in transformers."""
+    for files in (MODEL, MODEL_BIN, ADAPTER, ADAPTER_BIN):
+        if (folder / files.single).is_file() or (folder / files.index).is_file():
+            return files
     return None
 
 
-def recognises(folder: Path) -> bool:
-    """Whether ``folder`` holds a model's weights."""
-    return naming_of(folder) in (MODEL, MODEL_BIN)
+def recognise(path: Path) -> Path | None:
+    """Return ``path`` if it holds a model's weights."""
+    return path if find_weight_files(path) in (MODEL, MODEL_BIN) else None
 
 
-def recognises_adapter(folder: Path) -> bool:
-    """Whether ``folder`` holds a PEFT adapter's weights."""
-    return (folder / ADAPTER.single).is_file() or (folder / ADAPTER_BIN.single).is_file()
+def recognise_adapter(path: Path) -> Path | None:
+    """Return ``path`` if it holds a PEFT adapter's weights."""
+    return path if (path / ADAPTER.single).is_file() or (path / ADAPTER_BIN.single).is_file() else None
 
 
-def read(folder: Path) -> Contents:
-    """The model or adapter in ``folder``.
+def read(folder: Path, target: Target = "keep") -> Contents:
+    """Read the model or adapter in ``folder``.
 
     Raises:
-        ShardmakeError: a file of the index is missing, a header is damaged, or index and files do not agree.
+        CheckpointError: A file of the index is missing, a header is damaged, or index and files do not agree.
     """
     names = shard_names(folder)
     tensors = {tensor.name: tensor for name in names for tensor in read_file(folder / name)}
@@ -48,25 +77,25 @@ def read(folder: Path) -> Contents:
     return Contents("Hugging Face folder", folder, None, 1, tensors)
 
 
-def read_adapter(folder: Path) -> Contents:
-    """A PEFT folder: the tensors in its one file."""
-    naming = ADAPTER if (folder / ADAPTER.single).is_file() else ADAPTER_BIN
-    tensors = {tensor.name: tensor for tensor in read_file(folder / naming.single)}
+def read_adapter(folder: Path, target: Target = "keep") -> Contents:
+    """Read the single weight file of a PEFT folder."""
+    files = ADAPTER if (folder / ADAPTER.single).is_file() else ADAPTER_BIN
+    tensors = {tensor.name: tensor for tensor in read_file(folder / files.single)}
     return Contents("PEFT adapter", folder, None, 1, tensors)
 
 
 def shard_names(folder: Path) -> list[str]:
-    """The names of the files with the weights in ``folder``, from the index where there is one."""
+    """Return the names of the weight files in ``folder``, from the index if there is one."""
     if not _index(folder).is_file():
-        return [(naming_of(folder) or MODEL).single]
+        return [(find_weight_files(folder) or MODEL).single]
     names = sorted(set(_weight_map(folder).values()))
     if any("/" in name for name in names):
-        raise ShardmakeError(f"{_index(folder)} names files outside its folder.")
+        raise CheckpointError(f"{_index(folder)} names files outside its folder. Download the model again.")
     return names
 
 
 def _index(folder: Path) -> Path:
-    return folder / (naming_of(folder) or MODEL).index
+    return folder / (find_weight_files(folder) or MODEL).index
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
@@ -74,7 +103,9 @@ def _weight_map(folder: Path) -> dict[str, str]:
         index = json.loads(_index(folder).read_text())
         return dict(index["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
-        raise ShardmakeError(f"{_index(folder)} is no index of weight files ({error}).") from None
+        raise CheckpointError(
+            f"{_index(folder)} is not a valid index of weight files ({error}). Copy it again."
+        ) from None
 
 
 def _check_index(folder: Path, pieces: dict[str, tuple[Piece, ...]]) -> None:
@@ -82,30 +113,32 @@ def _check_index(folder: Path, pieces: dict[str, tuple[Piece, ...]]) -> None:
     wrong = list(weight_map.keys() ^ pieces.keys())
     wrong += [name for name, held in pieces.items() if held and held[0].record.path.name != weight_map.get(name)]
     if wrong:
-        raise ShardmakeError(f"{_index(folder)} and its files do not agree about {sorted(wrong)[0]}.")
+        raise CheckpointError(
+            f"{_index(folder)} does not match the weight files in {sorted(wrong)[0]}. Copy the model again."
+        )
 
 
-def read_file(path: Path) -> Iterator[Tensor]:
-    """The tensors of one file of weights, in the order of their bytes.
+def read_file(path: Path) -> Iterator[StoredTensor]:
+    """Return the tensors of one weight file, in the order of their bytes.
 
     Raises:
-        ShardmakeError: the file is missing, cut off or damaged.
+        CheckpointError: The file is missing, truncated or damaged.
     """
     return _read_torch(path) if path.suffix == ".bin" else _read_safetensors(path)
 
 
-def _read_torch(path: Path) -> Iterator[Tensor]:
-    """What ``torch.save`` wrote; without running anything from it."""
+def _read_torch(path: Path) -> Iterator[StoredTensor]:
+    """Read a ``torch.save`` file without executing anything in it."""
     if not path.is_file():
-        raise ShardmakeError(f"{path} is missing: the model is not complete.")
+        raise CheckpointError(f"{path} is missing. {_INCOMPLETE}")
     state = unpickle.load(path)
     if not isinstance(state, Mapping) or not all(isinstance(ref, TensorRef) for ref in state.values()):
-        raise ShardmakeError(f"{path} holds something else than a model's tensors by name.")
-    return (whole(name, ref) for name, ref in state.items())
+        raise CheckpointError(f"{path} is not a model file. It must hold tensors by name and nothing else.")
+    return (unsharded(name, ref) for name, ref in state.items())
 
 
-def _read_safetensors(path: Path) -> Iterator[Tensor]:
-    """The header is checked as the format demands: no holes, no overlaps, sizes that fit."""
+def _read_safetensors(path: Path) -> Iterator[StoredTensor]:
+    """Check the header as the format requires: no holes, no overlaps, correct sizes."""
     header, start, size = _read_header(path)
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     try:
@@ -115,18 +148,19 @@ def _read_safetensors(path: Path) -> Iterator[Tensor]:
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
             if begin != at or end - begin != numel(shape) * ITEM_SIZE[entry["dtype"]]:
-                raise _damaged(path, f"{name} does not fit its place")
+                raise _damaged(path, f"the offsets of {name} do not match its shape")
             at = end
             record = ZipRecord(path, start + begin, end - begin, None)
-            yield Tensor(name, entry["dtype"], shape, (Piece(record, 0, 0, numel(shape)),) if numel(shape) else ())
+            pieces = (Piece(record, 0, 0, numel(shape)),) if numel(shape) else ()
+            yield StoredTensor(name, entry["dtype"], shape, pieces)
     except (KeyError, TypeError, ValueError) as error:
-        raise error if isinstance(error, ShardmakeError) else _damaged(path, f"its header: {error}") from None
+        raise error if isinstance(error, CheckpointError) else _damaged(path, f"header: {error}") from None
     if start + at != size:
         raise _damaged(path, f"it has {size} bytes, its header describes {start + at}")
 
 
 def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
-    """The header, where the data starts, and the size of the file, in bytes."""
+    """Return the header, the offset of the data and the size of the file, in bytes."""
     try:
         with path.open("rb") as file:
             prefix = file.read(8)
@@ -135,10 +169,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
                 raise _damaged(path, "it has no header")
             return json.loads(file.read(length)), 8 + length, path.stat().st_size
     except FileNotFoundError:
-        raise ShardmakeError(f"{path} is missing: the model is not complete.") from None
+        raise CheckpointError(f"{path} is missing. {_INCOMPLETE}") from None
     except (ValueError, RecursionError) as error:
-        raise error if isinstance(error, ShardmakeError) else _damaged(path, "its header is no JSON") from None
+        raise error if isinstance(error, CheckpointError) else _damaged(path, "its header is not JSON") from None
 
 
-def _damaged(path: Path, what: str) -> ShardmakeError:
-    return ShardmakeError(f"{path} is no whole safetensors file: {what}. Write or copy it again.")
+def _damaged(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(f"{path} is not a complete safetensors file: {reason}. Write or copy it again.")

@@ -1,7 +1,7 @@
-"""LoRA adapters: told apart from the base weights by PEFT's names, and merged into them while they stream.
+"""LoRA adapters: separate them from the base weights by PEFT's names and describe how to merge them.
 
 A merged weight is W + s * B @ A (Hu et al. 2021, arXiv:2106.09685, section 4.1) with s = alpha / r, or alpha / sqrt(r)
-for rank-stabilised LoRA (arXiv:2312.03732); computed in float32 and rounded once.
+for rank-stabilised LoRA (arXiv:2312.03732). It is computed in float32 and rounded once.
 """
 
 import math
@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.formats.contents import Contents, Tensor, Update
+from shardmake.checkpoint.formats.contents import Contents, LoraUpdate, StoredTensor
 from shardmake.core.atomic import read_json
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
@@ -25,79 +25,87 @@ _UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter and, if the checkpoint holds them, the weights it was trained on.
+    """An adapter and, if the checkpoint holds them, the base weights.
 
     Attributes:
         factors: By module, its A [rank, in] and B [out, rank].
-        saved: Weights that were trained whole, by their name in the model.
+        saved: Weights that were trained in full (modules_to_save), by their name in the model.
         base: The base model's weights, by name; empty if the checkpoint holds none.
     """
 
-    factors: dict[str, tuple[Tensor, Tensor]]
-    saved: dict[str, Tensor]
-    base: dict[str, Tensor]
+    factors: dict[str, tuple[StoredTensor, StoredTensor]]
+    saved: dict[str, StoredTensor]
+    base: dict[str, StoredTensor]
 
 
 def is_adapter(contents: Contents) -> bool:
-    """Whether the names are those of a PEFT model with LoRA layers."""
+    """Return True if the names are those of a PEFT model with LoRA layers."""
     return any(_FACTOR.fullmatch(name) for name in contents.tensors)
 
 
 def split(contents: Contents) -> Adapter:
-    """Tell adapter and base weights apart.
+    """Separate adapter and base weights.
 
     Raises:
-        ShardmakeError: a layer has A without B or the other way round, or a kind of layer that is not supported.
+        CheckpointError: A layer has only one of A and B, or is of a kind that is not supported.
     """
-    factors: dict[str, dict[str, Tensor]] = {}
+    factors: dict[str, dict[str, StoredTensor]] = {}
     saved, base = {}, {}
     for name, tensor in contents.tensors.items():
         plain = name.removeprefix(_PREFIX)
         if factor := _FACTOR.fullmatch(plain):
             factors.setdefault(factor[1], {})[factor[2]] = tensor
         elif ".lora_" in plain:
-            raise ShardmakeError(f"{contents.folder}: {name} belongs to a kind of adapter that is not merged.")
-        elif whole := _SAVED.fullmatch(plain):
-            saved[f"{whole[1]}.{whole[2]}"] = tensor
+            raise CheckpointError(
+                f"Cannot merge {contents.folder}. The tensor {name} belongs to an adapter type that is not supported. "
+                "Use PEFT's merge_and_unload."
+            )
+        elif full := _SAVED.fullmatch(plain):
+            saved[f"{full[1]}.{full[2]}"] = tensor
         elif not _ORIGINAL.fullmatch(plain):
             base[plain.replace(".base_layer.", ".")] = tensor
     for module, pair in factors.items():
         if len(pair) != 2:
-            raise ShardmakeError(f"{contents.folder}: {module} has lora_{''.join(pair)} but not the other factor.")
-    if contents.format == "PEFT adapter":  # PEFT's own file holds no base weights, only some trained whole
+            raise CheckpointError(
+                f"Cannot merge {contents.folder}. The module {module} has lora_{''.join(pair)} but not the other "
+                "factor. Use another checkpoint."
+            )
+    if contents.format == "PEFT adapter":  # PEFT's own file holds no base weights, only fully trained ones
         saved, base = {**saved, **base}, {}
     return Adapter({module: (pair["A"], pair["B"]) for module, pair in factors.items()}, saved, base)
 
 
 def merge(contents: Contents, base: Contents | None) -> Contents:
-    """The base model with the adapter in ``contents`` added to it.
+    """Return the base model with the adapter in ``contents`` added to it.
 
     Args:
-        contents: A checkpoint of a PEFT model, with or without the base weights in it.
+        contents: A checkpoint of a PEFT model, with or without the base weights.
         base: The base model, for a checkpoint without base weights.
 
     Raises:
-        ShardmakeError: there are no base weights, the adapter is of another model, or of a kind that is not merged.
+        CheckpointError: Base weights are missing, or the adapter is of another model or of an unsupported kind.
     """
     adapter = split(contents)
     config = read_config(contents.folder)
     weights = adapter.base or (base.tensors if base is not None else {})
     if not weights:
-        raise ShardmakeError(f"{contents.folder} holds an adapter alone. Name the base model's folder with --base.")
+        raise CheckpointError(
+            f"{contents.folder} holds an adapter without base weights. Name the base model's folder with --base."
+        )
     tensors = {**weights, **adapter.saved}
     for module, (a, b) in adapter.factors.items():
-        tensors[f"{module}.weight"] = _updated(tensors.get(f"{module}.weight"), module, a, b, config)
+        tensors[f"{module}.weight"] = _with_update(tensors.get(f"{module}.weight"), module, a, b, config)
     return contents.with_tensors(replace(tensor, name=name) for name, tensor in tensors.items())
 
 
-def alone(contents: Contents) -> Contents:
-    """The adapter in ``contents`` with the names that PEFT gives its tensors in a file.
+def adapter_only(contents: Contents) -> Contents:
+    """Return the adapter in ``contents`` with the names that PEFT uses in its files.
 
     Raises:
-        ShardmakeError: there is no adapter, or one of a kind that is not supported.
+        CheckpointError: The checkpoint holds no adapter, or one of a kind that is not supported.
     """
     if not is_adapter(contents):
-        raise ShardmakeError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
+        raise CheckpointError(f"{contents.folder} holds no LoRA adapter. Merge it without --adapter.")
     adapter = split(contents)
     tensors = dict(adapter.saved)
     for module, (a, b) in adapter.factors.items():
@@ -106,41 +114,49 @@ def alone(contents: Contents) -> Contents:
 
 
 def config_file(folder: Path) -> Path:
-    """``adapter_config.json`` in the checkpoint's folder or the one above."""
+    """Return ``adapter_config.json`` in the checkpoint's folder or its parent folder."""
     found = [path for path in (folder / CONFIG, folder.parent / CONFIG) if path.is_file()]
     if not found:
-        raise ShardmakeError(f"There is no {CONFIG} in {folder} or above it, so the adapter's scale is not known.")
+        raise CheckpointError(
+            f"{CONFIG} is missing in {folder} and its parent folder. It holds the adapter's scale. Copy it there."
+        )
     return found[0]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """``adapter_config.json`` in the checkpoint's folder or the one above; ShardmakeError for what is not merged."""
+    """Read ``adapter_config.json``; raise `CheckpointError` for settings that are not supported."""
     path = config_file(folder)
     config: dict[str, Any] = read_json(path, "the training")
-    strange = [key for key in _UNSUPPORTED if config.get(key)]
-    if config.get("peft_type") != "LORA" or strange:
-        what = ", ".join(strange) or str(config.get("peft_type"))
-        raise ShardmakeError(f"{path}: adapters with {what} are not merged. Use PEFT's merge_and_unload for them.")
+    unsupported = [key for key in _UNSUPPORTED if config.get(key)]
+    if config.get("peft_type") != "LORA" or unsupported:
+        features = ", ".join(unsupported) or str(config.get("peft_type"))
+        raise CheckpointError(
+            f"Cannot merge the adapter of {path}. Adapters with {features} are not supported. "
+            "Use PEFT's merge_and_unload."
+        )
     return config
 
 
-def _updated(weight: Tensor | None, module: str, a: Tensor, b: Tensor, config: Mapping[str, Any]) -> Tensor:
+def _with_update(
+    weight: StoredTensor | None, module: str, a: StoredTensor, b: StoredTensor, config: Mapping[str, Any]
+) -> StoredTensor:
     fits = weight is not None and weight.shape == (b.shape[0], a.shape[1]) and a.shape[0] == b.shape[1]
     if weight is None or not fits:
         shape = "no such weight" if weight is None else f"a weight of {list(weight.shape)}"
-        raise ShardmakeError(
-            f"The adapter has {list(b.shape)} x {list(a.shape)} for {module}, the base model {shape}: it was trained "
-            "on another model."
+        raise CheckpointError(
+            f"Cannot merge the adapter: it has {list(b.shape)} x {list(a.shape)} for {module}, the base model has "
+            f"{shape}. The adapter was trained on another model. Name that model with --base."
         )
     if any(piece.runs > 1 for piece in weight.pieces):
-        raise ShardmakeError(
-            f"{module} is cut in two dimensions; merge the base model first, then the adapter into it."
+        raise CheckpointError(
+            f"Cannot merge the adapter: {module} is sharded in two dimensions. Merge the base model first, then the "
+            "adapter into the result."
         )
-    return replace(weight, update=Update(a, b, scale(module, a.shape[0], config)))
+    return replace(weight, update=LoraUpdate(a, b, scale(module, a.shape[0], config)))
 
 
 def scale(module: str, rank: int, config: Mapping[str, Any]) -> float:
-    """The factor of ``B @ A`` for ``module``; ``alpha_pattern`` may give single modules another alpha."""
+    """Return the factor of ``B @ A`` for ``module``; ``alpha_pattern`` may set another alpha for some modules."""
     alpha = config["lora_alpha"]
     for pattern, value in (config.get("alpha_pattern") or {}).items():
         if re.match(rf"(.*\.)?({pattern})$", module):

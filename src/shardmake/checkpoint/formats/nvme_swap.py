@@ -1,9 +1,9 @@
-"""Optimizer states that DeepSpeed kept on NVMe, which its checkpoints hold as copies of the swap files.
+"""Optimizer states on NVMe, which DeepSpeed checkpoints hold as copies of the swap files.
 
-Where a sub-group of ZeRO-3 is swapped, the rank's optimizer file holds empty tensors in its place. The bytes lie in
+If a sub-group of ZeRO-3 is swapped out, the rank's optimizer file holds empty tensors in its place. The bytes are in
 ``offloaded_tensors/rankRR``: ``ID.tensor.swp`` has the fp32 weights, ``exp_avg-ID.tensor.swp`` the first moments, and
-so on, each a flat vector of fp32 with padding behind it. DeepSpeed makes ID of the numbers that it gave to the first
-and the last parameter of the sub-group and writes them nowhere; Shardmake's trainings leave an index.
+so on. Each file is a flat vector of fp32 with padding at its end. DeepSpeed derives ID from its numbers for the first
+and the last parameter of the sub-group and does not save it. Trainings of Shardmake write an index of the IDs.
 """
 
 import math
@@ -18,7 +18,7 @@ from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 FOLDER = "offloaded_tensors"
 _INDEX = TypeAdapter(list[str])
@@ -26,29 +26,29 @@ _DTYPE = "F32"
 
 
 def write_index(folder: Path, ids: Sequence[str]) -> None:
-    """Write into DeepSpeed's inner folder which swap files are whose: the sub-groups' ids, in their order."""
+    """Write the IDs of the sub-groups, in their order, into DeepSpeed's inner folder."""
     write_json(folder / FOLDER / "sub_groups.json", list(ids))
 
 
 def rank_folder(folder: Path, rank: int) -> Path:
-    """Where the swap files of ``rank`` lie in DeepSpeed's inner ``folder``."""
+    """Return the folder of the swap files of ``rank`` in DeepSpeed's inner ``folder``."""
     return folder / FOLDER / f"rank{rank:02d}"
 
 
-def with_swapped(
+def with_swap_files(
     folder: Path, rank: int, state: Mapping[str, Any], shapes: Sequence[Mapping[str, Any]], ranks: int
 ) -> Mapping[str, Any]:
-    """A rank's optimizer ``state`` with the swap files in the place of the empty tensors; any other as it is.
+    """Return a rank's optimizer ``state`` with references to the swap files instead of empty tensors.
 
     Args:
         folder: DeepSpeed's inner folder.
-        rank: Whose state it is.
-        state: With ``fp32_flat_groups``, one flat vector a sub-group.
+        rank: The rank of ``state``.
+        state: Optimizer state with ``fp32_flat_groups``, one flat vector per sub-group.
         shapes: By sub-group, the shapes of its parameters by name.
-        ranks: Over how many each parameter is cut.
+        ranks: Number of ranks that share each parameter.
 
     Raises:
-        ShardmakeError: a swap file is missing or too short, or nothing says which is which.
+        CheckpointError: A swap file is missing or too short, or the index is missing.
     """
     groups = state["fp32_flat_groups"]
     if not (folder / FOLDER).is_dir() or all(group.numel for group in groups):
@@ -57,18 +57,18 @@ def with_swapped(
     files = rank_folder(folder, rank)
     elements = [sum(math.ceil(numel(shape) / ranks) for shape in group.values()) for group in shapes]
 
-    def found(number: int, prefix: str, value: Any) -> Any:
-        """``value``, or what lies in the swap file of sub-group ``number`` in its place."""
+    def resolve(number: int, prefix: str, value: Any) -> Any:
+        """Return ``value``, or the swap file of sub-group ``number`` if ``value`` is an empty tensor."""
         if not isinstance(value, TensorRef) or value.numel or not elements[number]:
             return value
         return _swap_file(files / f"{prefix}{ids[number]}.tensor.swp", elements[number])
 
     base = state["optimizer_state_dict"]
     moments = {
-        number: {name: found(number, f"{name}-", value) for name, value in held.items()}
+        number: {name: resolve(number, f"{name}-", value) for name, value in held.items()}
         for number, held in base["state"].items()
     }
-    weights = [found(number, "", group) for number, group in enumerate(groups)]
+    weights = [resolve(number, "", group) for number, group in enumerate(groups)]
     return {**state, "fp32_flat_groups": weights, "optimizer_state_dict": {**base, "state": moments}}
 
 
@@ -77,21 +77,23 @@ def _read_index(folder: Path, sub_groups: int) -> list[str]:
     try:
         ids = _INDEX.validate_json(path.read_bytes())
     except FileNotFoundError:
-        raise ShardmakeError(
-            f"{folder} holds what DeepSpeed kept on NVMe, and no {path.name} that says which of it is whose. "
-            "Shardmake's trainings write it: resume from there with Shardmake, and merge the next checkpoint."
+        raise CheckpointError(
+            f"Cannot read the NVMe swap files in {folder}. {path.name}, which maps them to parameters, is missing. "
+            "Trainings of Shardmake write it: resume from this checkpoint with Shardmake and merge the next one."
         ) from None
     except ValidationError:
         ids = []
     if len(ids) != sub_groups or not all(re.fullmatch(r"\d+_\d+", id) for id in ids):
-        raise ShardmakeError(f"{path} is damaged. Take an older checkpoint.")
+        raise CheckpointError(f"{path} is damaged. Use an older checkpoint.")
     return ids
 
 
 def _swap_file(path: Path, elements: int) -> TensorRef:
-    """The first ``elements`` of a swap file, which is as long as DeepSpeed's alignment wants it."""
+    """Return the first ``elements`` of a swap file; DeepSpeed pads the file for alignment."""
     size = elements * ITEM_SIZE[_DTYPE]
     held = path.stat().st_size if path.is_file() else 0
     if held < size:
-        raise ShardmakeError(f"{path} has {held} of {size} bytes: the checkpoint is not complete. Take an older one.")
+        raise CheckpointError(
+            f"{path} has {held} of {size} bytes. The checkpoint is not complete. Use an older checkpoint."
+        )
     return TensorRef(ZipRecord(path, 0, size, None), 0, _DTYPE, (elements,), (1,))

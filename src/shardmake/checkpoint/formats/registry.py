@@ -1,37 +1,63 @@
-"""Find the checkpoint that is meant: in a run's folder, a checkpoint's, or DeepSpeed's or FSDP's inner one."""
+"""The registry of checkpoint formats, and how to find and read the checkpoint that a path names."""
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, zero
+from shardmake.checkpoint import store
+from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, universal, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 from shardmake.run.paths import RunDir
 
-_CHECKPOINT = re.compile(r"checkpoint-(\d+)")
-_FSDP_FOLDER = "pytorch_model_fsdp_0"  # Accelerate's name for the first (and here only) model
-Reader = Callable[[], Contents]
+
+@dataclass(frozen=True)
+class CheckpointFormat:
+    """One format.
+
+    Attributes:
+        recognise: Return the folder to read if a path is a checkpoint of this format, otherwise None.
+        read: Read that folder for a merged model of the given type.
+    """
+
+    recognise: Callable[[Path], Path | None]
+    read: Callable[[Path, Target], Contents]
+
+
+FORMATS = [
+    CheckpointFormat(universal.recognise, universal.read),
+    CheckpointFormat(zero.recognise, zero.read),
+    CheckpointFormat(dcp.recognise, dcp.read),
+    CheckpointFormat(fsdp_per_rank.recognise, fsdp_per_rank.read),
+    CheckpointFormat(huggingface.recognise_adapter, huggingface.read_adapter),
+    CheckpointFormat(huggingface.recognise, huggingface.read),
+]
+"""Every format, in the order in which they are tried."""
 
 
 def read_model(path: Path, target: Target = "keep", base: Path | None = None, adapter: bool = False) -> Contents:
-    """`read_checkpoint`, and where that is a LoRA adapter, the base model with the adapter added to it.
+    """Read the checkpoint at ``path`` as `read_checkpoint` does; add a LoRA adapter to its base model.
 
-    With ``adapter``, the adapter alone. Names that a wrapper of the model has put before all others (``module.``,
-    ``_orig_mod.``) are taken off.
+    Prefixes that a wrapper of the model adds to all names (``module.``, ``_orig_mod.``) are removed.
+
+    Args:
+        path: A run, a checkpoint, or the folder with its files.
+        target: Type of the merged model.
+        base: The base model's folder, for an adapter.
+        adapter: Return the adapter alone.
     """
-    contents = _unwrapped(read_checkpoint(path, target))
+    contents = _without_wrapper(read_checkpoint(path, target))
     if adapter:
-        return lora.alone(contents)
+        return lora.adapter_only(contents)
     if not lora.is_adapter(contents):
         return contents
-    base_weights = huggingface.read(base) if base is not None and huggingface.recognises(base) else None
+    base_weights = huggingface.read(base) if base is not None and huggingface.recognise(base) else None
     return lora.merge(contents, base_weights)
 
 
-def _unwrapped(contents: Contents) -> Contents:
+def _without_wrapper(contents: Contents) -> Contents:
     for prefix in ("module.", "_orig_mod."):
         if contents.tensors and all(name.startswith(prefix) for name in contents.tensors):
             tensors = [replace(tensor, name=name.removeprefix(prefix)) for name, tensor in contents.tensors.items()]
@@ -41,91 +67,53 @@ def _unwrapped(contents: Contents) -> Contents:
 
 
 def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
-    """The checkpoint at ``path``, whichever way it is pointed at, read but for its tensors.
-
-    In a folder of several checkpoints the newest one that can be read is taken.
+    """Read the checkpoint at ``path``; of several checkpoints in a folder, read the newest readable one.
 
     Raises:
-        ShardmakeError: there is none, or none can be read; the message says why of each.
+        CheckpointError: The folder holds no checkpoint, or none is readable; the message gives each reason.
     """
     if not path.is_dir():
-        raise ShardmakeError(f"{path} is no folder. Name a run, a checkpoint, or the folder with its files.")
-    reader = _reader(path, target)
-    if reader is not None:
-        return reader()
-    return _newest(path, _checkpoints(path), target)
+        raise CheckpointError(f"{path} is not a folder. Name a run, a checkpoint, or the folder with its files.")
+    contents = _read(path, target)
+    return contents or _read_newest(path, _checkpoints(path), target)
 
 
-def _newest(path: Path, candidates: list[Path], target: Target) -> Contents:
+def _read(path: Path, target: Target) -> Contents | None:
+    """Read the checkpoint that ``path`` itself is; return None if it is not one."""
+    for checkpoint_format in FORMATS:
+        folder = checkpoint_format.recognise(path)
+        if folder is not None:
+            contents = checkpoint_format.read(folder, target)
+            return contents if contents.step is not None else replace(contents, step=_step_in_name(folder))
+    return None
+
+
+def _read_newest(path: Path, candidates: list[Path], target: Target) -> Contents:
     reasons: list[str] = []
     for candidate in candidates:
-        reader = _reader(candidate, target)
         try:
-            if reader is not None:
-                return replace(reader(), notes=tuple(reasons))
-            reasons.append(f"{candidate} holds no weights.")
-        except ShardmakeError as error:
+            contents = _read(candidate, target)
+        except CheckpointError as error:
             reasons.append(str(error))
+            continue
+        if contents is not None:
+            return replace(contents, notes=tuple(reasons))
+        reasons.append(f"{candidate} holds no weights.")
     if reasons:
-        raise ShardmakeError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
-    raise ShardmakeError(
+        raise CheckpointError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
+    raise CheckpointError(
         f"{path} holds no checkpoint: no global_step*, no *_states.pt, no .metadata, no model.safetensors, "
         "no checkpoint-*. Name a run, a checkpoint, or the folder with its files."
     )
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """Folders ``checkpoint-N`` in ``path`` or in the run's ``train/checkpoints``, the newest first."""
-    for parent in (path, RunDir(path).checkpoints):
-        found = {int(match[1]): entry for entry in _folders(parent) if (match := _CHECKPOINT.fullmatch(entry.name))}
-        if found:
-            return [found[step] for step in sorted(found, reverse=True)]
-    return []
+    """Return the folders ``checkpoint-N`` in ``path`` or in the run's ``train/checkpoints``, newest first."""
+    found = store.checkpoints(path) or store.checkpoints(RunDir(path).checkpoints)
+    return [folder for _, folder in found if folder.is_dir()]
 
 
-def _folders(path: Path) -> list[Path]:
-    return [entry for entry in path.iterdir() if entry.is_dir()] if path.is_dir() else []
-
-
-def _reader(path: Path, target: Target) -> Reader | None:
-    """How to read the one checkpoint that ``path`` is; None if it is none itself."""
-    if zero.recognises_universal(path):
-        return lambda: zero.read_universal(path)
-    if zero.recognises(path):
-        return lambda: zero.read(path, target)
-    inner = _deepspeed_tag(path)
-    if inner is not None:
-        return lambda: zero.read(inner, target)
-    for sharded in (path, path / _FSDP_FOLDER):
-        if dcp.recognises(sharded):
-            return lambda: replace(dcp.read(sharded), step=_step(sharded))
-    if fsdp_per_rank.recognises(path):
-        return lambda: replace(fsdp_per_rank.read(path), step=_step(path))
-    if huggingface.recognises_adapter(path):
-        return lambda: replace(huggingface.read_adapter(path), step=_step(path))
-    if huggingface.recognises(path):
-        return lambda: replace(huggingface.read(path), step=_step(path))
-    return None
-
-
-def _step(path: Path) -> int | None:
-    """The step in the name of the folder or of the one above, where the checkpoint's files do not say it."""
-    found = [match for name in (path.name, path.parent.name) if (match := _CHECKPOINT.fullmatch(name))]
+def _step_in_name(path: Path) -> int | None:
+    """Return the step in the name of the folder or its parent, for formats whose files do not record it."""
+    found = [match for name in (path.name, path.parent.name) if (match := re.fullmatch(r"checkpoint-(\d+)", name))]
     return int(found[0][1]) if found else None
-
-
-def _deepspeed_tag(path: Path) -> Path | None:
-    """DeepSpeed's inner folder: the one that ``latest`` names, or the only one that there is."""
-    latest = path / "latest"
-    if latest.is_file():
-        tag = path / latest.read_text().strip()
-        if not tag.is_dir() or not zero.recognises(tag):
-            raise ShardmakeError(
-                f"{latest} names {tag.name}, which is no complete checkpoint. Take an older checkpoint."
-            )
-        return tag
-    tags = [entry for entry in _folders(path) if zero.recognises(entry)]
-    if len(tags) > 1:
-        names = ", ".join(sorted(tag.name for tag in tags))
-        raise ShardmakeError(f"{path} holds several checkpoints ({names}) and no file 'latest'. Name one of them.")
-    return tags[0] if tags else None

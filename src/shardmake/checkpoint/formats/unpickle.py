@@ -1,8 +1,8 @@
-"""Read what a checkpoint says about itself without running anything from it.
+"""Read the pickle of a checkpoint without executing any of its code.
 
-A checkpoint is a pickle, and a pickle is a program. This unpickler gives it nothing to run: every global that
-DeepSpeed, torch, Accelerate and Transformers write into checkpoints is mapped to an inert stand-in of this module,
-and any other name is refused. Tensors come out as `TensorRef`: where their bytes lie, not the bytes.
+A pickle is a program. This unpickler gives it nothing to execute: every global that DeepSpeed, torch, Accelerate and
+Transformers write into checkpoints is mapped to an inert class of this module. Any other name is rejected. Tensors
+become `TensorRef`: the place of their bytes, not the bytes.
 """
 
 import io
@@ -15,12 +15,12 @@ from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipArchive, ZipRecord
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Storage:
-    """A storage in an archive: its record and, where the pickle says it, the element type."""
+class StorageRef:
+    """A storage in an archive: its record and, if the pickle has it, the element type."""
 
     record: ZipRecord
     dtype: str | None
@@ -48,7 +48,7 @@ class TensorRef:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether the elements lie in row-major order without gaps."""
+        """True if the elements are in row-major order without gaps."""
         return self.numel <= 1 or all(
             size == 1 or stride == expected
             for size, stride, expected in zip(self.shape, self.stride, row_major(self.shape), strict=True)
@@ -60,7 +60,7 @@ class ShardRef:
     """A rank's part of a distributed tensor (DTensor).
 
     Attributes:
-        shape: Of the whole tensor.
+        shape: Shape of the whole tensor.
         local: This rank's part.
         spec: torch's DTensorSpec: ``placements`` and ``mesh``.
     """
@@ -71,7 +71,7 @@ class ShardRef:
 
 
 def numel(shape: tuple[int, ...]) -> int:
-    """Number of elements of a tensor of ``shape``."""
+    """Return the number of elements of a tensor of ``shape``."""
     count = 1
     for size in shape:
         count *= size
@@ -79,7 +79,7 @@ def numel(shape: tuple[int, ...]) -> int:
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a contiguous tensor of ``shape``."""
+    """Return the strides, in elements, of a contiguous tensor of ``shape``."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -88,7 +88,7 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class Inert:
-    """Stand-in for an object of an allowed class: it keeps what the pickle gave it and does nothing."""
+    """Placeholder for an object of an allowed class, which keeps its pickled state and has no behavior."""
 
     def __init__(self, *args: Any) -> None:
         self.args = args
@@ -98,7 +98,7 @@ class Inert:
         self.state = state
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the object as it was pickled; None where it had none."""
+        """Return an attribute of the pickled object; None if it had no such attribute."""
         state = self.__dict__.get("state")
         return state.get(name) if isinstance(state, dict) and not name.startswith("__") else None
 
@@ -110,10 +110,10 @@ class Dtype(str):
 
 
 def load(path: Path) -> Any:
-    """What ``torch.save`` put into the archive ``path``, tensors as `TensorRef`.
+    """Return the object that ``torch.save`` wrote to ``path``, with tensors as `TensorRef`.
 
     Raises:
-        ShardmakeError: the file is damaged, or its pickle names something that is not in the allowlist.
+        CheckpointError: The file is damaged, or its pickle names something that is not in the allowlist.
     """
     with ZipArchive(path) as archive:
         return load_archive(archive)
@@ -122,27 +122,29 @@ def load(path: Path) -> Any:
 def load_archive(archive: ZipArchive) -> Any:
     """`load` for an archive that is already open."""
     if "byteorder" in archive and archive.read("byteorder") != b"little":
-        raise ShardmakeError(f"{archive.path} was written on a big-endian machine; such checkpoints are not read.")
+        raise CheckpointError(f"Cannot read {archive.path}. Checkpoints of big-endian machines are not supported.")
     return _unpickle(_Unpickler(archive.read("data.pkl"), archive.path, archive))
 
 
 def load_plain(path: Path) -> Any:
-    """The object in a plain pickle file without tensors, such as DCP's ``.metadata``."""
+    """Return the object in a plain pickle file without tensors, such as DCP's ``.metadata``."""
     return _unpickle(_Unpickler(path.read_bytes(), path, None))
 
 
-def unbox(record: ZipRecord, dtype: str) -> ZipRecord:
-    """Where the bytes of a boxed ``record`` are, after a look into its archive; any other record as it is.
+def locate(record: ZipRecord, dtype: str) -> ZipRecord:
+    """Return the byte range inside the archive of a DCP ``record``; return any other record unchanged.
 
     Raises:
-        ShardmakeError: the archive does not hold one contiguous tensor of ``dtype`` and the expected size.
+        CheckpointError: The archive does not hold one contiguous tensor of ``dtype`` and the expected size.
     """
-    if record.box is None:
+    if record.archive_length is None:
         return record
-    with ZipArchive(record.path, record.offset, record.box) as archive:
+    with ZipArchive(record.path, record.offset, record.archive_length) as archive:
         ref = load_archive(archive)
     if not isinstance(ref, TensorRef) or (ref.dtype, ref.nbytes) != (dtype, record.size) or not ref.is_contiguous:
-        raise ShardmakeError(f"{record.path} holds another tensor at byte {record.offset} than its .metadata says.")
+        raise CheckpointError(
+            f"The tensor at byte {record.offset} of {record.path} is not the one in .metadata. Use another checkpoint."
+        )
     if ref.record.size != record.size:
         return ZipRecord(record.path, ref.record.offset + ref.offset, record.size, None)
     return ref.record
@@ -151,20 +153,22 @@ def unbox(record: ZipRecord, dtype: str) -> ZipRecord:
 def _unpickle(unpickler: "_Unpickler") -> Any:
     try:
         return unpickler.load()
-    except ShardmakeError:
+    except CheckpointError:
         raise
-    except Exception as error:  # whatever a damaged or hostile pickle makes of the inert classes
-        raise ShardmakeError(f"{unpickler.path} cannot be read: {type(error).__name__}: {error}") from None
+    except Exception as error:  # a damaged or hostile pickle can raise anything
+        raise CheckpointError(
+            f"{unpickler.path} cannot be read: {type(error).__name__}: {error}. Use an older checkpoint."
+        ) from None
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(self, content: bytes, path: Path, archive: ZipArchive | None) -> None:
         super().__init__(io.BytesIO(content))
         self.path, self._archive = path, archive
-        self._storages: dict[str, Storage] = {}
+        self._storages: dict[str, StorageRef] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        """The inert stand-in for an allowed global."""
+        """Return the inert class for an allowed global."""
         if (module, name) in _FUNCTIONS:
             return _FUNCTIONS[module, name]
         if module == "torch" and name in FROM_TORCH:
@@ -173,41 +177,44 @@ class _Unpickler(pickle.Unpickler):
             return Dtype(FROM_STORAGE.get(name, ""))
         if name in _INERT.get(module, ()):
             return type(name, (Inert,), {})
-        raise ShardmakeError(
-            f"{self.path} is refused: its pickle asks for {module}.{name}, which no checkpoint of DeepSpeed or torch "
-            "needs. Loading it could run code of whoever wrote the file. Nothing was run."
+        raise CheckpointError(
+            f"Rejected {self.path}: its pickle uses {module}.{name}, which checkpoints of DeepSpeed and torch do not "
+            "need. Loading the file could execute foreign code. Nothing was executed."
         )
 
-    def persistent_load(self, pid: Any) -> Storage:
-        """A storage, by ``("storage", type, key, location, number of elements)``."""
+    def persistent_load(self, pid: Any) -> StorageRef:
+        """Return a storage by ``("storage", type, key, location, number of elements)``."""
         if self._archive is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise ShardmakeError(f"{self.path} is refused: its pickle refers to something that is no storage of torch.")
+            raise CheckpointError(f"Rejected {self.path}: its pickle refers to an object that is not a torch storage.")
         dtype, key = str(pid[1]) or None, str(pid[2])
         if key not in self._storages:
-            self._storages[key] = Storage(self._archive.record(f"data/{key}"), dtype)
+            self._storages[key] = StorageRef(self._archive.record(f"data/{key}"), dtype)
         return self._storages[key]
 
 
-def _tensor(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> TensorRef:
+def _tensor(storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> TensorRef:
     if storage.dtype is None:
-        raise ShardmakeError(f"{storage.record.path} holds a tensor without a data type.")
+        raise CheckpointError(f"{storage.record.path} holds a tensor without a data type. Use another checkpoint.")
     return _tensor_of(storage, offset, shape, stride, storage.dtype)
 
 
 def _tensor_v3(
-    storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], _grad: Any, _hooks: Any, dtype: str,
-    *_: Any,
+    storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], _grad: Any, _hooks: Any,
+    dtype: str, *_: Any,
 ) -> TensorRef:  # fmt: skip
     return _tensor_of(storage, offset, shape, stride, dtype)
 
 
-def _tensor_of(storage: Storage, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str) -> TensorRef:
+def _tensor_of(
+    storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str
+) -> TensorRef:
     shape, stride = tuple(shape), tuple(stride)
     itemsize = ITEM_SIZE[dtype]
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if numel(shape) else 0
     if offset < 0 or min((*shape, *stride), default=0) < 0 or last * itemsize > storage.record.size:
-        raise ShardmakeError(
-            f"{storage.record.path} is damaged: a tensor of shape {list(shape)} lies outside its storage."
+        raise CheckpointError(
+            f"{storage.record.path} is damaged: a tensor of shape {list(shape)} exceeds its storage. "
+            "Use an older checkpoint."
         )
     return TensorRef(storage.record, offset * itemsize, str(dtype), shape, stride)
 
@@ -217,12 +224,12 @@ def _parameter(data: Any, *_: Any) -> Any:
 
 
 def _wrapped(_type: Any, _dtype: Any, shape: tuple[int, ...], *_: Any) -> tuple[int, ...]:
-    """A tensor that has no bytes of its own; what it wraps comes with `_subclass`."""
+    """Return the shape of a tensor without bytes of its own; `_subclass` receives the wrapped tensor."""
     return tuple(shape)
 
 
 def _subclass(function: Callable[..., Any], _type: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """A tensor subclass: Parameter is the plain tensor that ``args`` describe, DTensor a part of one."""
+    """Return a tensor subclass: the plain tensor in ``args`` for Parameter, a part of a tensor for DTensor."""
     if function is not _wrapped:
         return function(*args)
     values = state[1] if isinstance(state, tuple) else state

@@ -1,1 +1,1 @@
-"""Resume under another strategy or on another number of ranks, with every weight and optimizer state as it was."""
+"""Convert a checkpoint for another strategy or number of ranks, with every weight and optimizer state unchanged."""

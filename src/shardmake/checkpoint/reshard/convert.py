@@ -1,62 +1,68 @@
-"""The reshard stage: a checkpoint of one strategy and number of ranks becomes one of another."""
+"""Convert a checkpoint of one strategy and number of ranks to another."""
 
+import logging
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.files import RECORD_NAME, fingerprint, list_files
+from shardmake.checkpoint.formats import dcp
+from shardmake.checkpoint.formats.universal import is_universal
 from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
 from shardmake.checkpoint.reshard.dcp import states_of_fsdp, write_distributed
 from shardmake.checkpoint.reshard.routes import Route, route
-from shardmake.checkpoint.reshard.universal import States, is_universal, make_swap_folders, write_universal
+from shardmake.checkpoint.reshard.universal import States, make_swap_folders, write_universal
 from shardmake.checkpoint.reshard.zero import frozen_or_buffers, states_of_zero
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
-Tell = Callable[[str], None]
-_LEFT_BEHIND = {"latest", "zero_to_fp32.py", "zero_to_torch.py", RECORD_NAME}
+logger = logging.getLogger(__name__)
+
+_NOT_COPIED = {"latest", "zero_to_fp32.py", "zero_to_torch.py", RECORD_NAME}
 
 
 def find_route(record: CheckpointRecord, checkpoint: Path, strategy: str, ranks: int) -> Route:
-    """How ``strategy`` on ``ranks`` ranks goes on from ``checkpoint``; a `ShardmakeError` if it cannot."""
+    """Return how ``strategy`` on ``ranks`` ranks can resume ``checkpoint``; raise `CheckpointError` if it cannot."""
     found = route(record.strategy, record.world_size, strategy, ranks)
     if isinstance(found, Route):
         return found
-    raise ShardmakeError(
+    raise CheckpointError(
         f"{checkpoint} was written by {record.strategy} on {record.world_size} ranks and cannot be resumed by "
-        f"{strategy} on {ranks}: {found}. Set strategy and nodes as they were, or move {checkpoint.parent} away to "
-        "start afresh."
+        f"{strategy} on {ranks}: {found}. Restore the previous strategy and nodes, or move {checkpoint.parent} away to "
+        "start from the base model."
     )
 
 
-def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell: Tell) -> CheckpointRecord:
-    """Write ``checkpoint`` to ``out`` as ``strategy`` on ``ranks`` ranks resumes it; return the record of ``out``.
+def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> CheckpointRecord:
+    """Convert ``checkpoint`` for ``strategy`` on ``ranks`` ranks, write it to ``out`` and return its record.
 
-    Without a strategy it stays what it was. What is there already is used again if it is whole. ``out`` appears when
-    it is complete.
+    Without a strategy, the checkpoint's own is kept. An earlier conversion in ``out`` is reused if it is complete.
 
     Raises:
-        ShardmakeError: the checkpoint is not whole, or cannot be converted.
+        CheckpointError: The checkpoint is not complete, or cannot be converted.
     """
-    record, found = read_record(checkpoint), find_problems(checkpoint)
-    if record is None or found:
-        raise ShardmakeError(f"{checkpoint} is no whole checkpoint of Shardmake: {'; '.join(found)}.")
+    record, problems = read_record(checkpoint), find_problems(checkpoint)
+    if record is None or problems:
+        raise CheckpointError(
+            f"{checkpoint} is not a complete Shardmake checkpoint: {'; '.join(problems)}. Use an older checkpoint."
+        )
     strategy = strategy or record.strategy
-    way = find_route(record, checkpoint, strategy, ranks)
-    if way is Route.NATIVE:
-        raise ShardmakeError(f"{checkpoint} needs no resharding: {strategy} on {ranks} ranks resumes it as it is.")
+    found = find_route(record, checkpoint, strategy, ranks)
+    if found is Route.NATIVE:
+        raise CheckpointError(
+            f"{checkpoint} needs no resharding. {strategy} on {ranks} ranks can resume it without conversion."
+        )
     done = read_record(out)
-    if done and _is_same(done, record, strategy, ranks) and not find_problems(out):
-        tell(f"{out} is there already.")
+    if done and _is_reusable(done, record, strategy, ranks) and not find_problems(out):
+        logger.info("Reusing %s.", out)
         done = done.model_copy(update={"strategy": strategy, "world_size": ranks})
         store.commit_in_place(out, done)
     else:
-        check_save(out.parent, record.size * (2 if way is Route.DISTRIBUTED else 1))
+        check_save(out.parent, record.size * (2 if found is Route.DISTRIBUTED else 1))
         wrote = f"{record.strategy} on {record.world_size} ranks"
-        tell(f"Resharding {checkpoint.name} ({wrote}) for {strategy} on {ranks}.")
+        logger.info("Resharding %s (%s) for %s on %d.", checkpoint.name, wrote, strategy, ranks)
         done = _write(checkpoint, record, out, strategy, ranks)
     if STRATEGY_SPECS[strategy].uses_nvme:
         make_swap_folders(out, ranks)
@@ -64,12 +70,12 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int, tell:
 
 
 def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str, ranks: int) -> CheckpointRecord:
-    """Convert beside ``out``, and let it appear when it is complete, with its record."""
+    """Convert to a folder beside ``out`` and rename it once its record is written."""
     partial = out.with_name(f".{out.name}.partial")
     for leftover in (partial, out):
         shutil.rmtree(leftover, ignore_errors=True)
     _convert(checkpoint, record, partial, strategy)
-    _copy_the_rest(checkpoint, partial, record.world_size, ranks)
+    _copy_unsharded_files(checkpoint, partial, record.world_size, ranks)
     files = {name: fingerprint(partial / name, sync=True) for name in list_files(partial)}
     resharded = record.model_copy(update={"strategy": strategy, "world_size": ranks, "files": files})
     store.commit_in_place(partial, resharded)
@@ -77,17 +83,18 @@ def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str,
     return resharded
 
 
-def write_deepspeed_hint(config: Path, checkpoint: Path) -> None:
-    """Put into the DeepSpeed file ``config`` that ``checkpoint`` is a universal one, where it is."""
+def set_load_universal(config: Path, checkpoint: Path) -> None:
+    """Set ``load_universal`` in the DeepSpeed file ``config`` if ``checkpoint`` is a universal one."""
     if is_universal(checkpoint):
         values = read_json(config, "shardmake train NAME")
         write_json(config, values | {"checkpoint": {**values.get("checkpoint", {}), "load_universal": True}})
 
 
-def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str, ranks: int) -> bool:
-    """A universal checkpoint serves any number of ranks and every stage, torch's distributed one any of FSDP's.
+def _is_reusable(done: CheckpointRecord, record: CheckpointRecord, strategy: str, ranks: int) -> bool:
+    """Return True if an earlier conversion of the same checkpoint fits ``strategy`` on ``ranks`` ranks.
 
-    Only the file of random states is named otherwise for one rank alone.
+    A universal checkpoint fits any number of ranks and every ZeRO stage; a distributed one fits every FSDP strategy.
+    Only the name of the random state file is different for a single rank.
     """
     same_library = STRATEGY_SPECS[done.strategy].library == STRATEGY_SPECS[strategy].library
     same_source = (done.step, done.saved_at, done.recipe) == (record.step, record.saved_at, record.recipe)
@@ -97,30 +104,31 @@ def _is_same(done: CheckpointRecord, record: CheckpointRecord, strategy: str, ra
 
 def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
     if not STRATEGY_SPECS[strategy].is_fsdp:
-        write_universal(_states(checkpoint, record), target)
+        write_universal(_read_states(checkpoint, record), target)
         return
     if rest := frozen_or_buffers(checkpoint):
-        raise ShardmakeError(
-            f"{checkpoint} holds {rest}, which are not converted for FSDP. Resume under a ZeRO strategy."
+        raise CheckpointError(
+            f"Cannot convert {checkpoint} for FSDP. It holds {rest}, which cannot be converted. "
+            "Resume with a ZeRO strategy."
         )
-    between, states = target / ".universal", _states(checkpoint, record)
-    write_universal(states, between)
-    write_distributed(states, between, target)
-    shutil.rmtree(between)
+    universal, states = target / ".universal", _read_states(checkpoint, record)
+    write_universal(states, universal)
+    write_distributed(states, universal, target)
+    shutil.rmtree(universal)
 
 
-def _states(checkpoint: Path, record: CheckpointRecord) -> States:
-    if STRATEGY_SPECS[record.strategy].is_fsdp:
+def _read_states(checkpoint: Path, record: CheckpointRecord) -> States:
+    if dcp.recognise(checkpoint):
         return states_of_fsdp(checkpoint, record.step)
     return states_of_zero(checkpoint)
 
 
-def _copy_the_rest(checkpoint: Path, target: Path, wrote: int, ranks: int) -> None:
-    """Scheduler, Trainer's state, random number states, config, tokenizer: they do not depend on the sharding."""
+def _copy_unsharded_files(checkpoint: Path, target: Path, wrote: int, ranks: int) -> None:
+    """Copy scheduler, Trainer state, random states, config and tokenizer, which do not depend on the sharding."""
     for path in checkpoint.iterdir():
-        if path.is_file() and path.name not in _LEFT_BEHIND:
+        if path.is_file() and path.name not in _NOT_COPIED:
             shutil.copy(path, target / path.name)
-    several, one = target / "rng_state_0.pth", target / "rng_state.pth"  # one process alone uses a name of its own
-    written, read = (one if count == 1 else several for count in (wrote, ranks))
+    several, single = target / "rng_state_0.pth", target / "rng_state.pth"  # the name without ranks is for one process
+    written, read = (single if count == 1 else several for count in (wrote, ranks))
     if written.exists():
         written.rename(read)

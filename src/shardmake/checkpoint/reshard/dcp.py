@@ -1,19 +1,18 @@
-"""torch's distributed checkpoint as FSDP writes and resumes it: two folders, by Accelerate's names."""
+"""torch's distributed checkpoint as FSDP writes and resumes it: two folders with Accelerate's names."""
 
 from pathlib import Path
 from typing import Any
 
+from shardmake.checkpoint.formats.dcp import MODEL_FOLDER, OPTIMIZER_FOLDER
 from shardmake.checkpoint.formats.zero import MOMENTS
 from shardmake.checkpoint.reshard.universal import States, read_back
-from shardmake.core.errors import ShardmakeError
-
-MODEL, OPTIMIZER = "pytorch_model_fsdp_0", "optimizer_0"
+from shardmake.core.errors import CheckpointError
 
 
 def write_distributed(states: States, universal: Path, target: Path) -> None:
-    """Write what `write_universal` made of ``states`` in ``universal`` as FSDP's two folders in ``target``.
+    """Write FSDP's two folders to ``target`` from ``states``, which `write_universal` wrote to ``universal``.
 
-    The tensors are mapped from disk, so that the page cache is all the memory this needs.
+    The tensors are memory-mapped, so that only the page cache is used.
     """
     import torch
     import torch.distributed.checkpoint as dcp
@@ -24,14 +23,15 @@ def write_distributed(states: States, universal: Path, target: Path) -> None:
     }
     weights = {name: read_back(universal, name, "fp32") for name in states.names}
     weights |= {alias: weights[owner] for alias, owner in states.shared.items()}
-    groups = [{**_of_torch(group), "params": group["params"]} for group in states.groups]
-    contents = {MODEL: {"model": weights}, OPTIMIZER: {"optimizer": {"state": moments, "param_groups": groups}}}
+    groups = [{**_torch_settings(group), "params": group["params"]} for group in states.groups]
+    optimizer = {"state": moments, "param_groups": groups}
+    contents = {MODEL_FOLDER: {"model": weights}, OPTIMIZER_FOLDER: {"optimizer": optimizer}}
     for folder, content in contents.items():
         dcp.save(content, storage_writer=dcp.FileSystemWriter(target / folder), no_dist=True)
 
 
-def _of_torch(group: dict[str, Any]) -> dict[str, Any]:
-    """Hyperparameters by the names of torch's AdamW; DeepSpeed's own Adam lacks some and has others."""
+def _torch_settings(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the hyperparameters of torch's AdamW; DeepSpeed's Adam lacks some of them and has others."""
     import torch
 
     defaults = torch.optim.AdamW([torch.zeros(1)]).param_groups[0]
@@ -40,30 +40,34 @@ def _of_torch(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def states_of_fsdp(checkpoint: Path, steps: int) -> States:
-    """The states of a checkpoint of FSDP at ``steps`` steps.
+    """Return the states of an FSDP checkpoint at ``steps`` steps.
 
     Raises:
-        ShardmakeError: the optimizer is not Adam, or not all of the model was trained.
+        CheckpointError: The optimizer is not Adam, or a part of the model was not trained.
     """
-    described = _described(checkpoint / OPTIMIZER)
+    described = _entries(checkpoint / OPTIMIZER_FOLDER)
     groups = _parameter_groups(checkpoint, described)
     names = [name for group in groups for name in group["params"]]
-    weights = {key.removeprefix("model.") for key in _described(checkpoint / MODEL)}
+    weights = {key.removeprefix("model.") for key in _entries(checkpoint / MODEL_FOLDER)}
     missing = [f"{kind} of {name}" for name in names for kind in MOMENTS if _key(name, kind) not in described]
     if missing:
-        raise ShardmakeError(
-            f"{checkpoint}: the optimizer is not Adam, it has no {missing[0]}; it cannot be resharded."
+        raise CheckpointError(
+            f"Cannot reshard {checkpoint}. Its optimizer is not Adam: it has no {missing[0]}. Resume with FSDP."
         )
     if absent := sorted(set(names) - weights):
-        raise ShardmakeError(f"{checkpoint} holds adapters ({absent[0]}), which go on under FSDP only.")
+        raise CheckpointError(
+            f"Cannot reshard {checkpoint}. It holds adapters ({absent[0]}), which only FSDP can resume. "
+            "Resume with FSDP."
+        )
 
     def tensor(name: str, kind: str) -> Any:
-        folder, key = (MODEL, f"model.{name}") if kind == "fp32" else (OPTIMIZER, _key(name, kind))
-        return _read(checkpoint / folder, key)
+        if kind == "fp32":
+            return _read(checkpoint / MODEL_FOLDER, f"model.{name}")
+        return _read(checkpoint / OPTIMIZER_FOLDER, _key(name, kind))
 
     return States(
         steps=steps,
-        adam_step=_read(checkpoint / OPTIMIZER, _key(names[0], "step")),
+        adam_step=_read(checkpoint / OPTIMIZER_FOLDER, _key(names[0], "step")),
         groups=groups,
         tensor=tensor,
         scaling={},
@@ -72,24 +76,24 @@ def states_of_fsdp(checkpoint: Path, steps: int) -> States:
 
 
 def _owner(checkpoint: Path, alias: str, names: list[str]) -> str:
-    """The trained parameter that ``alias`` is another name of: FSDP stores both."""
+    """Return the trained parameter that ``alias`` shares; FSDP stores both."""
     import torch
 
-    described = _described(checkpoint / MODEL)
-    value = _read(checkpoint / MODEL, f"model.{alias}")
+    described = _entries(checkpoint / MODEL_FOLDER)
+    value = _read(checkpoint / MODEL_FOLDER, f"model.{alias}")
     for name in names:
         same_shape = described[f"model.{name}"].size == described[f"model.{alias}"].size
-        if same_shape and torch.equal(_read(checkpoint / MODEL, f"model.{name}"), value):
+        if same_shape and torch.equal(_read(checkpoint / MODEL_FOLDER, f"model.{name}"), value):
             return name
-    raise ShardmakeError(f"{checkpoint} holds {alias}, which was not trained; it goes on under FSDP only.")
+    raise CheckpointError(f"Cannot reshard {checkpoint}. It holds {alias}, which was not trained. Resume with FSDP.")
 
 
 def _key(name: str, kind: str) -> str:
     return f"optimizer.state.{name}.{kind}"
 
 
-def _described(folder: Path) -> dict[str, Any]:
-    """What lies in ``folder``, by torch's flat names."""
+def _entries(folder: Path) -> dict[str, Any]:
+    """Return the metadata of the entries in ``folder``, by torch's flat names."""
     import torch.distributed.checkpoint as dcp
 
     return dict(dcp.FileSystemReader(folder).read_metadata().state_dict_metadata)
@@ -101,16 +105,16 @@ def _parameter_groups(checkpoint: Path, described: dict[str, Any]) -> list[dict[
     for key in described:
         if key.startswith(prefix):
             number, _, name = key.removeprefix(prefix).partition(".")
-            groups.setdefault(int(number), {})[name] = _read(checkpoint / OPTIMIZER, key)
+            groups.setdefault(int(number), {})[name] = _read(checkpoint / OPTIMIZER_FOLDER, key)
     return [group for _, group in sorted(groups.items())]
 
 
 def _read(folder: Path, key: str) -> Any:
-    """One entry of a distributed checkpoint, whole, whatever pieces it is stored in."""
+    """Return one entry of a distributed checkpoint, unsharded."""
     import torch
     import torch.distributed.checkpoint as dcp
 
-    entry = _described(folder)[key]
+    entry = _entries(folder)[key]
     is_tensor = hasattr(entry, "size")
     held: dict[str, Any] = {key: torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None}
     dcp.load(held, storage_reader=dcp.FileSystemReader(folder), no_dist=True)

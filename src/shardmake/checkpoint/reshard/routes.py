@@ -1,4 +1,4 @@
-"""Which checkpoints can go on as what: a pure function of who wrote one and who is to read it."""
+"""The routes from one strategy's checkpoint to another strategy and number of ranks."""
 
 from enum import Enum
 
@@ -6,27 +6,28 @@ from shardmake.config.strategies import STRATEGY_SPECS
 
 
 class Route(Enum):
-    """How a checkpoint comes to be read."""
+    """How a checkpoint is made readable."""
 
-    NATIVE = "the engine reads it as it is"
+    NATIVE = "read without conversion"
     UNIVERSAL = "DeepSpeed's universal checkpoint"
     DISTRIBUTED = "torch's distributed checkpoint"
 
 
 def route(wrote: str, wrote_ranks: int, reads: str, ranks: int) -> Route | str:
-    """How ``reads`` on ``ranks`` ranks goes on from a checkpoint of ``wrote`` on ``wrote_ranks``; or why it cannot.
+    """Return the route from ``wrote`` on ``wrote_ranks`` ranks to ``reads`` on ``ranks`` ranks, or why there is none.
 
-    DeepSpeed reads its own ZeRO stage at its own world size only, and with NVMe only what was written so, unless it is
-    universal; torch's distributed checkpoints fit any world size, and under DDP every rank reads everything.
+    Without a universal checkpoint, DeepSpeed resumes only the ZeRO stage and world size that wrote the checkpoint, and
+    with NVMe only checkpoints of NVMe. torch's distributed checkpoints fit any world size. Under DDP every rank reads
+    everything.
     """
     source, target = STRATEGY_SPECS[wrote], STRATEGY_SPECS[reads]
     is_same_family = source.checkpoint_family == target.checkpoint_family
     if is_same_family and (wrote_ranks == ranks or not target.is_deepspeed):
         return Route.NATIVE
     if source.is_ddp:
-        return f"checkpoints of {wrote} are not converted, only those of ZeRO and FSDP"
+        return f"checkpoints of {wrote} cannot be converted, only those of ZeRO and FSDP"
     if target.is_deepspeed:
         return Route.UNIVERSAL
     if target.is_fsdp:
         return Route.DISTRIBUTED
-    return f"what {wrote} wrote is not converted for {reads}"
+    return f"checkpoints of {wrote} cannot be converted for {reads}"

@@ -1,23 +1,23 @@
-"""The states in ZeRO's shards, read by byte ranges."""
+"""Read the training states from ZeRO's shards by byte ranges."""
 
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.formats.contents import Tensor
+from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.checkpoint.formats.zero import inner_folder, read_states
 from shardmake.checkpoint.reshard.universal import States
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 _SCALING = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 
 
 def states_of_zero(checkpoint: Path) -> States:
-    """The states of a checkpoint of ZeRO-1, 2 or 3.
+    """Return the states of a checkpoint of ZeRO-1, 2 or 3.
 
     Raises:
-        ShardmakeError: files are missing or of different saves, or the optimizer is not Adam.
+        CheckpointError: Files are missing or of different saves, or the optimizer is not Adam.
     """
     folder = inner_folder(checkpoint)
     tensors = read_states(folder)
@@ -29,7 +29,7 @@ def states_of_zero(checkpoint: Path) -> States:
         adam_step=adam["state"][0]["step"],
         groups=[
             {**group, "params": [name for index in group["params"] for name in model["param_shapes"][index]]}
-            for group in adam["param_groups"]  # of ZeRO-3's, each has one or more sub-groups
+            for group in adam["param_groups"]  # in ZeRO-3, each has one or more sub-groups
         ],
         tensor=lambda name, kind: read_tensor(tensors[kind][name]),
         scaling={key: inner[key] for key in _SCALING if key in inner},
@@ -38,15 +38,15 @@ def states_of_zero(checkpoint: Path) -> States:
 
 
 def frozen_or_buffers(checkpoint: Path) -> str:
-    """What of the model lies in a checkpoint of ZeRO beside the trained parameters; empty if nothing does."""
+    """Name the tensors of a ZeRO checkpoint that are not trained parameters; return an empty string without any."""
     folder = inner_folder(checkpoint)
     model = _load(min(folder.glob("*mp_rank_00_model_states.pt")))
     kinds = {"frozen parameters": "frozen_param_shapes", "buffers": "buffer_names"}
-    return " and ".join(what for what, key in kinds.items() if model.get(key))
+    return " and ".join(kind for kind, key in kinds.items() if model.get(key))
 
 
-def read_tensor(tensor: Tensor) -> Any:
-    """The torch tensor whose bytes lie where ``tensor`` says, in its shape."""
+def read_tensor(tensor: StoredTensor) -> Any:
+    """Read the bytes of ``tensor`` into a torch tensor of its shape."""
     import torch
 
     assert tensor.dtype == "F32", tensor.dtype
@@ -65,12 +65,12 @@ def _fill(descriptor: int, part: "memoryview[int]", path: Path) -> None:
     while part:
         count = os.readv(descriptor, [part])
         if not count:
-            raise ShardmakeError(f"{path} is cut off. Take an older checkpoint.")
+            raise CheckpointError(f"{path} is truncated. Use an older checkpoint.")
         part = part[count:]
 
 
 def _load(path: Path) -> Any:
-    """What DeepSpeed put into ``path``; the ranks unpickle the same files when they resume."""
+    """Load a file of DeepSpeed; the ranks unpickle the same files when they resume."""
     import torch
 
     return torch.load(path, map_location="cpu", mmap=True, weights_only=False)

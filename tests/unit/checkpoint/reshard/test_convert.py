@@ -1,4 +1,4 @@
-"""What a resharded checkpoint keeps of the one before, and for whom it is used again; the conversion itself aside."""
+"""Resharding: the files that it keeps and the conversions that it reuses. The conversion itself is a stub."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from shardmake.checkpoint.reshard import convert
 
 @pytest.fixture(autouse=True)
 def conversions(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A conversion that writes one file, and leaves in this list for which strategy."""
+    """Replace the conversion by one that writes a single file, and return the list of target strategies."""
     made: list[str] = []
 
     def converted(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
@@ -51,15 +51,17 @@ def random_states(folder: Path) -> set[str]:
         (1, 1, {"rng_state.pth"}),
     ],
 )
-def test_random_states_have_the_name_that_is_read(tmp_path: Path, wrote: int, reads: int, expected: set[str]) -> None:
-    convert.reshard(write(tmp_path, "zero3", wrote), tmp_path / "out", "zero2", reads, print)
+def test_random_states_have_the_name_for_the_new_number_of_ranks(
+    tmp_path: Path, wrote: int, reads: int, expected: set[str]
+) -> None:
+    convert.reshard(write(tmp_path, "zero3", wrote), tmp_path / "out", "zero2", reads)
     assert random_states(tmp_path / "out") == expected
 
 
-def test_it_is_used_again_for_every_number_of_ranks_with_the_same_names(tmp_path: Path, conversions: list[str]) -> None:
+def test_conversion_is_reused_for_other_numbers_of_ranks(tmp_path: Path, conversions: list[str]) -> None:
     checkpoint, out = write(tmp_path, "zero3", 2), tmp_path / "out"
     for strategy, ranks, times in (("zero2", 3, 1), ("zero1", 4, 1), ("zero1", 1, 2), ("zero2", 1, 2), ("zero2", 4, 3)):
-        record = convert.reshard(checkpoint, out, strategy, ranks, print)
+        record = convert.reshard(checkpoint, out, strategy, ranks)
         assert len(conversions) == times
         assert (record.strategy, record.world_size) == (strategy, ranks)
         assert read_record(out) == record and find_problems(out) == []

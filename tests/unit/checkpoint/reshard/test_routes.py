@@ -1,4 +1,4 @@
-"""What can go on as what, before anything is queued."""
+"""Routes between strategies: which checkpoints can be resumed, with or without conversion."""
 
 from pathlib import Path
 
@@ -8,13 +8,13 @@ from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.reshard.convert import find_route
 from shardmake.checkpoint.reshard.routes import Route, route
 from shardmake.config.models import STRATEGIES, Strategy
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import CheckpointError
 
 NATIVE, UNIVERSAL, DISTRIBUTED = Route
 
 
 @pytest.mark.parametrize(
-    ("wrote", "ranks", "reads", "others", "how"),
+    ("wrote", "ranks", "reads", "new_ranks", "expected"),
     [
         ("zero3", 4, "zero3", 4, NATIVE),
         ("zero3", 4, "zero3-offload", 4, NATIVE),
@@ -34,29 +34,29 @@ NATIVE, UNIVERSAL, DISTRIBUTED = Route
         ("zero3-nvme", 4, "fsdp", 2, DISTRIBUTED),
     ],
 )
-def test_ways(wrote: str, ranks: int, reads: Strategy, others: int, how: Route) -> None:
-    assert route(wrote, ranks, reads, others) is how
+def test_route(wrote: str, ranks: int, reads: Strategy, new_ranks: int, expected: Route) -> None:
+    assert route(wrote, ranks, reads, new_ranks) is expected
 
 
 @pytest.mark.parametrize(
-    ("wrote", "ranks", "reads", "others", "reason"),
+    ("wrote", "ranks", "reads", "new_ranks", "reason"),
     [
-        ("ddp", 4, "zero1", 4, "checkpoints of ddp are not converted"),
-        ("fsdp", 4, "ddp", 4, "what fsdp wrote is not converted for ddp"),
-        ("zero3", 4, "ddp", 4, "not converted for ddp"),
+        ("ddp", 4, "zero1", 4, "checkpoints of ddp cannot be converted"),
+        ("fsdp", 4, "ddp", 4, "checkpoints of fsdp cannot be converted for ddp"),
+        ("zero3", 4, "ddp", 4, "cannot be converted for ddp"),
     ],
 )
-def test_refused_by_name(wrote: str, ranks: int, reads: Strategy, others: int, reason: str) -> None:
+def test_missing_route_is_an_error(wrote: str, ranks: int, reads: Strategy, new_ranks: int, reason: str) -> None:
     record = CheckpointRecord(
         step=4, tokens=4, world_size=ranks, strategy=wrote, attempt=1, recipe="r", saved_at=0, save_seconds=0,
         versions={}, files={},
     )  # fmt: skip
     with pytest.raises(
-        ShardmakeError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {others}: .*{reason}"
+        CheckpointError, match=rf"written by {wrote} on {ranks} ranks .* {reads} on {new_ranks}: .*{reason}"
     ):
-        find_route(record, Path("runs/demo/train/checkpoints/checkpoint-4"), reads, others)
+        find_route(record, Path("runs/demo/train/checkpoints/checkpoint-4"), reads, new_ranks)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_strategy_goes_on_as_it_was(strategy: Strategy) -> None:
+def test_unchanged_strategy_needs_no_conversion(strategy: Strategy) -> None:
     assert route(strategy, 4, strategy, 4) is NATIVE

@@ -1,4 +1,4 @@
-"""The pure parts: CRC arithmetic, rounding, boxes, files; and merges of checkpoints that hypothesis makes up."""
+"""Checksums, rounding, boxes and output files; merges of checkpoints that hypothesis generates."""
 
 import errno
 import itertools
@@ -21,17 +21,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shardmake.checkpoint.formats.contents import Piece, Tensor, box
+from shardmake.checkpoint.formats.contents import Piece, StoredTensor, box_pieces
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.consolidate import blocks, jobs, output, stream
 from shardmake.consolidate.blocks import PAGE, Block, page_aligned
 from shardmake.consolidate.convert import Converter
-from shardmake.consolidate.crc import combine
 from shardmake.consolidate.layout import PlannedTensor, parse_size, plan_shards
 from shardmake.consolidate.writer import ShardWriter
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 
 SHAPE = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 GROUPS = st.lists(st.lists(SHAPE, min_size=1, max_size=5), min_size=1, max_size=3)
@@ -39,7 +38,7 @@ GROUPS = st.lists(st.lists(SHAPE, min_size=1, max_size=5), min_size=1, max_size=
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Blocks and jobs of a few bytes, so that tiny tensors are cut as large ones are."""
+    """Use blocks and jobs of a few bytes, so that tiny tensors are divided as large ones are."""
     for module in (jobs, stream):
         monkeypatch.setattr(module, "BLOCK", 64)
     monkeypatch.setattr(jobs, "JOB", 160)
@@ -49,13 +48,13 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @given(st.lists(st.binary(max_size=300), max_size=8))
-def test_crc_of_parts_is_crc_of_the_whole(parts: list[bytes]) -> None:
-    assert combine((zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(b"".join(parts))
+def test_combined_crc32_equals_the_crc32_of_all_bytes(parts: list[bytes]) -> None:
+    assert stream.combine_crc32((zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(b"".join(parts))
 
 
 @pytest.mark.parametrize("source", ["F32", "F16", "BF16"])
 @pytest.mark.parametrize("target", ["F32", "F16", "BF16"])
-def test_rounding_is_torchs(source: str, target: str) -> None:
+def test_rounding_equals_torch(source: str, target: str) -> None:
     generator = np.random.default_rng(0)
     bits = generator.integers(0, 256, size=200_000 * ITEM_SIZE[source], dtype=np.uint8)
     dtypes = (getattr(torch, torch_name(source)), getattr(torch, torch_name(target)))
@@ -67,35 +66,37 @@ def test_rounding_is_torchs(source: str, target: str) -> None:
 
 
 @given(st.data())
-def test_boxes_of_a_grid_make_up_the_tensor(data: st.DataObject) -> None:
+def test_boxes_of_a_grid_form_the_tensor(data: st.DataObject) -> None:
     shape = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple))
     cuts = [sorted(data.draw(st.sets(st.integers(1, size - 1))) if size > 1 else []) for size in shape]
-    whole = np.arange(math.prod(shape)).reshape(shape)
-    out = np.full(whole.size, -1)
+    full = np.arange(math.prod(shape)).reshape(shape)
+    out = np.full(full.size, -1)
     edges = [list(zip([0, *cut], [*cut, size], strict=True)) for cut, size in zip(cuts, shape, strict=True)]
     for cell in np.ndindex(*(len(edge) for edge in edges)):
         spans = [edge[index] for edge, index in zip(edges, cell, strict=True)]
-        stored = whole[tuple(slice(*span) for span in spans)].reshape(-1)
+        stored = full[tuple(slice(*span) for span in spans)].reshape(-1)
         sizes = tuple(high - low for low, high in spans)
-        for piece in box(ZipRecord(Path(), 0, stored.size, None), 0, 1, shape, tuple(low for low, _ in spans), sizes):
+        for piece in box_pieces(
+            ZipRecord(Path(), 0, stored.size, None), 0, 1, shape, tuple(low for low, _ in spans), sizes
+        ):
             for run in range(piece.runs):
                 first = piece.start + run * piece.count
                 to = piece.at + run * piece.stride
                 out[to : to + piece.count] = stored[first : first + piece.count]
-    assert (out == whole.reshape(-1)).all()
+    assert (out == full.reshape(-1)).all()
 
 
 @given(st.lists(st.tuples(SHAPE, st.sampled_from(["F32", "BF16", "I64", "BOOL"])), max_size=12), st.integers(1, 600))
-def test_shards_hold_every_tensor_once_and_their_headers_are_true(kinds: list[tuple[Any, str]], limit: int) -> None:
-    tensors = [Tensor(f"t{index}", dtype, shape, ()) for index, (shape, dtype) in enumerate(kinds)]
+def test_shards_hold_every_tensor_once_with_correct_headers(kinds: list[tuple[Any, str]], limit: int) -> None:
+    tensors = [StoredTensor(f"t{index}", dtype, shape, ()) for index, (shape, dtype) in enumerate(kinds)]
     shards = plan_shards(tensors, "keep", limit)
-    assert sorted(e.tensor.name for s in shards for e in s.entries) == sorted(t.name for t in tensors)
+    assert sorted(e.tensor.name for s in shards for e in s.tensors) == sorted(t.name for t in tensors)
     for shard in shards:
         length = struct.unpack("<Q", shard.header[:8])[0]
         header = json.loads(shard.header[8:])
         assert len(shard.header) == 8 + length and length % 8 == 0 and header["__metadata__"] == {"format": "pt"}
-        assert sum(entry.nbytes for entry in shard.entries) <= limit or len(shard.entries) == 1
-        for entry in shard.entries:
+        assert sum(entry.nbytes for entry in shard.tensors) <= limit or len(shard.tensors) == 1
+        for entry in shard.tensors:
             begin, end = header[entry.tensor.name]["data_offsets"]
             assert begin + len(shard.header) == entry.offset and end - begin == entry.nbytes
             assert entry.offset % ITEM_SIZE[entry.dtype] == 0
@@ -104,17 +105,17 @@ def test_shards_hold_every_tensor_once_and_their_headers_are_true(kinds: list[tu
 @pytest.mark.parametrize(
     ("text", "size"), [("5GB", 5 * 10**9), ("500MB", 5 * 10**8), ("2GiB", 2 << 30), ("1.5kb", 1500)]
 )
-def test_sizes(text: str, size: int) -> None:
+def test_parse_size(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
 @pytest.mark.parametrize("text", ["", "5 apples", "-1GB", "0GB", "GB"])
-def test_sizes_that_are_none(text: str) -> None:
-    with pytest.raises(ShardmakeError, match="not understood"):
+def test_invalid_size_is_an_error(text: str) -> None:
+    with pytest.raises(ConfigError, match="Cannot parse the size"):
         parse_size(text)
 
 
-def named(groups: list[list[tuple[int, ...]]]) -> list[OrderedDict[str, torch.Tensor]]:
+def named_tensors(groups: list[list[tuple[int, ...]]]) -> list[OrderedDict[str, torch.Tensor]]:
     values = torch.arange(1.0, 1e6)
     made, at = [], 0
     for index, shapes in enumerate(groups):
@@ -132,7 +133,7 @@ def model_state(groups: list[OrderedDict[str, torch.Tensor]], module: dict[str, 
     return {"module": module, "param_shapes": shapes, "buffer_names": [], "shared_params": {}, "global_steps": 1}
 
 
-def check(folder: Path, groups: list[OrderedDict[str, torch.Tensor]], target: str) -> None:
+def check_merge(folder: Path, groups: list[OrderedDict[str, torch.Tensor]], target: str) -> None:
     contents = read_checkpoint(folder, target)
     writer = ShardWriter(plan_shards(contents.tensors.values(), target, 256), folder / "out")
     writer.write(workers=2)
@@ -149,9 +150,9 @@ def check(folder: Path, groups: list[OrderedDict[str, torch.Tensor]], target: st
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(GROUPS, st.integers(1, 5), st.sampled_from(["keep", "bf16"]), st.booleans())
-def test_zero3_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, target: str, subgroups: bool) -> None:
-    """Each parameter in ``world`` pieces of equal size, the last ones padded with a value that must not show."""
-    params = named(groups)
+def test_zero3_merges_any_shapes(groups: list[list[tuple[int, ...]]], world: int, target: str, subgroups: bool) -> None:
+    """Each parameter has ``world`` pieces of equal size; the padding must not appear in the result."""
+    params = named_tensors(groups)
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         for rank in range(world):
@@ -164,7 +165,7 @@ def test_zero3_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, ta
             torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
             model = model_state(params, {name: torch.empty(0) for group in params for name in group})
             torch.save(model, folder / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-        check(folder, params, target)
+        check_merge(folder, params, target)
 
 
 def _part(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
@@ -176,9 +177,9 @@ def _part(tensor: torch.Tensor, rank: int, world: int) -> torch.Tensor:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(GROUPS, st.integers(1, 5), st.sampled_from(["keep", "bf16"]), st.integers(0, 3))
-def test_zero2_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, target: str, padding: int) -> None:
-    """Each group one vector, a gap after every parameter, cut into slices of equal size, the end's padding removed."""
-    params = named(groups)
+def test_zero2_merges_any_shapes(groups: list[list[tuple[int, ...]]], world: int, target: str, padding: int) -> None:
+    """Each group is one vector with a gap after every parameter, divided into slices without the final padding."""
+    params = named_tensors(groups)
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
         vectors, paddings = [], []
@@ -199,47 +200,47 @@ def test_zero2_of_any_shapes(groups: list[list[tuple[int, ...]]], world: int, ta
             torch.save({"optimizer_state_dict": state}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
         half = {name: tensor.half() for group in params for name, tensor in group.items()}
         torch.save(model_state(params, half), folder / "mp_rank_00_model_states.pt")
-        check(folder, params, target)
+        check_merge(folder, params, target)
 
 
-def a_file(folder: Path, counts: list[int], gap: int) -> tuple[list[Tensor], bytes]:
-    """Float32 vectors of so many elements, one after the other in a file, with ``gap`` elements behind each."""
+def write_vectors(folder: Path, counts: list[int], gap: int) -> tuple[list[StoredTensor], bytes]:
+    """Write consecutive float32 vectors of ``counts`` elements to a file, each followed by ``gap`` elements."""
     content = np.random.default_rng(0).integers(0, 256, 4 * sum(count + gap for count in counts), np.uint8).tobytes()
     (folder / "source").write_bytes(content)
     record = ZipRecord(folder / "source", 0, len(content), zlib.crc32(content))
     tensors, at = [], 0
     for index, count in enumerate(counts):
-        tensors.append(Tensor(f"t{index}", "F32", (count,), (Piece(record, at, 0, count),)))
+        tensors.append(StoredTensor(f"t{index}", "F32", (count,), (Piece(record, at, 0, count),)))
         at += 4 * (count + gap)
     return tensors, content
 
 
 @settings(deadline=None)
 @given(st.lists(st.integers(1, 90), min_size=1, max_size=12), st.integers(0, 20), st.booleans())
-def test_every_byte_is_read_once_in_blocks_of_few_tensors(counts: list[int], gap: int, has_crc: bool) -> None:
+def test_every_byte_is_read_once(counts: list[int], gap: int, has_crc: bool) -> None:
     with tempfile.TemporaryDirectory() as name:
-        tensors, content = a_file(Path(name), counts, gap)
+        tensors, content = write_vectors(Path(name), counts, gap)
     if not has_crc:
         record = replace(tensors[0].pieces[0].record, crc=None)
         tensors = [replace(tensor, pieces=(replace(tensor.pieces[0], record=record),)) for tensor in tensors]
     read: list[int] = []
     moved: list[int] = []
     for job in jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0]:
-        for span in jobs.spans(job):
-            assert 0 < span.end - span.begin <= jobs.BLOCK and len(span.parts) <= jobs.BLOCK // 4
-            read.extend(range(span.begin, span.end))
-            for part in span.parts:
-                assert span.begin <= part.begin < part.end <= span.end
+        for block in jobs.read_blocks(job):
+            assert 0 < block.end - block.begin <= jobs.BLOCK and len(block.parts) <= jobs.BLOCK // 4
+            read.extend(range(block.begin, block.end))
+            for part in block.parts:
+                assert block.begin <= part.begin < part.end <= block.end
                 moved.extend(range(part.begin, part.end))
     assert moved == [at for t in tensors for at in range(t.pieces[0].start, t.pieces[0].start + t.nbytes)]
     assert read == (list(range(len(content))) if has_crc else moved)
 
 
-def test_what_goes_wrong_in_a_worker_ends_the_reading(tmp_path: Path) -> None:
-    tensors, _ = a_file(tmp_path, [16] * 50, 0)
+def test_error_in_a_worker_stops_the_stream(tmp_path: Path) -> None:
+    tensors, _ = write_vectors(tmp_path, [16] * 50, 0)
     put, done = [], []
 
-    def fail(content: Block, offset: int, entry: PlannedTensor) -> None:
+    def fail(content: Block, offset: int, target: PlannedTensor) -> None:
         put.append(offset)
         if len(put) == 7:
             raise OSError("no space")
@@ -250,44 +251,42 @@ def test_what_goes_wrong_in_a_worker_ends_the_reading(tmp_path: Path) -> None:
     assert len(put) < 12 and len(done) < len(planned)
 
 
-def test_checksums_are_told_with_the_job(tmp_path: Path) -> None:
-    tensors, content = a_file(tmp_path, [16, 3, 90], 5)
+def test_task_receives_the_checksum_of_its_job(tmp_path: Path) -> None:
+    tensors, content = write_vectors(tmp_path, [16, 3, 90], 5)
     (job,) = jobs.plan_jobs(plan_shards(tensors, "keep", 10**6))[0][:1]
     done: list[int] = []
     stream.stream([stream.StreamTask(job, lambda *_: None, lambda _, crc: done.append(crc))], 3)
     assert done == [zlib.crc32(content[job.begin : job.end])]
 
 
-@pytest.mark.parametrize(("there", "answer"), [(1.0, True), (0.6, True), (0.4, False), (0.0, False)])
-def test_whether_the_page_cache_has_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: float, answer: bool
-) -> None:
-    """Asked of places all over the range, without waiting for the disk; no answer counts as no."""
+@pytest.mark.parametrize(("cached", "expected"), [(1.0, True), (0.6, True), (0.4, False), (0.0, False)])
+def test_is_cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cached: float, expected: bool) -> None:
+    """Probes are spread over the range and do not wait for the disk; unsupported file systems return False."""
     (tmp_path / "file").write_bytes(bytes(1000))
-    asked = []
+    probed = []
 
     def preadv(_file: int, buffers: list[bytearray], offset: int, flags: int) -> int:
         assert flags == os.RWF_NOWAIT
-        asked.append(offset)
-        if offset >= 100 + there * 800:
+        probed.append(offset)
+        if offset >= 100 + cached * 800:
             raise BlockingIOError
         return len(buffers[0])
 
-    def cannot(*_: object) -> int:
-        raise OSError(errno.EOPNOTSUPP, "not here")
+    def unsupported(*_: object) -> int:
+        raise OSError(errno.EOPNOTSUPP, "not supported")
 
     monkeypatch.setattr(os, "preadv", preadv)
-    assert blocks.is_cached(tmp_path / "file", 100, 800) is answer
-    assert asked == list(range(100, 900, 50))
-    monkeypatch.setattr(os, "preadv", cannot)
+    assert blocks.is_cached(tmp_path / "file", 100, 800) is expected
+    assert probed == list(range(100, 900, 50))
+    monkeypatch.setattr(os, "preadv", unsupported)
     assert not blocks.is_cached(tmp_path / "file", 100, 800)
 
 
 @pytest.mark.parametrize(("direct", "has_direct_writes"), [(True, True), (True, False), (False, True)])
-def test_a_file_is_filled_in_any_order(
+def test_output_file_is_written_in_any_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool, has_direct_writes: bool
 ) -> None:
-    """Cuts on page boundaries, beside them, and pieces large enough to go past the cache; in memory as in the file."""
+    """The pieces begin at and beside page boundaries; some are large enough for direct writes."""
     if not has_direct_writes:
         monkeypatch.setattr(output, "_open_direct", lambda path: -1)
     size = 3_000_001

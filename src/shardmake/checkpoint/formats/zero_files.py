@@ -1,0 +1,188 @@
+"""The files of a DeepSpeed ZeRO checkpoint: find them, read them and check that they belong together."""
+
+import os
+import re
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardmake.checkpoint.formats import unpickle
+from shardmake.checkpoint.formats.unpickle import Inert, TensorRef
+from shardmake.core.errors import CheckpointError
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_UNSUPPORTED = {
+    r"(layer_\d+_)?expert_\d+_mp_rank_\d+_model_states\.pt|expp_rank_.*": "DeepSpeed's mixture-of-experts layers",
+    r"layer_\d+-model_.*": "DeepSpeed's pipeline parallelism",
+    r".*mp_rank_(?!00_)\d+_.*": "tensor or model parallelism (more than one mp_rank)",
+}
+_CONVERT = "Convert the checkpoint with DeepSpeed's ds_to_universal.py and merge the result."
+_OLDER = "Use an older checkpoint."
+
+
+@dataclass(frozen=True)
+class ZeroFiles:
+    """The files of one checkpoint without the bytes of their tensors; both lists are in rank order."""
+
+    folder: Path
+    model: list[Mapping[str, Any]]
+    optimizer: list[Mapping[str, Any]]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that wrote the checkpoint."""
+        return max(len(self.optimizer), 1)
+
+    @property
+    def param_shapes(self) -> list[Mapping[str, tuple[int, ...]]]:
+        """Shapes of the trained parameters by name, one mapping per group."""
+        shapes = self.model[0].get("param_shapes")
+        if not isinstance(shapes, Sequence):
+            raise CheckpointError(
+                f"Cannot divide the flat groups in {self.folder}: the model file has no param_shapes. {_OLDER}"
+            )
+        return list(shapes)
+
+
+def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:
+    """Read the files of ``folder``; of tensor-parallel groups that are already joined, read the first rank's files."""
+    names = sorted(path.name for path in folder.iterdir())
+    if tensor_parallel:
+        names = [name for name in names if not re.match(r"mp_rank_(?!00_)\d+_", name)]
+    for pattern, feature in _UNSUPPORTED.items():
+        for name in names:
+            if re.fullmatch(pattern, name):
+                raise CheckpointError(
+                    f"Cannot merge {folder / name}. The file belongs to {feature}, which is not supported. {_CONVERT}"
+                )
+    optimizer = _by_rank(folder, names, _OPTIMIZER_FILE)
+    model = _by_rank(folder, names, _MODEL_FILE)
+    if not model:
+        raise CheckpointError(f"{folder} has no *_model_states.pt. The checkpoint is not complete. {_OLDER}")
+    return ZeroFiles(folder, [_load_model(path) for path in model], [_load_optimizer(path) for path in optimizer])
+
+
+def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
+    """Return the files that match, in rank order; raise `CheckpointError` if the file of a rank is missing."""
+    found = {int(match[1] or 0): folder / match[0] for name in names if (match := pattern.fullmatch(name))}
+    missing = sorted(set(range(max(found, default=-1))) - set(found))
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks the files of rank {', '.join(map(str, missing))} (beside {found[max(found)].name}). "
+            f"The checkpoint is not complete. {_OLDER}"
+        )
+    return [path for _, path in sorted(found.items())]
+
+
+def _load_model(path: Path) -> Mapping[str, Any]:
+    state = unpickle.load(path)
+    if not isinstance(state, Mapping) or not isinstance(state.get("module"), Mapping):
+        raise CheckpointError(f"{path} is not a model file of DeepSpeed: it has no entry 'module'. {_OLDER}")
+    if state.get("ds_autoep_layers") or state.get("autoep_layers"):
+        raise CheckpointError(
+            f"Cannot merge {path}. The file belongs to DeepSpeed's AutoEP, which is not supported. {_CONVERT}"
+        )
+    return state
+
+
+def _load_optimizer(path: Path) -> Mapping[str, Any]:
+    state = unpickle.load(path)
+    inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
+    if not isinstance(inner, Mapping) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(inner):
+        raise CheckpointError(f"{path} is not an optimizer file of DeepSpeed ZeRO: it holds no fp32 weights. {_OLDER}")
+    return inner
+
+
+def zero_stage(files: ZeroFiles) -> int:
+    """Return the ZeRO stage, 0 without optimizer files.
+
+    DeepSpeed's BF16_Optimizer, which is ZeRO-1 with another gradient type, records no stage.
+    """
+    if not files.optimizer:
+        return 0
+    stages = {_number(state["zero_stage"]) if "zero_stage" in state else 1 for state in files.optimizer}
+    if len(stages) > 1:
+        raise CheckpointError(f"{files.folder} mixes files of ZeRO stages {sorted(stages)}. Use another checkpoint.")
+    for state in files.optimizer:
+        partitions = state.get("partition_count")
+        expected = max(partitions) if isinstance(partitions, Sequence) else partitions
+        if expected is not None and expected != len(files.optimizer):
+            raise CheckpointError(
+                f"{optimizer_path(state)} was written by {expected} ranks, but {files.folder} holds the optimizer "
+                f"files of {len(files.optimizer)}. Files are missing or come from another world size. {_OLDER}"
+            )
+    stage = stages.pop()
+    if stage == 3 and len(files.model) != len(files.optimizer):
+        raise CheckpointError(
+            f"{files.folder} holds {len(files.model)} *_model_states.pt for {len(files.optimizer)} ranks. "
+            f"The checkpoint is not complete. {_OLDER}"
+        )
+    return stage
+
+
+def optimizer_path(state: Mapping[str, Any]) -> Path:
+    """Return the optimizer file that ``state`` was read from."""
+    groups = state.get("fp32_flat_groups") or state.get("single_partition_of_fp32_groups")
+    assert groups, "ZeRO writes at least one group"
+    return Path(groups[0].record.path)
+
+
+def _number(value: Any) -> int:
+    """Return the value of an enumeration member, which the unpickler keeps as the constructor's argument."""
+    return int(value.args[0] if isinstance(value, Inert) else value)
+
+
+def check_same_step(files: ZeroFiles) -> None:
+    """Raise `CheckpointError` unless all ranks wrote at the same step; DeepSpeed's own tool merges mixed steps."""
+    groups = {
+        "training step": [state.get("global_steps") for state in files.model],
+        "optimizer step": [_optimizer_step(state) for state in files.optimizer],
+        "learning rate": [_learning_rate(state) for state in files.optimizer],
+    }
+    for quantity, values in groups.items():
+        if len(set(values)) > 1:
+            ranks = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(values))
+            raise CheckpointError(
+                f"{files.folder} mixes files of different saves ({quantity} of {ranks}). Use another checkpoint."
+            )
+    tag = re.fullmatch(r"global_step(\d+)", files.folder.name)
+    step = files.model[0].get("global_steps")
+    if tag and isinstance(step, int) and int(tag[1]) != step:
+        raise CheckpointError(
+            f"{files.folder} holds files of step {step}. Use another checkpoint, or rename the folder."
+        )
+
+
+def base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the state of the optimizer that ZeRO wraps."""
+    base = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+    return base if isinstance(base, Mapping) else {}
+
+
+def _learning_rate(state: Mapping[str, Any]) -> Any:
+    groups = base_optimizer(state).get("param_groups") or [{}]
+    rate = groups[0].get("lr")
+    return _scalar(rate) if isinstance(rate, TensorRef) else rate
+
+
+def _optimizer_step(state: Mapping[str, Any]) -> float | None:
+    base = base_optimizer(state)
+    candidates = [*(base.get("state") or {}).values(), *(base.get("param_groups") or [])]
+    for candidate in candidates:
+        step = candidate.get("step") if isinstance(candidate, Mapping) else None
+        if step is not None:
+            return _scalar(step) if isinstance(step, TensorRef) else float(step)
+    return None
+
+
+def _scalar(ref: TensorRef) -> float | None:
+    """Read the value of a tensor with one element from its file."""
+    code = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(ref.dtype)
+    if code is None or ref.numel != 1:
+        return None
+    with ref.record.path.open("rb") as file:
+        content = os.pread(file.fileno(), ref.nbytes, ref.record.offset + ref.offset)
+    return float(struct.unpack(code, content)[0])

@@ -1,0 +1,105 @@
+"""The plan of a merge: the tensors to merge, the sources of the small files, the output files."""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardmake.checkpoint.formats import huggingface, lora
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
+from shardmake.consolidate.aux_files import config_folder, copy_aux_files, source_folders
+from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
+from shardmake.consolidate.loading import LoadingReport, check_loading
+from shardmake.consolidate.tied_weights import without_aliases
+from shardmake.core.atomic import write_json
+from shardmake.core.errors import CheckpointError
+
+_MAX_LINES = 20
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """The checkpoint to merge, the base model's folder, and the output files."""
+
+    contents: Contents
+    base: Path | None
+    dtype: Target
+    files: WeightFiles
+    max_shard_size: int
+    stored: dict[str, StoredTensor]
+    shards: list[PlannedShard]
+
+    @classmethod
+    def of(cls, contents: Contents, base: Path | None, dtype: Target, files: WeightFiles, size: int) -> "MergePlan":
+        """Plan the merge of every tensor that is not an alias."""
+        stored = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
+        shards = plan_shards(stored.values(), dtype, size, files)
+        if files == ADAPTER and len(shards) > 1:  # PEFT reads one file
+            shards = plan_shards(stored.values(), dtype, sum(shard.size for shard in shards), files)
+        return cls(contents, base, dtype, files, size, stored, shards)
+
+    @property
+    def sources(self) -> list[Path]:
+        """Folders to search for the small files, in order."""
+        return source_folders(self.contents.folder, self.base)
+
+    @property
+    def is_adapter(self) -> bool:
+        """True if an adapter is written alone."""
+        return self.files == ADAPTER
+
+    def without_ties(self, loading: LoadingReport) -> "MergePlan":
+        """Return the plan in which each weight that transformers reports as tied is stored once."""
+        self.check(loading)
+        stored = without_aliases(self.stored, loading.ties)
+        if stored.keys() == self.stored.keys():
+            return self
+        shards = plan_shards(stored.values(), self.dtype, self.max_shard_size, self.files)
+        return replace(self, stored=stored, shards=shards)
+
+    def matches_base(self) -> bool:
+        """Return True if the base model's files hold the same tensors, so that no tied weight is stored twice.
+
+        Copying can then start before transformers, which takes seconds, has confirmed it.
+        """
+        if self.base is None or self.is_adapter or huggingface.find_weight_files(self.base) != MODEL:
+            return False
+        base = {name: tensor.shape for name, tensor in huggingface.read(self.base).tensors.items()}
+        return base == {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def check_skeleton(self, skeleton: Path, trust_remote_code: bool) -> LoadingReport:
+        """Load files with the headers of the merged model and without its bytes, and report what transformers finds.
+
+        This detects a checkpoint of another model before any weight is copied. The verification at the end sees the
+        same headers and need not load them again.
+        """
+        shutil.rmtree(skeleton, ignore_errors=True)
+        try:
+            self.write_small_files(skeleton)
+            for shard in self.shards:
+                with (skeleton / shard.name).open("wb") as file:
+                    file.truncate(shard.size)
+                    file.write(shard.header)
+            base = config_folder(self.sources) if self.is_adapter else None
+            return check_loading(skeleton, trust_remote_code, base)
+        finally:
+            shutil.rmtree(skeleton, ignore_errors=True)
+
+    def check(self, loading: LoadingReport) -> None:
+        """Raise `CheckpointError` if transformers reports a problem."""
+        problems = loading.problems()
+        if problems:
+            rest = len(problems) - _MAX_LINES
+            more = [f"... and {rest} more"] if rest > 0 else []
+            lines = (f"  {line}." for line in [*problems[:_MAX_LINES], *more])
+            headline = f"{self.contents.folder} does not fit the model's config.json:"
+            raise CheckpointError("\n".join([headline, *lines]))
+
+    def write_small_files(self, folder: Path) -> None:
+        """Write config, tokenizer, index and the like."""
+        dtypes = (planned.dtype for shard in self.shards for planned in shard.tensors)
+        adapter = lora.config_file(self.contents.folder) if self.is_adapter else None
+        copy_aux_files(self.sources, folder, dtypes, adapter)
+        if len(self.shards) > 1:
+            write_json(folder / self.files.index, index_json(self.shards))

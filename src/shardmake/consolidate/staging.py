@@ -1,0 +1,126 @@
+"""The staging folder in which a merged model is written: locked, removed on errors, renamed when it is complete."""
+
+import ctypes
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import IO
+
+from shardmake.consolidate.layout import PlannedShard
+from shardmake.core.atomic import fsync_directory
+from shardmake.core.errors import CheckpointError, DiskFullError, ShardmakeError
+
+
+def staging_folder(out: Path) -> Path:
+    """Return the folder in which the files of ``out`` are written."""
+    return out.resolve().parent / f".{out.resolve().name}.partial"
+
+
+def check_space(shards: list[PlannedShard], staging: Path) -> None:
+    """Raise `DiskFullError` if the files still to be written do not fit."""
+    files = [staging / name for shard in shards for name in (shard.name, f".{shard.name}.tmp")]
+    present = sum(path.stat().st_blocks * 512 for path in files if path.is_file())
+    needed = sum(shard.size for shard in shards) - present
+    state = os.statvfs(staging)
+    free = state.f_bavail * state.f_frsize
+    if needed > free:
+        raise DiskFullError(
+            f"The merged model needs {needed / 2**30:.1f} GiB in {staging.parent}, where {free / 2**30:.1f} GiB are "
+            "free. Free some space, choose another folder, or use --dtype bf16."
+        )
+
+
+def remove_others(shards: list[PlannedShard], staging: Path, *keep: str) -> None:
+    """Remove files of an interrupted merge that do not belong to this one."""
+    names = {name for shard in shards for name in (shard.name, f".{shard.name}.done")} | {".lock", *keep}
+    for path in staging.iterdir():
+        if path.name not in names:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+class StagingLock:
+    """Excludes a second merge into the same folder; the tasks of one merge share the lock until the last one ends."""
+
+    def __init__(self, staging: Path, task: tuple[int, int]) -> None:
+        self._staging, self._task = staging, task
+
+    def __enter__(self) -> "StagingLock":
+        self._staging.mkdir(parents=True, exist_ok=True)
+        index, count = self._task
+        with ExitStack() as opened:
+            self._file = opened.enter_context((self._staging / ".lock").open("w"))
+            self._acquire(self._file, fcntl.LOCK_EX if count == 1 else fcntl.LOCK_SH)
+            if count > 1:
+                self._acquire(opened.enter_context((self._staging / f".task-{index}").open("w")), fcntl.LOCK_EX)
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._exists() and all(path.name.startswith((".lock", ".task-")) for path in self._staging.iterdir()):
+            shutil.rmtree(self._staging, ignore_errors=True)
+        self._opened.close()
+
+    def _acquire(self, file: IO[str], kind: int) -> None:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CheckpointError(
+                f"Another merge is writing to {self._staging}. Wait until it has finished, or stop it."
+            ) from None
+
+    def is_last(self) -> bool:
+        """Wait for the other tasks; return True if none of them has finished the merge in the meantime."""
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        return self._exists()
+
+    def _exists(self) -> bool:
+        """Return True if the folder is still the one that was locked."""
+        path = self._staging / ".lock"
+        return path.is_file() and os.path.samestat(path.stat(), os.fstat(self._file.fileno()))
+
+
+@contextmanager
+def discard_on_error(staging: Path) -> Iterator[None]:
+    """Remove the staging folder after an error; a killed merge leaves it, and the next merge resumes there."""
+    try:
+        yield
+    except OSError as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise CheckpointError(
+            f"Writing to {staging} failed: {error}. No output was left behind. Fix the problem and run the command "
+            "again."
+        ) from error
+    except ShardmakeError:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def replace_folder(staging: Path, out: Path) -> None:
+    """Replace ``out`` by the complete staging folder; readers see the old folder or the new one, never a mix."""
+    out = out.resolve()
+    (staging / ".lock").unlink()
+    for path in staging.iterdir():
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    fsync_directory(staging)
+    if not out.exists() or not any(out.iterdir()):
+        staging.rename(out)  # this also replaces an empty folder
+    elif not _exchange(staging, out):
+        old = out.parent / f".{out.name}.old"
+        shutil.rmtree(old, ignore_errors=True)
+        out.rename(old)
+        staging.rename(out)
+        shutil.rmtree(old)
+    fsync_directory(out.parent)
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step; return False if the file system does not support it (NFS)."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE: see renameat2(2)
+    return bool(libc.renameat2(here, bytes(one), here, bytes(other), exchange) == 0)
