@@ -344,7 +344,7 @@ def campaign(root: Path, faults: int, seed: int, strategy: str, gap: int, minute
         "steps_between_checkpoints": EVERY,
         "faults": len(storm.done),
         "faults_by_kind": dict(Counter(fault["fault"] for fault in storm.done)),
-        "ends_by_kind": dict(Counter(attempt_record["end"] for attempt_record in history)),
+        "ends_by_kind": dict(Counter(record["end"] for record in history)),
         "finished": stormy.rundir.train_receipt.exists(),
         "submissions": len(history),
         "times_a_person_was_needed": storm.stopped_by_itself,

@@ -156,11 +156,11 @@ class Training:
 
     def _tell(self, outcome: Outcome) -> None:
         number = len(self.story) + 1
-        attempt_record = AttemptRecord(
+        record = AttemptRecord(
             attempt=number, job=str(number), plan="p", strategy="fsdp", fallback=0, submitted=0, ended=self.wall,
-            end=outcome.end.value, sentence="", host=outcome.host, checkpoint_step=int(self.kept),
+            end=outcome.end.value, message="", host=outcome.host, checkpoint_step=int(self.kept),
         )  # fmt: skip
-        self.story.append(attempt_record)
+        self.story.append(record)
 
 
 PUBLISHED = (

@@ -178,7 +178,7 @@ class FaultLab:
 
     def ends(self) -> list[str]:
         """Why they ended."""
-        return [attempt_record["end"] for attempt_record in self.history()]
+        return [record["end"] for record in self.history()]
 
     def wait_for_ends(self, count: int, what: str) -> None:
         """Wait until ``count`` attempts have ended."""

@@ -159,6 +159,6 @@ def test_training_goes_on_from_4_ranks_on_2_and_then_on_3(lab: FaultLab, in_peac
         ranks.append(lab.attempts()[-1].read().world_size)
     assert ranks == [4, 2, 3]
     assert lab.ends() == ["stop requested", "stop requested", "finished"], lab.log()
-    steps = [attempt_record["checkpoint_step"] for attempt_record in lab.history()]
+    steps = [record["checkpoint_step"] for record in lab.history()]
     assert 0 < steps[0] < steps[1] < steps[2] == 30
     assert_as_in_peace(lab, calm, tolerance=1e-3)

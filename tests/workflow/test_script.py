@@ -33,7 +33,7 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
 
     checkout("snakemake", "--profile", "profiles/local")
     history = checkout.read("train/attempts/index.json")
-    assert [attempt_record["end"] for attempt_record in history] == ["error in the training", "finished"]
+    assert [record["end"] for record in history] == ["error in the training", "finished"]
     assert history[1]["checkpoint_step"] > history[0]["checkpoint_step"] > 0
     assert len(json.loads((checkout.root / "losses.json").read_text())) == 2 * (4 - 2)
     reports = [checkout.read(f"train/attempts/002/ranks/rank-{rank}.json") for rank in (0, 1)]

@@ -34,7 +34,7 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
         submitted=job.submitted,
         ended=time.time(),
         end=outcome.end.value,
-        sentence=outcome.sentence,
+        message=outcome.message,
         host=outcome.host,
         checkpoint_step=training.progress(),
         failed_step=outcome.error.step if outcome.error else None,

@@ -1,4 +1,4 @@
-"""Processes that the kernel killed in this job's cgroup for want of memory, which nothing else tells for certain."""
+"""Count the processes that the kernel killed in this job's cgroup because it ran out of memory."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control
 
 
 def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """The counter of the cgroup that this process is in; 0 where there is none."""
+    """Return the counter of the cgroup that this process is in, 0 if it has none."""
     kills = 0
     for line in processes.read_text().splitlines():
         _, controllers, path = line.split(":", 2)

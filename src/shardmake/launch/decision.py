@@ -29,7 +29,7 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
     current = next_fallback(training.attempts, training.plan_digest)
     fallback = _find_fallback(training, current, outcome.end)
     action = decide(outcome, _retry_state(training, outcome, fallback), cap=IDLE_ATTEMPTS)
-    logger.info("%s -> %s", outcome.sentence, action.value)
+    logger.info("%s -> %s", outcome.message, action.value)
     if action in (Action.STOP, Action.GIVE_UP):
         folder, idle = training.attempt_dir(training.last_attempt()), idle_attempts(training.attempts)
         raise ShardmakeError(failure_message(training.rundir.name, folder, outcome, action, idle))

@@ -50,6 +50,6 @@ def drive(training: Training) -> None:
         outcome = record_attempt(training, job, status)
         job = None
         if outcome.end is EndReason.FINISHED:
-            logger.info(outcome.sentence)
+            logger.info(outcome.message)
         else:
             apply_decision(training, outcome)

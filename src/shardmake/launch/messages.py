@@ -22,7 +22,7 @@ _ADVICE = {
 
 def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Action, idle_attempts: int) -> str:
     """Return the one error that matters, the end of the log or the traceback, and what to do."""
-    parts = [f"Training of {run} stopped: {outcome.sentence}"]
+    parts = [f"Training of {run} stopped: {outcome.message}"]
     if action is Action.GIVE_UP:
         parts.append(f"{idle_attempts} attempts in a row brought no new checkpoint.")
     if outcome.error:

@@ -38,7 +38,7 @@ class Outcome:
     """Why the attempt ended."""
 
     end: EndReason
-    sentence: str
+    message: str
     error: RankError | None = None
     host: str | None = None
     """The node to blame, if there is one."""
@@ -133,21 +133,21 @@ def _by_own_error(evidence: Evidence) -> Outcome | None:
     own = next((error for error in evidence.errors if error_end(error) is not EndReason.COMMUNICATION), None)
     if own is None:
         return None
-    end, sentence = error_end(own), f"Rank {own.rank} on {own.host} failed: {own.kind}: {own.message}"
+    end, message = error_end(own), f"Rank {own.rank} on {own.host} failed: {own.kind}: {own.message}"
     killed = _by_oom_kill(evidence.exits) if end is EndReason.USER_ERROR else None
-    return killed or Outcome(end, sentence, own, own.blamed)
+    return killed or Outcome(end, message, own, own.culprit)
 
 
 def _by_hang(hang: Hang | None) -> Outcome | None:
-    return Outcome(EndReason.HANG, hang.sentence, host=hang.host) if hang else None
+    return Outcome(EndReason.HANG, hang.message, host=hang.host) if hang else None
 
 
 def _by_oom_kill(exits: Sequence[NodeExit]) -> Outcome | None:
     node = next((node for node in exits if node.oom_kills), None)
     if node is None:
         return None
-    sentence = f"The kernel killed {node.oom_kills} process(es) on {node.host} because the job ran out of memory."
-    return Outcome(EndReason.HOST_OUT_OF_MEMORY, sentence, host=node.host)
+    message = f"The kernel killed {node.oom_kills} process(es) on {node.host} because the job ran out of memory."
+    return Outcome(EndReason.HOST_OUT_OF_MEMORY, message, host=node.host)
 
 
 def _by_preflight(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -157,8 +157,8 @@ def _by_preflight(exits: Sequence[NodeExit]) -> Outcome | None:
         return None
     first = failed[0]
     blame_node = first.phase == "preflight" and (len(failed) < len(exits) or len(exits) == 1)
-    sentence = f"{first.host} failed its preflight checks: {first.message}."
-    return Outcome(EndReason.PREFLIGHT, sentence, host=first.host if blame_node else None)
+    message = f"{first.host} failed its preflight checks: {first.message}."
+    return Outcome(EndReason.PREFLIGHT, message, host=first.host if blame_node else None)
 
 
 def _by_slurm(state: str, cancelled_by: str) -> Outcome | None:
@@ -172,10 +172,10 @@ def _by_missing_worker(evidence: Evidence) -> Outcome | None:
     missing = evidence.nodes - len(evidence.exits)
     if evidence.slurm_state != "FAILED" or not missing or not any(node.stop_signal for node in evidence.exits):
         return None
-    sentence = (
+    message = (
         f"A worker was killed: {missing} of {evidence.nodes} nodes left no exit record, and Slurm ended the others."
     )
-    return Outcome(EndReason.KILLED, sentence)
+    return Outcome(EndReason.KILLED, message)
 
 
 def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -192,7 +192,7 @@ def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
 def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:
     failed = [node for node in exits if node.phase == "rendezvous" and node.message]
     # If one node could not be reached, the others only waited, so the last node's message is the most specific.
-    return Outcome(EndReason.RENDEZVOUS, failed[-1].message, host=failed[-1].blamed) if failed else None
+    return Outcome(EndReason.RENDEZVOUS, failed[-1].message, host=failed[-1].culprit) if failed else None
 
 
 def _by_killed_ranks(exits: Sequence[NodeExit], errors: Sequence[RankError]) -> Outcome | None:

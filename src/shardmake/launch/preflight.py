@@ -1,8 +1,7 @@
-"""What a node checks before its ranks start, in a fraction of a second, so that a bad node is named at once.
+"""Checks of a node before its ranks start, in a fraction of a second and without torch.
 
-Nothing here imports torch. What takes all ranks, an all-reduce, is their own first act
-(`shardmake.train.network_check`). A finding either speaks against the node, which is then left out, or against the run,
-which would fail on every node.
+The ranks themselves check the network first (`shardmake.train.network_check`). A finding is either a defect of the
+node, which is then excluded, or a problem of the run, which would fail on every node.
 """
 
 import os
@@ -30,14 +29,14 @@ from shardmake.run.plan import Plan
 from shardmake.run.training_settings import TrainingSettings
 
 GPU_IDLE_BYTES = 2 * GIB
-"""Memory that the driver, a display or a monitor may hold on a GPU that counts as idle."""
+"""Memory that the GPU driver, a display or a monitor may use on an idle GPU."""
 SCRATCH_BYTES = GIB
 _NAME_SECONDS = 2.0
-_TOOL_SECONDS = 20.0
+_NVIDIA_SMI_SECONDS = 20.0
 
 
 class PreflightError(RuntimeError):
-    """The node, or with ``blames_run`` the run, is not fit to train."""
+    """The node, or with ``blames_run`` the run, cannot train."""
 
     def __init__(self, findings: Sequence[str], *, blames_run: bool = False) -> None:
         super().__init__("; ".join(findings))
@@ -50,13 +49,13 @@ class GpuStatus(NamedTuple):
     number: str
     uuid: str
     used: int | None
-    """Bytes; None where nvidia-smi does not tell."""
+    """Bytes; None if nvidia-smi does not report it."""
     uncorrected_errors: int
 
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """What the ranks of a node will want."""
+    """What the ranks of a node need."""
 
     attempt: Attempt
     memory: int
@@ -67,42 +66,42 @@ class NodeRequirements:
     """Must be writable."""
 
 
-def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int, tell: Callable[[str], None]) -> None:
-    """Check this node; ``tell`` hears warnings and how long it took.
+def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int, report: Callable[[str], None]) -> None:
+    """Check this node, and pass warnings and the duration to ``report``, which writes them to the node's log.
 
     Raises:
-        PreflightError: with every finding.
+        PreflightError: with all findings.
     """
     started = time.monotonic()
-    needs = _needs(folder, attempt, plan)
+    requirements = _requirements(folder, attempt, plan)
     for warning in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
-        tell(f"preflight: warning: {warning}")
-    if findings := _node_findings(needs):
+        report(f"preflight: warning: {warning}")
+    if findings := _find_defects(requirements):
         raise PreflightError(findings)
     if node_rank == 0:
-        _check_room(attempt)
-    tell(f"preflight: this node is fit ({time.monotonic() - started:.2f} s)")
+        _check_disk(attempt)
+    report(f"preflight: all checks of this node passed ({time.monotonic() - started:.2f} s)")
 
 
-def _needs(folder: AttemptDir, attempt: Attempt, plan: Plan) -> NodeRequirements:
+def _requirements(folder: AttemptDir, attempt: Attempt, plan: Plan) -> NodeRequirements:
     model = Path(TrainingSettings.read(folder.training, "shardmake train NAME").model.path)
     resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
     return NodeRequirements(
         attempt=attempt,
-        memory=plan.host_memory,  # what it asks of Slurm may be all that a node has
+        memory=plan.host_memory,  # the job may request all memory of a node, which is never all free
         files=[attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume],
         folders=[folder.root, attempt.rundir.train],
     )
 
 
-def _node_findings(needs: NodeRequirements) -> list[str]:
-    attempt = needs.attempt
+def _find_defects(requirements: NodeRequirements) -> list[str]:
+    attempt = requirements.attempt
     findings = [
         *check_versions(library_versions(), attempt.versions),
-        *check_memory(psutil.virtual_memory().available, needs.memory),
+        *check_memory(psutil.virtual_memory().available, requirements.memory),
         *check_scratch(Path(attempt.scratch)),
-        *(f"{path} cannot be read here" for path in needs.files if not os.access(path, os.R_OK)),
-        *(f"{path} cannot be written here" for path in needs.folders if not os.access(path, os.W_OK | os.X_OK)),
+        *(f"{path} cannot be read here" for path in requirements.files if not os.access(path, os.R_OK)),
+        *(f"{path} cannot be written here" for path in requirements.folders if not os.access(path, os.W_OK | os.X_OK)),
     ]
     if attempt.accelerator != "cpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -111,43 +110,47 @@ def _node_findings(needs: NodeRequirements) -> list[str]:
 
 
 def check_versions(here: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
-    """Libraries of another version than on the login node."""
+    """Return the libraries whose version differs from the login node's."""
     return [
-        f"{name} is {here.get(name, 'not installed')} here and {version} on the login node"
+        f"{name} is {here.get(name, 'not installed')} on this node and {version} on the login node"
         for name, version in planned.items()
         if here.get(name) != version
     ]
 
 
 def check_memory(available: int, needed: int) -> list[str]:
-    """Too little free host RAM, in bytes."""
+    """Return a finding if host RAM, in bytes, does not suffice."""
     if available >= needed:
         return []
-    return [f"{available / GIB:.1f} GiB of memory are free, and the training needs {needed / GIB:.1f} GiB"]
+    return [f"the training needs {needed / GIB:.1f} GiB of memory, and {available / GIB:.1f} GiB are free"]
 
 
 def check_scratch(scratch: Path) -> list[str]:
-    """A scratch folder that is not there, not writable or full."""
+    """Return a finding if the scratch folder is missing, not writable or full."""
     if not os.access(scratch, os.W_OK | os.X_OK):
         return [f"the scratch folder {scratch} cannot be written"]
     free = shutil.disk_usage(scratch).free
-    return [f"the scratch folder {scratch} has {free / GIB:.2f} GiB left"] if free < SCRATCH_BYTES else []
+    return (
+        [f"the scratch folder {scratch} has {free / GIB:.2f} GiB free and needs {SCRATCH_BYTES / GIB:.0f} GiB"]
+        if free < SCRATCH_BYTES
+        else []
+    )
 
 
 def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: int) -> list[str]:
-    """GPUs that are missing, in use or broken.
+    """Return findings about GPUs that are missing, in use or broken.
 
     Args:
-        gpus: every GPU of the node; None where nvidia-smi does not answer.
-        visible: ``CUDA_VISIBLE_DEVICES``: indices, UUIDs or their beginnings, slices (MIG-...); None for all.
-        planned: ranks, one a GPU.
+        gpus: Every GPU of the node; None if nvidia-smi does not answer.
+        visible: ``CUDA_VISIBLE_DEVICES``: indices, UUIDs or their prefixes, slices (MIG-...); None for all.
+        planned: Number of ranks, one per GPU.
     """
     if gpus is None:
         return ["nvidia-smi does not answer"]
     named = [gpu.number for gpu in gpus] if visible is None else [name.strip() for name in visible.split(",")]
     mine = [gpu for gpu in gpus if any(_names(name, gpu) for name in named)]
-    count = len(mine) + sum(name.startswith("MIG-") for name in named)  # not in nvidia-smi's list of GPUs
-    findings = [f"{count} GPUs are visible, and {planned} were planned"] if count < planned else []
+    count = len(mine) + sum(name.startswith("MIG-") for name in named)  # nvidia-smi does not list slices as GPUs
+    findings = [f"{count} GPUs are visible, and the plan needs {planned}"] if count < planned else []
     for gpu in mine:
         if gpu.used is not None and gpu.used > GPU_IDLE_BYTES:
             findings.append(f"GPU {gpu.number} is in use: {gpu.used / GIB:.1f} GiB")
@@ -157,14 +160,14 @@ def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: i
 
 
 def _names(name: str, gpu: GpuStatus) -> bool:
-    """Whether ``name``, of ``CUDA_VISIBLE_DEVICES``, means ``gpu``."""
+    """Return whether ``name`` from ``CUDA_VISIBLE_DEVICES`` identifies ``gpu``."""
     return name == gpu.number or (name.startswith("GPU-") and gpu.uuid.startswith(name))
 
 
 def parse_gpus(text: str) -> list[GpuStatus]:
-    """The rows of `nvidia-smi --query-gpu=index,uuid,memory.used,ecc... --format=csv,noheader,nounits`, in MiB.
+    """Parse `nvidia-smi --query-gpu=index,uuid,memory.used,ecc... --format=csv,noheader,nounits` (MiB).
 
-    What it does not know or tell is in words: ``[N/A]``, ``[Insufficient Permissions]``.
+    Unavailable values are text: ``[N/A]``, ``[Insufficient Permissions]``.
     """
     rows = [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.strip()]
     return [
@@ -185,25 +188,25 @@ def _list_gpus() -> list[GpuStatus] | None:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
         return None
-    answer = wait_for_output(process, _TOOL_SECONDS)
+    answer = wait_for_output(process, _NVIDIA_SMI_SECONDS)
     return None if answer is None else parse_gpus(answer)
 
 
 def check_names(host: str) -> list[str]:
-    """Where ``host`` does not resolve to an address of the network and back.
+    """Return a warning if ``host`` does not resolve to an address and back within two seconds.
 
-    Only a warning: the ranks meet by address. A name service that does not answer is given two seconds.
+    It is not an error, because the ranks connect by address.
     """
-    findings = [f"the name of this node, {host}, is not known to the name service within {_NAME_SECONDS:.0f} s"]
+    findings = [f"the name service did not resolve the name of this node, {host}, within {_NAME_SECONDS:.0f} s"]
 
     def look_up() -> None:
         try:
             address = socket.gethostbyname(host)
             back = socket.gethostbyaddr(address)[0]
             same = back.partition(".")[0] == host.partition(".")[0]
-            findings[:] = [] if same else [f"{host} resolves to {address}, which is named {back}"]
+            findings[:] = [] if same else [f"{host} resolves to {address}, which resolves back to {back}"]
         except OSError as error:
-            findings[:] = [f"{host} does not resolve both ways ({error})"]
+            findings[:] = [f"{host} does not resolve to an address and back ({error})"]
 
     thread = threading.Thread(target=look_up, daemon=True)
     thread.start()
@@ -211,8 +214,8 @@ def check_names(host: str) -> list[str]:
     return findings
 
 
-def _check_room(attempt: Attempt) -> None:
-    """Room for the next checkpoint, as large as the newest one, or as estimated before the first."""
+def _check_disk(attempt: Attempt) -> None:
+    """Check the space for the next checkpoint: as large as the newest one, or as estimated before the first."""
     newest = next(store.committed(attempt.rundir.checkpoints), None)
     size = sum(entry.size for entry in newest[0].files.values()) if newest else attempt.checkpoint_bytes
     try:

@@ -1,8 +1,8 @@
-"""A hang: find it from the ranks' heartbeats, collect what every rank is doing, and say which one held up the others.
+"""Detect a hang from the ranks' heartbeats, collect the stacks of all ranks, and find the rank that caused it.
 
-In a training that hangs, one rank is stuck and all others wait for it, for as long as their libraries let them. Each
-node's worker reads the heartbeats of its own ranks; the first that misses one creates the attempt's ``HUNG`` file, and
-then the workers of all nodes collect the stacks of their ranks and end them, so that the run can be resumed.
+In a training that hangs, one rank is stuck and all others wait for it until their libraries time out. Each node's
+worker reads the heartbeats of its own ranks. The first worker that misses one creates the attempt's ``HUNG`` file. The
+workers of all nodes then collect the stacks of their ranks and end them, so that the run can be resumed.
 """
 
 import contextlib
@@ -29,8 +29,8 @@ MEDIAN_STEPS = 5
 STACK_SIGNAL = signal.SIGUSR1
 ABANDONED_SECONDS = 15.0
 PAUSE_SECONDS = 20.0
-"""The worker looks every few seconds. A gap this long is a pause that its ranks most likely shared: a suspended job, a
-file system that did not answer, or a clock that was set."""
+"""The worker checks every few seconds. Its ranks most likely shared a gap this long: a suspended job, a file system
+that did not answer, or a changed clock."""
 _ANSWER_SECONDS = 10.0
 _OTHER_NODES_SECONDS = 20.0
 _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runtime/zero/|_engine_run_backward")
@@ -38,17 +38,17 @@ _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runti
 
 @dataclass(frozen=True)
 class RankState:
-    """What is known of a rank at a hang."""
+    """One rank at a hang."""
 
     beat: Heartbeat
     stack: str
-    """Text of its Python stacks; empty if it did not answer."""
+    """Text of its Python stacks; empty if the rank did not answer."""
     process: str = ""
-    """State of its process, as `psutil` names it (running, sleeping, stopped, disk-sleep); gone if there is none."""
+    """State of its process, as `psutil` names it (running, sleeping, stopped, disk-sleep), or gone."""
 
 
 def allowance(beat: Heartbeat, hang_seconds: float) -> float:
-    """Seconds for which a rank may be silent after ``beat``."""
+    """Return the seconds that may pass after ``beat`` before the next heartbeat."""
     if beat.phase == USER_SCRIPT_PHASE:
         return float("inf")
     if beat.phase != "train":
@@ -57,16 +57,16 @@ def allowance(beat: Heartbeat, hang_seconds: float) -> float:
 
 
 def overdue(beats: Sequence[Heartbeat], now: float, hang_seconds: float, awake_since: float = 0.0) -> Heartbeat | None:
-    """The heartbeat that has been overdue for longest at Unix time ``now``, if one is.
+    """Return the heartbeat that has been overdue for longest at Unix time ``now``, if any.
 
-    No rank's silence counts from before ``awake_since``, the end of the last pause.
+    Time before ``awake_since``, the end of the last pause, does not count.
     """
     late = [beat for beat in beats if now - max(beat.time, awake_since) > allowance(beat, hang_seconds)]
     return min(late, key=lambda beat: beat.time, default=None)
 
 
 def find_culprit(ranks: Sequence[RankState]) -> RankState | None:
-    """The rank that holds up the others: the only one that does not answer, is behind, or waits for nobody."""
+    """Return the only rank that does not answer, is behind, or is outside a collective; None if several are."""
     last_step = max(rank.beat.step for rank in ranks)
     for odd_ones in (
         [rank for rank in ranks if not rank.stack],
@@ -79,16 +79,17 @@ def find_culprit(ranks: Sequence[RankState]) -> RankState | None:
 
 
 def describe_hang(missed: Heartbeat, ranks: Sequence[RankState], now: float) -> Hang:
-    """What to tell of a hang that ``missed`` gave away."""
+    """Describe a hang that the heartbeat ``missed`` revealed."""
     where = f"No progress for {now - missed.time:.0f} s in phase '{missed.phase}' after step {missed.step}"
-    odd = find_culprit(ranks)
-    if odd is None:
-        return Hang(rank=None, host=None, sentence=f"{where}; no rank stands out among the stacks.")
-    reason = "waits for nobody" if odd.stack else f"does not answer (its process is {odd.process or 'out of reach'})"
+    culprit = find_culprit(ranks)
+    if culprit is None:
+        return Hang(rank=None, host=None, message=f"{where}. The stacks do not show which rank caused it.")
+    state = f"does not answer (its process is {culprit.process or 'unreachable'})"
+    reason = "is not in the collective that the others are in" if culprit.stack else state
     return Hang(
-        rank=odd.beat.rank,
-        host=odd.beat.host,
-        sentence=f"{where}: rank {odd.beat.rank} on {odd.beat.host} {reason}, the others wait for it.",
+        rank=culprit.beat.rank,
+        host=culprit.beat.host,
+        message=f"{where}: rank {culprit.beat.rank} on {culprit.beat.host} {reason}; the others wait for it.",
     )
 
 
@@ -101,20 +102,20 @@ class Watchdog:
         self.world_size = world_size
         self.hang_seconds = hang_seconds
         self.started = self.awake_since = time.time()
-        self.looked = _clocks()
+        self.checked_at = _clocks()
         self.missed: Heartbeat | None = None
         self.abandoned_since: float | None = None
 
     def has_hung(self) -> bool:
-        """Whether this node's ranks hang, or another node found that its own do."""
+        """Return whether this node's ranks hang, or another node has detected a hang."""
         if self.folder.hung.exists():
             return True
-        self._notice_pause()
+        self._detect_pause()
         beats = [self._beat(rank) for rank in self.local_ranks]
         missed = overdue(beats, time.time(), self.hang_seconds, self.awake_since)
         if missed is None:
             return False
-        if not self._can_beat():
+        if not self._can_write():
             self.awake_since = time.time()
             return False
         with contextlib.suppress(FileExistsError):
@@ -122,13 +123,13 @@ class Watchdog:
             self.missed = missed
         return True
 
-    def _notice_pause(self) -> None:
-        before, self.looked = self.looked, _clocks()
-        if any(now - then > PAUSE_SECONDS for then, now in zip(before, self.looked, strict=True)):
+    def _detect_pause(self) -> None:
+        before, self.checked_at = self.checked_at, _clocks()
+        if any(now - then > PAUSE_SECONDS for then, now in zip(before, self.checked_at, strict=True)):
             self.awake_since = time.time()
 
-    def _can_beat(self) -> bool:
-        """Whether the file system takes heartbeats; one that others have filled does not, and training goes on."""
+    def _can_write(self) -> bool:
+        """Return whether heartbeats can be written: on a full file system training continues without them."""
         probe = self.folder.heartbeat(self.local_ranks.start).with_name(f".probe-{self.local_ranks.start}.tmp")
         try:
             probe.parent.mkdir(exist_ok=True)
@@ -140,34 +141,34 @@ class Watchdog:
         return True
 
     def is_abandoned(self) -> bool:
-        """Whether the ranks of another node failed a while ago; these here may wait for them for half an hour."""
+        """Return whether the ranks of another node failed a while ago; otherwise these may wait half an hour."""
         if self.abandoned_since is None and any(node.returncode != 0 for node in self.folder.exits()):
             self.abandoned_since = time.monotonic()
         return self.abandoned_since is not None and time.monotonic() - self.abandoned_since > ABANDONED_SECONDS
 
     def _beat(self, rank: int) -> Heartbeat:
-        """The last heartbeat of a rank; the start of the watch for one that never came to life."""
-        silent = Heartbeat(rank=rank, host=os.uname().nodename, pid=0, phase="start", step=0, time=self.started)
-        return self.folder.beat(rank) or silent
+        """Return the last heartbeat of a rank, or the start of the watchdog for a rank without one."""
+        start = Heartbeat(rank=rank, host=os.uname().nodename, pid=0, phase="start", step=0, time=self.started)
+        return self.folder.beat(rank) or start
 
     def collect(self, pipes: Path) -> None:
-        """Write this node's stacks, wait for those of the others, and on the node that found the hang tell of it.
+        """Write this node's stacks, and, on the node that detected the hang, the `Hang` of all nodes.
 
         ``pipes`` is the folder of `flight_recorder`.
         """
         beats = [self._beat(rank) for rank in self.local_ranks]
         states = {beat.rank: _process_state(beat.pid) for beat in beats}
         for beat in beats:
-            _ask_for_stack(self.folder, beat, pipes)
-        _await(lambda: all(self._has_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
+            _dump_stacks(self.folder, beat, pipes)
+        _wait_for(lambda: all(self._has_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
         for rank in self.local_ranks:
             _flush(self.folder.stack(rank))
         write_json(self.folder.stacks / f"states-from-{self.local_ranks.start}.json", states)
         if self.missed is None:
-            _await(self.folder.hang.exists, _OTHER_NODES_SECONDS)
+            _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS)
             return
         nodes = self.world_size // len(self.local_ranks)
-        _await(lambda: len(self._told()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
+        _wait_for(lambda: len(self._state_files()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
         ranks = [self._state(rank) for rank in range(self.world_size)]
         describe_hang(self.missed, ranks, time.time()).write(self.folder.hang)
 
@@ -176,12 +177,12 @@ class Watchdog:
         return path.exists() and path.stat().st_size > 0
 
     def _states(self) -> dict[int, str]:
-        """State of every rank's process, as far as their nodes have told."""
-        told = [json.loads(path.read_text()) for path in self._told()]
-        return {int(rank): state for states in told for rank, state in states.items()}
+        """Return the states of the ranks' processes from the nodes that have written them."""
+        written = [json.loads(path.read_text()) for path in self._state_files()]
+        return {int(rank): state for states in written for rank, state in states.items()}
 
-    def _told(self) -> list[Path]:
-        """What each node wrote of its processes."""
+    def _state_files(self) -> list[Path]:
+        """Return the files of process states, one per node."""
         return list(self.folder.stacks.glob("states-from-*.json"))
 
     def _state(self, rank: int) -> RankState:
@@ -190,12 +191,12 @@ class Watchdog:
 
 
 def _clocks() -> tuple[float, float]:
-    """Seconds by the clock that may be set, and by the one that may not."""
+    """Return the wall clock, which may be changed, and the monotonic clock."""
     return time.time(), time.monotonic()
 
 
-def _await(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait for ``condition``, no longer than ``seconds``."""
+def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
+    """Wait for ``condition``, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -207,19 +208,19 @@ def _process_state(pid: int) -> str:
     return "gone"
 
 
-def _ask_for_stack(folder: AttemptDir, beat: Heartbeat, pipes: Path) -> None:
-    """Have `faulthandler` write the rank's Python stacks, py-spy its own view of them, NCCL its flight recorder."""
+def _dump_stacks(folder: AttemptDir, beat: Heartbeat, pipes: Path) -> None:
+    """Write the rank's Python stacks with `faulthandler` and py-spy, and NCCL's flight recorder."""
     folder.stacks.mkdir(exist_ok=True)
     if not beat.pid:
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(beat.pid, STACK_SIGNAL)
-    _spy(beat.pid, folder.stacks / f"rank-{beat.rank}.py-spy.txt")
+    _run_py_spy(beat.pid, folder.stacks / f"rank-{beat.rank}.py-spy.txt")
     _dump_flight_recorder(pipes / f"rank-{beat.rank}.pipe")
 
 
 def _flush(path: Path) -> None:
-    """Let other nodes see what ``path`` holds: its rank keeps it open, so that NFS may have it on this node alone."""
+    """Sync ``path``, which its rank keeps open, so that other nodes see its content over NFS."""
     with contextlib.suppress(OSError):
         descriptor = os.open(path, os.O_RDWR)
         try:
@@ -228,7 +229,7 @@ def _flush(path: Path) -> None:
             os.close(descriptor)
 
 
-def _spy(pid: int, target: Path) -> None:
+def _run_py_spy(pid: int, target: Path) -> None:
     program = shutil.which("py-spy", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
     if program is None:
         return
@@ -238,9 +239,9 @@ def _spy(pid: int, target: Path) -> None:
 
 
 def flight_recorder(folder: AttemptDir, pipes: Path) -> dict[str, str]:
-    """Environment variables under which NCCL records its last collectives and writes them when asked to.
+    """Return the variables with which NCCL records its last collectives and dumps them on request.
 
-    The dumps go to the attempt's folder. Rank R is asked through ``rank-R.pipe`` in ``pipes``, a folder on the node.
+    The dumps go to the attempt's folder. A byte in ``rank-R.pipe`` in ``pipes``, a folder on the node, requests one.
     """
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -251,7 +252,7 @@ def flight_recorder(folder: AttemptDir, pipes: Path) -> dict[str, str]:
 
 
 def _dump_flight_recorder(pipe: Path) -> None:
-    with contextlib.suppress(OSError):  # no such pipe without NCCL, nobody at its other end if the rank is gone
+    with contextlib.suppress(OSError):  # without NCCL there is no pipe, and without the rank no reader
         descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
         os.write(descriptor, b"1")
         os.close(descriptor)

@@ -76,7 +76,7 @@ class NodeExit(RunRecord):
     )
     stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
     message: str = Field("", description="What went wrong before the launcher started.")
-    blamed: str | None = Field(None, description="Name of the node that is to blame for it; None if unknown.")
+    culprit: str | None = Field(None, description="Name of the node that caused it; None if unknown.")
     oom_kills: int = Field(0, description="Processes of this job that the kernel killed here for want of memory.")
 
 
@@ -85,7 +85,7 @@ class RankError(RunRecord):
 
     rank: int = Field(description="Global rank.")
     host: str = Field(description="Host name.")
-    blamed: str | None = Field(None, description="Name of the node to blame; None where the error knows of none.")
+    culprit: str | None = Field(None, description="Name of the node that caused it; None if unknown.")
     time: float = Field(description="Unix time of the failure; the earliest error is usually the cause.")
     kind: str = Field(description="Name of the exception's class.")
     message: str = Field(description="Its text.")
@@ -116,7 +116,7 @@ class Hang(RunRecord):
 
     rank: int | None = Field(description="The rank that held up the others; None if none stands out.")
     host: str | None = Field(description="Its host.")
-    sentence: str = Field(description="The same for people, with phase, step and silence.")
+    message: str = Field(description="The same as text, with phase, step and seconds without a heartbeat.")
 
 
 @dataclass(frozen=True)
@@ -234,7 +234,9 @@ class AttemptDir:
             return found
         if self.hung.exists():
             return Hang(
-                rank=None, host=None, sentence="The ranks made no progress, and the job ended before its stacks."
+                rank=None,
+                host=None,
+                message="The ranks made no progress, and the job ended before it wrote their stacks.",
             )
         return None
 
@@ -255,7 +257,7 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
     record = RankError(
         rank=rank,
         host=host,
-        blamed=getattr(error, "host", host),
+        culprit=getattr(error, "host", host),
         time=time.time(),
         kind=type(error).__name__,
         message=str(error),

@@ -105,7 +105,7 @@ def fails(kind: str, message: str, **values: Any) -> End:
     """A rank raises."""
 
     def end(folder: AttemptDir) -> None:
-        base = {"rank": 0, "host": "c1", "blamed": "c1", "time": 1.0, "traceback": "Traceback ..."}
+        base = {"rank": 0, "host": "c1", "culprit": "c1", "time": 1.0, "traceback": "Traceback ..."}
         RankError.model_validate(base | values | {"kind": kind, "message": message}).write(
             folder.errors / "rank-0.json"
         )

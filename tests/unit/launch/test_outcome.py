@@ -18,7 +18,7 @@ def node(rank: int = 0, **values: object) -> NodeExit:
 
 def error(kind: str, message: str, rank: int = 0, time: float = 1.0) -> RankError:
     return RankError(
-        rank=rank, host="c1", blamed="c1", time=time, kind=kind, message=message, traceback="Traceback ..."
+        rank=rank, host="c1", culprit="c1", time=time, kind=kind, message=message, traceback="Traceback ..."
     )
 
 
@@ -55,9 +55,9 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(nodes=2, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.KILLED),
         (evidence(nodes=2, slurm_state="PREEMPTED", exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
         (evidence(nodes=2, slurm_state="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.PREEMPTED),
-        (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), EndReason.HANG),
-        (evidence(hang=Hang(rank=1, host="c2", sentence="no progress"), errors=[PEER_GONE]), EndReason.HANG),
-        (evidence(hang=Hang(rank=0, host="c1", sentence="no progress"), errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
+        (evidence(hang=Hang(rank=1, host="c2", message="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), EndReason.HANG),
+        (evidence(hang=Hang(rank=1, host="c2", message="no progress"), errors=[PEER_GONE]), EndReason.HANG),
+        (evidence(hang=Hang(rank=0, host="c1", message="no progress"), errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
         (evidence(exits=[node(), node(1, returncode=1)], errors=[PEER_GONE]), EndReason.KILLED),
         (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), EndReason.COMMUNICATION),
         (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
@@ -66,7 +66,7 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(errors=[error("NetworkCheckError", "All ranks joined, but the network check failed: timeout")]), EndReason.COMMUNICATION),
         (evidence(errors=[error("NonFiniteError", "Step 7: the loss of rank 1 is nan.")]), EndReason.NON_FINITE),
         (evidence(slurm_state="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
-        (evidence(slurm_state="CANCELLED", hang=Hang(rank=1, host="c2", sentence="no progress")), EndReason.CANCELLED),
+        (evidence(slurm_state="CANCELLED", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.CANCELLED),
         (evidence(slurm_state="CANCELLED", errors=[error("OutOfMemoryError", "CUDA out of memory")]), EndReason.CANCELLED),
         (evidence(slurm_state="CANCELLED", errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
         (evidence(exits=[node(oom_kills=2)], errors=[error("RuntimeError", "DataLoader worker (pid 7) is killed by signal: Killed.")]), EndReason.HOST_OUT_OF_MEMORY),
@@ -92,12 +92,12 @@ def test_the_cause_is_reported_instead_of_its_consequence() -> None:
     earlier_consequence = PEER_GONE.model_copy(update={"time": 1.0})
     outcome = classify(evidence(errors=[earlier_consequence, cause], exits=[node(returncode=1)]))
     assert outcome.error == cause
-    assert "Rank 3" in outcome.sentence and "token id 9" in outcome.sentence
+    assert "Rank 3" in outcome.message and "token id 9" in outcome.message
 
 
 def test_who_cancelled_and_the_last_output_of_slurm_are_reported() -> None:
-    assert "CANCELLED by user root" in classify(evidence(slurm_state="CANCELLED", cancelled_by="user root")).sentence
-    assert "Task launch failed on node c2" in classify(evidence(last_output="Task launch failed on node c2")).sentence
+    assert "CANCELLED by user root" in classify(evidence(slurm_state="CANCELLED", cancelled_by="user root")).message
+    assert "Task launch failed on node c2" in classify(evidence(last_output="Task launch failed on node c2")).message
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
 
 
 def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:
-    waited = node(phase="rendezvous", returncode=None, message="No word from node(s) [1]", blamed="c2")
+    waited = node(phase="rendezvous", returncode=None, message="Node(s) [1] did not connect", culprit="c2")
     outcome = classify(evidence(nodes=2, exits=[waited]))
     assert (outcome.end, outcome.host) == (EndReason.RENDEZVOUS, "c2")
-    assert classify(evidence(nodes=2, exits=[waited.model_copy(update={"blamed": None})])).host is None
+    assert classify(evidence(nodes=2, exits=[waited.model_copy(update={"culprit": None})])).host is None
 
 
 def test_a_node_with_a_hardware_error_is_excluded() -> None:
@@ -163,7 +163,7 @@ def test_a_node_with_a_hardware_error_is_excluded() -> None:
 
 
 def test_the_reporting_rank_is_not_blamed_for_missing_ranks() -> None:
-    unknown = error("NetworkCheckError", "Rank(s) [3] did not join: timeout").model_copy(update={"blamed": None})
+    unknown = error("NetworkCheckError", "Rank(s) [3] did not join: timeout").model_copy(update={"culprit": None})
     outcome = classify(evidence(errors=[unknown]))
     assert (outcome.end, outcome.host) == (EndReason.PREFLIGHT, None)
 

@@ -1,4 +1,4 @@
-"""What a node's checks find."""
+"""Findings of a node's checks."""
 
 from pathlib import Path
 
@@ -37,13 +37,13 @@ def test_gpus_as_nvidia_smi_prints_them() -> None:
     [
         ("0,2", 2, []),
         ("GPU-a,GPU-c", 2, []),
-        ("0", 2, ["1 GPUs are visible, and 2 were planned"]),
+        ("0", 2, ["1 GPUs are visible, and the plan needs 2"]),
         ("0,1", 2, ["GPU 1 is in use: 40.0 GiB"]),
         ("0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
         (None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
     ],
 )
-def test_gpus_must_be_there_idle_and_sound(visible: str | None, planned: int, words: list[str]) -> None:
+def test_gpus_must_be_present_idle_and_healthy(visible: str | None, planned: int, words: list[str]) -> None:
     assert check_gpus(parse_gpus(ROWS), visible, planned) == words
 
 
@@ -56,40 +56,38 @@ SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-80
     [
         (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
         (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
-        (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and 1 were planned"]),
+        (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and the plan needs 1"]),
         (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, []),
-        (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and 3 were planned"]),
-        (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and 1 were planned"]),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and the plan needs 3"]),
+        (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and the plan needs 1"]),
     ],
 )
-def test_what_nvidia_smi_or_slurm_do_not_spell_out(
-    row: str, visible: str | None, planned: int, words: list[str]
-) -> None:
+def test_missing_values_uuid_prefixes_and_slices(row: str, visible: str | None, planned: int, words: list[str]) -> None:
     assert check_gpus(parse_gpus(row), visible, planned) == words
 
 
-def test_a_silent_nvidia_smi_is_a_finding() -> None:
+def test_an_nvidia_smi_without_an_answer_is_a_finding() -> None:
     assert check_gpus(None, None, 2) == ["nvidia-smi does not answer"]
 
 
 def test_versions_memory_and_scratch(tmp_path: Path) -> None:
     assert check_versions({"torch": "2.13.0"}, {"torch": "2.13.0"}) == []
     assert check_versions({"torch": "2.12.0"}, {"torch": "2.13.0", "peft": "1"}) == [
-        "torch is 2.12.0 here and 2.13.0 on the login node",
-        "peft is not installed here and 1 on the login node",
+        "torch is 2.12.0 on this node and 2.13.0 on the login node",
+        "peft is not installed on this node and 1 on the login node",
     ]
     assert check_memory(8 * GIB, 8 * GIB) == []
-    assert "7.0 GiB of memory are free" in check_memory(7 * GIB, 8 * GIB)[0]
+    assert "needs 8.0 GiB of memory, and 7.0 GiB are free" in check_memory(7 * GIB, 8 * GIB)[0]
     assert check_scratch(tmp_path) == []
     assert "cannot be written" in check_scratch(tmp_path / "missing")[0]
 
 
-def test_a_name_that_nobody_knows_is_a_warning() -> None:
+def test_a_name_that_does_not_resolve_is_a_warning() -> None:
     assert "node-of-nobody.invalid" in check_names("node-of-nobody.invalid")[0]
 
 
 def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[AttemptDir, Attempt, Plan]:
-    """A node's folders, for a training that asks Slurm for more than any node has free."""
+    """Write a node's folders, for a training that requests more memory than any node has free."""
     plan = make_plan("zero3", nodes=1).model_copy(
         update={"host_memory": host_memory, "resources": {"train": Resources(memory_gib=1 << 20, cpus=2)}}
     )
@@ -103,21 +101,21 @@ def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[Att
     return folder, attempt, plan
 
 
-def test_a_fit_node_says_so(tmp_path: Path) -> None:
-    """What training needs counts: a job that asks for all of a node's memory never finds all of it free."""
-    told: list[str] = []
-    check_node(*node(tmp_path), 0, told.append)
-    assert "this node is fit" in told[-1]
+def test_a_node_without_findings_is_reported(tmp_path: Path) -> None:
+    """The need of the training counts: a job that requests all of a node's memory never finds all of it free."""
+    lines: list[str] = []
+    check_node(*node(tmp_path), 0, lines.append)
+    assert "all checks of this node passed" in lines[-1]
 
 
-def test_every_finding_is_named_at_once(tmp_path: Path) -> None:
+def test_all_findings_are_reported_at_once(tmp_path: Path) -> None:
     folder, attempt, plan = node(tmp_path, host_memory=GIB << 20, versions={"torch": "0.0"})
     (tmp_path / "base/config.json").unlink()
     (tmp_path / "data/receipt.json").unlink()
     with pytest.raises(PreflightError) as error:
         check_node(folder, attempt, plan, 1, print)
     assert not error.value.blames_run
-    for words in ("on the login node", "of memory are free", "base/config.json cannot be read", "data/receipt.json"):
+    for words in ("on the login node", "of memory, and", "base/config.json cannot be read", "data/receipt.json"):
         assert words in str(error.value)
 
 

@@ -1,4 +1,4 @@
-"""Nodes meet over real sockets on loopback."""
+"""Rendezvous over real sockets on loopback."""
 
 import random
 import socket
@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from shardmake.launch import rendezvous
-from shardmake.launch.rendezvous import RendezvousError, choose_address, listen, meet, port_candidates
+from shardmake.launch.rendezvous import RendezvousError, choose_address, listen, port_candidates, run_rendezvous
 
 
 def test_ports_lie_outside_the_ephemeral_range() -> None:
@@ -19,7 +19,7 @@ def test_ports_lie_outside_the_ephemeral_range() -> None:
     assert not any(low <= port <= high for port in ports)
 
 
-def test_a_taken_port_is_passed_over() -> None:
+def test_a_port_in_use_is_skipped() -> None:
     first = next(iter(port_candidates(random.Random(5))))
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", first))
@@ -28,17 +28,17 @@ def test_a_taken_port_is_passed_over() -> None:
             assert listener.getsockname()[1] != first
 
 
-def test_one_node_meets_on_loopback_and_several_never_do() -> None:
+def test_only_a_job_of_one_node_uses_loopback() -> None:
     assert choose_address(None, nodes=1) == ("lo", "127.0.0.1")
     assert "lo" not in rendezvous._addresses()
 
 
-def test_an_unknown_interface_is_refused_with_those_there_are() -> None:
+def test_an_unknown_interface_is_rejected_with_a_list_of_interfaces() -> None:
     with pytest.raises(RendezvousError, match=r"no address on the interface 'ib7'.*network_interface"):
         choose_address("ib7", nodes=2)
 
 
-def test_a_named_interface_is_taken() -> None:
+def test_a_configured_interface_is_used() -> None:
     usable = rendezvous._addresses()
     if not usable:
         pytest.fail("this machine has no interface but loopback")
@@ -47,12 +47,12 @@ def test_a_named_interface_is_taken() -> None:
     assert address in {a.address for a in psutil.net_if_addrs()[name]}
 
 
-def _meet_in_threads(folder: Path, nodes: int, seconds: float, interface: str | None = None) -> list[object]:
+def _rendezvous_in_threads(folder: Path, nodes: int, seconds: float, interface: str | None = None) -> list[object]:
     results: list[object] = [None] * nodes
 
     def one(rank: int) -> None:
         try:
-            results[rank] = meet(folder, 0, rank, nodes, interface, seconds)
+            results[rank] = run_rendezvous(folder, 0, rank, nodes, interface, seconds)
         except RendezvousError as error:
             results[rank] = error
 
@@ -72,27 +72,27 @@ def on_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("on_loopback")
 def test_all_nodes_agree_and_the_port_is_free_afterwards(tmp_path: Path) -> None:
-    results = _meet_in_threads(tmp_path, nodes=4, seconds=20)
+    results = _rendezvous_in_threads(tmp_path, nodes=4, seconds=20)
     assert len({repr(result) for result in results}) == 1
-    meeting = results[0]
-    assert isinstance(meeting, rendezvous.Rendezvous)
+    found = results[0]
+    assert isinstance(found, rendezvous.Rendezvous)
     with socket.socket() as store:  # as the ranks' store will
-        store.bind((meeting.address, meeting.port))
+        store.bind((found.address, found.port))
         store.listen()
 
 
 @pytest.mark.parametrize(("named", "used"), [(None, "lo"), ("ib0", "ib0")])
-def test_each_node_takes_its_own_interface(
+def test_each_node_uses_its_own_interface(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str | None, used: str
 ) -> None:
-    """Node 0's may have a name that no other node knows."""
+    """The interface of node 0 may have a name that no other node has."""
     monkeypatch.setattr(rendezvous, "choose_address", lambda interface, nodes: ("enp9s0", "127.0.0.1"))
-    results = _meet_in_threads(tmp_path, nodes=2, seconds=20, interface=named)
+    results = _rendezvous_in_threads(tmp_path, nodes=2, seconds=20, interface=named)
     assert [getattr(result, "interface", result) for result in results] == ["enp9s0", used]
 
 
 @pytest.mark.usefixtures("on_loopback")
-def test_strangers_on_the_port_do_not_count(tmp_path: Path) -> None:
+def test_other_connections_to_the_port_are_ignored(tmp_path: Path) -> None:
     outcome: list[object] = []
 
     def host() -> None:
@@ -100,20 +100,20 @@ def test_strangers_on_the_port_do_not_count(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=host)
     thread.start()
-    meeting = rendezvous._await_file(tmp_path / "start-0.json", deadline=float("inf"))
-    with socket.create_connection((meeting.address, meeting.port)) as stranger:
+    found = rendezvous._wait_for_file(tmp_path / "start-0.json", deadline=float("inf"))
+    with socket.create_connection((found.address, found.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
-    assert rendezvous.join_rendezvous(tmp_path / "start-0.json", 1, None, seconds=20) == meeting
+    assert rendezvous.join_rendezvous(tmp_path / "start-0.json", 1, None, seconds=20) == found
     thread.join()
-    assert outcome == [meeting]
+    assert outcome == [found]
 
 
 @pytest.mark.usefixtures("on_loopback")
-def test_a_missing_node_is_named(tmp_path: Path) -> None:
-    with pytest.raises(RendezvousError, match=r"No word from node\(s\) \[1, 2\]"):
-        meet(tmp_path, 0, 0, 3, None, seconds=0.3)
+def test_missing_nodes_are_listed(tmp_path: Path) -> None:
+    with pytest.raises(RendezvousError, match=r"Node\(s\) \[1, 2\] did not connect"):
+        run_rendezvous(tmp_path, 0, 0, 3, None, seconds=0.3)
 
 
-def test_a_node_without_node_0_says_so(tmp_path: Path) -> None:
+def test_a_node_without_node_0_times_out(tmp_path: Path) -> None:
     with pytest.raises(RendezvousError, match="node 0 did not publish"):
-        meet(tmp_path, 0, 1, 2, None, seconds=0.3)
+        run_rendezvous(tmp_path, 0, 1, 2, None, seconds=0.3)

@@ -109,7 +109,7 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
     assert user_script.finished_outcome(rundir, folder, "r") is None
     write_exits(folder, 0, 0)
     empty = user_script.finished_outcome(rundir, folder, "r")
-    assert empty is not None and empty.end is EndReason.USER_ERROR and "SHARDMAKE_OUTPUT" in empty.sentence
+    assert empty is not None and empty.end is EndReason.USER_ERROR and "SHARDMAKE_OUTPUT" in empty.message
     (rundir.script_output / "model.safetensors").touch()
     rundir.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0, "tokens": 64}\n')
     outcome = user_script.finished_outcome(rundir, folder, "r")

@@ -1,4 +1,4 @@
-"""Which silence is a hang, and which rank is named."""
+"""Detection of hangs, and of the rank that caused one."""
 
 import errno
 import os
@@ -50,11 +50,11 @@ def test_allowances(phase: str, usual: float, seconds: float) -> None:
 
 
 @pytest.mark.parametrize(("hang_seconds", "timeout"), [(600, 7200), (1.5, 1800)])
-def test_torch_waits_longer_than_any_rank_may_be_silent(hang_seconds: float, timeout: int) -> None:
+def test_timeouts_of_torch_exceed_every_allowance(hang_seconds: float, timeout: int) -> None:
     assert allowance(beat(phase="save"), hang_seconds) < collective_timeout(hang_seconds) == timeout
 
 
-def test_the_longest_silence_is_found() -> None:
+def test_the_rank_overdue_for_longest_is_found() -> None:
     beats = [beat(0, time=1000), beat(1, time=900), beat(2, phase="save", time=100)]
     assert overdue(beats, 1599, 600) == beats[1]
     assert overdue(beats, 1499, 600) is None
@@ -70,12 +70,12 @@ def test_the_longest_silence_is_found() -> None:
         ([RankState(beat(0), BUSY), RankState(beat(1), BUSY), RankState(beat(2), WAITING)], None),
     ],
 )
-def test_who_is_named(ranks: list[RankState], named: int | None) -> None:
+def test_the_culprit_is_found(ranks: list[RankState], named: int | None) -> None:
     found = find_culprit(ranks)
     assert (found.beat.rank if found else None) == named
-    told = describe_hang(ranks[0].beat, ranks, now=1700)
-    assert told.rank == named and "No progress for 700 s in phase 'train' after step 9" in told.sentence
-    assert told.host == (None if named is None else f"c{named + 1}")
+    hang = describe_hang(ranks[0].beat, ranks, now=1700)
+    assert hang.rank == named and "No progress for 700 s in phase 'train' after step 9" in hang.message
+    assert hang.host == (None if named is None else f"c{named + 1}")
 
 
 RANK = """
@@ -92,7 +92,7 @@ stuck_here()
 
 
 def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
-    """Node 0 misses a heartbeat, node 1 hears of it by the file; the stopped rank is named."""
+    """Node 0 misses a heartbeat, node 1 learns of it from the file; the stopped rank is the culprit."""
     folder = AttemptDir(tmp_path)
     command = [sys.executable, "-c", RANK, str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
@@ -113,11 +113,11 @@ def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
         for process in ranks:
             process.kill()
     found = folder.read_hang()
-    assert found and found.rank == 1 and "(its process is stopped)" in found.sentence
+    assert found and found.rank == 1 and "(its process is stopped)" in found.message
     assert "stuck_here" in folder.stack(0).read_text()
 
 
-def test_stacks_are_out_before_their_node_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stacks_are_synced_before_the_states_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On NFS a file that stays open shows other nodes nothing until it is synced."""
     folder, synced = AttemptDir(tmp_path), []
 
@@ -136,7 +136,7 @@ def test_stacks_are_out_before_their_node_says_so(tmp_path: Path, monkeypatch: p
     assert synced == [folder.stack(0), folder.stacks / "states-from-0.json"]
 
 
-def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path) -> None:
+def test_a_rank_without_a_heartbeat_is_overdue_from_the_start(tmp_path: Path) -> None:
     watch = Watchdog(AttemptDir(tmp_path), range(2), 2, hang_seconds=0.01)
     write_heartbeat(AttemptDir(tmp_path), 0, "load", 0)
     time.sleep(0.1)
@@ -144,7 +144,7 @@ def test_a_rank_that_never_came_to_life_is_silent_from_the_start(tmp_path: Path)
 
 
 @pytest.mark.parametrize("clocks", [("time", "monotonic"), ("time",)], ids=["pause", "clock-set"])
-def test_a_pause_of_ranks_and_worker_is_no_hang(
+def test_a_pause_of_ranks_and_worker_is_not_a_hang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clocks: tuple[str, ...]
 ) -> None:
     folder = AttemptDir(tmp_path)
@@ -157,12 +157,12 @@ def test_a_pause_of_ranks_and_worker_is_no_hang(
             monkeypatch.setattr(watchdog.time, name, lambda now=now: now() + seconds)
 
     jump(5000)
-    assert not watch.has_hung(), "the ranks have slept too"
+    assert not watch.has_hung(), "the ranks paused too"
     for _ in range(39):
         jump(15)
         assert not watch.has_hung()
     jump(15)
-    assert watch.has_hung(), "they had their time since"
+    assert watch.has_hung(), "the ranks had their time since the pause"
 
 
 def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,25 +175,27 @@ def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeyp
     with monkeypatch.context() as full:
         full.setattr(Path, "write_bytes", fill_up)
         assert not watch.has_hung()
-    assert not watch.has_hung(), "their time begins anew"
+    assert not watch.has_hung(), "their time starts again"
     time.sleep(0.4)
     assert watch.has_hung()
 
 
-def test_ranks_whose_peers_failed_on_another_node_are_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_whose_peers_failed_on_another_node_are_abandoned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = AttemptDir(tmp_path)
     watch = Watchdog(folder, range(1, 2), 2, hang_seconds=600)
     record = NodeExit(node_rank=0, host="c1", started=0, ended=1, phase="training", returncode=0, stop_signal=None)
     record.write(folder.exit_record(0))
     monkeypatch.setattr(watchdog, "ABANDONED_SECONDS", 0.2)
-    assert not watch.is_abandoned(), "a node that is done"
+    assert not watch.is_abandoned(), "a node that has finished"
     record.model_copy(update={"returncode": 1}).write(folder.exit_record(0))
-    assert not watch.is_abandoned(), "its own ranks may still tell why"
+    assert not watch.is_abandoned(), "its own ranks may still report the cause"
     time.sleep(0.3)
     assert watch.is_abandoned()
 
 
-def test_a_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
+def test_a_flight_recorder_dumps_on_a_byte_in_its_pipe(tmp_path: Path) -> None:
     from shardmake.launch.watchdog import _dump_flight_recorder
 
     stem = flight_recorder(AttemptDir(tmp_path), tmp_path)["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
@@ -202,4 +204,4 @@ def test_a_flight_recorder_is_asked_through_its_pipe(tmp_path: Path) -> None:
     _dump_flight_recorder(tmp_path / "rank-0.pipe")
     assert os.read(reader, 8) == b"1"
     os.close(reader)
-    _dump_flight_recorder(tmp_path / "rank-0.pipe")  # a rank that is gone holds nobody up
+    _dump_flight_recorder(tmp_path / "rank-0.pipe")  # without a reader it must not block

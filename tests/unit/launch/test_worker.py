@@ -1,4 +1,4 @@
-"""How a worker ends, and what it forgets."""
+"""The end of a worker, and what it archives."""
 
 import errno
 from pathlib import Path
@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> AttemptDir:
     return folder
 
 
-def tell(folder: AttemptDir, rank: int, returncode: int | None) -> None:
+def write_exit(folder: AttemptDir, rank: int, returncode: int | None) -> None:
     exited = NodeExit(
         node_rank=rank, host=f"c{rank}", started=0, ended=1, phase="training", returncode=returncode, stop_signal=None
     )
@@ -31,15 +31,15 @@ def tell(folder: AttemptDir, rank: int, returncode: int | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "told", "ends_step"),
+    ("status", "exited", "ends_step"),
     [(1, [0], True), (1, [0, 1], False), (0, [0], False)],
     ids=["another-node-is-stuck", "all-failed", "done-first"],
 )
-def test_a_failed_node_ends_the_step_where_another_is_stuck(
-    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, told: list[int], ends_step: bool
+def test_a_failed_node_ends_the_step_if_another_is_stuck(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, status: int, exited: list[int], ends_step: bool
 ) -> None:
-    for rank in told:
-        tell(folder, rank, status)
+    for rank in exited:
+        write_exit(folder, rank, status)
     monkeypatch.setenv("SLURM_PROCID", "0")
     monkeypatch.setattr(worker, "main", lambda folder, node: status)
     monkeypatch.setattr(worker, "OTHERS_SECONDS", 0.1)
@@ -51,61 +51,63 @@ def test_a_failed_node_ends_the_step_where_another_is_stuck(
     assert end.value.code not in (0, None)
 
 
-def test_a_record_that_finds_no_room_is_printed(
+def test_a_record_that_cannot_be_written_is_printed(
     folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fill_up(record: NodeExit, path: Path) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     def fail(*args: object) -> None:
-        raise RendezvousError("nobody came")
+        raise RendezvousError("no node connected")
 
     monkeypatch.setattr(NodeExit, "write", fill_up)
-    monkeypatch.setattr(worker, "meet", fail)
+    monkeypatch.setattr(worker, "run_rendezvous", fail)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
     said = capsys.readouterr().out
-    assert "No space left on device" in said and '"phase":"rendezvous"' in said and "nobody came" in said
+    assert "No space left on device" in said and '"phase":"rendezvous"' in said and "no node connected" in said
 
 
-def test_a_node_that_waited_in_vain_blames_the_one_that_did_not_come(
+def test_a_waiting_node_blames_the_missing_one(
     folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(*args: object) -> None:
-        raise RendezvousError("No word from node(s) [1] before the deadline.", absent=1)
+        raise RendezvousError("Node(s) [1] did not connect to c1 before the deadline.", absent=1)
 
     program = tmp_path / "scontrol"
     program.write_text('#!/bin/sh\n[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"\n')
     program.chmod(0o700)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SLURM_STEP_NODELIST", "c[1-2]")
-    monkeypatch.setattr(worker, "meet", wait)
+    monkeypatch.setattr(worker, "run_rendezvous", wait)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
-    assert [node.blamed for node in folder.exits()] == ["c2"]
+    assert [node.culprit for node in folder.exits()] == ["c2"]
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert worker.name_of(1) is None
+    assert worker.node_name(1) is None
 
 
-def test_a_requeued_job_reads_nothing_of_its_earlier_start(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Node 0 puts it aside before the other nodes begin."""
-    tell(folder, 0, 0)
-    tell(folder, 1, 0)
+def test_a_requeued_job_ignores_the_records_of_its_earlier_start(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Node 0 archives them before the other nodes start."""
+    write_exit(folder, 0, 0)
+    write_exit(folder, 1, 0)
     for path in (folder.stop_file, folder.stopped, folder.hung, folder.log(0)):
         path.touch()
-    Hang(rank=None, host=None, sentence="old").write(folder.hang)
+    Hang(rank=None, host=None, message="old").write(folder.hang)
     record_error(folder, 3, ValueError("old"))
     write_heartbeat(folder, 3, "train", 7)
     seen: list[Path] = []
 
-    def meet(*args: object) -> None:
+    def fail_after_listing(*args: object) -> None:
         seen.extend(folder.root.iterdir())
-        raise RendezvousError("nobody came")
+        raise RendezvousError("no node connected")
 
-    monkeypatch.setattr(worker, "meet", meet)
+    monkeypatch.setattr(worker, "run_rendezvous", fail_after_listing)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     worker.main(folder.root, worker.WorkerNode(rank=0, start=2))
     assert set(seen) == {folder.settings, folder.log(0), folder.root / "start-1"}
-    assert [node.message for node in folder.exits()] == ["nobody came"]
+    assert [node.message for node in folder.exits()] == ["no node connected"]
     assert (folder.root / "start-1/errors/rank-3.json").exists()

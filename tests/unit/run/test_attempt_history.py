@@ -17,9 +17,9 @@ from shardmake.run.attempt_history import (
 )
 
 
-def attempt_record(step: int = 0, **values: object) -> AttemptRecord:
+def make_record(step: int = 0, **values: object) -> AttemptRecord:
     base: dict[str, object] = dict(
-        attempt=1, job="1", plan="p", strategy="zero3", fallback=0, submitted=0.0, ended=1.0, end="lost", sentence="", host=None,
+        attempt=1, job="1", plan="p", strategy="zero3", fallback=0, submitted=0.0, ended=1.0, end="lost", message="", host=None,
         checkpoint_step=step,
     )  # fmt: skip
     return AttemptRecord.model_validate(base | values)
@@ -27,9 +27,7 @@ def attempt_record(step: int = 0, **values: object) -> AttemptRecord:
 
 def drive(steps: list[int]) -> list[AttemptRecord]:
     """Attempts that the driver went on from by itself, but for the last, which is still to be answered."""
-    return [attempt_record(step, next_fallback=0) for step in steps[:-1]] + [
-        attempt_record(step) for step in steps[-1:]
-    ]
+    return [make_record(step, next_fallback=0) for step in steps[:-1]] + [make_record(step) for step in steps[-1:]]
 
 
 @pytest.mark.parametrize(
@@ -50,27 +48,25 @@ def test_who_starts_again_starts_to_count_again() -> None:
     stopped = drive([5, 5, 5, 5])
     decided = stopped[-1].model_copy(update={"next_fallback": 0})
     assert idle_attempts(stopped) == 3
-    assert idle_attempts([*stopped, attempt_record(5)]) == 1
-    assert idle_attempts([*stopped[:-1], decided, attempt_record(5)]) == 4
-    unfit = [attempt_record(end="preflight failure", next_fallback=0)] * 2
-    assert failing_nodes([*unfit, attempt_record(end="preflight failure")]) == 3
-    assert failing_nodes([*unfit, attempt_record(), attempt_record(end="preflight failure")]) == 1
+    assert idle_attempts([*stopped, make_record(5)]) == 1
+    assert idle_attempts([*stopped[:-1], decided, make_record(5)]) == 4
+    unfit = [make_record(end="preflight failure", next_fallback=0)] * 2
+    assert failing_nodes([*unfit, make_record(end="preflight failure")]) == 3
+    assert failing_nodes([*unfit, make_record(), make_record(end="preflight failure")]) == 1
 
 
 def test_rungs() -> None:
     assert next_fallback([], "p") == 0
-    assert next_fallback([attempt_record(next_fallback=1)], "p") == 1
-    assert next_fallback([attempt_record(next_fallback=1), attempt_record(fallback=1, next_fallback=2)], "p") == 2
-    assert next_fallback([attempt_record(fallback=2)], "p") == 2, "a driver that died before it decided"
-    assert next_fallback([attempt_record(fallback=2)], "another plan") == 0
+    assert next_fallback([make_record(next_fallback=1)], "p") == 1
+    assert next_fallback([make_record(next_fallback=1), make_record(fallback=1, next_fallback=2)], "p") == 2
+    assert next_fallback([make_record(fallback=2)], "p") == 2, "a driver that was killed before it decided"
+    assert next_fallback([make_record(fallback=2)], "another plan") == 0
 
 
 def test_excluded_nodes_are_remembered_once(tmp_path: Path) -> None:
-    history = [attempt_record(excluded=node, next_fallback=0) for node in ("c2", None, "c3", "c2")]
+    history = [make_record(excluded=node, next_fallback=0) for node in ("c2", None, "c3", "c2")]
     save_history(tmp_path / "index.json", history)
     assert load_history(tmp_path / "index.json") == history
     assert excluded_nodes(history) == ["c2", "c3"]
-    assert excluded_nodes([*history, attempt_record()]) == [], (
-        "whoever starts again has mended them, or finds them again"
-    )
+    assert excluded_nodes([*history, make_record()]) == [], "whoever starts again has mended them, or finds them again"
     assert load_history(tmp_path / "none.json") == []

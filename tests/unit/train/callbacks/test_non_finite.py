@@ -10,7 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.run.attempt_history import may_rewind
 from shardmake.train.callbacks.non_finite import NonFiniteCheck, NonFiniteError
-from tests.unit.run.test_attempt_history import attempt_record
+from tests.unit.run.test_attempt_history import make_record
 
 
 def step(tmp_path: Path, check: NonFiniteCheck, **arguments: Any) -> None:
@@ -52,7 +52,7 @@ def test_overflow_under_loss_scaling_is_not_an_error(tmp_path: Path) -> None:
 
 
 def test_step_is_rewound_only_once() -> None:
-    assert may_rewind([attempt_record(failed_step=7)])
-    assert may_rewind([attempt_record(failed_step=7), attempt_record(failed_step=9)])
-    assert not may_rewind([attempt_record(failed_step=7), attempt_record(), attempt_record(failed_step=7)])
-    assert not may_rewind([attempt_record()])
+    assert may_rewind([make_record(failed_step=7)])
+    assert may_rewind([make_record(failed_step=7), make_record(failed_step=9)])
+    assert not may_rewind([make_record(failed_step=7), make_record(), make_record(failed_step=7)])
+    assert not may_rewind([make_record()])
