@@ -77,12 +77,12 @@ class Killer:
         self._fsync(descriptor)
 
     def save(self, value: Any, target: Any, *args: Any, **kwargs: Any) -> None:
-        """In place of `torch.save`, into a file or into a stream that is open already."""
+        """Replace `torch.save` for paths and open streams."""
         name = str(target if isinstance(target, str | os.PathLike) else getattr(target, "name", ""))
         if name.startswith(self.folder) and self.count("torch.save", name):
-            whole = io.BytesIO()
-            self._save(value, whole, *args, **kwargs)
-            half = whole.getvalue()[: whole.tell() // 2]
+            buffer = io.BytesIO()
+            self._save(value, buffer, *args, **kwargs)
+            half = buffer.getvalue()[: len(buffer.getvalue()) // 2]
             if isinstance(target, str | os.PathLike):
                 Path(target).write_bytes(half)
             else:
@@ -93,7 +93,7 @@ class Killer:
 
 
 def fill(folder: Path) -> Path:
-    """Leave 1 MiB on the file system of ``folder``, for a log and no checkpoint; return the file that takes the rest."""
+    """Fill the file system of ``folder`` except 1 MiB, enough for a log but no checkpoint; return the filler file."""
     file = folder / "filler"
     descriptor = os.open(file, os.O_WRONLY | os.O_CREAT)
     with contextlib.suppress(OSError):
@@ -105,14 +105,14 @@ def fill(folder: Path) -> Path:
 
 
 def _resolve(arguments: tuple[Any, ...]) -> str:
-    """The path of an event; `shutil.rmtree` gives names relative to an open folder."""
+    """Return the path of an event; `shutil.rmtree` gives names relative to an open folder."""
     path = os.fsdecode(arguments[0])
     folder = arguments[-1]
     return path if path.startswith("/") or folder < 0 else f"{Path(f'/proc/self/fd/{folder}').readlink()}/{path}"
 
 
 def points(log: Path) -> list[tuple[int, str, str]]:
-    """Every place to die at in a save that went well: number, mode, what happens there."""
+    """Return every write of a successful save at which to kill: number, mode and log line."""
     found = []
     for number, line in enumerate(log.read_text().splitlines()):
         modes = ("before", "half") if line.startswith(("open", "torch.save")) else ("before",)

@@ -79,7 +79,7 @@ def assert_nothing_private(folder: Path) -> None:
     """Check that no file has a secret, and that what W&B sends to its server does not name the machine."""
     contents = {path: path.read_bytes() for tracker in ("wandb", "trackio") for path in (folder / tracker).rglob("*.*")}
     assert [path for path, text in contents.items() for value in SECRETS.values() if value.encode() in text] == []
-    names = [f'"{socket.gethostname()}"', os.environ.get("USER", "nobody in particular")]
+    names = [f'"{socket.gethostname()}"', os.environ.get("USER", "unknown user")]
     sent = [text for path, text in contents.items() if path.suffix == ".wandb"]
     assert [name for name in names for text in sent if name.encode() in text] == []
 

@@ -1,4 +1,4 @@
-"""What the plain loop sets up before it trains, the same as Trainer would."""
+"""Set up the plain loop before training, as Trainer would."""
 
 from typing import Any
 

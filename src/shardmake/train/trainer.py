@@ -68,7 +68,8 @@ class ShardedTrainer(Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         step, required = self.state.global_step, self.control.should_training_stop
-        losses = [line["eval_loss"] for line in self.state.log_history if "eval_loss" in line and line["step"] == step]
+        lines = [line for line in self.state.log_history if line.get("step") == step]
+        losses = [line["eval_loss"] for line in lines if "eval_loss" in line]
         with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
                 super()._save_checkpoint(model, trial)
