@@ -177,9 +177,9 @@ def peft_metamath(row: Row) -> Case:
     The longest batch is not reported. Examples are cut at 1300 characters (data.py), and dense mathematics gives about
     2 characters a token: 650. The documented bound is 768 tokens, at which each figure is about 10 % higher.
     """
-    stack = LibraryBehavior(keeps_output=True, foreach_optimizer=True, autocast=False, nccl=False)
+    behavior = LibraryBehavior(keeps_output=True, foreach_optimizer=True, autocast=False, nccl=False)
     row = {**row, "seq_len": str(METAMATH_TOKENS)}
-    scenario = base(row, attention="sdpa", masked=True, weights="bf16", stack=stack)
+    scenario = base(row, attention="sdpa", masked=True, weights="bf16", behavior=behavior)
     if row["strategy"].startswith("full"):
         return reserved(scenario)
     found = re.match(r"LoRA r(\d+) (.+?) single GPU", row["strategy"])
@@ -191,8 +191,8 @@ def peft_metamath(row: Row) -> Case:
 def fsdp_qlora(row: Row) -> Case:
     """train.py of March 2024: r 64 on all but o_proj, everything bf16, `output` held, mask of ones (no mask)."""
     strategy = "ddp" if "NO_SHARD" in row["strategy"] else "fsdp-offload" if "offload" in row["strategy"] else "fsdp"
-    stack = replace(OLD, keeps_output=True, autocast=False)
-    scenario = base(row, strategy=strategy, weights="bf16", adapter_weights="bf16", fsdp_version=1, stack=stack)
+    behavior = replace(OLD, keeps_output=True, autocast=False)
+    scenario = base(row, strategy=strategy, weights="bf16", adapter_weights="bf16", fsdp_version=1, behavior=behavior)
     targets = ("k_proj", "q_proj", "v_proj", *MLP[1:], MLP[0])
     method: Method = "qlora" if "QLoRA" in row["strategy"] else "lora"
     return reserved(with_lora(scenario, 64, targets, method), capacity=int(23.6 * GIB))
@@ -205,7 +205,7 @@ def bert(row: Row) -> Case:
     optimizer = {"adafactor": "adafactor", "bnb Adam8bit": "adamw8bit"}.get(row["optimizer"], "adamw")
     accumulation = int(re.search(r"grad_accum=(\d+)", row["notes"]).group(1))  # type: ignore[union-attr]
     precision = "fp16" if half else "fp32"
-    scenario = base(row, precision=precision, optimizer=optimizer, accumulation=accumulation, stack=BEFORE_TORCH_2)
+    scenario = base(row, precision=precision, optimizer=optimizer, accumulation=accumulation, behavior=BEFORE_TORCH_2)
     figures = gpu_memory(scenario, Buckets())
     return Case((figures.reserved + context) / GIB, "device")
 
@@ -217,8 +217,8 @@ def qwen(row: Row) -> Case:
     autocast; DeepSpeed's bf16 has none. Adapters made by PEFT up to 0.6 stay in fp32 (``update_layer`` moves them to
     the weight's device, not to its type); DeepSpeed casts them with the model.
     """
-    stack = LibraryBehavior(keeps_logits_narrow=True, copies_shifted_logits=True, foreach_optimizer=True)
-    scenario = base(row, weights="bf16", stack=stack, accumulation=8)
+    behavior = LibraryBehavior(keeps_logits_narrow=True, copies_shifted_logits=True, foreach_optimizer=True)
+    scenario = base(row, weights="bf16", behavior=behavior, accumulation=8)
     h = scenario.model.hidden_size
     buckets = Buckets(h * h, 500_000_000, int(0.9 * h * h), 10 * h)
     kind = row["strategy"]
@@ -239,12 +239,12 @@ def qwen(row: Row) -> Case:
 def peft_docs(row: Row) -> Case:
     """PEFT's DeepSpeed and FSDP guides: Llama-2-70B, r 8, packing, default buckets."""
     if "ZeRO-3 LoRA" in row["strategy"] and row["model"] == "Llama-2-70B":
-        scenario = with_lora(base(row, strategy="zero3", stack=OLD), 8, "all-linear")
+        scenario = with_lora(base(row, strategy="zero3", behavior=OLD), 8, "all-linear")
         return device(scenario, Buckets())
     if "FSDP1 full shard LoRA" in row["strategy"]:
-        return device(with_lora(base(row, strategy="fsdp", stack=OLD), 8, "all-linear"), Buckets())
+        return device(with_lora(base(row, strategy="fsdp", behavior=OLD), 8, "all-linear"), Buckets())
     if "FSDP1 QLoRA + CPU offload" in row["strategy"]:
-        scenario = base(row, strategy="fsdp-offload", stack=OLD, adapter_weights="bf16")
+        scenario = base(row, strategy="fsdp-offload", behavior=OLD, adapter_weights="bf16")
         return device(with_lora(scenario, 8, "all-linear", "qlora"), Buckets())
     return Case(None, "device", "length, dtype or batch not given")
 
@@ -266,8 +266,8 @@ def one_layer(row: Row) -> Case:
     from shardmake.memory.decoder import layer_forward_bytes
 
     model = models()[row["model"]]()
-    stack = LibraryBehavior(expands_keys=True, copies_attention=True)
-    size = layer_forward_bytes(base(row, model=model, strategy="zero2", split=split(model, "full"), stack=stack))
+    behavior = LibraryBehavior(expands_keys=True, copies_attention=True)
+    size = layer_forward_bytes(base(row, model=model, strategy="zero2", split=split(model, "full"), behavior=behavior))
     return Case(size / GIB, "allocated")
 
 

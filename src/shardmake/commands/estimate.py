@@ -37,24 +37,24 @@ CORES_PER_GPU = 16
 LossKind = Literal["plain", "fused", "chunked"]
 
 EXPLANATIONS = {
-    "weights": "trained weights: 2 bytes in DeepSpeed (its fp32 masters stand apart), 4 in DDP and FSDP; "
+    "weights": "trained weights: 2 bytes in DeepSpeed (without its fp32 master weights), 4 in DDP and FSDP; "
     "divided by the ranks under ZeRO-3 and FSDP",
-    "frozen weights": "weights of the base model under adapters: 2 bytes an element, 0.516 in NF4 with double "
+    "frozen weights": "weights of the base model under adapters: 2 bytes per element, 0.516 in NF4 with double "
     "quantization (QLoRA, Dettmers et al. 2023)",
     "gradients": "one per trained weight: 2 bytes in DeepSpeed, 4 in FSDP; divided by the ranks from ZeRO-2 on",
     "master weights": "DeepSpeed's fp32 copy of the trained weights (Rajbhandari et al. 2020, section 3.1)",
-    "optimizer states": "AdamW: two moments, fp32 in DeepSpeed, else in the weights' type; made in the first step",
-    "optimizer temporaries": "what torch's foreach optimizer makes beside the weights in a step",
+    "optimizer states": "AdamW: two moments, fp32 in DeepSpeed, else in the weights' type; created in the first step",
+    "optimizer temporaries": "temporary tensors of torch's foreach optimizer in a step",
     "communication buffers": "DDP's reducer buckets (a copy of the gradients), ZeRO's reduce bucket, FSDP's flat "
     "input of the reduce-scatter",
-    "gathered weights": "whole weights of layers in use under ZeRO-3 and FSDP: the layer, what is prefetched, and "
-    "what is kept because its next use is near (stage3_max_reuse_distance)",
-    "weights kept whole": "weights below stage3_param_persistence_threshold",
-    "weights on their way": "a whole tensor or unit while it is sharded at the start",
-    "activations": "what the forward pass saves for the backward pass, or one input per layer with checkpointing",
+    "gathered weights": "full weights of layers in use under ZeRO-3 and FSDP: the layer, prefetched weights, and "
+    "weights that are kept because their next use is near (stage3_max_reuse_distance)",
+    "persistent weights": "weights below stage3_param_persistence_threshold, which ZeRO-3 does not shard",
+    "weights during loading": "a full tensor or unit before it is sharded at the start",
+    "activations": "tensors saved by the forward pass for the backward pass, or one input per layer with checkpointing",
     "logits and loss": "logits in fp32, log-softmax, and its gradient: 12 bytes x tokens x vocabulary at the peak",
     "backward temporaries": "gradients of activations, and one recomputed layer with checkpointing",
-    "gradients on their way": "a layer's whole gradients until they are reduced",
+    "gradients before reduction": "the full gradients of a layer until they are reduced",
     "flat gradients": "ZeRO flattens its part of the gradients for the step, ZeRO-3 sub_group_size at a time",
     "fp32 gradients": "ZeRO casts its part of the gradients to fp32 for the step, ZeRO-3 sub_group_size at a time",
     "gradient norm": "a copy in fp64 of the largest gradient, or of its part, for the norm (get_norm_dtype)",

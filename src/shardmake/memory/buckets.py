@@ -1,4 +1,4 @@
-"""DeepSpeed's buffer sizes as the rendered file sets them; what it leaves open takes DeepSpeed's default.
+"""DeepSpeed's buffer sizes as the rendered file sets them, with DeepSpeed's defaults for the rest.
 
 ``"auto"`` is resolved as transformers' Trainer does, from the hidden size (`transformers.integrations.deepspeed`).
 """
@@ -43,7 +43,7 @@ SIZES = (
 
 
 def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
-    """The sizes in the ``zero_optimization`` section of a DeepSpeed file."""
+    """Return the sizes in the ``zero_optimization`` section of a DeepSpeed file."""
     auto = {
         "reduce_bucket_size": hidden_size * hidden_size,
         "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
@@ -61,7 +61,7 @@ def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
 
 
 def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
-    """The ``zero_optimization`` section: pure arithmetic on the model's and the node's sizes."""
+    """Return the ``zero_optimization`` section, computed from the sizes of the model and the node."""
     engine = choice.spec
     values: dict[str, Any] = {
         "stage": engine.zero_stage,
@@ -79,17 +79,17 @@ def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folde
 
 
 def reduce_bucket_size(hidden_size: int) -> int:
-    """Elements reduced at once: h squared, as Trainer's "auto"; DeepSpeed's own default takes 1 GB in bf16."""
+    """Return the elements reduced at once: h squared (Trainer's "auto"); DeepSpeed's default takes 1 GB in bf16."""
     return hidden_size * hidden_size
 
 
 def prefetch_bucket_size(hidden_size: int) -> int:
-    """Elements gathered ahead of their use in ZeRO-3: Trainer's "auto"."""
+    """Return the elements that ZeRO-3 prefetches: Trainer's "auto"."""
     return int(0.9 * hidden_size * hidden_size)
 
 
 def param_persistence_threshold(hidden_size: int) -> int:
-    """Tensors up to this size stay whole on every rank in ZeRO-3 (norms, biases): Trainer's "auto"."""
+    """Return the size up to which ZeRO-3 keeps tensors unsharded (norms, biases): Trainer's "auto"."""
     return 10 * hidden_size
 
 
@@ -106,7 +106,7 @@ def _stage3(choice: Choice, model: Model, cluster: Cluster) -> dict[str, Any]:
 
 
 def swapped_sub_group_size(choice: Choice, cluster: Cluster) -> int:
-    """Elements that the optimizer steps at once, so that its fp32 swap buffers take at most an eighth of the RAM.
+    """Return the elements of one optimizer sub-group; its fp32 swap buffers take at most an eighth of the RAM.
 
     DeepSpeed holds `ADAM_STATES` buffers of one sub-group per rank. Beyond 1e8 a larger group reads no faster.
     """
@@ -115,7 +115,7 @@ def swapped_sub_group_size(choice: Choice, cluster: Cluster) -> int:
 
 
 def ram_per_rank(choice: Choice, cluster: Cluster) -> int:
-    """Host RAM of a node shared out between its ranks, bytes."""
+    """Return the host RAM of a node per rank, bytes."""
     return int(cluster.memory_gib_per_node * GIB) // choice.processes_per_node
 
 
@@ -145,15 +145,15 @@ def _offload_param(device: Device, choice: Choice, model: Model, cluster: Cluste
 
 
 def param_buffer_size(choice: Choice, model: Model) -> int:
-    """Elements of one swap buffer: it must hold a rank's part of the largest tensor (DeepSpeed asserts it)."""
+    """Return the elements of one swap buffer, which must hold a rank's part of the largest tensor."""
     part = ceil(model.largest_tensor / choice.world_size)
     return ceil(part / 4096) * 4096
 
 
 def params_in_cpu(choice: Choice, cluster: Cluster) -> int:
-    """Parameters kept in RAM rather than on NVMe, in 16 bits: at most an eighth of a rank's RAM."""
+    """Return the parameters kept in RAM rather than on NVMe, in 16 bits: at most an eighth of a rank's RAM."""
     return min(1_000_000_000, ram_per_rank(choice, cluster) // 8 // 2)
 
 
 ADAM_STATES: Final = 4
-"""What DeepSpeed swaps per element with Adam: parameter, gradient, momentum, variance."""
+"""Values that DeepSpeed swaps per element with Adam: parameter, gradient, momentum, variance."""

@@ -1,8 +1,8 @@
-"""The estimate in closed form, for scanning many candidates: microseconds each, once a model's layer is known.
+"""The estimate in closed form, which scans many candidates in microseconds each.
 
-What a layer takes is read off two short steps acted out with ghost tensors (or off the trace), because every phase is
-linear in the number of layers; the rest is the arithmetic of `states`. Reserved memory needs the allocator's model, so
-here it is allocated memory with a planning allowance; who is chosen is acted out in full (`estimate.gpu`).
+Two short simulated steps (or the trace) give the memory of a layer, because every phase is linear in the number of
+layers. The rest is the arithmetic of `states`. Reserved memory here is allocated memory with a planning allowance; for
+the chosen candidate, `estimate.gpu_memory` simulates the step and the allocator.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ SHORT = (2, 3)  # layers of the two short steps
 
 @dataclass(frozen=True)
 class Profile:
-    """Most activation bytes at once in each phase, without weights and their gradients."""
+    """Peak of activations in each phase in bytes, without weights and their gradients."""
 
     forward: int
     loss: int
@@ -33,7 +33,7 @@ class Profile:
 
 
 def profile(scenario: Scenario, known: "dict[tuple[object, ...], Profile]") -> Profile:
-    """The profile of ``scenario``'s micro step, remembered in ``known``."""
+    """Return the profile of ``scenario``'s micro step, from ``known`` if it is there."""
     key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
     if key not in known:
         known[key] = _measure(scenario)
@@ -61,7 +61,7 @@ def _figures(profile: Profile) -> tuple[int, int, int, int]:
 
 
 def of_events(events: StepEvents, layers: int) -> Profile:
-    """Peaks of a micro step's own allocations; a weight's gradient ends when it is whole."""
+    """Return the peaks of a micro step's own allocations; a weight's gradient is dropped when it is complete."""
     sizes: dict[int, int] = {}
     peaks = {"forward": 0, "loss": 0, "last": 0, "first": 0}
     live, phase = 0, "forward"
@@ -81,11 +81,11 @@ def of_events(events: StepEvents, layers: int) -> Profile:
 
 
 def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[str, Terms]:
-    """What lives at the peak of each phase."""
+    """Return the allocations at the peak of each phase, by term."""
     base = states.resident(scenario, buckets)
-    whole = {"whole gradients": states.gradients(scenario)}
-    held = whole if scenario.accumulation > 1 or scenario.stack.keeps_gradients else {}
-    bucket = {"gradients on their way": states.bucket_bytes(scenario, buckets)}
+    whole = {"accumulated gradients": states.gradients(scenario)}
+    held = whole if scenario.accumulation > 1 or scenario.behavior.keeps_gradients else {}
+    bucket = {"gradients before reduction": states.bucket_bytes(scenario, buckets)}
     head, layer = _gathered(scenario, buckets)
     parts = trained_units(scenario)
     first, last = (
@@ -111,7 +111,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
 
 
 def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
-    """Gathered weights while the loss runs, and while a layer runs backwards."""
+    """Return the gathered weights during the loss, and during the backward pass of a layer."""
     if not scenario.gathers_parameters:
         return {}, {}
     sizes, compute = units(scenario), scenario.compute

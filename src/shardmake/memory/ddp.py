@@ -13,7 +13,7 @@ from shardmake.memory.buckets import Buckets
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import COMPUTE, Timeline
 
-FLAT = ("model buffers", "cuBLAS workspaces", "communication buffers", "weights kept whole", "gradients")
+FLAT = ("model buffers", "cuBLAS workspaces", "communication buffers", "persistent weights", "gradients")
 
 
 @dataclass
@@ -81,13 +81,13 @@ class DdpMemory:
     def step(self) -> None:
         """Run the optimizer's step and free the gradients."""
         self._make_states()
-        if self.scenario.stack.foreach_optimizer:
+        if self.scenario.behavior.foreach_optimizer:
             held = ceil(self.scenario.split.trainable / (self.scenario.shards if self.scenario.is_fsdp else 1))
             trained = states.trained_bytes(self.scenario) * held
             for key in self._allocate("optimizer temporaries", trained):
                 self.timeline.free(key)
         self._update()
-        if not self.scenario.stack.keeps_gradients:
+        if not self.scenario.behavior.keeps_gradients:
             self._drop_gradients()
 
     def _make_states(self) -> None:

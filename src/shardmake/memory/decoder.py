@@ -73,7 +73,7 @@ class _DecoderStep:
         loss, logits = self._loss(hidden)
         del hidden, mask
         tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps its saved tensors
-        if not self.scenario.stack.keeps_output:
+        if not self.scenario.behavior.keeps_output:
             logits = None
         tape.mark("backward")
         size_tensors.backward(tape, loss)
@@ -200,13 +200,13 @@ class _DecoderStep:
             size_tensors.cast(tensor, self.tape.autocast or tensor.item) for tensor in (query, key, value)
         )
         masked = scenario.attention == "sdpa" and scenario.masked
-        if masked or scenario.stack.expands_keys:
+        if masked or scenario.behavior.expands_keys:
             key, value = self._repeat(key), self._repeat(value)
         mask = scenario.micro_batch * scenario.sequence_length**2 if masked else 0
         out = size_tensors.fused_attention(
             query, key, value, self.tokens * shape.a, shape.d, shape.a, mask, flash=not masked
         )
-        return size_tensors.copy(out) if scenario.stack.copies_attention else out
+        return size_tensors.copy(out) if scenario.behavior.copies_attention else out
 
     def _repeat(self, tensor: SizeTensor) -> SizeTensor:
         return size_tensors.repeat(tensor, self.shape.a // self.shape.k)
@@ -263,11 +263,11 @@ class _DecoderStep:
 
     def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         """Run ``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may keep the 16-bit logits."""
-        stack = self.scenario.stack
-        wide = logits if stack.keeps_logits_narrow else size_tensors.cast(logits, 4)
-        if stack.returns_wide_logits:
+        behavior = self.scenario.behavior
+        wide = logits if behavior.keeps_logits_narrow else size_tensors.cast(logits, 4)
+        if behavior.returns_wide_logits:
             logits = wide
-        shifted = size_tensors.copy(wide) if stack.copies_shifted_logits else wide
+        shifted = size_tensors.copy(wide) if behavior.copies_shifted_logits else wide
         del wide
         if self.tape.autocast:
             shifted = size_tensors.cast(shifted, 4)

@@ -1,4 +1,4 @@
-"""What FSDP allocates around the model's own forward and backward pass.
+"""Memory of one rank under FSDP, beside the activations of the model.
 
 Sources: torch 2.13's FSDP2 (``_fully_shard/_fsdp_param_group.py``, ``_fsdp_collectives.py``) as Accelerate's
 ``fsdp2_prepare_model`` sets it up, and FSDP1 (``_init_utils.py``, ``_runtime_utils.py``, ``_limiter_utils.py``).
@@ -20,12 +20,12 @@ IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in FSDP1's _limit
 class Fsdp2Memory(DdpMemory):
     """FSDP2 as Accelerate prepares it: a unit per layer, the embedding, and norm with head, which stays gathered.
 
-    An all-gather lands flat and is copied out into the weights; backwards, the next one is on its way meanwhile. A
-    layer's gradients wait until it is done, then go flat into a reduce-scatter.
+    An all-gather arrives flat and is copied out into the weights; in the backward pass the next one runs at the same
+    time. The gradients of a layer go flat into a reduce-scatter when its backward pass has ended.
     """
 
     def load(self) -> None:
-        """This rank's part of everything; each tensor comes whole in fp32 (``fsdp2_load_full_state_dict``)."""
+        """Allocate this rank's part of everything; tensors load whole in fp32 (``fsdp2_load_full_state_dict``)."""
         self._units = units(self.scenario)
         self._tensors = unit_tensors(self.scenario)
         self._trained = trained_units(self.scenario)
@@ -37,7 +37,7 @@ class Fsdp2Memory(DdpMemory):
 
     def _load_states(self) -> None:
         super().load()
-        self._allocate_briefly(4 * max(self.sizes.values()), "weights on their way")
+        self._allocate_briefly(4 * max(self.sizes.values()), "weights during loading")
 
     def before_forward(self, block: int) -> None:
         """Gather the layer."""
@@ -48,7 +48,7 @@ class Fsdp2Memory(DdpMemory):
         self._gather(block)
 
     def after_forward(self, block: int) -> None:
-        """Let it go, unless weights stay over the whole step."""
+        """Reshard the layer, unless weights stay gathered during the whole step."""
         if not self._keeps(block):
             self._reshard(block)
 
@@ -58,7 +58,7 @@ class Fsdp2Memory(DdpMemory):
         self._drop_flat()
 
     def before_backward(self, block: int) -> None:
-        """Reduce the layer after this one, gather this one, and send for the one before it."""
+        """Reduce the layer after this one, gather this one, and prefetch the one before it."""
         self._reduce(block + 1 if block + 1 in self._units else HEAD)
         self._gather(block)
         self._drop_flat()
@@ -66,15 +66,15 @@ class Fsdp2Memory(DdpMemory):
             self._prefetch(block - 1)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
-        """Held until its unit is done."""
+        """Keep it until the backward pass of its unit has ended."""
         if key is None:
             return False
-        self.timeline.rename(key, "gradients on their way")
+        self.timeline.rename(key, "gradients before reduction")
         self._waiting.append(key)
         return True
 
     def end_backward(self) -> None:
-        """The first layer and the embedding are reduced."""
+        """Reduce the first layer and the embedding."""
         self._reduce(0)
         self._reduce(EMBEDDING)
         self._finish_reduction()
@@ -89,7 +89,7 @@ class Fsdp2Memory(DdpMemory):
         return 0 if unit in self._live else self._units.get(unit, 0)
 
     def _prefetch(self, unit: Unit) -> None:
-        """Start an all-gather: this rank's part is cast, then joined by the others' in one flat buffer.
+        """Start an all-gather: this rank's part is cast, then gathered with the others in one flat buffer.
 
         A single rank casts tensor by tensor and gathers nothing.
         """
@@ -101,7 +101,7 @@ class Fsdp2Memory(DdpMemory):
         self.timeline.free(cast)
 
     def _gather(self, unit: Unit) -> None:
-        """Copy out what has arrived; the flat buffer before it goes only now, so that the copy overlaps the next."""
+        """Copy the gathered weights out; the previous flat buffer is freed after that, so that copies overlap."""
         numel, compute = self._numel(unit), self.scenario.compute
         if not numel:
             return
@@ -133,7 +133,7 @@ class Fsdp2Memory(DdpMemory):
             self._add_part(str(unit), ceil(trained / self.scenario.shards))
 
     def _add_part(self, name: str, part: int) -> None:
-        """The output of the reduce-scatter, in the weights' type, kept or added to what is there."""
+        """Allocate the output of the reduce-scatter in the weights' type; keep it or add it to the gradients."""
         output = self.timeline.alloc(self.scenario.compute * part, "communication buffers", REDUCTION)
         wide = self.timeline.alloc(states.trained_bytes(self.scenario) * part, "gradients", REDUCTION)
         self.timeline.free(output)
@@ -143,7 +143,7 @@ class Fsdp2Memory(DdpMemory):
             self.gradients[name] = wide
 
     def _leave(self, unit: Unit) -> None:
-        """The unit's backward pass has ended."""
+        """End the unit's backward pass."""
         self._reshard(unit)
 
     def _finish_reduction(self) -> None:
@@ -155,17 +155,17 @@ class Fsdp2Memory(DdpMemory):
 class Fsdp1Memory(Fsdp2Memory):
     """FSDP1: one flat weight per unit, gathered in place; the root's (embedding, norm and head) stays gathered.
 
-    A gathered weight is given back at once, but its memory is used again only when the GPU is done with it, and two
-    may be pending (the rate limiter).
+    A gathered weight is released at once, but its memory is reused only when the GPU has finished with it. Two may be
+    pending (the rate limiter).
     """
 
     def load(self) -> None:
-        """As for FSDP2, with nothing pending."""
+        """Allocate the states as for FSDP2."""
         self._pending = Pending(self.timeline)
         super().load()
 
     def _load_states(self) -> None:
-        """Each unit's tensors, their broadcast, their flat copy, and the part of it that stays (`FlatParamHandle`)."""
+        """Load each unit: tensors, their broadcast, their flat copy, and the part that stays (`FlatParamHandle`)."""
         terms = states.resident(self.scenario, self.buckets)
         self._state_bytes = terms.pop("optimizer states", 0)
         weights = terms.pop("weights", 0) + terms.pop("frozen weights", 0)
@@ -176,15 +176,15 @@ class Fsdp1Memory(Fsdp2Memory):
 
     def _wrap(self, unit: Unit, stays: bool) -> None:
         numel, compute = self._units[unit], self.scenario.compute
-        single = [self.timeline.alloc(compute * part, "weights on their way") for part in self._tensors[unit]]
+        single = [self.timeline.alloc(compute * part, "weights during loading") for part in self._tensors[unit]]
         sizes = broadcast_buckets([compute * part for part in self._tensors[unit]])
-        sent = deque([self.timeline.alloc(size, "weights on their way") for size in sizes[:2]])
+        sent = deque([self.timeline.alloc(size, "weights during loading") for size in sizes[:2]])
         for size in sizes[2:]:
             self.timeline.free(sent.popleft())
-            sent.append(self.timeline.alloc(size, "weights on their way"))
+            sent.append(self.timeline.alloc(size, "weights during loading"))
         for key in sent:
             self.timeline.free(key)
-        flat = self.timeline.alloc(compute * numel, "weights on their way")
+        flat = self.timeline.alloc(compute * numel, "weights during loading")
         for key in single:
             self.timeline.free(key)
         if stays:
@@ -198,7 +198,7 @@ class Fsdp1Memory(Fsdp2Memory):
         self._gather(block - 1)
 
     def end_backward(self) -> None:
-        """As for FSDP2; the GPU has caught up when the optimizer begins."""
+        """End it as for FSDP2; the GPU has finished when the optimizer begins."""
         super().end_backward()
         self._pending.drain(0)
 
@@ -206,7 +206,7 @@ class Fsdp1Memory(Fsdp2Memory):
         return super()._keeps(unit) or unit == EMBEDDING
 
     def _leave(self, unit: Unit) -> None:
-        """The root's weights stay to the end of the backward pass."""
+        """Reshard the unit; the root's weights stay gathered until the end of the backward pass."""
         if isinstance(unit, int):
             self._reshard(unit)
 
@@ -222,7 +222,7 @@ class Fsdp1Memory(Fsdp2Memory):
 
 
 def broadcast_buckets(sizes: list[int]) -> list[int]:
-    """Bytes of the flat copies in which rank 0 sends tensors of ``sizes`` (``comm.cpp``); two are in flight.
+    """Return the bytes of the flat copies in which rank 0 sends tensors of ``sizes`` (``comm.cpp``).
 
     A bucket is closed once it has reached its limit; a tensor that is alone in one is not copied.
     """

@@ -1,4 +1,4 @@
-"""What a node has: accelerators by name, and the sizes and link speeds that a cluster file gives."""
+"""The hardware of a node: accelerators by name, and sizes and link speeds from a cluster file."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ TERA = 10**12
 class Accelerator:
     """One GPU model, or the CPU.
 
-    ``memory`` is what the driver reports as total (GiB; less than the nominal size where ECC takes a part), ``bf16``,
+    ``memory`` is what the driver reports as total (GiB; less than the nominal size if ECC takes a part), ``bf16``,
     ``fp16`` and ``fp32`` are dense peak TFLOP/s from the vendors' data sheets (0: not supported in hardware),
     ``bandwidth`` is device memory in GB/s, ``link`` is GPU to GPU within a node in GB/s each way, ``host_link`` is
     GPU to host.
@@ -31,11 +31,11 @@ class Accelerator:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks run on the CPU."""
+        """True if ranks run on the CPU."""
         return self.name == "cpu"
 
     def flops(self, precision: Precision) -> float:
-        """Dense peak in FLOP/s."""
+        """Return the dense peak in FLOP/s."""
         return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32}[precision] * TERA
 
 
@@ -74,15 +74,15 @@ ACCELERATORS: dict[str, Accelerator] = {str(row[0]): Accelerator(*row) for row i
 
 @dataclass(frozen=True)
 class Hardware:
-    """One cluster as the estimates see it; bytes, FLOP/s and bytes per second."""
+    """One cluster as the input of the estimates; bytes, FLOP/s and bytes per second."""
 
     accelerator: Accelerator
     gpu_memory: int
-    """Of one rank: a GPU's, or on CPU a rank's share of the node."""
+    """Memory of one rank: of its GPU, or on CPU its share of the node's RAM."""
     host_memory: int
-    """Of a node."""
+    """RAM of a node."""
     nvme: int | None
-    """Free space of a node; None where no folder is given."""
+    """Free NVMe space of a node; None if no folder is given."""
     processes_per_node: int
     cpus_per_node: int
     max_nodes: int
@@ -91,17 +91,17 @@ class Hardware:
 
     @property
     def is_cpu(self) -> bool:
-        """Whether ranks run on the CPU."""
+        """True if ranks run on the CPU."""
         return self.accelerator.is_cpu
 
     def flops(self, precision: Precision) -> float:
-        """Dense peak of one rank, FLOP/s."""
+        """Return the dense peak of one rank, FLOP/s."""
         cores = self.cpus_per_node / self.processes_per_node if self.is_cpu else 1
         return self.accelerator.flops(precision) * cores
 
 
 def find_accelerator(name: str) -> Accelerator:
-    """The catalogue's entry for ``name``."""
+    """Return the catalogue's entry for ``name``."""
     if name not in ACCELERATORS:
         raise ConfigError(
             f"There is no accelerator {name!r} in the catalogue.{nearest(name, ACCELERATORS)} "
@@ -111,7 +111,7 @@ def find_accelerator(name: str) -> Accelerator:
 
 
 def from_cluster(cluster: Cluster) -> Hardware:
-    """The hardware that a cluster file describes."""
+    """Return the hardware that a cluster file describes."""
     accelerator = find_accelerator(cluster.accelerator)
     host = int(cluster.memory_gib_per_node * GIB)
     return Hardware(
@@ -134,7 +134,7 @@ def _gpu_memory(accelerator: Accelerator, cluster: Cluster, host: int) -> int:
         return int(accelerator.memory * GIB)
     if not 1 <= cluster.gpu_memory_gib <= 1024:
         raise ConfigError(
-            f"gpu_memory_gib is {cluster.gpu_memory_gib:g}; it is the memory of one GPU in GiB, such as 80 "
+            f"gpu_memory_gib is {cluster.gpu_memory_gib:g}. Give the memory of one GPU in GiB, such as 80 "
             "(nvidia-smi prints MiB: divide by 1024)."
         )
     return int(cluster.gpu_memory_gib * GIB)

@@ -12,12 +12,12 @@ CPU_PROCESS = int(0.6 * 2**30)  # imports of torch, transformers, deepspeed with
 
 
 def pinned(size: int) -> int:
-    """Bytes that torch's pinned allocator takes for ``size``: the next power of two (CachingHostAllocator)."""
+    """Return the bytes of torch's CachingHostAllocator for ``size``: the next power of two."""
     return 1 << (size - 1).bit_length() if size > 0 else 0
 
 
 def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
-    """Host RAM of one node while training runs, and the load's peak beyond it."""
+    """Return the host RAM of one node during training, and the additional peak of loading."""
     ranks = scenario.ranks_per_node
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
     for name, size in offloaded(scenario, buckets).items():
@@ -30,7 +30,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
 
 
 def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
-    """Offloaded states of one rank (DeepSpeed's ``stage_1_and_2.py`` and ``stage3.py``: 18 and 20 bytes an element)."""
+    """Return the offloaded states of one rank (``stage_1_and_2.py`` and ``stage3.py``: 18 and 20 bytes per element)."""
     if not scenario.offloads_optimizer:
         return {}
     hold = pinned if buckets.pin_memory and not scenario.on_cpu else int
@@ -57,7 +57,7 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
 
 
 def _load(scenario: Scenario) -> int:
-    """Peak of loading the weights on one node: once under FSDP and ZeRO-3, else once per rank."""
+    """Return the peak of loading the weights on one node: once under FSDP and ZeRO-3, else once per rank."""
     full = scenario.method == "full"
     held = BYTES[scenario.weights] if full and scenario.zero_stage == 0 else scenario.compute
     size = held * scenario.model.parameters
@@ -65,7 +65,7 @@ def _load(scenario: Scenario) -> int:
 
 
 def nvme_bytes(scenario: Scenario) -> Terms:
-    """Files on a node's NVMe (ZeRO-Infinity): master weights, both moments and gradients, and parameters."""
+    """Return the files on a node's NVMe (ZeRO-Infinity): master weights, both moments, gradients and parameters."""
     if not scenario.spec.uses_nvme:
         return {}
     part = ceil(scenario.split.trainable / scenario.nodes)
@@ -74,7 +74,7 @@ def nvme_bytes(scenario: Scenario) -> Terms:
 
 
 def checkpoint_bytes(scenario: Scenario) -> int:
-    """Size of one training checkpoint over all nodes: weights, master weights and optimizer states.
+    """Return the size of one training checkpoint: weights, master weights and optimizer states of all nodes.
 
     Trainer leaves frozen weights out of it under adapters (``exclude_frozen_parameters``).
     """
@@ -86,9 +86,9 @@ def checkpoint_bytes(scenario: Scenario) -> int:
 
 
 def _part_of_checkpoint(scenario: Scenario) -> int:
-    """What the ranks of the first node write of a checkpoint, which is most: their shards, and what is not sharded.
+    """Return the bytes of a checkpoint that the first node writes, which are the most: shards and unsharded states.
 
-    That is all under ddp, and the weights in the compute type under ZeRO-1 and ZeRO-2.
+    Under ddp everything is unsharded; under ZeRO-1 and ZeRO-2 the weights in the compute type are.
     """
     whole = checkpoint_bytes(scenario)
     if scenario.spec.is_ddp:
@@ -98,7 +98,7 @@ def _part_of_checkpoint(scenario: Scenario) -> int:
 
 
 def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
-    """Disk for ``kept`` checkpoints, the one being written, and the final model in ``final_bytes`` per element."""
+    """Return the disk space of ``kept`` checkpoints, the one being written, and the final model."""
     return {
         "checkpoints": (kept + 1) * checkpoint_bytes(scenario),
         "final model": final_bytes * scenario.model.parameters,
@@ -106,10 +106,10 @@ def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
 
 
 def loading_rank(model: Model, item: int, shard: int) -> int:
-    """Peak of the one rank that loads under FSDP: all weights, the file in flight, the process itself."""
+    """Return the peak of the rank that loads under FSDP: all weights, the file being read, the process itself."""
     return item * model.parameters + shard + PROCESS
 
 
 def waiting_rank() -> int:
-    """A rank that gets its weights from another."""
+    """Return the memory of a rank that receives its weights from another rank."""
     return PROCESS

@@ -1,8 +1,8 @@
 """A two-step probe on this machine's GPU: ``shardmake estimate MODEL --probe``.
 
 Two layers of the model with random weights run under FSDP2, a short and a long step, on one GPU or, where there are
-more, on two. What PyTorch counts and the driver reports is held against the allocator's model; the rest is the
-calibration. As a process (``python -m shardmake.memory.probe``) this module is one rank.
+more, on two. The calibration is the difference between the allocator's model and what PyTorch and the driver report. As
+a process (``python -m shardmake.memory.probe``) this module is one rank.
 """
 
 import json
@@ -16,7 +16,7 @@ from datetime import date
 from typing import Any
 
 from shardmake.config.strategies import PROBED
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.calibration import Calibration, Observation, fit
@@ -32,11 +32,15 @@ SECONDS = 600
 
 
 def probe(model: Model) -> Calibration:
-    """Run the probe with ``model``'s shape. Raises `ShardmakeError` where there is no GPU, or a step fails."""
+    """Run the probe with the shape of ``model``.
+
+    Raises:
+        ConfigError: There is no GPU, or a step failed.
+    """
     if model.decoder is None:
-        raise ShardmakeError(
-            f"--probe runs models of the Llama, Mistral, Qwen and Gemma families, not {model.model_type}. What it "
-            "measures does not depend on the model: probe with one of those, and it counts for this one too."
+        raise ConfigError(
+            f"--probe runs only models of the Llama, Mistral, Qwen and Gemma families, not {model.model_type}. The "
+            "result does not depend on the model: probe with one of those, and it applies to this one too."
         )
     occupied = _occupied()
     ranks = min(2, len(occupied))
@@ -51,7 +55,7 @@ def probe(model: Model) -> Calibration:
 
 
 def scenario(shape: Model, ranks: int, tokens: int) -> Scenario:
-    """The probe's step as the formulas see it: FSDP2, fp32 weights, no optimizer states."""
+    """Return the scenario of the probe's step: FSDP2, fp32 weights, no optimizer states."""
     return Scenario(
         model=shape,
         split=split(shape, "full"),
@@ -70,18 +74,18 @@ def _predicted(shape: Model, ranks: int, tokens: int) -> int:
 
 
 def _occupied() -> list[int]:
-    """Bytes in use on each GPU that this process may use."""
+    """Return the bytes in use on each GPU that this process may use."""
     if shutil.which("nvidia-smi") is None:
-        raise ShardmakeError(
-            "--probe needs a GPU on this machine, and there is no nvidia-smi. Run it on a compute node "
-            "(srun --gpus=1 shardmake estimate ... --probe); its result is kept and used everywhere this home is."
+        raise ConfigError(
+            "--probe needs a GPU, but this machine has no nvidia-smi. Run it on a compute node "
+            "(srun --gpus=1 shardmake estimate ... --probe). Later estimates in your account use its result."
         )
     command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     used = [int(line) * MIB for line in done.stdout.split("\n") if line.strip().isdigit()]
     if done.returncode or not used:
-        raise ShardmakeError(
-            f"--probe needs a GPU on this machine, and nvidia-smi finds none: {done.stdout.strip()[:200]}"
+        raise ConfigError(
+            f"--probe needs a GPU, but nvidia-smi finds none on this machine: {done.stdout.strip()[:200]}"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [int(index) for index in visible.split(",") if index.isdigit()] if visible else range(len(used))
@@ -89,7 +93,7 @@ def _occupied() -> list[int]:
 
 
 def _run(config: Mapping[str, Any], ranks: int) -> dict[str, Any]:
-    """What rank 0 measured."""
+    """Run the ranks and return the measurements of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -117,14 +121,16 @@ def _answer(processes: Sequence["subprocess.Popen[str]"]) -> dict[str, Any]:
     try:
         answers = [process.communicate(timeout=SECONDS) for process in processes]
     except subprocess.TimeoutExpired:
-        raise ShardmakeError(f"The probe did not end within {SECONDS} s.") from None
+        raise ConfigError(
+            f"The probe did not finish within {SECONDS} s. Check that the GPU is idle and run it again."
+        ) from None
     finally:
         for process in processes:
             process.kill()
     for process, (_, errors) in zip(processes, answers, strict=True):
         if process.returncode:
             last = (errors.strip().splitlines() or ["no message"])[-1]
-            raise ShardmakeError(f"The probe's step failed on the GPU: {last[:300]}")
+            raise ConfigError(f"The probe's step failed on the GPU: {last[:300]}")
     found: dict[str, Any] = json.loads(answers[0][0].splitlines()[-1])
     return found
 
@@ -134,7 +140,7 @@ def _answer(processes: Sequence["subprocess.Popen[str]"]) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Measure, and print the figures of this rank."""
+    """Measure, and print the measurements of this rank."""
     import torch
     from torch import distributed
 
@@ -183,7 +189,7 @@ def _observe(model: Any, vocabulary: int, tokens: int) -> dict[str, int]:
 
 
 def sharded(config: Mapping[str, Any], device: str) -> Any:
-    """The model with random fp32 weights under FSDP2, in units as Accelerate makes them."""
+    """Return the model with random fp32 weights under FSDP2, in the units that Accelerate creates."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -207,7 +213,7 @@ def sharded(config: Mapping[str, Any], device: str) -> Any:
 
 
 def train(model: Any, vocabulary: int, tokens: int, device: str) -> None:
-    """`STEPS` steps of ``tokens`` tokens; each drops its gradients."""
+    """Run `STEPS` steps of ``tokens`` tokens; each drops its gradients."""
     import torch
 
     inputs = torch.randint(0, vocabulary, (1, tokens), device=device)

@@ -1,4 +1,4 @@
-"""One training set-up as the memory formulas see it."""
+"""One training setup as the input of the memory model."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -13,14 +13,14 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class LibraryBehavior:
-    """What differs between versions of the libraries; the defaults are those of transformers 5 and its Trainer."""
+    """Differences between versions of the libraries; the defaults are transformers 5 and its Trainer."""
 
     keeps_output: bool = False
-    """The training loop holds the model's output while the backward pass runs."""
+    """The training loop keeps the model's output during the backward pass."""
     returns_wide_logits: bool = False
     """Logits are returned in fp32 (transformers before 4.45)."""
     keeps_logits_narrow: bool = False
-    """The model does not widen logits for its loss; autocast alone does (custom code such as Qwen 1's)."""
+    """Only autocast casts logits to fp32 for the loss, not the model (custom code such as Qwen 1's)."""
     copies_shifted_logits: bool = False
     """The loss makes a contiguous copy of the shifted logits (transformers before 4.48)."""
     expands_keys: bool = False
@@ -28,25 +28,25 @@ class LibraryBehavior:
     copies_attention: bool = False
     """SDPA's output is copied to be contiguous (transformers before 4.48)."""
     foreach_optimizer: bool = False
-    """The optimizer is torch's foreach one, whose temporaries take as much as the trained weights."""
+    """The optimizer is torch's foreach implementation; its temporaries are as large as the trained weights."""
     liger_layers: bool = True
     """The fused loss is Liger's, whose RMSNorm, SwiGLU and rotary embedding come with it (Trainer's default)."""
     keeps_gradients: bool = False
     """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
     softmax_saves_input: bool = False
-    """Softmax's backward formula names its input (torch before 1.12)."""
+    """The backward pass of softmax uses its input (torch before 1.12)."""
     autocast: bool = True
-    """Whether a 16-bit precision means autocast; without it the trained weights' type is what computes."""
+    """A 16-bit precision uses autocast; without it the type of the trained weights is used."""
     nccl: bool = True
-    """Ranks talk over NCCL, whose buffers lie outside the allocator."""
+    """Ranks communicate over NCCL, whose buffers are outside the allocator."""
 
 
 @dataclass(frozen=True)
 class Scenario:
     """Model, method, parallelism and settings of one candidate.
 
-    ``weights`` is the data type that trained weights are held in where the engine keeps no master copy (DDP and FSDP);
-    with fp32 weights and a 16-bit precision the forward pass runs under autocast.
+    ``weights`` is the data type of trained weights under DDP and FSDP, which keep no master copy. With fp32 weights and
+    a 16-bit precision the forward pass runs under autocast.
     """
 
     model: Model
@@ -73,10 +73,10 @@ class Scenario:
     """FSDP1 holds one flat weight per unit without a copy; embedding, norm and head stay gathered."""
     on_cpu: bool = False
     checkpoint_in_memory: bool = False
-    """Saves go through a scratch folder that lies in RAM."""
-    stack: LibraryBehavior = LibraryBehavior()
+    """Saves go through a scratch folder in RAM."""
+    behavior: LibraryBehavior = LibraryBehavior()
     calibration: Calibration | None = None
-    """What a probe has measured on this kind of GPU."""
+    """A probe's measurement on this kind of GPU."""
 
     @property
     def spec(self) -> StrategySpec:
@@ -85,12 +85,12 @@ class Scenario:
 
     @property
     def world_size(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         return self.nodes * self.ranks_per_node
 
     @property
     def shards(self) -> int:
-        """Ranks that one copy of the sharded states is cut into."""
+        """Number of ranks that share one copy of the sharded states."""
         return self.ranks_per_node if self.spec.hybrid else self.world_size
 
     @property
@@ -105,42 +105,42 @@ class Scenario:
 
     @property
     def zero_stage(self) -> int:
-        """DeepSpeed's stage, 0 for other engines."""
+        """DeepSpeed's stage, 0 for other libraries."""
         return self.spec.zero_stage
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP runs it."""
+        """True if FSDP shards it."""
         return self.spec.is_fsdp
 
     @property
     def autocast(self) -> bool:
-        """Whether the forward pass casts fp32 weights as it goes."""
+        """True if the forward pass casts fp32 weights under autocast."""
         full = self.method == "full"
         held = self.weights if full else self.adapter_weights
-        return self.stack.autocast and self.spec.is_ddp and self.precision != "fp32" and held == "fp32"
+        return self.behavior.autocast and self.spec.is_ddp and self.precision != "fp32" and held == "fp32"
 
     @property
     def fused_layers(self) -> bool:
-        """Whether Liger's kernels run in the layers."""
-        return self.loss == "fused" and self.stack.liger_layers
+        """True if the layers use Liger's kernels."""
+        return self.loss == "fused" and self.behavior.liger_layers
 
     @property
     def adapter_compute(self) -> Precision:
-        """Data type in which adapters meet their input: DeepSpeed and FSDP cast them, DDP leaves them as they are."""
+        """Data type of adapters in the forward pass: DeepSpeed and FSDP cast them, DDP does not."""
         return self.adapter_weights if self.spec.is_ddp else self.precision
 
     @property
     def gathers_parameters(self) -> bool:
-        """Whether a rank holds only its part of the weights between uses."""
+        """True if a rank holds only its part of the weights between uses."""
         return self.spec.gathers_parameters
 
     @property
     def offloads_optimizer(self) -> bool:
-        """Whether optimizer states live in host RAM or on NVMe."""
+        """True if optimizer states are in host RAM or on NVMe."""
         return self.spec.offload_optimizer is not None
 
     @property
     def offloads_parameters(self) -> bool:
-        """Whether sharded weights live in host RAM or on NVMe."""
+        """True if sharded weights are in host RAM or on NVMe."""
         return self.spec.offload_param is not None

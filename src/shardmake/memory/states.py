@@ -1,8 +1,7 @@
 """Bytes of weights, gradients, optimizer states and buffers that one rank holds, by strategy.
 
 Sources: DeepSpeed's ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, torch's FSDP2 (``fully_shard``) as Accelerate
-sets it up, torch's ``DistributedDataParallel`` reducer, bitsandbytes' optimizers. P stands for all elements, T for the
-trained ones, N for the ranks that share a copy.
+sets it up, torch's ``DistributedDataParallel`` reducer, bitsandbytes' optimizers.
 """
 
 from math import ceil
@@ -20,7 +19,7 @@ NCCL = int(1.45 * 2**30)  # after the first collective, per communicator (ml-eng
 
 
 def optimizer_bytes(scenario: Scenario, element_bytes: int = 4) -> float:
-    """Optimizer state per trained element."""
+    """Return the bytes of optimizer state per trained element."""
     match scenario.optimizer:
         case "adamw":
             return 2 * element_bytes
@@ -33,7 +32,7 @@ def optimizer_bytes(scenario: Scenario, element_bytes: int = 4) -> float:
 
 
 def resident(scenario: Scenario, buckets: Buckets) -> Terms:
-    """What stays on the GPU over the whole step: name of the term to bytes."""
+    """Return the bytes that stay on the GPU during the whole step, by term."""
     terms = {
         "weights": _weights(scenario),
         "frozen weights": _frozen(scenario),
@@ -42,19 +41,19 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "optimizer states": _optimizer(scenario),
         "model buffers": scenario.model.buffer_bytes,
         "communication buffers": _communication(scenario, buckets),
-        "weights kept whole": _persistent(scenario, buckets),
+        "persistent weights": _persistent(scenario, buckets),
         "cuBLAS workspaces": 0 if scenario.on_cpu else CUBLAS,
     }
     return {name: size for name, size in terms.items() if size}
 
 
 def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
-    """What the optimizer updates."""
+    """Return the tensors that the optimizer updates."""
     return scenario.model.tensors if scenario.method == "full" else scenario.split.adapters
 
 
 def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
-    """Elements of this rank's part that ZeRO's optimizer updates at once: ZeRO-3's sub-groups, else all."""
+    """Return the elements that ZeRO's optimizer updates at once: ZeRO-3's sub-groups, else the rank's whole part."""
     part = ceil(scenario.split.trainable / scenario.shards)
     size = min(buckets.sub_group_size, part) if scenario.zero_stage == 3 else part
     whole, rest = divmod(part, size)
@@ -62,7 +61,7 @@ def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
 
 
 def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
-    """What exists only during ZeRO's optimizer step: a group's gradients, flattened, and their fp32 copy."""
+    """Return the temporaries of ZeRO's optimizer step: flattened gradients of a group and their fp32 copy."""
     if scenario.offloads_optimizer or scenario.zero_stage == 0:
         return {}
     group = step_groups(scenario, buckets)[0]
@@ -71,7 +70,7 @@ def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
 
 
 def norm_bytes(scenario: Scenario) -> int:
-    """The copy in fp64 of one gradient, or of its part, of which ZeRO takes the norm (`get_grad_norm_direct`)."""
+    """Return the bytes of the fp64 copy from which ZeRO computes a gradient's norm (`get_grad_norm_direct`)."""
     if scenario.offloads_optimizer or scenario.zero_stage == 0:
         return 0
     largest = largest_trained(scenario)
@@ -81,7 +80,7 @@ def norm_bytes(scenario: Scenario) -> int:
 
 
 def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
-    """The copy in fp64 for the norm of a gradient of ``numel`` elements, taken on its way to the host under offload."""
+    """Return the bytes of the fp64 copy for the norm of an offloaded gradient of ``numel`` elements."""
     if not scenario.offloads_optimizer or not scenario.zero_stage:
         return 0
     if scenario.zero_stage == 3:
@@ -90,7 +89,7 @@ def boundary_norm_bytes(scenario: Scenario, numel: int) -> int:
 
 
 def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
-    """What torch's AdamW makes for one tensor at a time where it is not fused, on CPU: a root and a quotient."""
+    """Return the temporaries of torch's unfused AdamW on CPU, per tensor: a root and a quotient."""
     if not scenario.on_cpu or scenario.optimizer != "adamw":
         return 0
     flat = min(buckets.sub_group_size, ceil(scenario.split.trainable / scenario.shards))
@@ -98,19 +97,19 @@ def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
 
 
 def trained_bytes(scenario: Scenario) -> int:
-    """Bytes per element that DDP and FSDP hold trained weights in; adapters are fp32 (PEFT's default)."""
+    """Return the bytes per trained element under DDP and FSDP; adapters are fp32 (PEFT's default)."""
     return BYTES[scenario.weights if scenario.method == "full" else scenario.adapter_weights]
 
 
 def _gradient_partition(scenario: Scenario) -> int:
-    """ZeRO-3's flat buffer of this rank's gradients (``grad_partitions_flat_buffer``)."""
+    """Return the size of ZeRO-3's flat buffer of this rank's gradients (``grad_partitions_flat_buffer``)."""
     if scenario.zero_stage != 3 or scenario.offloads_optimizer:
         return 0
     return scenario.compute * ceil(scenario.split.trainable / scenario.shards)
 
 
 def _persistent(scenario: Scenario, buckets: Buckets) -> int:
-    """Weights below ZeRO-3's persistence threshold stay gathered."""
+    """Return the size of the weights below ZeRO-3's persistence threshold, which stay gathered."""
     if scenario.zero_stage != 3 or scenario.world_size == 1:
         return 0
     limit = buckets.stage3_param_persistence_threshold
@@ -139,7 +138,7 @@ def _frozen(scenario: Scenario) -> int:
 
 
 def _masters(scenario: Scenario) -> int:
-    """DeepSpeed's fp32 copy of the trained weights."""
+    """Return the size of DeepSpeed's fp32 copy of the trained weights."""
     if scenario.offloads_optimizer or not scenario.zero_stage:
         return 0
     return 4 * ceil(scenario.split.trainable / scenario.shards)
@@ -157,7 +156,7 @@ def _optimizer(scenario: Scenario) -> int:
 
 
 def _communication(scenario: Scenario, buckets: Buckets) -> int:
-    """Reducer buckets of DDP (a copy of the gradients), ZeRO-3's bucket of gradients on their way."""
+    """Return the size of DDP's reducer buckets (a copy of the gradients) or of ZeRO's reduction buffers."""
     if scenario.spec.is_ddp:
         return trained_bytes(scenario) * scenario.split.trainable if scenario.world_size > 1 else 0
     if scenario.zero_stage == 3:
@@ -168,12 +167,12 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
 
 
 def largest_trained(scenario: Scenario) -> int:
-    """Elements of the largest trained tensor."""
+    """Return the elements of the largest trained tensor."""
     return max(tensor.numel for tensor in trained_tensors(scenario))
 
 
 def gradients(scenario: Scenario) -> int:
-    """Bytes of gradients at the end of a backward pass, beside ZeRO-3's flat buffer, which is resident."""
+    """Return the bytes of gradients after a backward pass, without ZeRO-3's flat buffer, which is resident."""
     trained, n = scenario.split.trainable, scenario.shards
     if scenario.zero_stage == 1:
         return scenario.compute * trained
@@ -185,7 +184,7 @@ def gradients(scenario: Scenario) -> int:
 
 
 def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
-    """Buffers that live during a backward pass: ZeRO-1 and 2's buckets, FSDP's reduce-scatter of one layer."""
+    """Return the size of buffers during a backward pass: ZeRO-1/2's buckets, FSDP's reduce-scatter of one layer."""
     if scenario.zero_stage in (1, 2):
         copies = 2 if buckets.overlap_comm else 1
         return copies * scenario.compute * buckets.reduce_bucket_size

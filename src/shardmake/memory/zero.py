@@ -101,7 +101,7 @@ class Zero3Memory(ZeroMemory):
 
     def load(self) -> None:
         """Allocate the rank's part of everything and small whole weights; each tensor is first whole (`zero.Init`)."""
-        self._allocate_briefly(self.scenario.compute * max(self.sizes.values()), "weights on their way")
+        self._allocate_briefly(self.scenario.compute * max(self.sizes.values()), "weights during loading")
         super().load()
         self._units = units(self.scenario)
         self._order: list[Unit] = [EMBEDDING, *sorted(u for u in self._units if isinstance(u, int)), HEAD]
@@ -137,11 +137,11 @@ class Zero3Memory(ZeroMemory):
         """
         if self.scenario.offloads_optimizer:
             part = ceil(self.sizes[name] / self.scenario.shards)
-            held = self.timeline.alloc(self.scenario.compute * part, "gradients on their way", COMMUNICATION)
+            held = self.timeline.alloc(self.scenario.compute * part, "gradients before reduction", COMMUNICATION)
             self._allocate_briefly(
                 states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm", COMMUNICATION
             )
-            self._allocate_briefly(4 * part, "gradients on their way", COMMUNICATION)
+            self._allocate_briefly(4 * part, "gradients before reduction", COMMUNICATION)
             self.timeline.free(held)
         return False
 

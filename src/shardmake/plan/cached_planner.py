@@ -50,7 +50,7 @@ class CachedPlanner(Planner):
     def _path(self, scenario: Scenario, buckets: Buckets) -> Path:
         """Return the file of an estimate, named by everything that the estimate depends on."""
         values = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
-        values["stack"] = asdict(scenario.stack)
+        values["behavior"] = asdict(scenario.behavior)
         values["calibration"] = scenario.calibration and asdict(scenario.calibration)
         request = {
             "model": scenario.model.key,

@@ -1,17 +1,17 @@
-"""Whether Slurm could ever run the planned job: partition, nodes and time limit, asked before anything is queued."""
+"""Check that Slurm can run the planned job: partition, nodes and time limit, before anything is queued."""
 
 import re
 import subprocess
 from dataclasses import dataclass
 
 from shardmake.config.models import Cluster
-from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.errors import ConfigError, SlurmError, nearest
 from shardmake.run.plan import Plan
 
 
 @dataclass(frozen=True)
 class Partition:
-    """What ``sinfo`` says of one partition."""
+    """One partition as ``sinfo`` reports it."""
 
     name: str
     is_default: bool
@@ -21,13 +21,13 @@ class Partition:
     memory_mib: int
     """RAM of its smallest node."""
     time_limit_minutes: int | None
-    """None for no limit."""
+    """None if there is no limit."""
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
-    """Partitions by name from rows ``NAME|NODES|CPUS|MEMORY|TIMELIMIT``; a ``*`` marks the default.
+    """Return partitions by name from rows ``NAME|NODES|CPUS|MEMORY|TIMELIMIT``; a ``*`` marks the default.
 
-    A partition of unlike nodes has several rows; a ``+`` says that a node has at least that much.
+    A partition of different nodes has several rows; a ``+`` means that a node has at least that much.
     """
     found: dict[str, Partition] = {}
     for line in text.splitlines():
@@ -50,7 +50,7 @@ def _number(text: str) -> int:
 
 
 def _minutes(limit: str) -> int | None:
-    """Minutes of a limit ``[D-]HH:MM:SS`` or ``MM:SS``; None for infinite."""
+    """Return the minutes of a limit ``[D-]HH:MM:SS`` or ``MM:SS``; None if it is infinite."""
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
@@ -58,44 +58,44 @@ def _minutes(limit: str) -> int | None:
     return days * 1440 + hours * 60 + minutes
 
 
-def ask_partitions() -> dict[str, Partition]:
-    """The partitions of this cluster."""
+def query_partitions() -> dict[str, Partition]:
+    """Return the partitions of this cluster."""
     command = ["sinfo", "--noheader", "--format=%P|%D|%c|%m|%l"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except FileNotFoundError:
-        raise ShardmakeError(
-            "executor: slurm, but there is no sinfo on this machine. Run on a login node of the cluster, or name a "
-            "cluster file with executor: local."
+        raise ConfigError(
+            "executor: slurm needs sinfo, which is not installed on this machine. Run on a login node of the cluster, "
+            "or name a cluster file with executor: local."
         ) from None
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         words = getattr(error, "stderr", None) or str(error)
-        raise ShardmakeError(f"Slurm does not answer: {str(words).strip()}") from None
+        raise SlurmError(f"sinfo failed: {str(words).strip()}. Check that Slurm is running, then try again.") from None
     return parse_partitions(answer.stdout)
 
 
 def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]) -> None:
-    """Refuse a plan that the partition can never run, naming the key to change."""
+    """Raise a `ConfigError` that names the key to change, if the partition can never run the plan."""
     partition = _find(cluster.slurm.partition, partitions)
     wanted = plan.resources["train"]
     if plan.choice.nodes > partition.nodes:
-        raise ShardmakeError(
+        raise ConfigError(
             f"runs.{plan.run}.nodes: the plan takes {plan.choice.nodes} nodes, but partition {partition.name!r} has "
             f"{partition.nodes}. Take fewer nodes or another slurm.partition in the cluster file."
         )
     if wanted.memory_gib * 1024 > partition.memory_mib:
-        raise ShardmakeError(
+        raise ConfigError(
             f"The plan needs {wanted.memory_gib} GiB per node, but a node of partition {partition.name!r} has "
             f"{partition.memory_mib / 1024:.0f} GiB. Set memory_gib_per_node in the cluster file to what it has."
         )
     if wanted.cpus > partition.cpus:
-        raise ShardmakeError(
+        raise ConfigError(
             f"The plan asks for {wanted.cpus} cores per node, but a node of partition {partition.name!r} has "
             f"{partition.cpus}. Set cpus_per_node in the cluster file to what it has."
         )
     limit = partition.time_limit_minutes
     if limit is not None and cluster.slurm.time_limit_minutes > limit:
-        raise ShardmakeError(
+        raise ConfigError(
             f"slurm.time_limit: {cluster.slurm.time_limit} is longer than the {limit} minutes that partition "
             f"{partition.name!r} allows. Shorten it; training resumes in a new job by itself."
         )
@@ -106,10 +106,10 @@ def _find(name: str | None, partitions: dict[str, Partition]) -> Partition:
     if name is None:
         default = next((partition for partition in partitions.values() if partition.is_default), None)
         if default is None:
-            raise ShardmakeError(f"This cluster has no default partition; set slurm.partition to one of: {names}.")
+            raise ConfigError(f"This cluster has no default partition. Set slurm.partition to one of: {names}.")
         return default
     if name not in partitions:
-        raise ShardmakeError(
+        raise ConfigError(
             f"slurm.partition: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: {names}."
         )
     return partitions[name]

@@ -86,7 +86,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
         fsdp_version=run.fsdp_version,
-        stack=settings.behavior,
+        behavior=settings.behavior,
         calibration=calibration.read(settings.hardware.accelerator.name),
     )
 

@@ -12,7 +12,7 @@ from shardmake.plan.candidates import Candidate, describe_choice
 from shardmake.plan.choose import NothingFitsError, choose_from, reason_of, rejected
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.figure import draw
-from shardmake.plan.limits import ask_partitions, check_request
+from shardmake.plan.limits import check_request, query_partitions
 from shardmake.plan.planner import Planner
 from shardmake.plan.resolve import ResolvedRun, check, resolve
 from shardmake.plan.resources import as_fallback, host_need, resources
@@ -43,7 +43,7 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
         message = f"{error}\nEach of these changes alone would fit:{''.join(lines)}"
         raise NothingFitsError(message, error.settings) from None
     if cluster.executor == "slurm":
-        check_request(plan, cluster, ask_partitions())
+        check_request(plan, cluster, query_partitions())
     check_choice(rundir, memory, plan.choice)
     memory.write(rundir.memory)
     write_text(rundir.memory_figure, draw(memory, plan.choice))

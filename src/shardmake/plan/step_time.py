@@ -1,7 +1,7 @@
 """Seconds per optimizer step: compute, recomputation, communication, offload traffic, CPU optimizer.
 
-A roofline: each part is bytes or FLOP over a rate times the share of it that real runs reach. It ranks candidates; it
-does not promise a time.
+This is a roofline: each part is bytes or FLOP over a rate, times the share of it that real runs reach. It ranks
+candidates and is not a prediction of time.
 """
 
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class StepTime:
 
 
 def step_time(scenario: Scenario, hardware: Hardware) -> StepTime:
-    """Seconds of one optimizer step of ``scenario`` on ``hardware``."""
+    """Return the seconds of one optimizer step of ``scenario`` on ``hardware``."""
     forward = _forward_seconds(scenario, hardware) * scenario.accumulation
     backward = forward * (2 if scenario.method == "full" else 1.1)
     return StepTime(
@@ -48,7 +48,7 @@ def step_time(scenario: Scenario, hardware: Hardware) -> StepTime:
 
 
 def forward_flops(scenario: Scenario) -> float:
-    """FLOP of one forward pass of a micro batch: 2 per weight and token, and attention's 4 s h per token and layer."""
+    """Return the FLOP of one forward pass: 2 per weight and token, and attention's 4 s h per token and layer."""
     model = scenario.model
     layers = len(model.blocks)
     attention = 4 * layers * model.hidden_size * scenario.sequence_length / 2
@@ -62,7 +62,7 @@ def _forward_seconds(scenario: Scenario, hardware: Hardware) -> float:
 
 
 def _communication(scenario: Scenario, hardware: Hardware) -> float:
-    """Ring collectives: an all-reduce moves two copies, an all-gather or reduce-scatter one."""
+    """Return the seconds of ring collectives: an all-reduce moves two copies, an all-gather or reduce-scatter one."""
     ranks = scenario.world_size
     if ranks == 1:
         return 0.0

@@ -1,4 +1,4 @@
-"""Which runs can share each layer's matrices between ranks, and which cannot (docs/how-to/tensor-parallel.md)."""
+"""Checks of tensor parallelism, which shares each layer's matrices between ranks (docs/how-to/tensor-parallel.md)."""
 
 from collections.abc import Iterator
 
@@ -9,14 +9,14 @@ from shardmake.memory.model import Model
 
 
 def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
-    """Refuse a ``tensor_parallel`` that this run, cluster or model cannot have."""
+    """Raise a `ConfigError` if this run, cluster or model cannot use its ``tensor_parallel``."""
     size = run.tensor_parallel
     if size == 1:
         return
     wrong = [*_wrong_run(run), *_wrong_sizes(size, cluster, model)]
     if wrong:
         raise ConfigError(
-            "\n".join([f"tensor_parallel: {size} does not go with this run:", *(f"  {w}" for w in wrong)])
+            "\n".join([f"tensor_parallel: {size} cannot be used with this run:", *(f"  {w}" for w in wrong)])
         )
 
 
@@ -35,22 +35,22 @@ def _wrong_run(run: Run) -> Iterator[str]:
     if run.method != "full":
         yield f"method {run.method}: adapters on sharded matrices are not merged here. Take method: full."
     if run.engine == "loop":
-        yield "engine loop: it knows no tensor parallelism. Take engine: trainer."
+        yield "engine loop: it does not support tensor parallelism. Take engine: trainer."
 
 
 def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:
     if cluster.processes_per_node % size:
-        yield f"a group lies within a node, and {cluster.processes_per_node} ranks a node are no multiple of {size}."
+        yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
     heads = model.config.get("num_attention_heads", 0)
     for name, count in (("attention", heads), ("key-value", model.config.get("num_key_value_heads") or heads)):
         if count % size:
-            yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share out."
+            yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
     if not _has_plan(model.model_type):
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
 
 
 def _has_plan(model_type: str) -> bool:
-    """Whether transformers says how this kind of model is cut."""
+    """Return True if transformers has a tensor-parallel plan for this model type."""
     from transformers import CONFIG_MAPPING
 
     return model_type in CONFIG_MAPPING and bool(CONFIG_MAPPING[model_type].base_model_tp_plan)

@@ -56,7 +56,7 @@ CASES: dict[str, Scenario] = {
     "autocast with checkpointing": scenario(checkpointing=True, **AUTOCAST),
     "fp32": scenario(precision="fp32"),
     "lora": scenario(method="lora"),
-    "lora in fp32": scenario(method="lora", strategy="ddp", stack=LibraryBehavior(autocast=False)),
+    "lora in fp32": scenario(method="lora", strategy="ddp", behavior=LibraryBehavior(autocast=False)),
     "lora under autocast": scenario(method="lora", **AUTOCAST),
     "lora with dropout": scenario(method="lora", lora_dropout=0.1, **AUTOCAST),
     "lora on q and v": scenario(method="lora", lora_targets=("q_proj", "v_proj")),
@@ -66,7 +66,7 @@ CASES: dict[str, Scenario] = {
     "mistral": scenario({"model_type": "mistral"}),
     "gemma": scenario({"model_type": "gemma", "head_dim": 64}),
     "tied": scenario({"tie_word_embeddings": True}),
-    "output held": scenario(stack=LibraryBehavior(keeps_output=True)),
+    "output held": scenario(behavior=LibraryBehavior(keeps_output=True)),
 }
 
 

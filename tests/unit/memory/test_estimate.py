@@ -60,7 +60,7 @@ STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari 
 @pytest.mark.parametrize("strategy", STATES)
 def test_states_are_those_of_the_papers(strategy: str) -> None:
     terms = states.resident(scenario(strategy=strategy), BUCKETS)
-    for small in ("model buffers", "cuBLAS workspaces", "weights kept whole"):
+    for small in ("model buffers", "cuBLAS workspaces", "persistent weights"):
         terms.pop(small, None)
     if strategy.startswith("zero"):
         terms.pop("communication buffers", None)
