@@ -1,6 +1,5 @@
 """The folder of a run that is ready to be pushed, without a training: files with known content and their receipts."""
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,10 @@ from typing import Any
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
-from shardmake.core.manifest import manifest_json as manifest_as_json
 from shardmake.core.manifest import read_folder
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
+from shardmake.run.attempt_history import AttemptRecord, save_history
+from shardmake.run.metrics import MetricsLine
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import (
     CandidateEstimate,
@@ -23,6 +23,7 @@ from shardmake.run.plan import (
     Resources,
     Workload,
 )
+from shardmake.run.receipts import MergeReceipt, TrainingReceipt, Verification
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {
@@ -70,7 +71,7 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
     write_model(rundir, files)
     make_plan().write(rundir.plan)
     MEMORY.write(rundir.memory)
-    write_json(rundir.train_receipt, TRAINED)
+    TRAINED.write(rundir.train_receipt)
     write_json(rundir.evaluation, EVALUATED)
     write_history(rundir, [(0, 900, range(1, 31), "interrupted"), (1200, 2100, range(31, 61), "finished")])
     return rundir
@@ -79,7 +80,7 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
 def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]], accelerator: str = "cpu") -> None:
     """Attempts with start and end (seconds), the steps that stayed, and why they ended; a step every 20 seconds."""
     shutil.rmtree(rundir.attempts, ignore_errors=True)
-    lines: list[dict[str, Any]] = []
+    lines: list[MetricsLine] = []
     for number, (started, ended, steps, _) in enumerate(attempts, 1):
         folder = AttemptDir(rundir.attempts / f"{number:03d}")
         make_attempt(number, rundir, accelerator).write(folder.settings)
@@ -89,9 +90,26 @@ def write_history(rundir: RunDir, attempts: list[tuple[float, float, range, str]
         )
         exit_.write(folder.exit_record(0))
         lines += [_metrics_line(step, number, started + 60 + 20 * index) for index, step in enumerate(steps)]
-    history = [{"attempt": number, "end": end} for number, (*_, end) in enumerate(attempts, 1)]
-    write_json(rundir.attempts / "index.json", history)
-    rundir.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    history = [_attempt_record(number, attempt) for number, attempt in enumerate(attempts, 1)]
+    save_history(rundir.attempt_history, history)
+    rundir.metrics.write_text("".join(line.as_text() for line in lines))
+
+
+def _attempt_record(number: int, attempt: tuple[float, float, range, str]) -> AttemptRecord:
+    started, ended, steps, end = attempt
+    return AttemptRecord(
+        attempt=number,
+        job=str(number),
+        plan="p",
+        strategy="zero2",
+        fallback=0,
+        submitted=started,
+        ended=ended,
+        end=end,
+        sentence="",
+        host=None,
+        checkpoint_step=steps[-1] if steps else 0,
+    )
 
 
 def make_attempt(number: int, rundir: RunDir, accelerator: str) -> Attempt:
@@ -111,17 +129,17 @@ def make_attempt(number: int, rundir: RunDir, accelerator: str) -> Attempt:
     )
 
 
-def _metrics_line(step: int, attempt: int, time: float) -> dict[str, Any]:
-    return {
-        "step": step,
-        "time": time,
-        "attempt": attempt,
-        "loss": 9.0 / step,
-        "learning_rate": 5e-4,
-        "grad_norm": 1.0,
-        "tokens": 4096 * step,
-        "tokens_per_second": 204.8,
-    }
+def _metrics_line(step: int, attempt: int, time: float) -> MetricsLine:
+    return MetricsLine(
+        step=step,
+        time=time,
+        attempt=attempt,
+        loss=9.0 / step,
+        learning_rate=5e-4,
+        grad_norm=1.0,
+        tokens=4096 * step,
+        tokens_per_second=204.8,
+    )
 
 
 def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
@@ -131,8 +149,26 @@ def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
         old.unlink()
     for name, content in files.items():
         (rundir.model / name).write_bytes(content)
-    receipt = {"verification": {"tensors": 2, "files": manifest_as_json(read_folder(rundir.model))}}
-    rundir.model_receipt.write_text(json.dumps(receipt))
+    verification = Verification(
+        architecture="LlamaForCausalLM",
+        tensors=2,
+        parameters=2,
+        bytes=4,
+        dtype="bfloat16",
+        ties={},
+        zero=[],
+        files=read_folder(rundir.model),
+    )
+    MergeReceipt(
+        checkpoint="train/checkpoints/checkpoint-60",
+        format="zero2",
+        step=60,
+        world_size=2,
+        dtype="keep",
+        source_bytes_checked=4,
+        versions={},
+        verification=verification,
+    ).write(rundir.model_receipt)
 
 
 def make_plan() -> Plan:
@@ -186,15 +222,18 @@ MEMORY = MemoryEstimates(
         )
     ],
 )
-TRAINED = {
-    "steps": 60,
-    "tokens": 245760,
-    "loss": 2.41,
-    "attempts": 2,
-    "world_size": 2,
-    "versions": {"torch": "2.13.0", "transformers": "5.23.0"},
-    "finished_at": 1_700_001_800.0,
-}
+TRAINED = TrainingReceipt(
+    steps=60,
+    tokens=245760,
+    loss=2.41,
+    checkpoint="train/checkpoints/checkpoint-60",
+    strategy="zero2",
+    world_size=2,
+    settings_digest="r",
+    attempts=2,
+    versions={"torch": "2.13.0", "transformers": "5.23.0"},
+    finished_at=1_700_001_800.0,
+)
 EVALUATED = {
     "sequences": 32,
     "tokens": 4096,

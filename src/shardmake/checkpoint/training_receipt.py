@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.record import CheckpointRecord, is_intact
-from shardmake.core.atomic import write_json
+from shardmake.core.environment import library_versions
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
+from shardmake.run.plan import Plan
+from shardmake.run.receipts import TrainingReceipt
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -24,18 +28,36 @@ def is_final(record: CheckpointRecord, checkpoint: Path) -> bool:
 def write_training_receipt(rundir: RunDir, record: CheckpointRecord, checkpoint: Path) -> None:
     """Write ``train/receipt.json`` from the last checkpoint alone, so that a lost receipt can be written again."""
     losses = [line["loss"] for line in read_trainer_state(checkpoint)["log_history"] if "loss" in line]
-    write_json(
-        rundir.train_receipt,
-        {
-            "steps": record.step,
-            "tokens": record.tokens,
-            "loss": losses[-1] if losses else None,
-            "checkpoint": str(checkpoint.relative_to(rundir.root)),
-            "strategy": record.strategy,
-            "world_size": record.world_size,
-            "recipe": record.recipe,
-            "attempts": record.attempt,
-            "versions": record.versions,
-            "finished_at": record.saved_at,
-        },
-    )
+    TrainingReceipt(
+        steps=record.step,
+        tokens=record.tokens,
+        loss=losses[-1] if losses else None,
+        checkpoint=str(checkpoint.relative_to(rundir.root)),
+        strategy=record.strategy,
+        world_size=record.world_size,
+        settings_digest=record.recipe,
+        attempts=record.attempt,
+        versions=record.versions,
+        finished_at=record.saved_at,
+    ).write(rundir.train_receipt)
+
+
+def write_script_receipt(rundir: RunDir, attempt: int, settings_digest: str) -> None:
+    """Write ``train/receipt.json`` for a user's script that finished in ``attempt``.
+
+    Steps, tokens and loss are the last ones in the script's metrics, if it wrote any.
+    """
+    folder = AttemptDir(rundir.attempts / f"{attempt:03d}")
+    choice, lines = Plan.read(folder.plan).choice, read_metrics(rundir.metrics)
+    TrainingReceipt(
+        steps=lines[-1].step if lines else None,
+        tokens=next((line.tokens for line in reversed(lines) if line.tokens is not None), None),
+        loss=next((line.loss for line in reversed(lines) if line.loss is not None), None),
+        checkpoint=str(rundir.script_output.relative_to(rundir.root)),
+        strategy=choice.strategy,
+        world_size=choice.world_size,
+        settings_digest=settings_digest,
+        attempts=attempt,
+        versions=library_versions(),
+        finished_at=max(node.ended for node in folder.exits()),
+    ).write(rundir.train_receipt)

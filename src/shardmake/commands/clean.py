@@ -7,10 +7,10 @@ from pathlib import Path
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, is_unfinished
 from shardmake.checkpoint.retention import Retention
-from shardmake.core.atomic import read_json
 from shardmake.core.disk import tree_size
 from shardmake.core.units import GIB
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import MergeReceipt, PushReceipt
 from shardmake.run.training_settings import TrainingSettings
 
 Tell = Callable[[str], None]
@@ -52,8 +52,8 @@ def is_pushed(rundir: RunDir) -> bool:
     """Whether training finished and the model that is here now is the one that was pushed and read back."""
     if not (rundir.train_receipt.exists() and rundir.model_receipt.exists() and rundir.push_receipt.exists()):
         return False
-    model = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")["verification"]["files"]
-    pushed = read_json(rundir.push_receipt, f"shardmake push {rundir.name}")["files"]
+    model = MergeReceipt.read(rundir.model_receipt).verification.files
+    pushed = PushReceipt.read(rundir.push_receipt).files
     return all(pushed.get(name) == entry for name, entry in model.items())
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardmake.config.models import Run
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import TrainingReceipt
 
 
 def describe(run: Run, rundir: RunDir) -> str:
@@ -23,7 +24,7 @@ def describe(run: Run, rundir: RunDir) -> str:
     lines = [f"{rundir.name} in {rundir.root}"]
     lines += [f"  {'done' if path.exists() else 'open':<5} {stage}" for stage, path in stages.items()]
     if rundir.train_receipt.exists():
-        lines += _training(_read(rundir.train_receipt))
+        lines += _training(TrainingReceipt.read(rundir.train_receipt))
     elif rundir.job.exists():
         lines.append(f"\nTraining is under way: job {_read(rundir.job)['id']}.")
     if rundir.evaluation.exists():
@@ -35,13 +36,10 @@ def _read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
-def _training(receipt: dict[str, Any]) -> list[str]:
-    told = "" if receipt["steps"] is None else f" {receipt['steps']:,} steps"
-    told += "" if receipt["tokens"] is None else f", {receipt['tokens']:,} tokens,"
-    return [
-        f"\nTrained{told} with {receipt['strategy']} on {receipt['world_size']} ranks in "
-        f"{receipt['attempts']} attempt(s)."
-    ]
+def _training(receipt: TrainingReceipt) -> list[str]:
+    told = "" if receipt.steps is None else f" {receipt.steps:,} steps"
+    told += "" if receipt.tokens is None else f", {receipt.tokens:,} tokens,"
+    return [f"\nTrained{told} with {receipt.strategy} on {receipt.world_size} ranks in {receipt.attempts} attempt(s)."]
 
 
 def _evaluation(evaluation: dict[str, Any]) -> list[str]:

@@ -4,8 +4,6 @@ import logging
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target, check_target
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL
@@ -23,26 +21,13 @@ from shardmake.consolidate.staging import (
     staging_folder,
 )
 from shardmake.consolidate.stream import check_record
-from shardmake.consolidate.verify import Verification, verify_loaded
+from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
-from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError
+from shardmake.run.paths import MODEL_RECEIPT
+from shardmake.run.receipts import MergeReceipt, Verification
 
 logger = logging.getLogger(__name__)
-
-
-class MergeReceipt(BaseModel):
-    """``model/receipt.json``: the origin of the model and the checks that it passed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    checkpoint: str = Field(description="The folder with the merged files.")
-    format: str = Field(description="Format of the checkpoint.")
-    step: int | None = Field(description="Training step, if the checkpoint records it.")
-    world_size: int = Field(description="Ranks that wrote it.")
-    dtype: Target = Field(description="The requested type.")
-    source_bytes_checked: int = Field(description="Source bytes whose CRC-32 was recomputed and matched.")
-    versions: dict[str, str] = Field(description="Versions of the libraries that wrote and merged the checkpoint.")
-    verification: Verification = Field(description="Checks of the result.")
 
 
 def consolidate(
@@ -135,7 +120,7 @@ def _finish(writer: ShardWriter, plan: MergePlan, staging: Path, loading: Loadin
     plan.write_small_files(staging)
     verification = verify_loaded(staging, loading, workers=workers)
     receipt = _receipt(plan.contents, plan.dtype, checked, verification)
-    write_json(staging / "receipt.json", receipt.model_dump(mode="json"))
+    receipt.write(staging / MODEL_RECEIPT)
     writer.remove_journals()
     return receipt
 

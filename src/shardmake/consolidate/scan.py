@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
@@ -16,18 +15,12 @@ from shardmake.checkpoint.formats.dtypes import CONVERTIBLE
 from shardmake.consolidate.blocks import Block, page_aligned, read_into
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import CheckpointError
+from shardmake.core.manifest import FileRecord
+from shardmake.run.paths import MODEL_RECEIPT
 
 _BLOCK = 4 << 20
 _CHUNK = 1 << 16  # elements of bf16 per check; they stay in the core's cache
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
-
-
-class FileSum(BaseModel):
-    """Size and checksum of one file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    size: int = Field(description="Bytes.")
-    sha256: str = Field(description="Hex digest.")
 
 
 @dataclass(frozen=True)
@@ -35,7 +28,7 @@ class FileScan:
     """The result of one pass over a file."""
 
     name: str
-    sums: FileSum
+    sums: FileRecord
     problems: tuple[str, ...] = ()
     zero: tuple[str, ...] = ()
 
@@ -46,7 +39,7 @@ def scan(model: Path, workers: int) -> list[FileScan]:
     others = sorted(
         str(path.relative_to(model))
         for path in model.rglob("*")
-        if path.is_file() and path.name not in {*weights, "receipt.json"} and not path.name.startswith(".")
+        if path.is_file() and path.name not in {*weights, MODEL_RECEIPT} and not path.name.startswith(".")
     )
     with ThreadPoolExecutor(workers) as pool:
         scanned = pool.map(lambda name: _scan_weights(model / name), weights)
@@ -54,8 +47,8 @@ def scan(model: Path, workers: int) -> list[FileScan]:
         return [*scanned, *plain]
 
 
-def _sum(path: Path) -> FileSum:
-    return FileSum(size=path.stat().st_size, sha256=sha256(path))
+def _sum(path: Path) -> FileRecord:
+    return FileRecord(size=path.stat().st_size, sha256=sha256(path))
 
 
 class _HashingReader:
@@ -94,10 +87,10 @@ class _HashingReader:
         for _ in self.blocks(end):
             pass
 
-    def digest(self) -> FileSum:
+    def digest(self) -> FileRecord:
         """Return size and checksum of all bytes so far."""
         self._hashing.result()
-        return FileSum(size=self.at, sha256=self._hash.hexdigest())
+        return FileRecord(size=self.at, sha256=self._hash.hexdigest())
 
 
 def _scan_weights(path: Path) -> FileScan:

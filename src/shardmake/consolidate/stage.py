@@ -4,15 +4,15 @@ from pathlib import Path
 
 from shardmake.checkpoint.formats.tensor_parallel import joined_parts
 from shardmake.config.models import Run
-from shardmake.consolidate.merge import MergeReceipt, consolidate
-from shardmake.core.atomic import read_json
+from shardmake.consolidate.merge import consolidate
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import MergeReceipt, TrainingReceipt
 
 
 def consolidate_run(run: Run, rundir: RunDir, *, workers: int) -> MergeReceipt:
     """Write `rundir.model` from the last checkpoint; raise `ShardmakeError` if the training is not finished."""
-    trained = read_json(rundir.train_receipt, "shardmake train NAME")
-    with joined_parts(rundir.root / trained["checkpoint"], rundir.train) as checkpoint:
+    trained = TrainingReceipt.read(rundir.train_receipt)
+    with joined_parts(rundir.root / trained.checkpoint, rundir.train) as checkpoint:
         receipt = consolidate(
             checkpoint,
             rundir.model,

@@ -3,32 +3,17 @@
 import json
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field
-
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, torch_name
 from shardmake.consolidate.aux_files import config_folder, widest
 from shardmake.consolidate.compare import compare
 from shardmake.consolidate.loading import LoadingReport, check_loading
-from shardmake.consolidate.scan import FileScan, FileSum, scan
-from shardmake.core.atomic import read_json
+from shardmake.consolidate.scan import FileScan, scan
 from shardmake.core.errors import ModelError
-
-
-class Verification(BaseModel):
-    """The checks that a model passed."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    architecture: str = Field(description="The transformers class that loads it with no missing or unexpected key.")
-    tensors: int = Field(description="Tensors stored.")
-    parameters: int = Field(description="Elements stored.")
-    bytes: int = Field(description="Bytes of all tensors.")
-    dtype: str = Field(description="Type in config.json, and of every floating tensor.")
-    ties: dict[str, str] = Field(description="Tied weights, by the name that is not stored.")
-    zero: list[str] = Field(description="Vectors that are all zero, as biases may be.")
-    files: dict[str, FileSum] = Field(description="Every file of the model.")
-    compared_with: str | None = Field(None, description="The checkpoint that every bit was compared with.")
+from shardmake.core.manifest import FileRecord
+from shardmake.run.paths import MODEL_RECEIPT
+from shardmake.run.receipts import MergeReceipt, Verification
 
 
 def verify(
@@ -107,11 +92,10 @@ def _stray_problems(model: Path) -> list[str]:
     return [f"{name} is not part of the model" for name in sorted(found - used - {"training_args.bin"})]
 
 
-def _receipt_problems(model: Path, found: dict[str, FileSum]) -> list[str]:
-    if not (model / "receipt.json").is_file():
+def _receipt_problems(model: Path, found: dict[str, FileRecord]) -> list[str]:
+    if not (model / MODEL_RECEIPT).is_file():
         return []
-    receipt = read_json(model / "receipt.json", "shardmake consolidate")
-    recorded = {name: FileSum.model_validate(sums) for name, sums in receipt["verification"]["files"].items()}
+    recorded = MergeReceipt.read(model / MODEL_RECEIPT).verification.files
     gone = [f"{name} is in the receipt, but not in the folder" for name in recorded if name not in found]
     changed = [name for name, sums in recorded.items() if name in found and found[name] != sums]
     added = [f"{name} was added after the receipt was written" for name in found if name not in recorded]

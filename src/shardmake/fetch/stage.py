@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shardmake.config.models import Run
-from shardmake.core.atomic import write_json
 from shardmake.core.disk import check_download
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
-from shardmake.core.manifest import manifest_json, record
+from shardmake.core.manifest import record
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import WeightsReceipt
 from shardmake.run.sources import PinnedSource, Sources, missing_files, read_sources
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
     sources = _describe(run, rundir) if part != "weights" else _read(rundir)
     if part != "description":
         _fetch_weights(sources.model)
-        write_json(rundir.weights_receipt, {"files": manifest_json(sources.model.files)})
+        WeightsReceipt(files=sources.model.files).write(rundir.weights_receipt)
     return sources
 
 

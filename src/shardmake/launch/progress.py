@@ -3,9 +3,8 @@
 import logging
 import time
 from pathlib import Path
-from typing import Any
 
-from shardmake.run.metrics import parse_metrics
+from shardmake.run.metrics import MetricsLine, parse_metrics
 
 SECONDS_BETWEEN_LINES = 3.0
 logger = logging.getLogger(__name__)
@@ -26,14 +25,14 @@ class ProgressPrinter:
         """Log new evaluations, and the newest step if enough time has passed."""
         lines = self._new_lines()
         for line in lines:
-            if "eval_loss" in line:
-                logger.info("step %6s  evaluation loss %.4f", line["step"], line["eval_loss"])
-        steps = [line for line in lines if "loss" in line]
+            if line.eval_loss is not None:
+                logger.info("step %6s  evaluation loss %.4f", line.step, line.eval_loss)
+        steps = [line for line in lines if line.loss is not None]
         if steps and time.monotonic() - self.logged_at >= SECONDS_BETWEEN_LINES:
             self.logged_at = time.monotonic()
             logger.info(describe_step(steps[-1]))
 
-    def _new_lines(self) -> list[dict[str, Any]]:
+    def _new_lines(self) -> list[MetricsLine]:
         """Return the complete lines since the last call. After the file was shortened, reading starts at its end."""
         if not self.metrics.exists():
             return []
@@ -46,8 +45,8 @@ class ProgressPrinter:
         return parse_metrics(complete.decode(errors="replace"))
 
 
-def describe_step(line: dict[str, Any]) -> str:
+def describe_step(line: MetricsLine) -> str:
     """Return one line of metrics as text."""
-    speed = f"  {line['tokens_per_second']:,.0f} tokens/s" if "tokens_per_second" in line else ""
-    rate = f"  learning rate {line['learning_rate']:.2e}" if "learning_rate" in line else ""
-    return f"step {line['step']:>6}  loss {line['loss']:.4f}{rate}{speed}"
+    speed = "" if line.tokens_per_second is None else f"  {line.tokens_per_second:,.0f} tokens/s"
+    rate = "" if line.learning_rate is None else f"  learning rate {line.learning_rate:.2e}"
+    return f"step {line.step:>6}  loss {line.loss:.4f}{rate}{speed}"

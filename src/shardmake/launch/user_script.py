@@ -8,15 +8,12 @@ from pathlib import Path
 
 from pydantic import Field
 
-from shardmake.core.atomic import write_json
-from shardmake.core.environment import library_versions
+from shardmake.checkpoint.training_receipt import write_script_receipt
 from shardmake.launch.outcome import Outcome
 from shardmake.run import set_aside
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
-from shardmake.run.metrics import parse_metrics
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Plan
 from shardmake.run.record import RunRecord
 
 
@@ -43,7 +40,7 @@ def is_finished(rundir: RunDir, recipe: str) -> bool:
     if state is None or state.recipe != recipe or state.finished_by is None:
         return False
     if not rundir.train_receipt.exists():
-        _write_receipt(rundir, state)
+        write_script_receipt(rundir, state.finished_by, recipe)
     return True
 
 
@@ -60,7 +57,7 @@ def finished_outcome(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome
             "the folder in SHARDMAKE_OUTPUT, which script_args can use as well.",
         )
     state = ScriptState(recipe=recipe, finished_by=attempt.number)
-    _write_receipt(rundir, state)
+    write_script_receipt(rundir, attempt.number, recipe)
     state.write(_state(rundir))
     return Outcome(EndReason.FINISHED, "The script finished.")
 
@@ -76,8 +73,7 @@ def _state(rundir: RunDir) -> Path:
 
 
 def _read(rundir: RunDir) -> ScriptState | None:
-    path = _state(rundir)
-    return ScriptState.model_validate_json(path.read_text()) if path.exists() else None
+    return ScriptState.read_if_exists(_state(rundir))
 
 
 def _set_aside(rundir: RunDir, theirs: str, ours: str) -> None:
@@ -85,26 +81,3 @@ def _set_aside(rundir: RunDir, theirs: str, ours: str) -> None:
         if folder.exists():
             set_aside.stash_and_restore(folder, theirs, ours)
     rundir.metrics.unlink(missing_ok=True)
-
-
-def _write_receipt(rundir: RunDir, state: ScriptState) -> None:
-    """Write the training receipt from the last attempt and, if the script wrote any, its metrics."""
-    folder = AttemptDir(rundir.attempts / f"{state.finished_by:03d}")
-    plan = Plan.read(folder.plan)
-    text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
-    last = {key: value for line in parse_metrics(text) for key, value in line.items()}
-    write_json(
-        rundir.train_receipt,
-        {
-            "steps": last.get("step"),
-            "tokens": last.get("tokens"),
-            "loss": last.get("loss"),
-            "checkpoint": str(rundir.script_output.relative_to(rundir.root)),
-            "strategy": plan.choice.strategy,
-            "world_size": plan.choice.world_size,
-            "recipe": state.recipe,
-            "attempts": state.finished_by,
-            "versions": library_versions(),
-            "finished_at": max(node.ended for node in folder.exits()),
-        },
-    )

@@ -2,16 +2,16 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardmake.config.models import Run
-from shardmake.core.atomic import read_json, write_bytes
+from shardmake.core.atomic import write_bytes
 from shardmake.core.errors import PushError
 from shardmake.core.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
 from shardmake.core.secrets import find_secrets, redact
 from shardmake.report.card import render_card
 from shardmake.report.stage import card_plots
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import MergeReceipt
 
 CARD = "README.md"
 _TEXTS = (".json", ".txt", ".jinja", ".py", ".md", ".yaml")
@@ -68,10 +68,7 @@ def _refuse_secrets(paths: dict[str, Path]) -> None:
 def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
     """Return the manifest of the model folder after comparing it with the receipt; hidden files are ignored."""
     again = f"Merge the model again: shardmake consolidate {rundir.name}"
-    receipt = read_json(rundir.model_receipt, f"shardmake consolidate {rundir.name}")
-    if "verification" not in receipt:
-        raise PushError(f"Nothing was pushed: {rundir.model_receipt} has no verification. {again}")
-    expected = {name: _file_record(entry) for name, entry in receipt["verification"]["files"].items()}
+    expected = MergeReceipt.read(rundir.model_receipt).verification.files
     files = read_folder(rundir.model)
     found = {
         name: entry for name, entry in files.items() if not name.startswith(".") and name != rundir.model_receipt.name
@@ -80,7 +77,3 @@ def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
     if wrong:
         raise PushError(f"Nothing was pushed: {rundir.model} differs from its receipt: {'; '.join(wrong)}.\n{again}")
     return found
-
-
-def _file_record(entry: dict[str, Any]) -> FileRecord:
-    return FileRecord(entry["size"], entry["sha256"])

@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Push, Run
-from shardmake.core.atomic import write_json
 from shardmake.core.errors import ConfigError, HubError, PushError, ShardmakeError
-from shardmake.core.manifest import manifest_json
 from shardmake.core.secrets import public_url
 from shardmake.push.bundle import Bundle, make_bundle
 from shardmake.push.folder import push_to_folder
 from shardmake.push.hub import push_to_hub
 from shardmake.push.object_store import push_to_store
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import PushedTo, PushReceipt
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def push(run: Run, rundir: RunDir) -> dict[str, Any]:
+def push(run: Run, rundir: RunDir) -> PushReceipt:
     """Push the model of ``rundir`` to every destination of ``run`` and return the receipt.
 
     Safe to repeat: files that arrived are not sent again. All destinations are tried before an error is raised. The
@@ -40,14 +39,14 @@ def push(run: Run, rundir: RunDir) -> dict[str, Any]:
     for destination in run.push.destinations:
         logger.info("Pushing %s to %s.", what, public_url(destination))
         try:
-            results.append({"to": public_url(destination), **_push_to(destination, run.push, bundle)})
+            results.append(PushedTo(to=public_url(destination), **_push_to(destination, run.push, bundle)))
             logger.info("%s has the model; every file was read back and compared.", public_url(destination))
         except ShardmakeError as error:
             problems.append(str(error))
     if problems:
         raise PushError("\n".join(problems))
-    receipt = {"destinations": results, "files": manifest_json(bundle.manifest)}
-    write_json(rundir.push_receipt, receipt)
+    receipt = PushReceipt(destinations=results, files=dict(bundle.manifest))
+    receipt.write(rundir.push_receipt)
     return receipt
 
 

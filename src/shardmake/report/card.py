@@ -18,6 +18,7 @@ from shardmake.report.flops import utilization
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
+from shardmake.run.receipts import TrainingReceipt
 from shardmake.run.sources import PinnedSource, Sources, localize, read_sources
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
     from huggingface_hub import ModelCard
 
     evaluation = read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}")
-    training = read_json(rundir.train_receipt, f"shardmake train {rundir.name}")
+    training = TrainingReceipt.read(rundir.train_receipt)
     sources = read_sources(rundir)
     card = ModelCard.from_template(
         _metadata(run, rundir, evaluation),
@@ -55,7 +56,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
         facts=_facts(run, rundir, sources, training),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
-        versions=training["versions"],
+        versions=training.versions,
         plots=PLOTS,
         place=_place(run),
         buckets=list(zip(evaluation["base"]["by_length"], evaluation["tuned"]["by_length"], strict=True)),
@@ -102,26 +103,26 @@ def _base_license(model: Path) -> str | None:
     return ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None
 
 
-def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: dict[str, Any]) -> dict[str, str]:
+def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: TrainingReceipt) -> dict[str, str]:
     """Return the rows of the table "Training"."""
     plan, history = Plan.read(rundir.plan), read_history(rundir)
     choice, used = plan.choice, utilization(run, rundir, history)
-    loss = "not logged" if training["loss"] is None else f"{training['loss']:.4f}"
+    loss = "not logged" if training.loss is None else f"{training.loss:.4f}"
     return {
         "Base model": _named(run.model, _commit(sources.model if sources else None, run.revision)),
         "Data": _named(run.data.train, _commit(sources.train if sources else None, run.data.revision)),
         "Objective": OBJECTIVES[run.objective].label,
         "Method": _METHODS[run.method],
         "Strategy": f"{choice.strategy}. {plan.reason}",
-        "Hardware": _hardware(training["world_size"], history, rundir),
-        "Ranks": f"{training['world_size']} ({choice.nodes} x {choice.processes_per_node})",
+        "Hardware": _hardware(training.world_size, history, rundir),
+        "Ranks": f"{training.world_size} ({choice.nodes} x {choice.processes_per_node})",
         "Precision": f"{choice.precision} in training, {_WEIGHTS.get(run.dtype, run.dtype)} in these files",
         "Sequence length": f"{run.sequence_length} tokens{', packed' if run.packing else ''}",
         "Global batch": f"{run.global_batch_size} sequences",
         **_course(run, training),
         "Training loss at the end": loss,
         **({"MFU": f"{statistics.median(used.shares):.1%} of the dense peak"} if used else {}),
-        "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training['attempts']} attempt(s)",
+        "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training.attempts} attempt(s)",
     }
 
 
@@ -132,13 +133,13 @@ def _hardware(world_size: int, history: TrainingHistory, rundir: RunDir) -> str:
     return f"{world_size} x {kind} on {last.nodes} node(s)"
 
 
-def _course(run: Run, training: dict[str, Any]) -> dict[str, str]:
+def _course(run: Run, training: TrainingReceipt) -> dict[str, str]:
     """Return steps and learning rate; for a script only what it logged."""
     if run.script:
-        steps = {} if training["steps"] is None else {"Steps": f"{training['steps']} optimizer steps"}
+        steps = {} if training.steps is None else {"Steps": f"{training.steps} optimizer steps"}
         return {"Trained by": f"`{Path(run.script).name}`", **steps}
     return {
-        "Steps": f"{training['steps']} optimizer steps, {training['tokens']:,} tokens",
+        "Steps": f"{training.steps} optimizer steps, {training.tokens:,} tokens",
         "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
     }
 

@@ -28,15 +28,15 @@ class Utilization:
 
 def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilization | None:
     """Return the MFU of a training; None on CPUs, whose peak is not defined, and if no speed was logged."""
-    lines = [line for line in history.lines if "tokens_per_second" in line]
+    lines = [line for line in history.lines if line.tokens_per_second is not None]
     peaks = {span.number: _peak(rundir, span.number) for span in history.spans}
     if not lines or not all(peaks.values()):
         return None
     local = localize(run, rundir)
     model = read_model(local.model, revision=local.revision, trust_remote_code=run.trust_remote_code)
     per_token = flops_per_token(model, run.method, mean_context(rundir))
-    shares = [line["tokens_per_second"] * per_token / peaks[line["attempt"]] for line in lines]
-    return Utilization([line["step"] for line in lines], shares)
+    shares = [(line.tokens_per_second or 0) * per_token / peaks[line.attempt or 0] for line in lines]
+    return Utilization([line.step for line in lines], shares)
 
 
 def flops_per_token(model: Model, method: Method, context: float) -> float:

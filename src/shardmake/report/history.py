@@ -1,15 +1,12 @@
 """History of a training over its attempts: metrics by step, time by attempt, time lost between attempts."""
 
-import json
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from shardmake.run.attempt import AttemptDir
-from shardmake.run.metrics import parse_metrics
+from shardmake.run.attempt_history import load_history
+from shardmake.run.metrics import MetricsLine, read_metrics
 from shardmake.run.paths import RunDir
-
-Line = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -21,7 +18,7 @@ class Span:
     ended: float
     world_size: int
     end: str
-    lines: list[Line]
+    lines: list[MetricsLine]
 
     @property
     def device_hours(self) -> float:
@@ -45,7 +42,7 @@ class TrainingHistory:
     spans: list[Span]
 
     @property
-    def lines(self) -> list[Line]:
+    def lines(self) -> list[MetricsLine]:
         """The metrics of all attempts."""
         return [line for span in self.spans for line in span.lines]
 
@@ -64,33 +61,29 @@ class TrainingHistory:
         """One between each attempt that left steps and the next that made some."""
         working = [span for span in self.spans if span.lines]
         return [
-            Interruption(a.lines[-1]["step"], b.lines[0]["time"] - a.lines[-1]["time"], a.end)
+            Interruption(a.lines[-1].step, (b.lines[0].time or 0) - (a.lines[-1].time or 0), a.end)
             for a, b in pairwise(working)
         ]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
         """Return steps and values of one metric, for steps that logged it."""
-        found = [(line["step"], line[key]) for line in self.lines if key in line]
+        found = [(line.step, value) for line in self.lines if (value := getattr(line, key)) is not None]
         return [step for step, _ in found], [value for _, value in found]
 
 
 def read_history(rundir: RunDir) -> TrainingHistory:
     """Read the history of a run, without attempts that neither logged a step nor wrote an exit record."""
-    text = rundir.metrics.read_text(errors="replace") if rundir.metrics.exists() else ""
-    lines = [line for line in parse_metrics(text) if {"attempt", "time"} <= line.keys()]
-    index = rundir.attempts / "index.json"
-    ends = {entry["attempt"]: entry["end"] for entry in json.loads(index.read_text())} if index.exists() else {}
+    lines = [line for line in read_metrics(rundir.metrics) if line.attempt is not None and line.time is not None]
+    ends = {record.attempt: record.end for record in load_history(rundir.attempt_history)}
     folders = sorted(rundir.attempts.glob("[0-9]*"))
-    spans = [
-        _span(AttemptDir(folder), [x for x in lines if x["attempt"] == int(folder.name)], ends) for folder in folders
-    ]
+    spans = [_span(AttemptDir(folder), [x for x in lines if x.attempt == int(folder.name)], ends) for folder in folders]
     return TrainingHistory([span for span in spans if span is not None])
 
 
-def _span(folder: AttemptDir, lines: list[Line], ends: dict[int, str]) -> Span | None:
+def _span(folder: AttemptDir, lines: list[MetricsLine], ends: dict[int, str]) -> Span | None:
     """Return an attempt with the times of the nodes' exit records, or else of the logged steps."""
-    started = [record.started for record in folder.exits()] or [line["time"] for line in lines[:1]]
-    ended = [record.ended for record in folder.exits()] or [line["time"] for line in lines[-1:]]
+    started = [record.started for record in folder.exits()] or [line.time for line in lines[:1] if line.time]
+    ended = [record.ended for record in folder.exits()] or [line.time for line in lines[-1:] if line.time]
     if not started:
         return None
     number = int(folder.root.name)

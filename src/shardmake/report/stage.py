@@ -16,6 +16,7 @@ from shardmake.report.flops import Utilization, utilization
 from shardmake.report.history import TrainingHistory, read_history
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
+from shardmake.run.receipts import PushedTo, PushReceipt, TrainingReceipt
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
@@ -28,7 +29,7 @@ def write_report(run: Run, rundir: RunDir) -> Path:
     facts = _read(run, rundir)
     drawings = {name: figures.as_svg(name, drawing) for name, drawing in _draw(facts).items()}
     for name, drawing in drawings.items():
-        write_text(rundir.figures / f"{name}.svg", drawing)
+        write_text(rundir.figure(name), drawing)
     write_text(rundir.report, redact(_page(run, rundir, facts, drawings)))
     return rundir.report
 
@@ -43,24 +44,25 @@ class _Facts:
     """Records from the run's folder."""
 
     plan: Plan
-    training: dict[str, Any]
+    training: TrainingReceipt
     history: TrainingHistory
     used: Utilization | None
     memory: Memory
     evaluation: dict[str, Any]
-    pushed: list[dict[str, Any]]
+    pushed: list[PushedTo]
 
 
 def _read(run: Run, rundir: RunDir) -> _Facts:
     plan, history = Plan.read(rundir.plan), read_history(rundir)
+    pushed = PushReceipt.read_if_exists(rundir.push_receipt)
     return _Facts(
         plan=plan,
-        training=read_json(rundir.train_receipt, f"shardmake train {rundir.name}"),
+        training=TrainingReceipt.read(rundir.train_receipt),
         history=history,
         used=utilization(run, rundir, history),
         memory=memory_of(MemoryEstimates.read(rundir.memory), plan, history),
         evaluation=read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}"),
-        pushed=read_json(rundir.push_receipt, "")["destinations"] if rundir.push_receipt.exists() else [],
+        pushed=pushed.destinations if pushed else [],
     )
 
 
@@ -94,7 +96,7 @@ def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> 
 
 def memory_of(estimates: MemoryEstimates, plan: Plan, history: TrainingHistory) -> Memory:
     """Return the estimate of the choice and the allocator's measured peak (None on CPUs)."""
-    measured = [line["memory"]["reserved"] for line in history.lines if "memory" in line]
+    measured = [line.memory.reserved for line in history.lines if line.memory]
     gpu = estimates.of(plan.choice).gpu
     return Memory(gpu.terms, gpu.device, estimates.gpu_memory, max(measured, default=None))
 
@@ -106,8 +108,8 @@ def _tiles(facts: _Facts) -> dict[str, str]:
     return {
         "evaluation loss": f"{evaluation['base']['loss']:.3f} → {evaluation['tuned']['loss']:.3f}",
         "perplexity": f"{evaluation['base']['perplexity']:,.1f} → {evaluation['tuned']['perplexity']:,.1f}",
-        "optimizer steps": _counted(training["steps"]),
-        "tokens": _counted(training["tokens"]),
+        "optimizer steps": _counted(training.steps),
+        "tokens": _counted(training.tokens),
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "not logged",
         "MFU": f"{statistics.median(used.shares):.1%}" if used else "none on CPU",
         "device hours": f"{history.device_hours:.2f}",

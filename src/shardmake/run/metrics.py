@@ -1,16 +1,52 @@
-"""Reading ``metrics.jsonl``, which trainings and scripts of users append to, and which a kill may cut short."""
+"""The lines of ``metrics.jsonl``, which trainings and users' scripts append to."""
 
 import json
-from typing import Any
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 
-def parse_metrics(text: str) -> list[dict[str, Any]]:
-    """The JSON objects with a ``step``, one a line; every other line is left out."""
-    return [line for line in map(_parse, text.splitlines()) if isinstance(line, dict) and "step" in line]
+class DeviceMemory(BaseModel):
+    """Peak bytes of the caching allocator on rank 0's GPU."""
+
+    model_config = ConfigDict(frozen=True)
+    allocated: int = Field(description="Held by tensors.")
+    reserved: int = Field(description="Held by the allocator.")
 
 
-def _parse(line: str) -> Any:
+class MetricsLine(BaseModel):
+    """One line of metrics. A script need not write more than ``step``, and may write fields of its own."""
+
+    model_config = ConfigDict(frozen=True)
+    step: int = Field(description="Optimizer steps done.")
+    time: float | None = Field(None, description="Unix time.")
+    attempt: int | None = Field(None, description="Number of the attempt.")
+    loss: float | None = Field(None, description="Mean training loss since the line before.")
+    learning_rate: float | None = Field(None, description="Learning rate of the step.")
+    grad_norm: float | None = Field(None, description="Gradient norm before clipping.")
+    eval_loss: float | None = Field(None, description="Evaluation loss after the step.")
+    tokens: int | None = Field(None, description="Tokens of all ranks since step 0, padding included.")
+    tokens_per_second: float | None = Field(None, description="Rate of all ranks since the line before.")
+    memory: DeviceMemory | None = Field(None, description="None on a CPU.")
+
+    def as_text(self) -> str:
+        """Return the line as it is appended to the file; JSON's numbers include NaN and Infinity here."""
+        return json.dumps(self.model_dump(exclude_none=True)) + "\n"
+
+
+def parse_metrics(text: str) -> list[MetricsLine]:
+    """Return the valid lines of ``text``. A kill may cut a line short, so invalid lines are skipped."""
+    return [line for line in map(parse_line, text.splitlines()) if line is not None]
+
+
+def parse_line(text: str) -> MetricsLine | None:
+    """Return a line of metrics, or None if it is invalid."""
     try:
-        return json.loads(line)
-    except json.JSONDecodeError:
+        return MetricsLine.model_validate_json(text)
+    except ValidationError:
         return None
+
+
+def read_metrics(path: Path) -> list[MetricsLine]:
+    """Return the valid lines of the file at ``path``; none if it does not exist."""
+    return parse_metrics(path.read_text(errors="replace")) if path.exists() else []

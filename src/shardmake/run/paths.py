@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+MODEL_RECEIPT = "receipt.json"
+"""Name of the receipt in the folder of a merged model."""
+
 RUNS = Path("runs")
 """Folder of all runs, unless ``--runs`` names another one."""
 
@@ -155,7 +158,7 @@ class RunDir:
     @property
     def model_receipt(self) -> Path:
         """What consolidation made and verified; not part of what is pushed."""
-        return self.model / "receipt.json"
+        return self.model / MODEL_RECEIPT
 
     @property
     def evaluation(self) -> Path:

@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
+from shardmake.run.paths import RUNS
 
 _SHOWN_PROBLEMS = 3
 T = TypeVar("T")
@@ -15,7 +16,7 @@ T = TypeVar("T")
 class RunRecord(BaseModel):
     """A value that is written as JSON and read back equal. Unknown fields are errors."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, ser_json_inf_nan="constants")
     made_by: ClassVar[str] = "shardmake train NAME"
     """The command that writes the file, for error messages."""
 
@@ -50,7 +51,7 @@ def read_record(path: Path, kind: type[T], made_by: str) -> T:
     try:
         return _parse(path, path.read_bytes(), kind, made_by)
     except FileNotFoundError:
-        raise ShardmakeError(f"{path} does not exist yet. Write it with: {made_by}") from None
+        raise ShardmakeError(f"{path} does not exist yet. Write it with: {_of_run(made_by, path)}") from None
 
 
 def _parse(path: Path, content: bytes, kind: type[T], made_by: str) -> T:
@@ -59,8 +60,16 @@ def _parse(path: Path, content: bytes, kind: type[T], made_by: str) -> T:
     except ValidationError as error:
         raise ShardmakeError(
             f"Cannot read {path}: {_problems(error)}. "
-            f"It is incomplete or was written by another version of Shardmake. Write it again with: {made_by}"
+            "It is incomplete or was written by another version of Shardmake. "
+            f"Remove it and run: {_of_run(made_by, path)}"
         ) from None
+
+
+def _of_run(command: str, path: Path) -> str:
+    """Return ``command`` with the run's name in place of NAME, if ``path`` lies below the default folder of runs."""
+    parts = path.absolute().parts[:-1]
+    below = parts[parts.index(RUNS.name) + 1 :] if RUNS.name in parts else ()
+    return command.replace("NAME", below[0]) if below else command
 
 
 def _problems(error: ValidationError) -> str:

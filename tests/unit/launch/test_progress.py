@@ -37,4 +37,4 @@ def test_bytes_that_are_not_text_do_not_end_the_driver(tmp_path: Path) -> None:
     progress = ProgressPrinter(metrics)
     metrics.write_bytes(b"\xff\xfe\n" + line(1).encode())
     progress.poll()
-    assert [found["step"] for found in parse_metrics(metrics.read_text(errors="replace"))] == [1]
+    assert [found.step for found in parse_metrics(metrics.read_text(errors="replace"))] == [1]

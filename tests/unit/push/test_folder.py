@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.atomic import read_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import read_folder
 from shardmake.push.stage import push
+from shardmake.run.receipts import PushedTo, PushReceipt
 from tests.finished_run import MODEL, PLOTS, make_run, make_rundir, write_model
 
 
@@ -30,11 +30,9 @@ def test_the_folder_holds_model_card_and_checksums_and_nothing_else(tmp_path: Pa
     assert read_folder(published).keys() == {*MODEL, "README.md", *PLOTS, "SHA256SUMS"}
     assert all((published / name).read_bytes() == content for name, content in MODEL.items())
     assert [path.name for path in published.parent.iterdir()] == ["chat"]
-    assert receipt == read_json(rundir.push_receipt, "")
-    assert receipt["destinations"] == [{"to": "file:published/chat"}]
-    assert {name: entry["sha256"] for name, entry in receipt["files"].items()} == {
-        name: entry.sha256 for name, entry in read_folder(published).items()
-    }
+    assert receipt == PushReceipt.read(rundir.push_receipt)
+    assert receipt.destinations == [PushedTo(to="file:published/chat")]
+    assert receipt.files == read_folder(published)
 
 
 def test_the_log_names_the_destination_and_the_verified_result(
@@ -166,7 +164,7 @@ def test_what_a_killed_push_left_is_settled(tmp_path: Path) -> None:
 def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     rundir.model_receipt.write_text('{"files": {}}')
-    with pytest.raises(ShardmakeError, match=r"has no verification.*shardmake consolidate chat"):
+    with pytest.raises(ShardmakeError, match=r"Cannot read .*: checkpoint: Field required.*shardmake consolidate chat"):
         push(RUN, rundir)
     rundir.model_receipt.unlink()
     with pytest.raises(ShardmakeError, match="shardmake consolidate chat"):

@@ -8,6 +8,7 @@ import pytest
 from shardmake.core.errors import ShardmakeError
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import PushedTo
 from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
 from tests.hub import READER, WRITER, FakeHub
 
@@ -48,9 +49,7 @@ def test_the_repository_is_private_and_holds_the_model(hub: FakeHub, rundir: Run
     assert {name: found[name] for name in MODEL} == MODEL
     assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
     commit = hub.repositories["lab/chat"].refs["main"]
-    assert receipt["destinations"] == [
-        {"to": "hub:lab/chat", "url": f"{hub.url}/lab/chat/tree/{commit}", "commit": commit}
-    ]
+    assert receipt.destinations == [PushedTo(to="hub:lab/chat", url=f"{hub.url}/lab/chat/tree/{commit}", commit=commit)]
 
 
 def test_readers_see_the_model_with_one_commit(hub: FakeHub, rundir: RunDir) -> None:
@@ -276,4 +275,4 @@ def test_one_destination_down_does_not_keep_the_others_waiting(
         push(run, rundir)
     assert Path("published/chat/config.json").exists() and not rundir.push_receipt.exists()
     hub.faults.clear()
-    assert [d["to"] for d in push(run, rundir)["destinations"]] == ["hub:lab/chat", "file:published/chat"]
+    assert [place.to for place in push(run, rundir).destinations] == ["hub:lab/chat", "file:published/chat"]

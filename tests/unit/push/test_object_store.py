@@ -13,6 +13,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.push import object_store
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import PushedTo
 from tests.finished_run import DRAWN, MODEL, PLOTS, WEIGHTS, make_run, make_rundir, write_model
 
 URL = "s3://lab/models/chat"
@@ -66,7 +67,7 @@ def test_the_prefix_holds_the_model_and_its_checksums(bucket: Any, rundir: RunDi
     found = contents(bucket)
     assert {name: found[name] for name in MODEL} == MODEL
     assert found.keys() - MODEL == {"README.md", *PLOTS, "SHA256SUMS"}
-    assert receipt["destinations"] == [{"to": URL}]
+    assert receipt.destinations == [PushedTo(to=URL)]
 
 
 def test_the_same_content_again_writes_and_reads_no_model(
@@ -129,8 +130,8 @@ def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: p
 def test_the_receipt_holds_the_versions_that_the_bucket_keeps(bucket: Any, rundir: RunDir) -> None:
     bucket.Versioning().enable()
     receipt = push(RUN, rundir)
-    (place,) = receipt["destinations"]
-    assert place["versions"].keys() == receipt["files"].keys()
+    (place,) = receipt.destinations
+    assert (place.versions or {}).keys() == receipt.files.keys()
     kept = {name: bucket.Object(f"models/chat/{name}").version_id for name in MODEL}
     assert kept == {name: place["versions"][name] for name in MODEL}
     assert push(RUN, rundir) == receipt, "and makes no new ones"

@@ -127,7 +127,7 @@ def test_each_attempt_gets_the_files_that_were_rendered_and_checked(tmp_path: Pa
         expected = render_files(plan.at(fallback), run, cluster, make_model(), folder.root)
         assert copied[ACCELERATE].decode() == as_yaml(expected.accelerate)
         assert json.loads(copied[DEEPSPEED]) == expected.deepspeed
-        assert json.loads(copied[TRAINING]) == json.loads(json.dumps(expected.training))
+        assert TrainingSettings.model_validate_json(copied[TRAINING]) == expected.training
     with pytest.raises(ConfigError, match="belong to another plan"):
         copy_rendered(rundir, make_plan("ddp"), 0, tmp_path)
 

@@ -8,6 +8,7 @@ import pytest
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.report.stage import duration, write_report
+from shardmake.run.receipts import PushedTo, PushReceipt
 from tests.finished_run import EVALUATED, make_run, make_rundir
 
 VOID = {"meta", "link", "br", "img", "hr"}
@@ -93,7 +94,8 @@ def test_nothing_of_this_place_is_told(tmp_path: Path) -> None:
 
 def test_where_it_was_pushed_is_told_once_it_was(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
-    write_json(rundir.push_receipt, {"destinations": [{"to": "hub:lab/chat", "commit": "c0ffee"}, {"to": "file:x"}]})
+    places = [PushedTo(to="hub:lab/chat", commit="c0ffee"), PushedTo(to="file:x")]
+    PushReceipt(destinations=places, files={}).write(rundir.push_receipt)
     assert "hub:lab/chat, commit c0ffee file:x" in text_of(write_report(make_run(), rundir).read_text())
 
 

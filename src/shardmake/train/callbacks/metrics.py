@@ -1,7 +1,6 @@
 """Append the metrics of a training to ``metrics.jsonl``."""
 
 import contextlib
-import json
 import os
 import time
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from shardmake.run.metrics import DeviceMemory, MetricsLine, parse_line
 from shardmake.train.callbacks.best_effort import BestEffortWriter
 
 
@@ -32,7 +32,7 @@ class MetricsCallback(TrainerCallback):
         self.last = (time.time(), state.global_step)
         if state.is_world_process_zero and self.path.exists():
             lines = self.path.read_text().splitlines(keepends=True)
-            kept = [line for line in lines if _step_of(line) <= state.global_step]
+            kept = [line for line in lines if (found := parse_line(line)) and found.step <= state.global_step]
             self.path.write_text("".join(kept))
 
     def on_log(
@@ -42,17 +42,25 @@ class MetricsCallback(TrainerCallback):
         if not state.is_world_process_zero or not logs or "train_runtime" in logs:
             return
         now, step = time.time(), state.global_step
-        line: dict[str, Any] = {"step": step, "time": now, "attempt": self.attempt}
-        line |= {key: logs[key] for key in ("loss", "learning_rate", "grad_norm", "eval_loss") if key in logs}
-        line["tokens"] = step * self.tokens_per_step
+        rate = None
         if "loss" in logs:
             last_time, last_step = self.last
-            line["tokens_per_second"] = (step - last_step) * self.tokens_per_step / max(now - last_time, 1e-9)
+            rate = (step - last_step) * self.tokens_per_step / max(now - last_time, 1e-9)
             self.last = (now, step)
-        if memory := _device_memory():
-            line["memory"] = memory
+        line = MetricsLine(
+            step=step,
+            time=now,
+            attempt=self.attempt,
+            loss=logs.get("loss"),
+            learning_rate=logs.get("learning_rate"),
+            grad_norm=logs.get("grad_norm"),
+            eval_loss=logs.get("eval_loss"),
+            tokens=step * self.tokens_per_step,
+            tokens_per_second=rate,
+            memory=_device_memory(),
+        )
         with self.writer.write():
-            _append(self.path, json.dumps(line) + "\n")
+            _append(self.path, line.as_text())
 
 
 def _append(path: Path, text: str) -> None:
@@ -67,16 +75,8 @@ def _append(path: Path, text: str) -> None:
         raise
 
 
-def _step_of(line: str) -> float:
-    """Return the step of a metrics line, or infinity for a line that is cut short."""
-    try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
-        return float("inf")
-
-
-def _device_memory() -> dict[str, int]:
-    """Return the peak bytes of the caching allocator on this rank's GPU; empty on a CPU."""
+def _device_memory() -> DeviceMemory | None:
+    """Return the peak bytes of the caching allocator on this rank's GPU, or None on a CPU."""
     if not torch.cuda.is_available():
-        return {}
-    return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+        return None
+    return DeviceMemory(allocated=torch.cuda.max_memory_allocated(), reserved=torch.cuda.max_memory_reserved())

@@ -1,0 +1,130 @@
+"""Receipts: each marks a finished stage and describes what the stage wrote."""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from shardmake.core.manifest import FileRecord
+from shardmake.run.record import RunRecord
+
+
+def _is_none(value: object) -> bool:
+    return value is None
+
+
+class WeightsReceipt(RunRecord):
+    """``fetched/weights.json``: the base model's weights are complete."""
+
+    made_by: ClassVar[str] = "shardmake fetch NAME"
+    files: dict[str, FileRecord] = Field(description="Files that came from the hub.")
+
+
+class DataFile(RunRecord):
+    """One Arrow file of the data."""
+
+    path: str = Field(description="Path below the data folder.")
+    bytes: int = Field(description="Size.")
+    sha256: str = Field(description="Hex digest of the content.")
+
+
+class DataSettings(RunRecord):
+    """The settings that the data depends on."""
+
+    format: str = Field(description="Format in the configuration; may be auto.")
+    loss_on: str = Field(description="Tokens with loss, in the configuration.")
+    eval_fraction: float = Field(description="Part of the training data that is split off for evaluation.")
+    sequence_length: int = Field(description="Tokens per sequence.")
+    packing: bool = Field(description="Sequences hold several examples.")
+    seed: int = Field(description="Seed of the order.")
+
+
+class SplitReceipt(RunRecord):
+    """One split of the data; the outcomes are parts of ``examples``."""
+
+    examples: int = Field(description="Examples read.")
+    truncated: int = Field(description="Examples cut to the sequence length.")
+    split: int = Field(description="Examples split into several pieces.")
+    dropped_without_loss: int = Field(description="Examples without a token to learn.")
+    dropped_loss_truncated: int = Field(description="Examples without a token to learn before the cut.")
+    sequences: int = Field(description="Sequences written.")
+    tokens: int = Field(description="Tokens written, without padding.")
+    loss_tokens: int = Field(description="Tokens that are learned.")
+    files: list[DataFile] = Field(description="Arrow files.")
+
+
+class DataReceipt(RunRecord):
+    """``data/receipt.json``: the tokenized data is complete."""
+
+    made_by: ClassVar[str] = "shardmake data NAME"
+    digest: str = Field(description="Digest of the training data.")
+    layout: int = Field(description="Version of the files' layout.")
+    tokenizer: str = Field(description="Digest of the tokenizer.")
+    sources: dict[str, dict[str, Any]] = Field(description="Identity of the source of each split.")
+    settings: DataSettings = Field(description="Settings that the data depends on.")
+    pad_token_id: int = Field(description="Token id of padding.")
+    format: str = Field(description="Format of the examples.")
+    loss_on_assistant: bool = Field(description="Only the assistant's tokens have loss.")
+    train: SplitReceipt = Field(description="Training sequences.")
+    eval: SplitReceipt = Field(description="Evaluation sequences.")
+
+
+class TrainingReceipt(RunRecord):
+    """``train/receipt.json``: training finished. What only a user's script could know may be None."""
+
+    steps: int | None = Field(description="Optimizer steps.")
+    tokens: int | None = Field(description="Tokens of all ranks, padding included.")
+    loss: float | None = Field(description="Last training loss.")
+    checkpoint: str = Field(description="Final checkpoint, or a script's output, relative to the run's folder.")
+    strategy: str = Field(description="Strategy of the last attempt.")
+    world_size: int = Field(description="Ranks of the last attempt.")
+    settings_digest: str = Field(description="Digest of the settings that define the result.")
+    attempts: int = Field(description="Attempts.")
+    versions: dict[str, str] = Field(description="Versions of the libraries.")
+    finished_at: float = Field(description="Unix time.")
+
+
+class Verification(RunRecord):
+    """What was checked in a merged model."""
+
+    architecture: str = Field(description="The transformers class that loads it with no missing or unexpected key.")
+    tensors: int = Field(description="Tensors stored.")
+    parameters: int = Field(description="Elements stored.")
+    bytes: int = Field(description="Bytes of all tensors.")
+    dtype: str = Field(description="Type in config.json, and of every floating tensor.")
+    ties: dict[str, str] = Field(description="Tied weights, by the name that is not stored.")
+    zero: list[str] = Field(description="Vectors that are all zero, as biases may be.")
+    files: dict[str, FileRecord] = Field(description="Every file of the model.")
+    compared_with: str | None = Field(None, description="The checkpoint that every bit was compared with.")
+
+
+class MergeReceipt(RunRecord):
+    """``model/receipt.json``: where the model comes from, and what was checked."""
+
+    made_by: ClassVar[str] = "shardmake consolidate NAME"
+    checkpoint: str = Field(description="The folder with the merged files.")
+    format: str = Field(description="What wrote them.")
+    step: int | None = Field(description="Training step, if the checkpoint names it.")
+    world_size: int = Field(description="Ranks that wrote it.")
+    dtype: str = Field(description="Requested type of the weights: keep, bf16, fp16 or fp32.")
+    source_bytes_checked: int = Field(description="Source bytes whose CRC-32 was recomputed and agreed.")
+    versions: dict[str, str] = Field(description="What wrote the checkpoint, and what merged it.")
+    verification: Verification = Field(description="What was checked in the result.")
+
+
+class PushedTo(RunRecord):
+    """One destination of a push."""
+
+    to: str = Field(description="The destination in the configuration, without secrets.")
+    url: str | None = Field(None, exclude_if=_is_none, description="Address on the hub.")
+    commit: str | None = Field(None, exclude_if=_is_none, description="Commit on the hub.")
+    versions: dict[str, str] | None = Field(
+        None, exclude_if=_is_none, description="Version ids by file, if the object store keeps versions."
+    )
+
+
+class PushReceipt(RunRecord):
+    """``push/receipt.json``: every destination was read back and compared."""
+
+    made_by: ClassVar[str] = "shardmake push NAME"
+    destinations: list[PushedTo] = Field(description="In the order of the configuration.")
+    files: dict[str, FileRecord] = Field(description="Pushed files.")
