@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
-# Install what the Python packages need of the system. `system.sh demo`: a compiler; `system.sh test`: Slurm as well.
-# As root on Debian or Ubuntu it installs; otherwise it says what is missing.
+# Install the system packages that Shardmake needs: a compiler for `system.sh demo`, also Slurm for `system.sh test`.
+# As root on Debian or Ubuntu the script installs them; otherwise it reports what is missing.
 set -euo pipefail
 purpose=${1:?usage: system.sh demo|test}
 python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-  { echo "Python 3.11 or later is needed; name one: make $purpose PYTHON=python3.12" >&2; exit 1; }
+  { echo "$python is older than Python 3.11. Name a later one: make $purpose PYTHON=python3.12" >&2; exit 1; }
 
 required=()
-command -v g++ >/dev/null || required+=(g++) # DeepSpeed compiles its collectives for the CPU at first start
+command -v g++ >/dev/null || required+=(g++) # DeepSpeed compiles its collectives for the CPU when it is first started
 "$python" -c 'import ensurepip, venv' 2>/dev/null || required+=(python3-venv)
 [ -f "$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" ] || required+=(python3-dev)
 
@@ -34,6 +34,6 @@ if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null; then
   exit 0
 fi
 [ ${#cluster[@]} -eq 0 ] ||
-  echo "Without ${cluster[*]} the tests that need them (a real Slurm, NVMe offload) are left out. On Debian: sudo apt-get install ${cluster[*]}" >&2
+  echo "Missing: ${cluster[*]}. The tests of Slurm and NVMe offload are skipped. On Debian: sudo apt-get install ${cluster[*]}" >&2
 [ ${#required[@]} -eq 0 ] ||
   { echo "Missing: ${required[*]}. On Debian: sudo apt-get install ${required[*]}" >&2; exit 1; }
