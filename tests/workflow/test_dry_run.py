@@ -1,4 +1,4 @@
-"""`snakemake -n` tells what would be submitted, before anything is made and after the plan is there."""
+"""`snakemake -n` shows what would be submitted, before the run's folder exists and after the plan exists."""
 
 import os
 

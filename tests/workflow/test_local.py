@@ -21,7 +21,7 @@ PROFILE = ("--profile", "profiles/local")
 def wait_for(condition: Callable[[], object], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not come in time"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.2)
 
 
@@ -59,13 +59,13 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     trained = (checkout.run / "train/receipt.json").stat().st_mtime_ns
     merged = (checkout.run / "model/receipt.json").stat().st_mtime_ns
     blocked.unlink()
-    mended = checkout("snakemake", *PROFILE)
-    assert "pushing the model" in mended.stdout
-    assert "training;" not in mended.stdout and "merging the sharded" not in mended.stdout
+    retried = checkout("snakemake", *PROFILE)
+    assert "pushing the model" in retried.stdout
+    assert "training;" not in retried.stdout and "merging the sharded" not in retried.stdout
     assert (checkout.run / "train/receipt.json").stat().st_mtime_ns == trained
     assert (checkout.run / "model/receipt.json").stat().st_mtime_ns == merged
-    assert_result_is_whole(checkout)
-    assert_trackers_were_told(checkout)
+    assert_result_is_complete(checkout)
+    assert_trackers_have_the_losses(checkout)
     assert_nothing_private_left(checkout)
     assert_snakemake_reports(checkout)
 
@@ -76,7 +76,7 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
     assert "merging the sharded" in forced.stdout and "training;" not in forced.stdout
 
 
-def assert_trackers_were_told(checkout: Checkout) -> None:
+def assert_trackers_have_the_losses(checkout: Checkout) -> None:
     """TensorBoard and MLflow hold the losses of the metrics."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -85,12 +85,12 @@ def assert_trackers_were_told(checkout: Checkout) -> None:
     losses = {event.step: event.value for event in events.Scalars("train/loss")}
     assert losses == pytest.approx(checkout.losses(), abs=1e-3)
     assert {"train/learning_rate", "train/grad_norm"} <= set(events.Tags()["scalars"])
-    (told,) = (checkout.run / "train/mlflow").glob("*/*/metrics/loss")
-    assert {int(line.split()[2]) for line in told.read_text().splitlines()} == set(losses)
+    (logged,) = (checkout.run / "train/mlflow").glob("*/*/metrics/loss")
+    assert {int(line.split()[2]) for line in logged.read_text().splitlines()} == set(losses)
 
 
 def assert_nothing_private_left(checkout: Checkout) -> None:
-    """No file of the run, its logs or what was pushed holds a secret; what was pushed tells nothing of this place."""
+    """No file of the run, its logs or what was pushed holds a secret; what was pushed names no path or host of this machine."""
     files = {path: path.read_bytes() for path in checkout.root.rglob("*") if path.is_file()}
     assert any(path.name.startswith("events.out") for path in files)
     assert [path for path, text in files.items() for value in SECRETS.values() if value.encode() in text] == []
@@ -111,21 +111,21 @@ def assert_snakemake_reports(checkout: Checkout) -> None:
 def comment_edited(checkout: Checkout) -> None:
     for name in ("config/config.yaml", "config/cluster.yaml", "workflow/rules/train.smk"):
         with (checkout.root / name).open("a") as file:
-            file.write("\n# a thought\n")
+            file.write("\n# a comment\n")
 
 
 def kill_tree(pid: int, spare: str) -> None:
     """SIGKILL a process and its descendants, but for those whose command line holds ``spare``."""
     root = psutil.Process(pid)
-    doomed = [root, *root.children(recursive=True)]
-    spared = {p.pid for p in doomed if spare in " ".join(p.cmdline())}
-    kept = spared | {child.pid for p in doomed if p.pid in spared for child in p.children(recursive=True)}
-    for process in doomed:
+    processes = [root, *root.children(recursive=True)]
+    spared = {p.pid for p in processes if spare in " ".join(p.cmdline())}
+    kept = spared | {child.pid for p in processes if p.pid in spared for child in p.children(recursive=True)}
+    for process in processes:
         if process.pid not in kept:
             os.kill(process.pid, signal.SIGKILL)
 
 
-def assert_result_is_whole(checkout: Checkout) -> None:
+def assert_result_is_complete(checkout: Checkout) -> None:
     """The pushed weights are those that DeepSpeed's own converter takes from the last checkpoint."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
@@ -140,8 +140,8 @@ def assert_result_is_whole(checkout: Checkout) -> None:
     assert len(evaluation["samples"]) == 1
 
 
-def test_a_failing_rank_is_told_where_the_user_looks(checkout: Checkout) -> None:
-    """Weights that were cut short: the traceback reaches the terminal, and nothing is tried again."""
+def test_error_of_a_failing_rank_reaches_the_terminal(checkout: Checkout) -> None:
+    """With truncated weights the traceback reaches the terminal, and nothing is retried."""
     for stage in ("plan", "render", "data"):
         checkout("shardmake", stage, "demo")
     weights = checkout.root / "resources/demo/base/model.safetensors"
@@ -153,8 +153,8 @@ def test_a_failing_rank_is_told_where_the_user_looks(checkout: Checkout) -> None
     assert [entry["end"] for entry in checkout.read("train/attempts/index.json")] == ["error in the training"]
 
 
-def test_the_stop_file_saves_and_stops_and_training_goes_on_from_there(checkout: Checkout) -> None:
-    """Under another strategy too: the driver converts the checkpoint before it submits."""
+def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Checkout) -> None:
+    """Training resumes under another strategy too: the driver converts the checkpoint before it submits."""
     checkout.configure(max_steps=400, checkpoints={"every_steps": 300})
     for stage in ("plan", "render", "data"):
         checkout("shardmake", stage, "demo")
@@ -193,7 +193,7 @@ if "shardmake.train" in sys.orig_argv:
 """
 
 
-def test_out_of_memory_climbs_down_the_ladder_until_it_trains(
+def test_out_of_memory_takes_fallbacks_until_training_succeeds(
     checkout: Checkout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """torch's own error, raised in the first step of every fallback without gradient checkpointing."""
