@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cluster.baseline import BaselineRuns
+from tests.cluster.fault_run import FaultRun, make_fault_run
 from tests.cluster.harness import Cluster, available
-from tests.cluster.lab import FaultLab, make_lab
-from tests.cluster.peace import Peace
 
 
 def require_cluster(*, accounting: bool = False) -> None:
-    """Skip where no cluster can run; on CI (``CI=true``) fail, so that no test is lost there unnoticed."""
+    """Skip if no cluster can run; fail on CI (``CI=true``), so that no test is skipped there unnoticed."""
     if reason := available(accounting=accounting):
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(f"a cluster needs {reason}")
 
@@ -39,15 +39,15 @@ def shared_folder(cluster: Cluster) -> Path:
 
 
 @pytest.fixture(scope="session")
-def lab(cluster: Cluster, inputs: Path) -> Iterator[FaultLab]:
+def run(cluster: Cluster, inputs: Path) -> Iterator[FaultRun]:
     """A checkout on the folder that all nodes share; tokenized data are shared by all trainings."""
     cluster.reset()
-    lab = make_lab(cluster, cluster.shared / "faults", inputs)
-    yield lab
-    lab.repair()
+    run = make_fault_run(cluster, cluster.shared / "faults", inputs)
+    yield run
+    run.repair()
 
 
 @pytest.fixture(scope="session")
-def in_peace(lab: FaultLab) -> Peace:
-    """Undisturbed trainings, by strategy and length of the sequences."""
-    return Peace(lab)
+def baseline_run(run: FaultRun) -> BaselineRuns:
+    """Return undisturbed trainings by strategy and settings."""
+    return BaselineRuns(run)

@@ -8,15 +8,15 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from tests.cluster.fault_run import ClusterCheckout
 from tests.cluster.harness import Cluster
-from tests.cluster.lab import ClusterCheckout
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training]
 SLURM = ("--profile", "slurm")
 
 
 @pytest.fixture
-def lab(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
+def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
     """A checkout on the shared folder."""
     cluster.reset()
     checkout = ClusterCheckout.create(shared_folder / "checkout", inputs)
@@ -32,29 +32,29 @@ def lab(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
     return checkout
 
 
-def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(lab: ClusterCheckout) -> None:
-    lab.configure_cluster(max_steps=30, checkpoints={"every_steps": 10})
-    lab.on_login_node("snakemake", *SLURM, "plan")
-    assert not (lab.run / "train").exists(), "the plan queues nothing"
+def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(checkout: ClusterCheckout) -> None:
+    checkout.configure_cluster(max_steps=30, checkpoints={"every_steps": 10})
+    checkout.on_login_node("snakemake", *SLURM, "plan")
+    assert not (checkout.run / "train").exists(), "the plan submits no job"
 
-    head = lab.cluster.popen(lab.command("snakemake", *SLURM), cwd=lab.root)
-    lab.cluster.wait_until(lambda: len(lab.metrics()) >= 2, "training", timeout=300)
-    kill_with_descendants(lab.cluster, head.pid)
+    head = checkout.cluster.popen(checkout.command("snakemake", *SLURM), cwd=checkout.root)
+    checkout.cluster.wait_until(lambda: len(checkout.metrics()) >= 2, "training", timeout=300)
+    kill_with_descendants(checkout.cluster, head.pid)
     head.wait()
-    assert [job.state for job in lab.training_jobs()] == ["RUNNING"], "the training job lives on"
+    assert [job.state for job in checkout.training_jobs()] == ["RUNNING"], "the training job keeps running"
 
-    lab.on_login_node("snakemake", *SLURM, "--unlock")
-    output = lab.on_login_node("snakemake", *SLURM)
+    checkout.on_login_node("snakemake", *SLURM, "--unlock")
+    output = checkout.on_login_node("snakemake", *SLURM)
     assert "Adopting job" in output
-    assert [job.state for job in lab.training_jobs()] == ["COMPLETED"]
-    assert sorted(lab.losses()) == list(range(1, 31))
-    assert_ranks_met(lab, nodes=2)
-    assert_pushed_equals_deepspeeds_own(lab)
-    assert_three_nodes_merge_the_same(lab)
+    assert [job.state for job in checkout.training_jobs()] == ["COMPLETED"]
+    assert sorted(checkout.losses()) == list(range(1, 31))
+    assert_ranks_met(checkout, nodes=2)
+    assert_pushed_equals_deepspeeds_own(checkout)
+    assert_three_nodes_merge_the_same(checkout)
 
 
 def kill_with_descendants(cluster: Cluster, pid: int) -> None:
-    """SIGKILL the head and everything it started on the login node: as if that node had crashed."""
+    """SIGKILL the head and its descendants on the login node, as in a crash of that node."""
     import psutil
 
     root = psutil.Process(pid)
@@ -62,11 +62,11 @@ def kill_with_descendants(cluster: Cluster, pid: int) -> None:
         process.kill()
 
 
-def assert_ranks_met(lab: ClusterCheckout, nodes: int) -> None:
-    """Every rank reports the first node's address, the whole world, and the planned engine."""
-    reports = [json.loads(path.read_text()) for path in (lab.run / "train/attempts/001/ranks").iterdir()]
+def assert_ranks_met(checkout: ClusterCheckout, nodes: int) -> None:
+    """Check that every rank reports the first node's address, the world size and the planned engine."""
+    reports = [json.loads(path.read_text()) for path in (checkout.run / "train/attempts/001/ranks").iterdir()]
     assert sorted(report["rank"] for report in reports) == [str(rank) for rank in range(2 * nodes)]
-    first = json.loads((lab.run / "train/attempts/001/rendezvous/start-0.json").read_text())
+    first = json.loads((checkout.run / "train/attempts/001/rendezvous/start-0.json").read_text())
     assert {report["master_addr"] for report in reports} == {first["address"]} != {"127.0.0.1"}
     assert first["host"] == "c1" and first["interface"] == "eth0"
     assert {report["master_port"] for report in reports} == {str(first["port"])}
@@ -76,26 +76,26 @@ def assert_ranks_met(lab: ClusterCheckout, nodes: int) -> None:
     }
 
 
-def assert_pushed_equals_deepspeeds_own(lab: ClusterCheckout) -> None:
+def assert_pushed_equals_deepspeeds_own(checkout: ClusterCheckout) -> None:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    checkpoint = lab.run / lab.read("train/receipt.json")["checkpoint"]
+    checkpoint = checkout.run / checkout.read("train/receipt.json")["checkpoint"]
     reference = get_fp32_state_dict_from_zero_checkpoint(str(checkpoint))
-    pushed = load_file(lab.root / "published/demo/model.safetensors")
+    pushed = load_file(checkout.root / "published/demo/model.safetensors")
     assert set(pushed) == set(reference) - {"lm_head.weight"}
     assert all(torch.equal(tensor, reference[name]) for name, tensor in pushed.items())
 
 
-def assert_three_nodes_merge_the_same(lab: ClusterCheckout) -> None:
-    """One task a node, each with its own part of the files; the last one checks and publishes."""
-    checkpoint, merged = str(lab.run / lab.read("train/receipt.json")["checkpoint"]), lab.root / "merged"
+def assert_three_nodes_merge_the_same(checkout: ClusterCheckout) -> None:
+    """Merge with one task per node: each writes its part of the files, and the last one validates the model."""
+    checkpoint, merged = str(checkout.run / checkout.read("train/receipt.json")["checkpoint"]), checkout.root / "merged"
     options = ("--base", "resources/demo/base", "--max-shard-size", "1MB", "--tasks", "3")
     srun = ("srun", "--nodes", "3", "--ntasks-per-node", "1", "--label")
-    merge = lab.command("shardmake", "consolidate", checkpoint, str(merged), *options)
-    done = lab.cluster.run([*srun, *merge], cwd=lab.root)
+    merge = checkout.command("shardmake", "consolidate", checkpoint, str(merged), *options)
+    done = checkout.cluster.run([*srun, *merge], cwd=checkout.root)
     output = f"{done.stdout}{done.stderr}"
     assert len(list(merged.glob("model-*.safetensors"))) > 3 and (merged / "receipt.json").exists(), output
-    pushed = load_file(lab.root / "published/demo/model.safetensors")
+    pushed = load_file(checkout.root / "published/demo/model.safetensors")
     together = {name: tensor for path in merged.glob("*.safetensors") for name, tensor in load_file(path).items()}
     assert set(together) == set(pushed)
     assert all(torch.equal(tensor, pushed[name]) for name, tensor in together.items())
@@ -113,14 +113,14 @@ def assert_three_nodes_merge_the_same(lab: ClusterCheckout) -> None:
         ({"data": {"train": "resources/demo/broken.jsonl"}}, "broken.jsonl, line 3 is not valid JSON"),
     ],
 )
-def test_bad_input_is_refused_before_anything_is_queued(
-    lab: ClusterCheckout, change: dict[str, object], words: str
+def test_invalid_input_is_rejected_before_a_job_is_queued(
+    checkout: ClusterCheckout, change: dict[str, object], words: str
 ) -> None:
-    lines = (lab.root / "resources/demo/train.jsonl").read_text().splitlines()
-    (lab.root / "resources/demo/broken.jsonl").write_text("\n".join([*lines[:2], lines[2][:-9], *lines[3:9]]))
-    lab.configure_cluster(**change)
-    before = {job.id for job in lab.cluster.jobs()}
-    output = lab.on_login_node("snakemake", *SLURM, check=False)
+    lines = (checkout.root / "resources/demo/train.jsonl").read_text().splitlines()
+    (checkout.root / "resources/demo/broken.jsonl").write_text("\n".join([*lines[:2], lines[2][:-9], *lines[3:9]]))
+    checkout.configure_cluster(**change)
+    before = {job.id for job in checkout.cluster.jobs()}
+    output = checkout.on_login_node("snakemake", *SLURM, check=False)
     assert words in output
     assert "Traceback" not in output
-    assert {job.id for job in lab.cluster.jobs()} <= before and not (lab.run / "train").exists()
+    assert {job.id for job in checkout.cluster.jobs()} <= before and not (checkout.run / "train").exists()

@@ -54,7 +54,7 @@ def test_tmp_and_shared_memory_are_the_nodes_own(cluster: Cluster) -> None:
             assert cluster.run(["test", "-e", f"{folder}/shardmake-only-c1"], node=host, check=False).returncode == 1
 
 
-def test_submitit_and_gloo_meet_across_nodes(cluster: Cluster, shared_folder: Path) -> None:
+def test_submitit_and_gloo_work_across_nodes(cluster: Cluster, shared_folder: Path) -> None:
     command = [sys.executable, "-m", "tests.cluster.allreduce", str(shared_folder)]
     output = cluster.run(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1"}).stdout
     assert output.splitlines()[-2:] == ["3 c1", "3 c1"]  # submitit warns before: sacct needs accounting
@@ -72,7 +72,7 @@ def test_a_cut_node_is_unreachable_until_it_joins(cluster: Cluster) -> None:
     cluster.wait_until(reaches_c2, "the way from c1 to c2")
 
 
-def test_a_killed_node_loses_its_job_and_comes_back(cluster: Cluster, shared_folder: Path) -> None:
+def test_a_killed_node_loses_its_job_and_returns(cluster: Cluster, shared_folder: Path) -> None:
     job = cluster.run(f"sbatch --parsable --nodelist=c2 --output={shared_folder}/out --wrap 'sleep 600'").stdout.strip()
     cluster.wait_job(job, "RUNNING")
     cluster.kill_node("c2")
@@ -101,7 +101,7 @@ def test_jobs_survive_a_restart_of_the_controller(cluster: Cluster, shared_folde
     assert cluster.job(job).state == "RUNNING"
 
 
-def test_a_cluster_in_use_is_refused_to_others(cluster: Cluster) -> None:
+def test_a_cluster_in_use_rejects_others(cluster: Cluster) -> None:
     for action in (Cluster().up, Cluster().down, Cluster().attach):
         with pytest.raises(ClusterError, match="Another process uses the cluster"):
             action()
@@ -144,7 +144,7 @@ def test_a_cluster_left_up_is_not_taken_down_by_the_next_up() -> None:
     assert not SECOND.exists()
 
 
-def test_with_accounting_sacct_knows_the_jobs() -> None:
+def test_with_accounting_sacct_lists_the_jobs() -> None:
     require_cluster(accounting=True)
     with Cluster(SECOND, accounting=True) as cluster:
         cluster.run("srun --job-name=counted true")

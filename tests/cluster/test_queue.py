@@ -1,4 +1,4 @@
-"""Drivers ask the real squeue together."""
+"""Drivers share the queries of the real squeue."""
 
 import subprocess
 import time
@@ -26,7 +26,7 @@ print(*seen)
 """
 
 
-def test_eight_drivers_ask_squeue_as_often_as_one(cluster: Cluster, shared_folder: Path) -> None:
+def test_eight_drivers_run_squeue_as_often_as_one(cluster: Cluster, shared_folder: Path) -> None:
     job = cluster.run(f"sbatch --parsable --output={shared_folder}/out --wrap 'sleep 600'").stdout.strip()
     cluster.wait_job(job, "RUNNING")
     wrapper = shared_folder / "bin/squeue"

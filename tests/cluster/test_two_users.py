@@ -1,4 +1,4 @@
-"""Two users of a lab run the workflow at the same time, on one checkout and one cache."""
+"""Two users of a group run the workflow at the same time, on one checkout and one cache."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.cluster.harness import Cluster
-from tests.cluster.users import LAB_ID, User, accounts, command_as
+from tests.cluster.users import GROUP_ID, User, accounts, command_as
 from tests.hub import READER
 from tests.workflow.checkout import REPOSITORY, RUN, Checkout
 
@@ -32,8 +32,8 @@ with FakeHub(Path(sys.argv[1])) as hub:
 
 
 @dataclass
-class Lab:
-    """The checkout that both work in."""
+class SharedCheckout:
+    """The checkout that both users work in."""
 
     checkout: Checkout
     cluster: Cluster
@@ -50,7 +50,7 @@ class Lab:
         )
 
     def run(self, user: User, *words: str) -> tuple[int, str]:
-        """Exit status and output of a command of ``user``."""
+        """Return the exit status and the output of a command of ``user``."""
         status = self.start(user, *words).wait(timeout=400)
         output = (user.home / "output.txt").read_text()
         print(f"{user.name}$ {' '.join(words)}\n{output}")
@@ -69,8 +69,8 @@ def users(cluster: Cluster) -> Iterator[list[User]]:
 
 
 @pytest.fixture
-def lab(cluster: Cluster, shared_folder: Path, users: list[User], inputs: Path) -> Iterator[Lab]:
-    """A checkout that the group may write, as an administrator leaves it: setgid folders."""
+def shared(cluster: Cluster, shared_folder: Path, users: list[User], inputs: Path) -> Iterator[SharedCheckout]:
+    """Create a checkout that the group may write, with setgid folders, as an administrator would."""
     shared_folder.chmod(0o755)
     checkout = Checkout.create(shared_folder / "checkout", inputs)
     cluster_file = yaml.safe_load((REPOSITORY / "config/clusters/three-node-test.yaml").read_text())
@@ -83,7 +83,7 @@ def lab(cluster: Cluster, shared_folder: Path, users: list[User], inputs: Path) 
     waits = {"slurm-init-seconds-before-status-checks": 2, "latency-wait": 5}
     profile.write_text(yaml.safe_dump(yaml.safe_load(profile.read_text()) | waits))
     for path in [checkout.root, *checkout.root.rglob("*")]:
-        os.chown(path, 0, LAB_ID, follow_symlinks=False)
+        os.chown(path, 0, GROUP_ID, follow_symlinks=False)
         if path.is_dir() and not path.is_symlink():
             path.chmod(0o2775)
     words = [sys.executable, "-c", HUB, str(shared_folder / "hub"), str(checkout.root / "resources/demo/base")]
@@ -91,94 +91,96 @@ def lab(cluster: Cluster, shared_folder: Path, users: list[User], inputs: Path) 
         cluster.command(words, cwd=REPOSITORY), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert server.stdout
-    yield Lab(checkout, cluster, server.stdout.readline().strip())
+    yield SharedCheckout(checkout, cluster, server.stdout.readline().strip())
     server.communicate()
 
 
 @pytest.mark.two_users
-def test_both_at_once_on_one_checkout_and_one_cache(lab: Lab, users: list[User]) -> None:
+def test_both_at_once_on_one_checkout_and_one_cache(shared: SharedCheckout, users: list[User]) -> None:
     ada, bob = users
-    long, short = (lab.checkout.root / "runs" / name for name in ("long", "short"))
+    long, short = (shared.checkout.root / "runs" / name for name in ("long", "short"))
     snakemake = ("snakemake", "--profile", "slurm")
-    adas = lab.start(ada, *snakemake, "runs/long/train/receipt.json")
-    status, output = lab.run(bob, *snakemake, "runs/short/model/receipt.json")
+    adas = shared.start(ada, *snakemake, "runs/long/train/receipt.json")
+    status, output = shared.run(bob, *snakemake, "runs/short/model/receipt.json")
     assert status == 0, output
     assert adas.poll() is None, (ada.home / "output.txt").read_text()
 
-    assert_shared(lab.checkout.root)
+    assert_shared(shared.checkout.root)
     paths = {json.loads((run / "sources.json").read_text())["model"]["path"] for run in (long, short)}
-    assert len(paths) == 1 and Path(paths.pop()).is_relative_to(lab.checkout.root / "cache")
+    assert len(paths) == 1 and Path(paths.pop()).is_relative_to(shared.checkout.root / "cache")
 
-    lab.cluster.wait_until(lambda: (long / "train/metrics.jsonl").exists(), "ada's training", timeout=200)
-    assert owners(lab) == {"ada"}
-    status, output = lab.run(bob, "shardmake", "status", "long")
+    shared.cluster.wait_until(lambda: (long / "train/metrics.jsonl").exists(), "ada's training", timeout=200)
+    assert owners(shared) == {"ada"}
+    status, output = shared.run(bob, "shardmake", "status", "long")
     assert status == 0 and "Training is under way" in output
-    status, output = lab.run(bob, "shardmake", "train", "long")
+    status, output = shared.run(bob, "shardmake", "train", "long")
     assert status == 2 and "Another driver is already watching long" in output
 
-    kill_all_of(adas.pid)
-    status, output = lab.run(bob, "shardmake", "train", "long")
+    kill_with_descendants(adas.pid)
+    status, output = shared.run(bob, "shardmake", "train", "long")
     assert status == 2 and "of ada. You cannot adopt it" in output
-    assert "touch runs/long/train/STOP" in output and owners(lab) == {"ada"}
+    assert "touch runs/long/train/STOP" in output and owners(shared) == {"ada"}
 
-    lab.ask_to_stop(bob, "long")
-    lab.cluster.wait_until(lambda: not owners(lab), "the end of ada's job", timeout=100)
+    shared.ask_to_stop(bob, "long")
+    shared.cluster.wait_until(lambda: not owners(shared), "the end of ada's job", timeout=100)
     attempt = long / "train/attempts/001"
     assert (attempt / "stopped.json").exists() and len(list((long / "train/checkpoints").iterdir())) == 1
-    status, output = lab.run(ada, "shardmake", "train", "long")
+    status, output = shared.run(ada, "shardmake", "train", "long")
     assert status == 2 and "saved and stopped" in output
 
-    set_nodes(lab, "drain")
-    driver = lab.start(ada, "shardmake", "train", "long")
-    lab.cluster.wait_until(lambda: bool(dozing(driver.pid)), "a driver that dozes", timeout=100)
-    assert dozing(driver.pid)[0].memory_full_info().pss < 8 << 20
-    status, output = lab.run(bob, "shardmake", "train", "long")
+    set_nodes(shared, "drain")
+    driver = shared.start(ada, "shardmake", "train", "long")
+    shared.cluster.wait_until(lambda: bool(waiting(driver.pid)), "a driver that waits", timeout=100)
+    assert waiting(driver.pid)[0].memory_full_info().pss < 8 << 20
+    status, output = shared.run(bob, "shardmake", "train", "long")
     assert status == 2 and "Another driver is already watching long" in output
-    set_nodes(lab, "resume")
+    set_nodes(shared, "resume")
     attempt = long / "train/attempts/002"
-    lab.cluster.wait_until(lambda: (attempt / "node-0.log").exists(), "the second attempt", timeout=100)
-    lab.ask_to_stop(bob, "long")
+    shared.cluster.wait_until(lambda: (attempt / "node-0.log").exists(), "the second attempt", timeout=100)
+    shared.ask_to_stop(bob, "long")
     assert driver.wait(timeout=100) == 2
     output = (ada.home / "output.txt").read_text()
     assert "resuming from checkpoint" in output and "waits in low memory until it starts" in output
     assert "saved and stopped" in output and (attempt / "stopped.json").exists()
-    assert_shared(lab.checkout.root)
+    assert_shared(shared.checkout.root)
 
 
-def set_nodes(lab: Lab, state: str) -> None:
-    lab.cluster.run(["scontrol", "update", "nodename=c[1-3]", f"state={state}", "reason=test"])
+def set_nodes(shared: SharedCheckout, state: str) -> None:
+    shared.cluster.run(["scontrol", "update", "nodename=c[1-3]", f"state={state}", "reason=test"])
 
 
-def dozing(pid: int) -> list[psutil.Process]:
-    """Dozing drivers among the descendants of a process."""
+def waiting(pid: int) -> list[psutil.Process]:
+    """Return the drivers that wait in low memory among the descendants of a process."""
     root = psutil.Process(pid)
-    return [one for one in [root, *root.children(recursive=True)] if is_dozing(one)]
+    return [one for one in [root, *root.children(recursive=True)] if is_waiting(one)]
 
 
-def is_dozing(process: psutil.Process) -> bool:
-    with contextlib.suppress(psutil.Error):  # one that ends meanwhile
+def is_waiting(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):  # the process may end meanwhile
         return "low_memory_wait.py" in " ".join(process.cmdline())
     return False
 
 
-def owners(lab: Lab) -> set[str]:
-    """Users who have training jobs."""
-    lines = lab.cluster.run(["squeue", "--noheader", "--format=%u %j"]).stdout.splitlines()
+def owners(shared: SharedCheckout) -> set[str]:
+    """Return the users who have training jobs."""
+    lines = shared.cluster.run(["squeue", "--noheader", "--format=%u %j"]).stdout.splitlines()
     return {line.split()[0] for line in lines if "shardmake-" in line}
 
 
-def kill_all_of(pid: int) -> None:
+def kill_with_descendants(pid: int) -> None:
     root = psutil.Process(pid)
     for process in [root, *root.children(recursive=True)]:
         process.kill()
 
 
 def assert_shared(root: Path) -> None:
-    """Whatever Shardmake wrote for either, the group reads and writes; the stop file is touched by hand."""
+    """Check that the group can read and write all files, except the stop file, which a user creates."""
     for folder in ("runs", "logs", "cache", ".snakemake"):
         for path in [root / folder, *(root / folder).rglob("*")]:
             if path.is_symlink() or not path.exists() or path.name == "STOP":
                 continue
             found = path.stat()
             wanted = stat.S_IRGRP | stat.S_IWGRP | (stat.S_ISGID if path.is_dir() else 0)
-            assert found.st_gid == LAB_ID and found.st_mode & wanted == wanted, f"{path} {stat.filemode(found.st_mode)}"
+            assert found.st_gid == GROUP_ID and found.st_mode & wanted == wanted, (
+                f"{path} {stat.filemode(found.st_mode)}"
+            )

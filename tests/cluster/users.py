@@ -1,7 +1,7 @@
-"""Two users of one lab on the test cluster: accounts, and hosts that let them reach this Python.
+"""Two users of one group on the test cluster: accounts, and hosts that let them reach this Python.
 
-The machine's own accounts and folders stay as they are: every host sees its own /etc/passwd and /etc/group, and where
-this Python lies in a folder that is closed to others (/root), a folder open to all, with only that in it.
+The machine's own accounts and folders stay unchanged: every host has its own /etc/passwd and /etc/group. If this Python
+lies in a folder that is closed to others (/root), the hosts have an open folder with only this Python in its place.
 """
 
 import os
@@ -24,12 +24,12 @@ class User(NamedTuple):
     home: Path
 
 
-LAB_NAME, LAB_ID = "lab", 42100
+GROUP_NAME, GROUP_ID = "lab", 42100
 
 
 @contextmanager
 def accounts(cluster: Cluster, names: list[str]) -> Iterator[list[User]]:
-    """The users ``names``, whose common group is `LAB_NAME`, on all hosts of ``cluster``."""
+    """Create the users ``names``, whose common group is `GROUP_NAME`, on all hosts of ``cluster``."""
     folder = cluster.shared / "accounts"
     folder.mkdir()
     users = [User(name, 42001 + number, folder / name) for number, name in enumerate(names)]
@@ -52,26 +52,26 @@ def accounts(cluster: Cluster, names: list[str]) -> Iterator[list[User]]:
 def _write_databases(folder: Path, users: list[User]) -> None:
     passwd = "".join(f"{user.name}:x:{user.id}:{user.id}::{user.home}:/bin/bash\n" for user in users)
     group = "".join(f"{user.name}:x:{user.id}:\n" for user in users)
-    group += f"{LAB_NAME}:x:{LAB_ID}:{','.join(user.name for user in users)}\n"
+    group += f"{GROUP_NAME}:x:{GROUP_ID}:{','.join(user.name for user in users)}\n"
     (folder / "passwd").write_text(Path("/etc/passwd").read_text() + passwd)
     (folder / "group").write_text(Path("/etc/group").read_text() + group)
 
 
 def _needed() -> list[Path]:
-    """What commands read: the interpreter, its environment, the repository."""
+    """Return the folders that commands read: interpreter, environment, repository."""
     paths = [sys.base_prefix, sys.prefix, REPOSITORY, *os.environ.get("PYTHONPATH", "").split(":")]
     return [Path(path).resolve() for path in paths if path]
 
 
 def _closed() -> list[Path]:
-    """The topmost folders on the way to what is needed that others may not enter."""
+    """Return the topmost parents of the needed folders that other users may not enter."""
     ways = [[*reversed(path.parents)] for path in _needed()]
     closed = [next((folder for folder in way if not folder.stat().st_mode & 0o001), None) for way in ways]
     return sorted({folder for folder in closed if folder is not None})
 
 
 def _mounts(folder: Path) -> str:
-    """A script that puts the databases in place, and opens the closed folders."""
+    """Return a script that mounts the databases, and opens the closed folders."""
     lines = ["set -e", *(f"mount --bind {folder / name} /etc/{name}" for name in ("passwd", "group"))]
     for closed in _closed():
         entries = sorted({path.relative_to(closed).parts[0] for path in _needed() if path.is_relative_to(closed)})
@@ -82,7 +82,7 @@ def _mounts(folder: Path) -> str:
 
 
 def command_as(user: User, words: list[str], variables: Mapping[str, str]) -> list[str]:
-    """The words that run a command as ``user``, with an umask as strict as they come."""
+    """Return the words that run a command as ``user``, with the strictest umask."""
     settings = {"HOME": str(user.home), "USER": user.name, "LOGNAME": user.name, **variables}
     return [
         "runuser",

@@ -1,4 +1,4 @@
-"""A checkout on the test cluster, commands on its login node, and what can go wrong there, by real means."""
+"""A checkout on the test cluster, commands on its login node, and faults of its trainings by real means."""
 
 import json
 import os
@@ -22,7 +22,7 @@ class ClusterCheckout(Checkout):
     cluster: Cluster
 
     def configure_cluster(self, slurm: dict[str, object] | None = None, **changes: object) -> None:
-        """One run on the cluster of the harness, with ``changes``."""
+        """Configure one run on the cluster of the harness, with ``changes``."""
         file = yaml.safe_load((REPOSITORY / "config/clusters/three-node-test.yaml").read_text())
         file["slurm"] |= slurm or {}
         (self.root / "config/cluster.yaml").write_text(yaml.safe_dump(file))
@@ -30,7 +30,7 @@ class ClusterCheckout(Checkout):
         self.write_config({"cluster": "config/cluster.yaml", "runs": {"demo": RUN | run}})
 
     def on_login_node(self, *words: str, check: bool = True) -> str:
-        """Output of a command on the login node."""
+        """Return the output of a command on the login node."""
         done = self.cluster.run(self.command(*words), cwd=self.root, check=False, timeout=400)
         output = f"{done.stdout}{done.stderr}"
         print(f"$ {' '.join(words)}\n{output}")
@@ -38,7 +38,7 @@ class ClusterCheckout(Checkout):
         return output
 
     def training_jobs(self) -> list[Job]:
-        """The run's training jobs that Slurm knows, oldest first."""
+        """Return the run's training jobs that Slurm still lists, oldest first."""
         return [job for job in self.cluster.jobs() if job.name == job_name(self.run)]
 
 
@@ -47,8 +47,8 @@ import json, os, re, resource, signal, sys, time
 ROOT = os.path.dirname(os.path.abspath(__file__))
 held = []
 
-def ordered(what):
-    "What the test wrote into its order of this fault, which is for one process and one time; None without an order."
+def take_order(what):
+    "Return the text of the test's order of this fault, for one process and one time; None without an order."
     path = os.path.join(ROOT, "orders", what)
     try:
         with open(path) as file:
@@ -59,7 +59,7 @@ def ordered(what):
         return None
 
 def limit_memory():
-    "Let this process have 8 MiB more than it has now; a step takes 12 on the first fallback, and 41 before."
+    "Limit this process to 8 MiB more than it has now; a step needs 12 on the first fallback, and 41 before."
     (size,) = [int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("VmData")]
     resource.setrlimit(resource.RLIMIT_DATA, (size + (8 << 20),) * 2)
 
@@ -67,25 +67,25 @@ def in_rank(event, arguments):
     beat = event == "open" and re.search(r"rank-(\\d+)\\.tmp$", str(arguments[0]))
     if not beat:
         return
-    killer = ordered("killer-" + beat[1])
+    killer = take_order("killer-" + beat[1])
     if killer:
         from tests.kill_at_write import Killer
         Killer(**json.loads(killer)).install()
     if beat[1] != "1":
         return
-    if ordered("memory-limit"):
+    if take_order("memory-limit"):
         limit_memory()
-    if ordered("raise"):
+    if take_order("raise"):
         raise ValueError("the test ordered this error")
-    if ordered("eat"):
+    if take_order("eat"):
         held.append(bytearray(os.urandom(1 << 20) * 1024))
-    if ordered("sleep"):
+    if take_order("sleep"):
         time.sleep(100000)
 
 def in_driver(event, arguments):
     submits = event == "subprocess.Popen" and "sbatch" in str(arguments[1][0])
     records = event == "open" and ".job.json." in str(arguments[0])
-    if (submits and ordered("die-before-submit")) or (records and ordered("die-before-record")):
+    if (submits and take_order("kill-before-submit")) or (records and take_order("kill-before-record")):
         os.kill(os.getpid(), signal.SIGKILL)
 
 if "shardmake.train" in sys.orig_argv:
@@ -97,8 +97,8 @@ elif sys.orig_argv[-2:-1] == ["train"]:
 """
 
 
-class FaultLab:
-    """One run on the cluster, trained again and again, and what is done to it."""
+class FaultRun:
+    """One run on the cluster that is trained repeatedly, and the faults it suffers."""
 
     steps = 90
     every = 10
@@ -112,7 +112,7 @@ class FaultLab:
         self.configured: dict[str, Any] = {}
 
     def configure(self, strategy: str, ranks_per_node: int = 1, **changes: Any) -> None:
-        """Plan and render the run with ``strategy``, unless it is so already: two nodes of one rank."""
+        """Plan and render the run with ``strategy`` on two nodes, unless it is configured so already."""
         run = {"strategy": strategy, "max_steps": self.steps, "checkpoints": {"every_steps": self.every}} | changes
         wanted = run | {"ranks_per_node": ranks_per_node}
         if wanted == self.configured:
@@ -127,12 +127,12 @@ class FaultLab:
 
     @property
     def environment(self) -> dict[str, str]:
-        """What drivers start with, and hand on to everything below them."""
+        """Return the variables that drivers start with and pass on to all their processes."""
         path = os.pathsep.join([str(self.checkout.root), str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
         return {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
     def repair(self) -> None:
-        """Bring the cluster back to how it was, with room on every node, after a test that failed too."""
+        """Reset the cluster, also after a failed test, with free disk space on every node."""
         if self.driver and self.driver.poll() is None:
             self.driver.kill()
         self.cluster.reset()
@@ -149,22 +149,22 @@ class FaultLab:
         self.driver = self.cluster.popen(command, cwd=self.checkout.root, env=environment, stdout=log)
 
     def wait(self, timeout: float = 300) -> int:
-        """The driver's exit status."""
+        """Return the driver's exit status."""
         assert self.driver
         return self.driver.wait(timeout)
 
     def log(self) -> str:
-        """Everything the drivers said."""
+        """Return the output of all drivers."""
         return (self.checkout.root / "driver.log").read_text()
 
     def order(self, what: str, details: str = "now") -> None:
-        """Have one process do itself a fault (see `HOOKS`)."""
+        """Order one process to cause a fault in itself (see `HOOKS`)."""
         order = self.checkout.root / "orders" / what
         order.with_name(f".{what}").write_text(details)
         order.with_name(f".{what}").rename(order)
 
-    def forget(self) -> None:
-        """Put the training away, as if there had been none."""
+    def remove_training(self) -> None:
+        """Remove everything of the training."""
         if (self.checkout.run / "train").exists():
             shutil.rmtree(self.checkout.run / "train")
         for order in (self.checkout.root / "orders").iterdir():
@@ -172,12 +172,12 @@ class FaultLab:
         (self.checkout.root / "driver.log").unlink(missing_ok=True)
 
     def history(self) -> list[dict[str, Any]]:
-        """The attempts that have ended."""
+        """Return the attempts that have ended."""
         path = self.checkout.run / "train/attempts/index.json"
         return json.loads(path.read_text()) if path.exists() else []
 
     def ends(self) -> list[str]:
-        """Why they ended."""
+        """Return why they ended."""
         return [record["end"] for record in self.history()]
 
     def wait_for_ends(self, count: int, what: str) -> None:
@@ -187,20 +187,20 @@ class FaultLab:
     # ---- the training -----------------------------------------------------------------------------------------------
 
     def attempts(self) -> list[AttemptDir]:
-        """All of them, in order."""
+        """Return all attempts, in order."""
         return [AttemptDir(path) for path in sorted((self.checkout.run / "train/attempts").glob("[0-9]*"))]
 
     def attempt(self) -> AttemptDir | None:
-        """The newest attempt."""
+        """Return the newest attempt."""
         return next(reversed(self.attempts()), None)
 
     def beat(self, rank: int) -> Heartbeat | None:
-        """The last heartbeat of a rank of the newest attempt, unless that attempt has ended."""
+        """Return the last heartbeat of a rank of the newest attempt, unless that attempt has ended."""
         attempt = self.attempt()
         return attempt.beat(rank) if attempt and not attempt.exits() else None
 
     def wait_for_steps(self, steps: int, attempts: int = 1) -> Heartbeat:
-        """Wait until attempt number ``attempts`` has done ``steps`` more; the heartbeat of its rank 1."""
+        """Wait until attempt number ``attempts`` has done ``steps`` more; return the heartbeat of rank 1."""
         started: list[int] = []
 
         def is_there() -> bool:
@@ -217,7 +217,7 @@ class FaultLab:
         return beat
 
     def parent(self, beat: Heartbeat, generations: int) -> str:
-        """Process id, on its node, of a rank's launcher (1) or worker (2)."""
+        """Return the process id, on its node, of a rank's launcher (1) or worker (2)."""
         pid = str(beat.pid)
         for _ in range(generations):
             pid = self.cluster.run(["ps", "-o", "ppid=", "-p", pid], node=beat.host).stdout.strip()
@@ -230,14 +230,14 @@ class FaultLab:
     # ---- the result -------------------------------------------------------------------------------------------------
 
     def result(self) -> dict[int, float]:
-        """Losses by step of a finished training; no step is there twice."""
+        """Return the losses by step of a finished training, in which no step occurs twice."""
         assert (self.checkout.run / "train/receipt.json").exists(), self.log()
         lines = [line["step"] for line in self.checkout.metrics() if "loss" in line]
         assert lines == sorted(set(lines)), "a step is logged twice"
         return self.checkout.losses()
 
     def weights(self) -> dict[str, Any]:
-        """The final weights."""
+        """Return the final weights."""
         from safetensors.torch import load_file
 
         from shardmake.consolidate.merge import consolidate
@@ -250,10 +250,10 @@ class FaultLab:
         return load_file(out / "model.safetensors")
 
 
-def make_lab(cluster: Cluster, root: Path, inputs: Path) -> FaultLab:
-    """A lab in ``root``, which all nodes of the cluster see; what an earlier one left there goes."""
+def make_fault_run(cluster: Cluster, root: Path, inputs: Path) -> FaultRun:
+    """Create a run in ``root``, which all nodes of the cluster share, in place of an earlier one."""
     shutil.rmtree(root, ignore_errors=True)
     checkout = ClusterCheckout.create(root, inputs)
     assert isinstance(checkout, ClusterCheckout)
     checkout.cluster = cluster
-    return FaultLab(checkout)
+    return FaultRun(checkout)
