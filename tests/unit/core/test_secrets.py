@@ -59,7 +59,7 @@ def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -
     rundir = make_rundir(tmp_path)
     write_model(rundir, {**MODEL, "tokenizer_config.json": f'{{"auth": "{TOKEN}"}}'.encode()})
     with pytest.raises(
-        ShardmakeError, match=r"tokenizer_config\.json in the model holds what looks like a token"
+        ShardmakeError, match=r"tokenizer_config\.json in the model contains what looks like a token"
     ) as error:
         push(make_run(push={"to": "file:published/chat"}), rundir)
     assert TOKEN not in str(error.value) and not Path("published").exists()
