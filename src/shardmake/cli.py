@@ -20,7 +20,7 @@ from shardmake.run.paths import RUNS, RunDir
 from shardmake.run.sources import localize, require_weights
 
 app = typer.Typer(
-    help="Distributed fine-tuning that fits, runs, survives and ends as a model people can load.",
+    help="Fine-tune Hugging Face models on a Slurm cluster with DeepSpeed or FSDP.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -28,7 +28,9 @@ app = typer.Typer(
 logger = logging.getLogger(__name__)
 
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
-ConfigFiles = Annotated[list[Path], typer.Option("--config", help="Configuration file; later ones win.")]
+ConfigFiles = Annotated[
+    list[Path], typer.Option("--config", help="Configuration file. Later ones override earlier ones.")
+]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
 Weights = Literal["bf16", "fp32"]
 FetchPart = Literal["all", "description", "weights"]
@@ -46,7 +48,7 @@ def configure(
 
 
 def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
-    """The run as it is configured, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
+    """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config = load_config(*files)
     run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
@@ -58,14 +60,14 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
 
 
 def _open_fetched(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
-    """As `_open`, with hub ids replaced by what `fetch` brought here."""
+    """Return the same as `_open`, with hub ids replaced by the fetched files."""
     run, cluster, rundir = _open(name, files, runs, on_node=on_node)
     return localize(run, rundir), cluster, rundir
 
 
 @app.command()
-def demo(folder: Annotated[Path, typer.Argument(help="Where the inputs go.")] = Path("resources/demo")) -> None:
-    """Make the demo's inputs: a chat data set, a tokenizer and a small base model."""
+def demo(folder: Annotated[Path, typer.Argument(help="Folder for the inputs.")] = Path("resources/demo")) -> None:
+    """Create the demo's inputs: a chat data set, a tokenizer and a small base model."""
     from shardmake.demo import make_inputs
 
     make_inputs(folder)
@@ -76,9 +78,11 @@ def fetch(
     name: Name,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
-    part: Annotated[FetchPart, typer.Option(help="All, all but the weights (a plan needs no more), or those.")] = "all",
+    part: Annotated[
+        FetchPart, typer.Option(help="All files, all but the weights (enough for a plan), or the weights.")
+    ] = "all",
 ) -> None:
-    """Bring model and data here, pinned to their commits; run it where there is internet."""
+    """Download model and data and pin them to their commits; needs internet access."""
     from shardmake.fetch.stage import fetch as bring
 
     run, cluster, rundir = _open(name, config, runs)
@@ -95,27 +99,27 @@ def estimate(
     gpu_memory: Annotated[float, typer.Option(help="Memory of a GPU, GiB.")] = 80.0,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
     micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
-    strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. All without it.")] = None,
-    gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without; both if not given.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. Default: all.")] = None,
+    gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without. Default: both.")] = None,
     attention: Annotated[Attention, typer.Option(help="Attention kernel.")] = "flash",
     precision: Annotated[Precision, typer.Option(help="Compute data type.")] = "bf16",
     optimizer: Annotated[Optimizer, typer.Option(help="Optimizer.")] = "adamw",
     method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
     lora_targets: Annotated[str, typer.Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear",
-    weights: Annotated[Weights | None, typer.Option(help="Data type that trainable weights are held in.")] = None,
+    weights: Annotated[Weights | None, typer.Option(help="Data type of the trainable weights.")] = None,
     loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
-    fsdp_version: Annotated[int, typer.Option(help="Which FSDP runs the fsdp strategies.", min=1, max=2)] = 2,
-    host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB; no limit without it.")] = None,
+    fsdp_version: Annotated[int, typer.Option(help="FSDP version for the fsdp strategies.", min=1, max=2)] = 2,
+    host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB. Default: no limit.")] = None,
     accelerator: Annotated[str, typer.Option(help="GPU model, for the step time.")] = "a100-80gb",
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run model code that comes with the model.")] = False,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure context, NCCL and stream pools on this machine's GPU first.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object per candidate, in bytes.")] = False,
-    explain: Annotated[bool, typer.Option(help="Every term with its formula or source.")] = False,
-    list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the GPU models there are figures for.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+    explain: Annotated[bool, typer.Option(help="Print every term with its formula or source.")] = False,
+    list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the known GPU models.")] = False,
 ) -> None:
     """Estimate the memory of every strategy, from a config.json alone."""
     from shardmake.commands import estimate
@@ -158,7 +162,7 @@ def estimate(
 
 @app.command()
 def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Estimate memory for every strategy and choose the fastest that fits."""
+    """Estimate the memory of every strategy and choose the fastest that fits."""
     from shardmake.data import check_sources
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.plan.stage import describe, describe_checkpoints, plan_run
@@ -178,9 +182,9 @@ def render(
     name: Name,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
-    show: Annotated[bool, typer.Option("--show", help="Print what would be submitted, and write nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the submission without writing files.")] = False,
 ) -> None:
-    """Render the Accelerate and DeepSpeed files from the plan, and check them."""
+    """Render the Accelerate and DeepSpeed files from the plan and check them."""
     from shardmake.commands.preview import preview
     from shardmake.render.stage import render as render_run
     from shardmake.run.plan import Plan
@@ -196,9 +200,9 @@ def render(
 
 @app.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(help="An Accelerate file, a DeepSpeed file, arguments.")],
+    files: Annotated[list[Path], typer.Argument(help="An Accelerate file, a DeepSpeed file, training arguments.")],
 ) -> None:
-    """Tell what is wrong within and between configuration files that you have already."""
+    """Report errors within and between your own Accelerate, DeepSpeed and training files."""
     from shardmake.render.lint import check_files
 
     found = check_files(files)
@@ -214,7 +218,7 @@ def data(
     name: Name,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
-    cpus: Annotated[int, typer.Option(help="Processes to tokenize with.")] = 1,
+    cpus: Annotated[int, typer.Option(help="Processes for tokenization.")] = 1,
 ) -> None:
     """Tokenize and pack the data."""
     from shardmake.data import prepare
@@ -225,7 +229,7 @@ def data(
 
 @app.command()
 def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Train: adopt the run's job or submit one, and bring it to its end."""
+    """Adopt the run's training job or submit one, and resume it until training finishes."""
     from shardmake.launch.driver import train as drive
 
     run, cluster, rundir = _open_fetched(name, config, runs)
@@ -237,10 +241,10 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 def reshard(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: runs/NAME/train/checkpoints/checkpoint-N.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    ranks: Annotated[int, typer.Option(help="Number of ranks that will resume it.", min=1)],
-    strategy: Annotated[Strategy | None, typer.Option(help="Strategy that will resume it; as before without.")] = None,
+    ranks: Annotated[int, typer.Option(help="Number of ranks that will resume the checkpoint.", min=1)],
+    strategy: Annotated[Strategy | None, typer.Option(help="Strategy that will resume it. Default: unchanged.")] = None,
 ) -> None:
-    """Convert a checkpoint for another strategy or number of ranks; `train` does it by itself where it must."""
+    """Convert a checkpoint for another strategy or number of ranks; `train` does this automatically."""
     from shardmake.checkpoint.reshard.convert import reshard as convert
 
     convert(checkpoint, out, strategy, ranks)
@@ -250,17 +254,19 @@ def reshard(
 @app.command()
 def consolidate(
     source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
-    out: Annotated[Path | None, typer.Argument(help="Model folder to write; for a checkpoint's folder.")] = None,
-    base: Annotated[Path | None, typer.Option(help="Folder that config and tokenizer come from.")] = None,
-    dtype: Annotated[Target, typer.Option(help="Data type of the weights; keep: the training's own.")] = "keep",
-    adapter: Annotated[bool, typer.Option("--adapter", help="Write a LoRA adapter alone, unmerged.")] = False,
-    max_shard_size: Annotated[str, typer.Option(help="Largest file.")] = "5GB",
-    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 4,
-    tasks: Annotated[int, typer.Option(help="Processes, on any nodes, that merge together.")] = 1,
+    out: Annotated[Path | None, typer.Argument(help="Model folder to write, if the source is a checkpoint.")] = None,
+    base: Annotated[Path | None, typer.Option(help="Folder with the config and the tokenizer.")] = None,
+    dtype: Annotated[Target, typer.Option(help="Data type of the weights. keep: that of the training.")] = "keep",
+    adapter: Annotated[bool, typer.Option("--adapter", help="Write only the LoRA adapter, unmerged.")] = False,
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
+    workers: Annotated[int, typer.Option(help="Worker threads besides the reading one.")] = 4,
+    tasks: Annotated[int, typer.Option(help="Number of processes, on any nodes, that share the merge.")] = 1,
     task_index: Annotated[
-        int, typer.Option(envvar="SLURM_PROCID", help="Which of them this is, from 0 on; in Slurm, its own.")
+        int, typer.Option(envvar="SLURM_PROCID", help="Index of this process, from 0. Default: that of the Slurm task.")
     ] = 0,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="Let the model's code run.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")
+    ] = False,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
 ) -> None:
@@ -289,7 +295,7 @@ def consolidate(
 
 @app.command()
 def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Measure the base and the tuned model, and let both answer."""
+    """Measure the loss of the base and the tuned model, and generate answers with both."""
     from shardmake.evaluate.stage import evaluate as measure
 
     run, cluster, rundir = _open(name, config, runs, on_node=True)
@@ -298,7 +304,7 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
 
 @app.command()
 def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Push the model and read back what arrived."""
+    """Push the model and verify the pushed files."""
     from shardmake.push.stage import push as send
 
     run, _, rundir = _open(name, config, runs)
@@ -307,7 +313,7 @@ def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
 @app.command()
 def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Put the run on one page: losses, speed, memory, samples."""
+    """Write the report of the run: losses, speed, memory, samples."""
     from shardmake.report.stage import write_report
 
     run, _, rundir = _open(name, config, runs)
@@ -317,33 +323,33 @@ def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 @app.command()
 def verify(
     model: Annotated[Path, typer.Argument(help="A model folder.")],
-    against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit for bit.")] = None,
-    base: Annotated[Path | None, typer.Option(help="The base model's folder, where either is an adapter.")] = None,
-    workers: Annotated[int, typer.Option(help="Threads that work beside the one that reads.")] = 4,
+    against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit by bit.")] = None,
+    base: Annotated[Path | None, typer.Option(help="Folder of the base model, if one of them is an adapter.")] = None,
+    workers: Annotated[int, typer.Option(help="Worker threads besides the reading one.")] = 4,
 ) -> None:
-    """Check a model folder tensor by tensor, and against the checkpoint it was merged from."""
+    """Verify a model folder tensor by tensor, optionally against its checkpoint."""
     from shardmake.consolidate.verify import verify as check_model
 
     found = check_model(model, against, base=base, workers=workers)
     typer.echo(f"{model} is valid: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
     if against is not None:
-        typer.echo(f"Every bit is what {against} holds.")
+        typer.echo(f"Every bit is equal to {against}.")
 
 
 @app.command()
 def clean(
     runs: Runs = RUNS,
-    remove: Annotated[bool, typer.Option("--remove", help="Take it away; without it, only list.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the folders. Default: only list them.")] = False,
 ) -> None:
-    """List what finished and pushed runs no longer need, with sizes; never the only copy of anything."""
-    from shardmake.commands.clean import clean as tidy
+    """List the folders that finished and pushed runs no longer need; never the only copy of anything."""
+    from shardmake.commands.clean import clean as clean_runs
 
-    tidy(runs, remove=remove, tell=logger.info)
+    clean_runs(runs, remove=remove)
 
 
 @app.command()
 def status(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Show how far a run is, and what came of it."""
+    """Show the progress and the results of a run."""
     from shardmake.commands.status import describe
 
     run, _, rundir = _open(name, config, runs)

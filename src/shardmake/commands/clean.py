@@ -1,6 +1,7 @@
-"""What can go, and what it frees: never the only copy of anything, and nothing that a rerun would make again."""
+"""List and remove folders that runs no longer need: never the only copy, and nothing that a rerun would recreate."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,35 +14,36 @@ from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, PushReceipt
 from shardmake.run.training_settings import TrainingSettings
 
-Tell = Callable[[str], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Removable:
-    """A folder that may be removed, its bytes, and why it may."""
+    """A folder that can be removed, its bytes, and the reason."""
 
     path: Path
     size: int
-    why: str
+    reason: str
 
 
-def clean(runs: Path, *, remove: bool, tell: Tell) -> list[Removable]:
-    """List what can go below ``runs``, with sizes, and with ``remove`` take it away; return what was listed.
+def clean(runs: Path, *, remove: bool) -> list[Removable]:
+    """Log the removable folders below ``runs`` with their sizes, remove them with ``remove``, and return them.
 
-    What cannot be removed, because it is not the user's or for another reason, is named and left.
+    A folder that cannot be removed is reported and skipped, for example one of another user.
     """
     found = sorted(find_removable(runs), key=lambda item: -item.size)
     for item in found:
-        tell(f"{item.size / GIB:8.2f} GiB  {item.path}  ({item.why})")
+        logger.info("%8.2f GiB  %s  (%s)", item.size / GIB, item.path, item.reason)
         if remove:
             store.remove(item.path)
     total = sum(item.size for item in found) / GIB
-    tell(f"{total:8.2f} GiB in all. " + ("Removed." if remove else "Nothing was removed; add --remove to do it."))
+    outcome = "Removed." if remove else "Nothing was removed. Use --remove to remove these folders."
+    logger.info("%8.2f GiB in total. %s", total, outcome)
     return found
 
 
 def find_removable(runs: Path) -> Iterator[Removable]:
-    """In runs whose model was pushed: old checkpoints, the fetch's cache, and what killed saves and merges left."""
+    """Yield old checkpoints, caches and incomplete files of runs whose model was pushed."""
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         rundir = RunDir(folder)
         if is_pushed(rundir):
@@ -49,7 +51,7 @@ def find_removable(runs: Path) -> Iterator[Removable]:
 
 
 def is_pushed(rundir: RunDir) -> bool:
-    """Whether training finished and the model that is here now is the one that was pushed and read back."""
+    """Return whether training finished and the present model is the one that was pushed and verified."""
     if not (rundir.train_receipt.exists() and rundir.model_receipt.exists() and rundir.push_receipt.exists()):
         return False
     model = MergeReceipt.read(rundir.model_receipt).verification.files
@@ -65,18 +67,18 @@ def _removable(rundir: RunDir) -> Iterator[Removable]:
             yield Removable(path, tree_size(path), "a newer checkpoint is kept, and the model was pushed")
     for _, path in store.checkpoints(rundir.checkpoints):
         if found and is_unfinished(path):
-            yield Removable(path, tree_size(path), "its save was never finished")
+            yield Removable(path, tree_size(path), "incomplete: the save was interrupted")
     for path in store.damaged(rundir.checkpoints):
-        yield Removable(path, tree_size(path), "it is damaged, and a newer checkpoint is whole")
+        yield Removable(path, tree_size(path), "damaged, and a newer checkpoint is valid")
     if rundir.resharded.exists():
-        yield Removable(rundir.resharded, tree_size(rundir.resharded), "training went on from it and finished")
+        yield Removable(rundir.resharded, tree_size(rundir.resharded), "training resumed from it and finished")
     if (cache := rundir.fetched / "cache").exists():
-        yield Removable(cache, tree_size(cache), "the examples were fetched through it and lie in files of the run")
+        yield Removable(cache, tree_size(cache), "the cache of fetched examples, which the run has in files of its own")
     for path in rundir.root.glob(".*.partial"):
-        yield Removable(path, tree_size(path), "a merge was interrupted; the model is there")
+        yield Removable(path, tree_size(path), "a merge was interrupted, and the model is complete")
 
 
 def _kept(rundir: RunDir, records: list[CheckpointRecord]) -> set[int]:
-    """Steps of the newest checkpoint, of the best, and of those that the configuration keeps for good."""
+    """Return the steps of the newest checkpoint, the best one, and those that the configuration keeps permanently."""
     retention = TrainingSettings.read(rundir.training).checkpoints.retention
     return replace(Retention(**dict(retention)), keep=1).kept(records)

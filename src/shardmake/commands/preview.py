@@ -1,4 +1,4 @@
-"""What would be submitted: the batch script, the command and environment of each node, the rendered files."""
+"""Preview of a submission: the batch script, the command and environment of each node, the rendered files."""
 
 import json
 import shlex
@@ -21,11 +21,14 @@ from shardmake.run.plan import Plan
 from shardmake.run.sources import localize
 
 ATTEMPT = "NNN"
-"""Stands for the attempt's number, which the driver gives."""
+"""Placeholder for the attempt's number, which the driver sets."""
 
 
 def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
-    """Text for people; nothing is written or submitted. ``K``, ``ADDRESS`` and ``PORT`` are known once the job runs."""
+    """Return the preview as text, without writing or submitting anything.
+
+    ``K``, ``ADDRESS`` and ``PORT`` are placeholders for values that the running job determines.
+    """
     folder = _folder(rundir)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
@@ -40,17 +43,17 @@ def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
 
 
 def dry_run(run: Run, cluster: Cluster, rundir: RunDir, configuration: Iterable[Path]) -> str:
-    """What a workflow's dry run tells of a training: the submission alone, or why it is not known yet.
+    """Return the submission for a dry run of the workflow, or the reason why it is not known yet.
 
-    A plan that is not there, or older than a file of the ``configuration``, is made for the occasion.
+    A missing plan is computed in memory, and so is one that is older than a file of the ``configuration``.
     """
     try:
         local = localize(run, rundir)
-        is_new = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(map(_changed, configuration))
-        plan = Plan.read(rundir.plan) if is_new else make_plan(rundir.name, local, cluster)[0]
+        is_current = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(map(_changed, configuration))
+        plan = Plan.read(rundir.plan) if is_current else make_plan(rundir.name, local, cluster)[0]
         return _page(_submitted(plan, cluster, rundir)) + f"# --- the files: shardmake render {rundir.name} --show\n"
     except (ShardmakeError, OSError) as error:
-        return f"# What would be submitted is not known yet: {error}\n"
+        return f"# The submission is not known yet: {error}\n"
 
 
 def _changed(path: Path) -> float:
@@ -66,9 +69,10 @@ def _page(parts: dict[str, str]) -> str:
 
 
 def _submitted(plan: Plan, cluster: Cluster, rundir: RunDir) -> dict[str, str]:
-    folder, where = _folder(rundir), "batch script" if cluster.executor == "slurm" else "started here, without Slurm"
-    when = f"on each node K of {plan.choice.nodes}, once node 0 has published its address"
-    return {where: _submission(plan, cluster, rundir, folder), when: _node(plan, cluster, rundir.root, folder)}
+    folder = _folder(rundir)
+    job = "batch script" if cluster.executor == "slurm" else "on this machine, without Slurm"
+    node = f"on each node K of {plan.choice.nodes}, after node 0 has published its address"
+    return {job: _submission(plan, cluster, rundir, folder), node: _node(plan, cluster, rundir.root, folder)}
 
 
 def _submission(plan: Plan, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:
@@ -78,8 +82,8 @@ def _submission(plan: Plan, cluster: Cluster, rundir: RunDir, folder: AttemptDir
 
 
 def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:
-    meeting = Rendezvous(address="ADDRESS", port=0, interface=cluster.network_interface or "INTERFACE", host="HOST")
+    rendezvous = Rendezvous(address="ADDRESS", port=0, interface=cluster.network_interface or "INTERFACE", host="HOST")
     settings = attempt_settings(0, run_folder, cluster, plan, resume_from=None, recipe="")
-    variables = sorted(rank_environment(settings, meeting).items())
+    variables = sorted(rank_environment(settings, rendezvous).items())
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
     return f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"

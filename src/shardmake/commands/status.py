@@ -1,4 +1,4 @@
-"""How far a run is, and what came of it, from the files in its folder."""
+"""The progress and the results of a run, from the files in its folder."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ from shardmake.run.receipts import TrainingReceipt
 
 
 def describe(run: Run, rundir: RunDir) -> str:
-    """A page for people: each stage, then the result, then where to look next."""
+    """Return each stage, then the results, then the files to look at next."""
     stages = {
         "fetch": rundir.weights_receipt,
         "plan": rundir.plan,
@@ -37,9 +37,11 @@ def _read(path: Path) -> Any:
 
 
 def _training(receipt: TrainingReceipt) -> list[str]:
-    told = "" if receipt.steps is None else f" {receipt.steps:,} steps"
-    told += "" if receipt.tokens is None else f", {receipt.tokens:,} tokens,"
-    return [f"\nTrained{told} with {receipt.strategy} on {receipt.world_size} ranks in {receipt.attempts} attempt(s)."]
+    length = "" if receipt.steps is None else f" {receipt.steps:,} steps"
+    length += "" if receipt.tokens is None else f", {receipt.tokens:,} tokens,"
+    return [
+        f"\nTrained{length} with {receipt.strategy} on {receipt.world_size} ranks in {receipt.attempts} attempt(s)."
+    ]
 
 
 def _evaluation(evaluation: dict[str, Any]) -> list[str]:
@@ -50,7 +52,7 @@ def _evaluation(evaluation: dict[str, Any]) -> list[str]:
     ]
     if evaluation["samples"]:
         sample = evaluation["samples"][0]
-        lines += ["\nAsked:", _indent(sample["prompt"]), "The tuned model:", _indent(sample["tuned"])]
+        lines += ["\nPrompt:", _indent(sample["prompt"]), "The tuned model:", _indent(sample["tuned"])]
     return lines
 
 

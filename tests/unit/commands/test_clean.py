@@ -16,7 +16,7 @@ RUN = make_run(push={"to": "file:published/chat"})
 
 @pytest.fixture
 def rundir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
-    """A run with three finished checkpoints and one that was cut short."""
+    """A run with three committed checkpoints and an incomplete one."""
     monkeypatch.chdir(tmp_path)
     rundir = make_rundir(tmp_path)
     configure(rundir)
@@ -55,26 +55,24 @@ def names(rundir: RunDir) -> set[str]:
     return {path.name for path in rundir.checkpoints.iterdir()}
 
 
-def listed(runs: Path, *, remove: bool = False) -> tuple[set[str], str]:
-    said: list[str] = []
-    found = clean(runs, remove=remove, tell=said.append)
-    return {item.path.name for item in found}, "\n".join(said)
+def listed(runs: Path, *, remove: bool = False) -> set[str]:
+    return {item.path.name for item in clean(runs, remove=remove)}
 
 
-def test_nothing_goes_before_the_model_was_pushed(rundir: RunDir) -> None:
-    assert listed(rundir.root.parent, remove=True)[0] == set()
+def test_nothing_is_removed_before_the_push(rundir: RunDir) -> None:
+    assert listed(rundir.root.parent, remove=True) == set()
     assert len(names(rundir)) == 4
 
 
-def test_it_only_lists_by_default(rundir: RunDir) -> None:
+def test_it_only_lists_by_default(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     push(RUN, rundir)
-    found, said = listed(rundir.root.parent)
-    assert found == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
-    assert "Nothing was removed; add --remove" in said and "its save was never finished" in said
+    caplog.set_level("INFO", "shardmake")
+    assert listed(rundir.root.parent) == {"checkpoint-10", "checkpoint-20", "checkpoint-30"}
+    assert "Nothing was removed. Use --remove" in caplog.text and "the save was interrupted" in caplog.text
     assert len(names(rundir)) == 4
 
 
-def test_the_newest_checkpoint_and_the_model_stay(rundir: RunDir) -> None:
+def test_the_newest_checkpoint_and_the_model_are_kept(rundir: RunDir) -> None:
     push(RUN, rundir)
     (rundir.root / ".model.partial").mkdir()
     (rundir.fetched / "cache").mkdir(parents=True)
@@ -85,32 +83,32 @@ def test_the_newest_checkpoint_and_the_model_stay(rundir: RunDir) -> None:
     assert [record.step for record, _ in committed(rundir.checkpoints)] == [40]
     assert sorted(rundir.model.iterdir()) == model and not (rundir.root / ".model.partial").exists()
     assert [path.name for path in rundir.fetched.iterdir()] == ["train.parquet"]
-    assert listed(rundir.root.parent)[0] == set()
+    assert listed(rundir.root.parent) == set()
 
 
-def test_what_is_kept_for_good_and_the_best_stay(rundir: RunDir) -> None:
+def test_permanent_checkpoints_and_the_best_are_kept(rundir: RunDir) -> None:
     configure(rundir, best=True, every_steps=10)
     make_checkpoint(rundir, 14, finished=True, eval_loss=1.0)
     make_checkpoint(rundir, 16, finished=True, eval_loss=2.0)
     push(RUN, rundir)
-    assert listed(rundir.root.parent, remove=True)[0] == {"checkpoint-16", "checkpoint-20"}
+    assert listed(rundir.root.parent, remove=True) == {"checkpoint-16", "checkpoint-20"}
     assert names(rundir) == {f"checkpoint-{step}" for step in (10, 14, 30, 40)}
 
 
-def test_a_model_that_changed_after_the_push_keeps_everything(rundir: RunDir) -> None:
+def test_nothing_is_removed_if_the_model_changed_after_the_push(rundir: RunDir) -> None:
     push(RUN, rundir)
     write_model(rundir, {"config.json": b"new"})
-    assert listed(rundir.root.parent)[0] == set()
+    assert listed(rundir.root.parent) == set()
 
 
-def test_without_a_finished_checkpoint_nothing_goes(rundir: RunDir) -> None:
+def test_nothing_is_removed_without_a_committed_checkpoint(rundir: RunDir) -> None:
     push(RUN, rundir)
     for record in rundir.checkpoints.glob("*/shardmake.json"):
         record.unlink()
-    assert listed(rundir.root.parent)[0] == set()
+    assert listed(rundir.root.parent) == set()
 
 
-def test_a_checkpoint_whose_record_cannot_be_read_stays(rundir: RunDir) -> None:
+def test_a_checkpoint_with_an_unreadable_record_is_kept(rundir: RunDir) -> None:
     push(RUN, rundir)
     (rundir.checkpoints / "checkpoint-10/shardmake.json").write_text("{")
-    assert listed(rundir.root.parent)[0] == {"checkpoint-20", "checkpoint-30"}
+    assert listed(rundir.root.parent) == {"checkpoint-20", "checkpoint-30"}

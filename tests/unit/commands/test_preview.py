@@ -1,4 +1,4 @@
-"""What is shown of a plan: the preview of a submission, and the page of strategies."""
+"""The preview of a submission, and the documentation page of strategies."""
 
 import json
 from pathlib import Path
@@ -25,7 +25,7 @@ def run(tmp_path: Path) -> Run:
     return make_run(model=str(tmp_path / "base"))
 
 
-def test_slurm_preview_holds_script_command_environment_and_files(tmp_path: Path, run: Run) -> None:
+def test_slurm_preview_contains_script_command_environment_and_files(tmp_path: Path, run: Run) -> None:
     cluster = make_cluster(executor="slurm", accelerator="a100-80gb", network_interface="ib0")
     rundir = RunDir(tmp_path / "docs-chat")
     text = preview(make_plan("zero3"), run, cluster, rundir)
@@ -44,7 +44,7 @@ def test_slurm_preview_holds_script_command_environment_and_files(tmp_path: Path
     assert not rundir.root.exists()
 
 
-def test_nodes_with_internet_may_ask_the_hub(tmp_path: Path, run: Run) -> None:
+def test_nodes_with_internet_are_not_offline(tmp_path: Path, run: Run) -> None:
     cluster = make_cluster(executor="slurm", internet_on_compute_nodes=True)
     assert "OFFLINE" not in preview(make_plan("zero3"), run, cluster, RunDir(tmp_path / "docs-chat"))
 
@@ -61,7 +61,7 @@ def test_the_page_of_strategies_is_up_to_date() -> None:
     assert (REPOSITORY / "docs/reference/strategies.md").read_text() == table()
 
 
-def test_check_ends_with_1_where_there_is_an_error(tmp_path: Path) -> None:
+def test_check_exits_with_1_after_an_error(tmp_path: Path) -> None:
     def verdict(values: dict[str, Any]) -> tuple[int, str]:
         (tmp_path / "a.yaml").write_text(yaml.safe_dump(values))
         result = CliRunner().invoke(app, ["check", str(tmp_path / "a.yaml")])
