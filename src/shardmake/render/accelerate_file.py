@@ -1,4 +1,4 @@
-"""``accelerate.yaml``: what `accelerate launch` starts, where, and with which engine."""
+"""``accelerate.yaml``: the ranks that `accelerate launch` starts, and their library."""
 
 from typing import Any, Final
 
@@ -7,41 +7,38 @@ from shardmake.memory.model import Model
 from shardmake.run.plan import Choice, Plan
 
 IGNORED_IN_FILE: Final = ("rdzv_backend", "same_network", "enable_cpu_affinity", "downcast_bf16")
-"""Keys that `accelerate launch` takes from its command line alone.
-
-Their defaults there are not None, so that the value in the file never gets through.
-"""
+"""Keys that `accelerate launch` takes from its command line alone: their defaults there are not None."""
 
 
 def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
-    """Accelerate's file.
+    """Return Accelerate's file.
 
     The node's rank, the address of node 0 and the place of the DeepSpeed file are known only at launch and stand on
     the command line. ``use_cpu`` is false also on CPU: with true, the launcher silently drops DeepSpeed and starts one
     process only. The training arguments say that the ranks run on the CPU.
     """
-    choice, engine = plan.choice, plan.choice.spec
+    choice, spec = plan.choice, plan.choice.spec
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": engine.distributed_type,
+        "distributed_type": spec.distributed_type,
         "num_machines": choice.nodes,
         "num_processes": choice.world_size,
         "use_cpu": False,
         "main_training_function": "main",
     }
-    if engine.is_deepspeed:
+    if spec.is_deepspeed:
         return values | {"deepspeed_config": _deepspeed_section(choice)}
-    # With a DeepSpeed file, accelerate refuses this key: the precision stands in that file.
+    # Accelerate refuses this key beside a DeepSpeed file, which holds the precision itself.
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
-    if engine.is_fsdp:
+    if spec.is_fsdp:
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
-        if run.fsdp_version == 2 and (engine.hybrid or choice.tensor_parallel > 1):
+        if run.fsdp_version == 2 and (spec.hybrid or choice.tensor_parallel > 1):
             values["parallelism_config"] = _mesh(choice)
     return values
 
 
 def _deepspeed_section(choice: Choice) -> dict[str, Any]:
-    """The launcher's default for several nodes is pdsh, which wants ssh between them; `standard` is torchrun."""
+    """Return the section for torchrun (`standard`): the default for several nodes is pdsh, which needs ssh."""
     return {
         "deepspeed_multinode_launcher": "standard",
         "zero3_init_flag": choice.zero_stage == 3,
@@ -49,7 +46,7 @@ def _deepspeed_section(choice: Choice) -> dict[str, Any]:
 
 
 def _mesh(choice: Choice) -> dict[str, Any]:
-    """FSDP2's mesh of two dimensions: replicas between nodes and shards within, or shards of tensor-parallel groups."""
+    """Return FSDP2's mesh: replicas between nodes and shards within a node, or shards of tensor-parallel groups."""
     if choice.tensor_parallel > 1:
         return {
             "parallelism_config_dp_shard_size": choice.data_parallel,
@@ -62,23 +59,23 @@ def _mesh(choice: Choice) -> dict[str, Any]:
 
 
 def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
-    """FSDP's settings, by accelerate's names without their prefix ``fsdp_``."""
-    engine = choice.spec
+    """Return FSDP's settings under accelerate's names, without their prefix ``fsdp_``."""
+    spec = choice.spec
     values: dict[str, Any] = {
         "version": run.fsdp_version,
         "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
         "transformer_layer_cls_to_wrap": ",".join(model.block_classes),
         "state_dict_type": "SHARDED_STATE_DICT",
         "cpu_ram_efficient_loading": True,
-        "offload_params": engine.offload_param is not None,
+        "offload_params": spec.offload_param is not None,
         "activation_checkpointing": choice.gradient_checkpointing,
     }
     if run.fsdp_version == 2:
-        return values | {"reshard_after_forward": engine.reshard_after_forward}
+        return values | {"reshard_after_forward": spec.reshard_after_forward}
     return values | {
         # Accelerate prefers the first name; transformers knows only the second, which alone would be ignored.
-        "sharding_strategy": engine.fsdp1_strategy,
-        "reshard_after_forward": engine.fsdp1_strategy,
+        "sharding_strategy": spec.fsdp1_strategy,
+        "reshard_after_forward": spec.fsdp1_strategy,
         "backward_prefetch": "BACKWARD_PRE",
         "forward_prefetch": False,
         "use_orig_params": True,

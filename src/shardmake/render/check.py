@@ -1,8 +1,8 @@
-"""The libraries' own parsers over the rendered files, before anything is queued.
+"""Check the rendered files with the libraries' own parsers, before anything is queued.
 
 Accelerate's config class and argument parser, transformers' TrainingArguments and DeepSpeed's config class read the
-files just as they will on the nodes, at the planned world size (`shardmake.render.parsers`). What they refuse, what
-they understand differently from the plan and what they drop without a word is an error.
+files as they will on the nodes, at the planned world size (`shardmake.render.parsers`). A key that a parser refuses,
+understands differently from the plan or silently drops is an error.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.core.environment import kernel_caches
-from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
 from shardmake.render import parsers
 from shardmake.run.plan import Choice
@@ -90,15 +90,15 @@ def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scrat
 
 
 def ask_libraries(module: str, request: Mapping[str, Any], world_size: int, deepspeed: bool, scratch: str) -> Any:
-    """Run ``module`` over ``request`` in a process that finds itself as rank 0 of ``world_size``; its answer."""
+    """Run ``module`` over ``request`` in a process whose environment is that of rank 0; return its answer."""
     try:
         return run_module(module, request, _environment(world_size, deepspeed) | kernel_caches(scratch))
     except RuntimeError as error:
-        raise ShardmakeError(f"The files could not be checked: {error}") from None
+        raise ConfigError(f"Cannot check the files: {error}") from None
 
 
 def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
-    """What the launcher would set for rank 0, so that the libraries see the planned world."""
+    """Return the environment of rank 0, so that the libraries see the planned world size."""
     inherited = {key: value for key, value in os.environ.items() if not key.startswith(_VARIABLES)}
     world = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size), "MASTER_ADDR": "localhost"}
     engine = {"ACCELERATE_USE_DEEPSPEED": "true", "DS_ACCELERATOR": "cpu"} if deepspeed else {}
@@ -115,7 +115,7 @@ def answer_check(check: Callable[[dict[str, Any], Path], Any]) -> None:
 
 
 def problems_of(check: Callable[[], list[str]]) -> list[str]:
-    """What ``check`` finds; whatever a library raises over a file is its way of refusing it."""
+    """Return what ``check`` finds. A library refuses a file by raising an exception of any class."""
     try:
         return check()
     except Exception as error:
@@ -142,7 +142,7 @@ def _find_problems(rendering: Mapping[str, Any], hidden_size: int, folder: Path)
 
 
 def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Path) -> list[str]:
-    """Each key of the file must reach the launch arguments, and the launch must start the planned ranks."""
+    """Check that each key of the file reaches the launch arguments, and that the planned ranks are started."""
     launched, ignored = parsers.launch_arguments(files.accelerate, flags, folder)
     parsers.check_replicas(files.accelerate.get("parallelism_config", {}))
     per_node, engine = launched.num_processes // launched.num_machines, choice.spec.distributed_type
@@ -160,16 +160,16 @@ def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Pa
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The file's keys as the launcher names its arguments; those it handles apart are left out."""
-    apart = {"compute_environment", "distributed_type", "main_training_function"}
+    """Return the file's keys under the names of the launcher's arguments, without those it handles separately."""
+    separate = {"compute_environment", "distributed_type", "main_training_function"}
     flat: dict[str, Any] = {}
     for key, value in values.items():
         flat.update(value if isinstance(value, dict) else {key: value})
-    return {key: value for key, value in flat.items() if key not in apart}
+    return {key: value for key, value in flat.items() if key not in separate}
 
 
 def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
-    """Known keys, types, and the batch arithmetic at the planned world size."""
+    """Check keys, types, and the batch arithmetic at the planned world size."""
     if not files.deepspeed:
         return []
     filled = {
@@ -187,10 +187,10 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
 
 
 def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
-    """TrainingArguments takes every argument, counts the same batch, and agrees with DeepSpeed's file or FSDP."""
+    """Check that TrainingArguments accepts every argument and agrees on the batch and with DeepSpeed's file."""
     arguments, ignored = parsers.training_arguments(files.training.arguments, files.deepspeed, folder)
-    readers = arguments.world_size // choice.tensor_parallel
-    batch = readers * arguments.train_batch_size * arguments.gradient_accumulation_steps
+    data_parallel = arguments.world_size // choice.tensor_parallel
+    batch = data_parallel * arguments.train_batch_size * arguments.gradient_accumulation_steps
     return [
         *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),
         *(f"training.json: transformers ignores {key}" for key in ignored),
@@ -198,8 +198,8 @@ def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path
     ]
 
 
-def _unequal(what: str, understood: object, planned: object) -> list[str]:
-    return [] if understood == planned else [f"{what} is understood as {understood!r}; planned is {planned!r}"]
+def _unequal(subject: str, understood: object, planned: object) -> list[str]:
+    return [] if understood == planned else [f"{subject} is understood as {understood!r}; planned is {planned!r}"]
 
 
 if __name__ == "__main__":

@@ -31,17 +31,17 @@ FILLED_BY_TRAINER: Final = (
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
 )
-"""Keys for which transformers puts its own value in place of "auto" (`transformers.integrations.deepspeed`)."""
+"""Keys whose "auto" transformers replaces with its own value (`transformers.integrations.deepspeed`)."""
 FILLED_BY_SCRIPT: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""Keys that Accelerate takes from what a script prepares."""
+"""Keys that Accelerate takes from the objects a script prepares."""
 
 
 def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> dict[str, Any]:
-    """DeepSpeed's file, which will lie in ``folder``, or an empty dictionary for other engines.
+    """Return DeepSpeed's file, empty for other libraries; ``folder`` is any folder inside the run's.
 
-    It has no optimizer and no scheduler: Trainer's own run on all engines, so that parameter groups (no weight decay
-    on norms and biases) and learning rates are the same whatever the strategy. ``train_batch_size`` is left to
-    DeepSpeed, which multiplies it: on CPU it reads this file before it knows the world size, and would refuse.
+    The file has no optimizer and no scheduler. Trainer's own are the same for every strategy: their parameter groups
+    exclude norms and biases from weight decay. DeepSpeed computes ``train_batch_size`` itself: on CPU it reads this
+    file before the world size is known, and would refuse any value.
     """
     choice = plan.choice
     if not choice.is_deepspeed:
@@ -61,16 +61,16 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     }
     if choice.tensor_parallel > 1:
         values["tensor_parallel"] = {"autotp_size": choice.tensor_parallel}
-    if "nvme" in (choice.spec.offload_optimizer, choice.spec.offload_param):
+    if choice.spec.uses_nvme:
         values["aio"] = AIO
     if run.deepspeed_values == "auto":
         return with_auto(values)
-    # A script's own data loader and accumulation decide; Accelerate and Trainer both fill these in.
+    # The script's data loader and accumulation decide; Accelerate and Trainer both fill these keys in.
     return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") if run.script else values
 
 
 def with_auto(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``values`` with "auto" wherever Trainer fills in its own value."""
+    """Return ``values`` with "auto" wherever Trainer fills in its own value."""
     return {
         key: with_auto(value, f"{prefix}{key}.")
         if isinstance(value, dict)

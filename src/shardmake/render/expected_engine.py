@@ -7,22 +7,22 @@ from shardmake.run.training_settings import ExpectedDeepSpeed, ExpectedEngine, E
 
 def expected_engine(choice: Choice, fsdp_version: int) -> ExpectedEngine:
     """Return what each rank compares with the engine that was built, before it trains."""
-    engine = choice.spec
+    spec = choice.spec
     common = ExpectedEngine(
-        engine=engine.library,
-        zero_stage=engine.zero_stage,
+        engine=spec.library,
+        zero_stage=spec.zero_stage,
         world_size=choice.world_size,
         dtype=TORCH_DTYPES[choice.precision],
-        offload_optimizer=engine.offload_optimizer,
-        offload_param=engine.offload_param,
+        offload_optimizer=spec.offload_optimizer,
+        offload_param=spec.offload_param,
     )
-    if engine.is_deepspeed:
+    if spec.is_deepspeed:
         return ExpectedDeepSpeed(**dict(common), tensor_parallel=choice.tensor_parallel)
-    if engine.is_fsdp:
+    if spec.is_fsdp:
         return ExpectedFsdp(
             **dict(common),
             fsdp_version=fsdp_version,
-            reshard_after_forward=engine.reshard_after_forward,
-            replicas=choice.nodes if engine.hybrid else 1,
+            reshard_after_forward=spec.reshard_after_forward,
+            replicas=choice.nodes if spec.hybrid else 1,
         )
     return common

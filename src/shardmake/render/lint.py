@@ -1,7 +1,8 @@
-"""`shardmake check FILE...`: what is wrong between the configuration files that somebody has already.
+"""`shardmake check FILE...`: find contradictions in and between existing configuration files.
 
-Takes an Accelerate file, a DeepSpeed file and training arguments (YAML or JSON), any of the three. The libraries' own
-parsers read them, and settings that stand in several files are compared, with who would win at run time.
+The files are an Accelerate file, a DeepSpeed file and training arguments (YAML or JSON), or some of them. The
+libraries' own parsers read them. Settings that stand in several files are compared, and the message names the file
+that would win at run time.
 """
 
 import json
@@ -12,7 +13,7 @@ from typing import Any, Final, Literal
 
 import yaml
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError
 from shardmake.render import parsers
 from shardmake.render.check import answer_check, ask_libraries, problems_of
 
@@ -27,7 +28,7 @@ SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
     "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
     "training": ("arguments", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps"),
 }
-"""Keys by which a file of each kind is known."""
+"""Keys that identify each kind of file."""
 
 SHARED: Final = {
     "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
@@ -63,7 +64,7 @@ REFUSED_BESIDE_DEEPSPEED_FILE: Final = (
     "offload_optimizer_nvme_path",
     "zero3_save_16bit_model",
 )
-"""Keys of accelerate's ``deepspeed_config`` section that it refuses once there is a DeepSpeed file."""
+"""Keys of accelerate's ``deepspeed_config`` section that it refuses beside a DeepSpeed file."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +78,17 @@ class ConfigFile:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong: an error stops a training or trains something else, a warning is dropped without a word."""
+    """A problem: an error stops a training or trains something else; a warning is silently dropped."""
 
     level: Literal["error", "warning"]
     text: str
 
 
 def check_files(paths: Sequence[Path], scratch: str = "/tmp") -> list[Finding]:
-    """Everything wrong within and between the files; `ShardmakeError` for what cannot be read or told apart."""
+    """Return all problems in and between the files.
+
+    Raises `ConfigError` for a file that cannot be read or whose kind is unknown.
+    """
     sources = read_sources(paths)
     request = {"sources": [asdict(source) for source in sources.values()]}
     answers = ask_libraries("shardmake.render.lint", request, _world_size(sources), "deepspeed" in sources, scratch)
@@ -93,12 +97,12 @@ def check_files(paths: Sequence[Path], scratch: str = "/tmp") -> list[Finding]:
 
 
 def read_sources(paths: Sequence[Path]) -> dict[Kind, ConfigFile]:
-    """The files by kind, with the DeepSpeed file that another one refers to."""
+    """Return the files by kind, with the DeepSpeed file that another one refers to."""
     found: dict[Kind, ConfigFile] = {}
     for path in paths:
         source = read_source(path)
         if other := found.get(source.kind):
-            raise ShardmakeError(f"{other.name} and {source.name} are both {TITLES[source.kind]}; give one of a kind.")
+            raise ConfigError(f"{other.name} and {source.name} are both {TITLES[source.kind]}; give one of a kind.")
         found[source.kind] = source
     if "deepspeed" not in found and (referred := _referred(found)):
         found["deepspeed"] = read_source(referred)
@@ -106,31 +110,26 @@ def read_sources(paths: Sequence[Path]) -> dict[Kind, ConfigFile]:
 
 
 def read_source(path: Path) -> ConfigFile:
-    """One file with its kind, known by its keys."""
+    """Read one file and determine its kind from its keys."""
     try:
         # YAML reads 5e8 as text, JSON as a number; each file is read as the libraries will.
         values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise ShardmakeError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
+        raise ConfigError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
     except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise ShardmakeError(f"{path} cannot be read: {error}") from None
+        raise ConfigError(f"{path} cannot be read: {error}") from None
     kinds = [
         kind for kind, signs in SIGNS.items() if isinstance(values, dict) and any(sign in values for sign in signs)
     ]
     if not kinds:
         wanted = "; ".join(f"{TITLES[kind]}: {', '.join(signs)}" for kind, signs in SIGNS.items())
-        raise ShardmakeError(f"{path} is no configuration file known here. It has none of the keys of: {wanted}.")
+        raise ConfigError(f"Cannot check {path}: it is not a known configuration file. Each kind has one of: {wanted}.")
     kind = kinds[0]
     return ConfigFile(kind, str(path), values.get("arguments", values) if kind == "training" else values)
 
 
-def _kind_of(values: Any) -> Kind | None:
-    keys = values if isinstance(values, dict) else {}
-    return next((kind for kind, signs in SIGNS.items() if any(sign in keys for sign in signs)), None)
-
-
 def _referred(sources: Mapping[Kind, ConfigFile]) -> Path | None:
-    """The DeepSpeed file that training arguments or an Accelerate file name, where it exists."""
+    """Return the DeepSpeed file that training arguments or an Accelerate file name, if it exists."""
     named: list[tuple[ConfigFile, Any]] = []
     if "training" in sources:
         named.append((sources["training"], sources["training"].values.get("deepspeed")))
@@ -152,7 +151,7 @@ def _world_size(sources: Mapping[Kind, ConfigFile]) -> int:
 
 
 def compare(sources: Mapping[Kind, ConfigFile]) -> list[Finding]:
-    """What contradicts between the files, with both values and who would win."""
+    """Return the contradictions between the files, with both values and the file that would win."""
     accelerate, deepspeed, training = (sources.get(kind) for kind in ("accelerate", "deepspeed", "training"))
     found: list[Finding] = []
     if deepspeed and training:
@@ -256,7 +255,7 @@ def _accelerate_against_training(accelerate: ConfigFile, training: ConfigFile) -
 
 
 def _fsdp(accelerate: ConfigFile, training: ConfigFile) -> Iterator[Finding]:
-    """Trainer hands its own values to the plugin; the launcher's count only for what Trainer leaves out."""
+    """Compare FSDP's settings: Trainer's win, and the launcher's count only for keys that Trainer leaves out."""
     launched = {key.removeprefix("fsdp_"): value for key, value in (accelerate.values.get("fsdp_config") or {}).items()}
     asked = {key.removeprefix("fsdp_"): value for key, value in (training.values.get("fsdp_config") or {}).items()}
     for key in sorted(launched.keys() & asked.keys()):
@@ -276,7 +275,7 @@ def _accelerate_alone(accelerate: ConfigFile) -> Iterator[Finding]:
         yield Finding(
             "error",
             f"use_cpu is true and distributed_type {kind!r} in {accelerate.name}. use_cpu wins: the launcher starts "
-            "one plain process without a word. Set use_cpu: false here, and use_cpu in the training arguments.",
+            "one plain process, silently. Set use_cpu: false here, and use_cpu in the training arguments.",
         )
 
 
@@ -312,8 +311,8 @@ def _read_training(source: ConfigFile, folder: Path) -> list[str]:
     known = TrainingArguments.__dataclass_fields__
     values = {key: value for key, value in source.values.items() if key in known and key != "deepspeed"}
     _, ignored = parsers.training_arguments(values, {}, folder)
-    strangers = [key for key in source.values if key not in known]
-    return [f"transformers ignores {key}" for key in [*ignored, *strangers]]
+    unknown = [key for key in source.values if key not in known]
+    return [f"transformers ignores {key}" for key in [*ignored, *unknown]]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The libraries' own readers of the three files, and which keys they accept but never look at.
+"""The libraries' own parsers of the three files, and the keys that they accept but never read.
 
-They keep global state and read the environment, so all of this runs in a process of its own (`shardmake.render.check`),
-at the world size that is asked for, without a GPU and without weights.
+They keep global state and read the environment. All of this therefore runs in a process of its own
+(`shardmake.render.check`), at the planned world size, without a GPU and without weights.
 """
 
 import json
@@ -18,7 +18,7 @@ SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config")
 
 
 class Watched(dict[str, Any]):
-    """A dictionary that remembers which keys were looked up; copies are itself, so that nothing escapes it."""
+    """A dictionary that records which keys were read; its copies are itself, so that every access is recorded."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(values)
@@ -34,12 +34,12 @@ class Watched(dict[str, Any]):
         return super().__getitem__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As `dict.get`."""
+        """Return the value as `dict.get` does, and record the key."""
         self.seen.add(key)
         return super().get(key, default)
 
     def keys(self) -> Any:
-        """This dictionary itself, so that ``key in values.keys()`` is seen too."""
+        """Return this dictionary itself, so that ``key in values.keys()`` is recorded too."""
         return self
 
     def __copy__(self) -> "Watched":
@@ -47,12 +47,12 @@ class Watched(dict[str, Any]):
 
     @property
     def unseen(self) -> list[str]:
-        """Keys given that nobody asked for."""
+        """Return the given keys that were never read."""
         return [key for key in self.given if key not in self.seen]
 
 
 def pretend_world(world_size: int) -> None:
-    """A process group of ``world_size`` with torch's fake backend: the libraries read sizes, nothing communicates."""
+    """Start a process group of ``world_size`` with torch's fake backend, which does not communicate."""
     import torch.distributed
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -61,7 +61,7 @@ def pretend_world(world_size: int) -> None:
 
 
 def launch_arguments(values: Mapping[str, Any], flags: list[str], folder: Path) -> tuple[Namespace, list[str]]:
-    """What `accelerate launch` makes of its file and flags, and the file's keys that change nothing in it."""
+    """Return the arguments that `accelerate launch` reads from file and flags, and the keys that it ignores."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 
     path = folder / "accelerate.json"
@@ -74,16 +74,16 @@ def launch_arguments(values: Mapping[str, Any], flags: list[str], folder: Path) 
 
 
 def check_replicas(values: Mapping[str, Any]) -> None:
-    """Accelerate's ParallelismConfig takes the sizes of the mesh, or raises."""
+    """Let Accelerate's ParallelismConfig check the sizes of the mesh."""
     from accelerate import ParallelismConfig
 
     ParallelismConfig(**{key.removeprefix("parallelism_config_"): value for key, value in values.items()})
 
 
 def deepspeed_settings(values: Mapping[str, Any], filled: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """DeepSpeed's config at the pretended world size, and the keys at its top level that it never reads.
+    """Return DeepSpeed's config at the world size of the process group, and the top-level keys that it ignores.
 
-    ``filled`` stands in for what Trainer puts in place of "auto". Below the top level DeepSpeed refuses unknown keys.
+    ``filled`` holds the values that Trainer puts in place of "auto". DeepSpeed refuses unknown keys below the top.
     """
     import deepspeed
     from deepspeed.runtime.config import DeepSpeedConfig
@@ -94,7 +94,7 @@ def deepspeed_settings(values: Mapping[str, Any], filled: Mapping[str, Any]) -> 
 
 
 def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` without the keys that Trainer fills in."""
+    """Return ``values`` without the keys that Trainer fills in."""
     return {
         key: without_auto(value) if isinstance(value, dict) else value
         for key, value in values.items()
@@ -103,11 +103,11 @@ def without_auto(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], folder: Path) -> tuple[Any, list[str]]:
-    """TrainingArguments on the CPU, with DeepSpeed's file beside it, and the keys of ``fsdp_config`` it never reads."""
+    """Return TrainingArguments for the CPU with DeepSpeed's file, and the keys of ``fsdp_config`` that it ignores."""
     from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import TrainingArguments
 
-    # The check may run where there is no GPU; the device is not what it is about.
+    # The check may run on a machine without a GPU; it does not concern the device.
     given = {**values, "use_cpu": True, "ddp_backend": "gloo", "output_dir": str(folder / "output")}
     watched = Watched(given.get("fsdp_config") or {})
     arguments = TrainingArguments(
@@ -115,7 +115,7 @@ def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], 
     )
     if arguments.fsdp_plugin_args is None:
         return arguments, []
-    # FSDP1's broadcast of the weights looks for a GPU already here.
+    # FSDP1's broadcast of the weights already needs a GPU at this point.
     on_gpu = {"sync_module_states": False, "cpu_ram_efficient_loading": False}
     is_fsdp1 = arguments.fsdp_plugin_args["fsdp_version"] == 1
     FullyShardedDataParallelPlugin(**arguments.fsdp_plugin_args | (on_gpu if is_fsdp1 else {}))
@@ -123,7 +123,7 @@ def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], 
 
 
 def mismatches(arguments: Any, hidden_size: int) -> list[str]:
-    """Have Trainer fill in "auto" and compare the rest, as it does once the model is loaded on every rank."""
+    """Let Trainer fill in "auto", and return the values that differ, as it does after loading the model."""
     model = SimpleNamespace(config=SimpleNamespace(hidden_size=hidden_size))
     read = arguments.hf_deepspeed_config
     found = [f"deepspeed.json and training.json differ: {line.lstrip('- ')}" for line in read.mismatches]
@@ -137,7 +137,7 @@ def mismatches(arguments: Any, hidden_size: int) -> list[str]:
 
 
 def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested dictionaries with its dotted key."""
+    """Yield every value of nested dictionaries with its dotted key."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from leaves(value, f"{prefix}{key}.")

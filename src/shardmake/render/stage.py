@@ -1,7 +1,7 @@
 """The files that run a plan: ``accelerate.yaml``, ``deepspeed.json`` and ``training.json``, and the launch command.
 
-Every number stands in one place, the plan or the run, and is written from there into each file that wants a copy.
-What is rendered depends on nothing but its arguments; no training library is imported here.
+Every number stands in one place, the plan or the run, and is written from there into each file that needs a copy.
+The files depend on the arguments alone; no training library is imported here.
 """
 
 import shutil
@@ -99,15 +99,15 @@ def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: P
 
 
 def as_yaml(values: dict[str, object]) -> str:
-    """YAML with the keys in their order."""
+    """Return ``values`` as YAML, with the keys in their order."""
     return yaml.safe_dump(values, sort_keys=False)
 
 
 def launch_command(plan: Plan, attempt: Path, machine_rank: int | str, address: str, port: int | str) -> list[str]:
-    """The command that starts the ranks of node ``machine_rank``; it can be typed by hand just so.
+    """Return the command that starts the ranks of node ``machine_rank``; it also works when typed by hand.
 
-    ``attempt`` is the attempt's folder with its rendered files; ``address`` and ``port`` are node 0's; what is
-    not known yet may be a word in its place. Keys that accelerate would ignore in its file are given here.
+    ``attempt`` is the attempt's folder with its rendered files; ``address`` and ``port`` are node 0's. A value that is
+    not known yet may be a placeholder. Keys that accelerate would ignore in its file are given here.
     """
     return [
         *(sys.executable, "-m", "accelerate.commands.launch"),
@@ -134,7 +134,7 @@ def launch_flags(plan: Plan, folder: Path, machine_rank: int | str, address: str
 
 
 def threads_per_process(plan: Plan) -> int:
-    """Cores of a node shared out between its ranks; DeepSpeed's CPU optimizer lives on them."""
+    """Return the cores of a node per rank, on which DeepSpeed's CPU optimizer runs."""
     return max(1, plan.resources["train"].cpus // plan.choice.processes_per_node)
 
 

@@ -60,10 +60,10 @@ def _program(run: Run) -> LoopProgram | ScriptProgram:
 
 
 def load_dtype(choice: Choice, run: Run) -> str:
-    """Data type in which the weights are loaded, by torch's name.
+    """Return the data type in which the weights are loaded, under torch's name.
 
     DDP and FSDP train fp32 master weights under autocast or a mixed-precision policy, so full fine-tuning loads fp32
-    there. DeepSpeed keeps the masters itself, and a frozen base needs none.
+    there. DeepSpeed keeps the master weights itself, and a frozen base needs none.
     """
     if run.method == "full" and not choice.is_deepspeed:
         return "float32"
@@ -71,10 +71,10 @@ def load_dtype(choice: Choice, run: Run) -> str:
 
 
 def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:
-    """DeepSpeed's vectorized Adam where a GPU's optimizer states live on the host; None: what ``optim`` names.
+    """Return DeepSpeed's vectorized Adam if a GPU's optimizer states are on the host, or None for that of ``optim``.
 
     The trainer builds it over Trainer's own parameter groups; from deepspeed.json it would decay norms and biases too.
-    Ranks without a GPU gain nothing from it, and would wait a minute and a half while it is compiled.
+    Ranks without a GPU gain nothing from it, and its compilation takes a minute and a half.
     """
     offloads = choice.is_deepspeed and choice.spec.offload_optimizer is not None
     if not offloads or run.optimizer != "adamw" or cluster.is_cpu:
@@ -84,9 +84,9 @@ def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettin
 
 
 def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> dict[str, Any]:
-    """Keyword arguments of `transformers.TrainingArguments`, without paths; the trainer adds those.
+    """Return the keyword arguments of `transformers.TrainingArguments`, without paths; the trainer adds those.
 
-    Checkpoints are kept and removed by Shardmake's ledger, so ``save_total_limit`` is not among them.
+    ``save_total_limit`` is not among them, because the checkpoint store keeps and removes checkpoints.
     """
     choice = plan.choice
     return {
@@ -139,7 +139,7 @@ def _schedule_arguments(run: Run) -> dict[str, Any]:
 
 
 def _warmup_steps(run: Run) -> int | float:
-    """Steps where their number is known; else the ratio, which transformers reads as one only below 1."""
+    """Return the steps if their number is known, else the ratio, which transformers accepts only below 1."""
     if run.max_steps is None:
         return min(run.warmup_ratio, math.nextafter(1.0, 0.0))
     return math.ceil(run.max_steps * run.warmup_ratio)
@@ -163,9 +163,10 @@ def _precision_arguments(choice: Choice) -> dict[str, Any]:
 
 
 def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
-    """FSDP checkpoints activations itself, block by block; the other engines leave it to the model.
+    """Return the arguments of activation checkpointing and of FSDP.
 
-    FSDP reduces gradients after each micro batch: else Trainer would keep them whole on every rank over accumulation.
+    FSDP checkpoints activations itself, block by block; the other libraries leave it to the model. FSDP reduces
+    gradients after each micro batch. Otherwise Trainer would keep full gradients on every rank during accumulation.
     """
     if choice.is_fsdp:
         return {
@@ -180,7 +181,7 @@ def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
 
 
 def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
-    """The settings by transformers' names, which differ from accelerate's in three places."""
+    """Return FSDP's settings under transformers' names, which differ from accelerate's in three places."""
     values = fsdp_settings(choice, run, model)
     values["cpu_offload"] = values.pop("offload_params")
     values["transformer_layer_cls_to_wrap"] = values["transformer_layer_cls_to_wrap"].split(",")
@@ -199,7 +200,7 @@ def _checkpoints(choice: Choice, run: Run, cluster: Cluster) -> CheckpointSettin
 
 
 def _interval_arguments(run: Run) -> dict[str, Any]:
-    """When to log, save and evaluate, in steps; a fraction below 1 is a part of all steps."""
+    """Return the steps between logs, saves and evaluations; a fraction below 1 is a part of all steps."""
     known = run.max_steps
     given = run.checkpoints.every_steps
     every = given if isinstance(given, int) else 0.1 if known is None else math.ceil(known / 10)

@@ -1,8 +1,8 @@
-"""A DeepSpeed or Accelerate file that the user has already, merged into the rendered ones.
+"""Merge the user's own DeepSpeed or Accelerate file into the rendered ones.
 
-The file may tune what the plan leaves open. What the plan or the run decides (sizes, engine, precision, learning rate)
-it may repeat or leave to "auto", not change: every contradiction is listed with both values, where each comes from and
-who would have won, and nothing is rendered. What is taken over is told.
+The file may set what the plan leaves open. It may repeat what the plan or the run decides (sizes, engine, precision,
+learning rate) or leave it to "auto", but not change it. The error lists every contradiction with both values and the
+one that would have won, and nothing is rendered. Every value that is taken over is reported.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ PLANNED_DEEPSPEED: Final = {
     "zero_optimization.offload_optimizer.device": FILE_WINS,
     "zero_optimization.offload_param.device": FILE_WINS,
 }
-"""Keys of a DeepSpeed file that the plan or the run decides, and who would win over another value."""
+"""Keys of a DeepSpeed file that the plan or the run decides, and the effect of another value."""
 
 FSDP_PLANNED: Final = (
     "version",
@@ -47,7 +47,7 @@ PLANNED_ACCELERATE: Final = {
     "distributed_type": FILE_WINS,
     "num_machines": FILE_WINS,
     "num_processes": FILE_WINS,
-    "use_cpu": "use_cpu would have won: the launcher starts one plain process without a word.",
+    "use_cpu": "use_cpu would have won: the launcher silently starts one plain process.",
     "mixed_precision": "The training arguments would have won where they ask for bf16 or fp16, else your file.",
     "deepspeed_config.deepspeed_config_file": "The command line would have won. To use that file, name it in the run.",
     "deepspeed_config.deepspeed_multinode_launcher": FILE_WINS,
@@ -57,28 +57,30 @@ PLANNED_ACCELERATE: Final = {
 """The same for an Accelerate file."""
 
 ON_COMMAND_LINE: Final = ("machine_rank", "main_process_ip", "main_process_port", *IGNORED_IN_FILE)
-"""Keys of an Accelerate file that only the job knows, or that accelerate ignores there."""
+"""Keys of an Accelerate file that are known only at launch, or that accelerate ignores in a file."""
 
 _ADVICE: Final = 'Remove those keys from your file (or write "auto" in a DeepSpeed file), or change the run to match.'
 
 
 def merge_own_files(files: Files, run: Run, choice: Choice) -> tuple[Files, list[str]]:
-    """``files`` with what the run's own files add, and a line for everything taken over or left out.
+    """Return ``files`` with the additions of the run's own files, and a line for each value taken over or left out.
 
     Raises `ConfigError` with every contradiction.
     """
     conflicts: list[str] = []
-    told: list[str] = []
+    changes: list[str] = []
     if run.deepspeed_config:
-        files = replace(files, deepspeed=_merge_deepspeed(run.deepspeed_config, files, choice, conflicts, told))
+        files = replace(files, deepspeed=_merge_deepspeed(run.deepspeed_config, files, choice, conflicts, changes))
     if run.accelerate_config:
-        files = _merge_accelerate(run.accelerate_config, files, run, conflicts, told)
+        files = _merge_accelerate(run.accelerate_config, files, run, conflicts, changes)
     if conflicts:
         raise ConfigError("\n".join(["Your own files contradict the run and its plan:", *conflicts, _ADVICE]))
-    return files, told
+    return files, changes
 
 
-def _merge_deepspeed(name: str, files: Files, choice: Choice, conflicts: list[str], told: list[str]) -> dict[str, Any]:
+def _merge_deepspeed(
+    name: str, files: Files, choice: Choice, conflicts: list[str], changes: list[str]
+) -> dict[str, Any]:
     if not choice.is_deepspeed:
         raise ConfigError(
             f"deepspeed_config names {name}, but strategy {choice.strategy} does not use DeepSpeed. Remove "
@@ -89,20 +91,20 @@ def _merge_deepspeed(name: str, files: Files, choice: Choice, conflicts: list[st
     # The product of the others; on CPU, DeepSpeed reads the file before it knows the world size, and would refuse it.
     own.pop("train_batch_size", None)
     merged, taken = overlay(files.deepspeed, _fill_auto(own, planned | dict(leaves(files.deepspeed))))
-    told += [f"{name}: {line}" for line in taken]
+    changes += [f"{name}: {line}" for line in taken]
     return merged
 
 
-def _merge_accelerate(name: str, files: Files, run: Run, conflicts: list[str], told: list[str]) -> Files:
+def _merge_accelerate(name: str, files: Files, run: Run, conflicts: list[str], changes: list[str]) -> Files:
     own = _read(name, "accelerate")
-    told += [f"{name}: {key} is left out; the command line says it" for key in ON_COMMAND_LINE if key in own]
+    changes += [f"{name}: {key} is left out; it stands on the command line" for key in ON_COMMAND_LINE if key in own]
     own = {key: value for key, value in own.items() if key not in ON_COMMAND_LINE}
     if run.deepspeed_config:
         own.get("deepspeed_config", {}).pop("deepspeed_config_file", None)
     winners = PLANNED_ACCELERATE | ({"mixed_precision": ACCELERATE_STOPS} if files.deepspeed else {})
     conflicts += contradictions(name, own, dict(leaves(files.accelerate)), winners)
     merged, taken = overlay(files.accelerate, own)
-    told += [f"{name}: {line}" for line in taken]
+    changes += [f"{name}: {line}" for line in taken]
     return replace(files, accelerate=merged, training=_training_with(files, merged))
 
 
@@ -114,35 +116,35 @@ def _read(path: str, kind: Kind) -> dict[str, Any]:
 
 
 def _planned_deepspeed(files: Files, choice: Choice) -> dict[str, Any]:
-    """What the run says for each key that its own file may not change, "auto" resolved."""
-    engine, arguments = choice.spec, files.training.arguments
+    """Return the value of each key that the run's own file may not change, with "auto" resolved."""
+    spec, arguments = choice.spec, files.training.arguments
     return {
         **{key: arguments[argument] for key, argument in SHARED.items()},
         "train_batch_size": choice.global_batch_size,
-        "zero_optimization.stage": engine.zero_stage,
+        "zero_optimization.stage": spec.zero_stage,
         "tensor_parallel.autotp_size": choice.tensor_parallel,
-        "zero_optimization.offload_optimizer.device": engine.offload_optimizer or "none",
-        "zero_optimization.offload_param.device": engine.offload_param or "none",
+        "zero_optimization.offload_optimizer.device": spec.offload_optimizer or "none",
+        "zero_optimization.offload_param.device": spec.offload_param or "none",
     }
 
 
 def contradictions(
     name: str, own: Mapping[str, Any], planned: Mapping[str, Any], winners: Mapping[str, str]
 ) -> list[str]:
-    """A line for every key of ``own`` that the plan decides otherwise, with who would have won."""
+    """Return a line for every key of ``own`` that contradicts the plan, with the value that would have won."""
     return [
-        f"  {key}: {value!r} in {name}, {_say(planned, key)} in the plan. {winners[key]}"
+        f"  {key}: {value!r} in {name}, {_format(planned, key)} in the plan. {winners[key]}"
         for key, value in leaves(own)
         if key in winners and value != "auto" and value != planned.get(key)
     ]
 
 
-def _say(planned: Mapping[str, Any], key: str) -> str:
+def _format(planned: Mapping[str, Any], key: str) -> str:
     return repr(planned[key]) if key in planned else "not set"
 
 
 def _fill_auto(values: Mapping[str, Any], planned: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """``values`` with the planned value for each "auto"; where there is none, Trainer fills it in."""
+    """Return ``values`` with the planned value for each "auto"; Trainer fills in those without one."""
     return {
         key: _fill_auto(value, planned, f"{prefix}{key}.")
         if isinstance(value, Mapping)
@@ -154,22 +156,22 @@ def _fill_auto(values: Mapping[str, Any], planned: Mapping[str, Any], prefix: st
 
 
 def overlay(rendered: dict[str, Any], own: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """``rendered`` with every value of ``own`` in its place, and a line for each that is new or differs."""
+    """Return ``rendered`` with every value of ``own``, and a line for each value that is new or differs."""
     merged, before = deepcopy(rendered), dict(leaves(rendered))
-    told = []
+    changes = []
     for key, value in leaves(own):
         if before.get(key) != value:
-            told.append(f"{key} is {value!r}" + (f" instead of {before[key]!r}" if key in before else ""))
+            changes.append(f"{key} is {value!r}" + (f" instead of {before[key]!r}" if key in before else ""))
         place = merged
         *path, last = key.split(".")
         for part in path:
             place = place.setdefault(part, {})
         place[last] = value
-    return merged, told
+    return merged, changes
 
 
 def _training_with(files: Files, accelerate: Mapping[str, Any]) -> TrainingSettings:
-    """The training file with FSDP's settings from the Accelerate file, which Trainer's own would override."""
+    """Return the training file with FSDP's settings from the Accelerate file, which Trainer's own would override."""
     settings = files.training.arguments.get("fsdp_config")
     if settings is None:
         return files.training

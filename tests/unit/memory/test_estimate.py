@@ -45,6 +45,7 @@ def scenario(model: Model = MODEL, **more: Any) -> Scenario:
 STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari et al. 2020; DeepSpeed's and FSDP's code)
     "ddp": (4 + 8 + 4, 0),  # fp32 weights, moments, reducer buckets; gradients come with the backward pass
     "zero1": (2, 12),
+    "zero1-offload": (2, 0),
     "zero2": (2, 12),
     "zero2-offload": (2, 0),
     "zero3": (0, 2 + 2 + 12),
@@ -173,7 +174,12 @@ def test_pinned_buffers_are_powers_of_two() -> None:
 
 def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
     plain = replace(BUCKETS, pin_memory=False)
-    for strategy, per_weight in (("zero2-offload", 18), ("zero3-offload-optimizer", 18), ("zero3-offload", 20)):
+    for strategy, per_weight in (
+        ("zero1-offload", 18),
+        ("zero2-offload", 18),
+        ("zero3-offload-optimizer", 18),
+        ("zero3-offload", 20),
+    ):
         terms = host.host_terms(scenario(strategy=strategy), plain)
         held = sum(size for name, size in terms.items() if name not in ("processes", "loading", "largest gradient"))
         assert held == pytest.approx(per_weight * P, rel=1e-6)

@@ -1,4 +1,4 @@
-"""The libraries' own parsers: what they accept, what they refuse, what they drop without a word."""
+"""The libraries' own parsers: the keys that they accept, refuse and silently ignore."""
 
 from dataclasses import replace
 from pathlib import Path

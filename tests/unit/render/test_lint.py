@@ -115,7 +115,7 @@ def test_reading(tmp_path: Path) -> None:
     sources = read_sources([tmp_path / "args.yaml"])
     assert set(sources) == {"training", "deepspeed"}
     (tmp_path / "odd.yaml").write_text("a: 1")
-    with pytest.raises(ShardmakeError, match="no configuration file known here"):
+    with pytest.raises(ShardmakeError, match="not a known configuration file"):
         read_sources([tmp_path / "odd.yaml"])
     with pytest.raises(ShardmakeError, match="are both DeepSpeed file"):
         read_sources([tmp_path / "ds.json", tmp_path / "ds.json"])

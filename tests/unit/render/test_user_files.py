@@ -104,7 +104,7 @@ def test_the_questionnaires_accelerate_file_fits(tmp_path: Path) -> None:
     assert files.accelerate["fsdp_config"]["fsdp_min_num_params"] == 7
     assert files.training.arguments["fsdp_config"]["min_num_params"] == 7
     assert not set(files.accelerate) & {"machine_rank", "rdzv_backend", "same_network"}
-    assert f"{own}: machine_rank is left out; the command line says it" in told
+    assert f"{own}: machine_rank is left out; it stands on the command line" in told
 
 
 def test_contradictions_of_an_accelerate_file(tmp_path: Path) -> None:
