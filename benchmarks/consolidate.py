@@ -1,14 +1,14 @@
-"""Time and memory of merging, against ``cp`` of the same bytes and against every official tool, in one interleaved run.
+"""Measure time and memory of merging against ``cp`` of the same bytes and every official tool, interleaved.
 
     python benchmarks/consolidate.py FOLDER [--rounds 5] [--ranks 4] [--out benchmarks/results/consolidate.json]
 
-FOLDER needs about 14 GB. Every tool runs in a process of its own; its time includes the sync of what it wrote. Each is
-compared with a ``cp`` that ran just before it, because a disk is not equally fast at all times: of the DCP checkpoint
-itself for those that read it, else of the merged fp32 model, which has the same size.
-``warm``: the page cache is emptied and the sources are read; ``cold``: then it is emptied again. So the caches below
-the machine (a hypervisor's, a storage server's) have seen every source equally lately; without that, the file that is
-copied most often would be read several times as fast as the others. Memory is the peak of the anonymous memory of the
-process and its children, sampled.
+FOLDER needs about 14 GB. Every tool runs in its own process; its time includes the sync of its output. Each tool is
+compared with a ``cp`` that ran just before it, because the speed of a disk varies. Tools that read the DCP checkpoint
+are compared with a copy of it, all others with a copy of the merged fp32 model, which has the same size.
+``warm``: the page cache is emptied and the sources are read. ``cold``: the page cache is then emptied again. The caches
+of a hypervisor or storage server have thus read every source equally recently. Otherwise the file that is copied most
+often would be read several times as fast as the others. Memory is the sampled peak of the anonymous memory of the
+process and its children.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def main() -> None:
 
 
 def measure(tools: dict[str, tuple[str, str]], out: Path, cache: str, runs: dict[str, list[dict[str, Any]]]) -> None:
-    """One round; each tool's run gets the seconds of the ``cp`` before it as ``cp``."""
+    """Run each tool once; its result holds the seconds of the previous ``cp`` as ``cp``."""
     for name, (source, code) in tools.items():
         if code:
             copied = CP_DCP if source == tools[CP_DCP][0] else CP
@@ -101,7 +101,7 @@ def measure(tools: dict[str, tuple[str, str]], out: Path, cache: str, runs: dict
 
 
 def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
-    """The same 0.5B model as ZeRO-3, DCP and torch's HF shards; made once, because that takes long."""
+    """Write the same 0.5B model as ZeRO-3, DCP and torch's HF shards, unless they exist."""
     config = llama("0.5B")
     names = shapes(config)
     paths = {kind: folder / kind for kind in ("zero", "dcp", "hf", "base")}
@@ -115,7 +115,7 @@ def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
 
 
 def save_dcp(dcp_folder: str, hf_folder: str) -> None:
-    """Random weights through torch's own writers."""
+    """Save random weights with torch's own writers."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -126,7 +126,7 @@ def save_dcp(dcp_folder: str, hf_folder: str) -> None:
 
 
 def make_tools(sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
-    """By name, the folder that is read and the Python program; ``cp`` copies a merged fp32 model."""
+    """Return the source folder and the Python program of each tool by name; ``cp`` copies a merged fp32 model."""
     zero, dcp, hf = sources["zero"], sources["dcp"], sources["hf"]
     tools = {
         CP: (hf, ""),
@@ -151,7 +151,7 @@ def _fill(code: str, values: dict[str, str]) -> str:
 
 
 def run(out: Path, source: str, code: str, cache: str) -> dict[str, Any]:
-    """One run: seconds until all is on the disk, peak anonymous memory in MiB, and the program's own phases."""
+    """Run once; return seconds until the output is on disk, peak anonymous memory in MiB and the program's phases."""
     shutil.rmtree(out, ignore_errors=True)
     prepare(source, cache)
     program = [sys.executable, "-c", code.replace("{out}", str(out))]
@@ -171,13 +171,13 @@ def run(out: Path, source: str, code: str, cache: str) -> dict[str, Any]:
 
 
 def cpu_of_children() -> float:
-    """CPU seconds of all processes that have ended, which other load on the machine changes little."""
+    """Return the CPU seconds of all ended child processes, which other load on the machine changes little."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def prepare(source: str, cache: str) -> None:
-    """Empty the page cache and read the source's files; ``cold``: empty it again."""
+    """Empty the page cache and read the source's files; for ``cold``, empty it again."""
     drop_caches(source)
     for path in files(Path(source)):
         with path.open("rb", buffering=0) as file:
@@ -188,7 +188,7 @@ def prepare(source: str, cache: str) -> None:
 
 
 def drop_caches(source: str) -> None:
-    """Of the whole machine where that is allowed: a cache full of what came before costs time to make room in."""
+    """Empty the page cache of the machine if permitted, because eviction costs time; otherwise of ``source``."""
     os.sync()
     if os.access(DROP_CACHES, os.W_OK):
         Path(DROP_CACHES).write_text("1")
@@ -209,7 +209,7 @@ def sync(folder: Path) -> None:
 
 
 def watch(process: subprocess.Popen[str]) -> int:
-    """Peak of the anonymous memory of ``process`` and its children, bytes, sampled every 50 ms."""
+    """Return the peak anonymous memory of ``process`` and its children in bytes, sampled every 50 ms."""
     peak = 0
     while process.poll() is None:
         peak = max(peak, sum(anonymous(pid) for pid in tree(process.pid)))
@@ -218,7 +218,7 @@ def watch(process: subprocess.Popen[str]) -> int:
 
 
 def tree(pid: int) -> list[int]:
-    """The process and its descendants, read where it costs next to nothing: sampling must not slow what it watches."""
+    """Return the process and its descendants, from files that are cheap to read so that sampling stays fast."""
     try:
         tasks = list(Path(f"/proc/{pid}/task").iterdir())
         children = [child for task in tasks for child in (task / "children").read_text().split()]
@@ -236,7 +236,7 @@ def anonymous(pid: int) -> int:
 
 
 def summary(runs: dict[str, list[dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """Medians; and of the ratios to the ``cp`` before each run, for all of it and for its copy phase alone."""
+    """Return medians, and median ratios to the ``cp`` before each run, in total and for the copy phase."""
     return {name: _medians(found) for name, found in runs.items()}
 
 

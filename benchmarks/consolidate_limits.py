@@ -1,8 +1,8 @@
-"""The consolidator's limits: seconds and memory to plan 70B and 405B, and a merge inside a 512 MiB cgroup.
+"""Measure the limits of a merge: time and memory to plan 70B and 405B, and a merge in a 512 MiB cgroup.
 
     python benchmarks/consolidate_limits.py FOLDER [--out benchmarks/results/consolidate_limits.json]
 
-FOLDER is the one that benchmarks/consolidate.py has filled with its 1.8 GB model. Root is needed for the cgroup.
+FOLDER is the folder in which benchmarks/consolidate.py wrote its 1.8 GB model. The cgroup needs root.
 """
 
 import argparse
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def plan(folder: Path, name: str, ranks: int) -> dict[str, float]:
-    """Plan a sparse checkpoint of this size."""
+    """Measure the time and memory to plan the merge of a sparse checkpoint of this size."""
     source = folder / f"sparse-{name}"
     if not source.exists():
         write_zero3(source, folder / f"base-{name}", llama(name), ranks, sparse=True)
@@ -59,7 +59,7 @@ def plan(folder: Path, name: str, ranks: int) -> dict[str, float]:
 
 
 def in_cgroup(folder: Path) -> dict[str, Any]:
-    """Exit code and seconds of each tool with 512 MiB for everything, page cache and children included."""
+    """Return exit code and seconds of each tool in 512 MiB, page cache and children included."""
     ours = WHOLE.replace("{source}", "{zero}")
     programs = {
         "shardmake": ours.replace("{dtype}", "keep"),
@@ -89,16 +89,16 @@ class Cgroup:
     """A memory cgroup."""
 
     processes: Path
-    """Takes the id of a process that is to be in it."""
+    """File to which the id of a new member process is written."""
 
     def join(self) -> None:
-        """Put the calling process into it."""
+        """Add the calling process."""
         self.processes.write_text(str(os.getpid()))
 
 
 @contextmanager
 def cgroup(limit: int = LIMIT) -> Iterator[Cgroup]:
-    """A memory cgroup (version 1 or 2) of so many bytes."""
+    """Create a memory cgroup (version 1 or 2) of ``limit`` bytes."""
     root = Path("/sys/fs/cgroup")
     is_first = (root / "memory").is_dir()
     group = (root / "memory" if is_first else root) / f"shardmake-{os.getpid()}"
@@ -111,7 +111,7 @@ def cgroup(limit: int = LIMIT) -> Iterator[Cgroup]:
 
 
 def may_limit() -> bool:
-    """Whether memory cgroups can be made here: not in every container."""
+    """Return True if memory cgroups can be created, which not every container allows."""
     root = Path("/sys/fs/cgroup")
     return os.access(root / "memory" if (root / "memory").is_dir() else root, os.W_OK)
 
