@@ -1,7 +1,7 @@
-"""Real training with DeepSpeed on the CPU, to have real checkpoints: ``torchrun consolidate_train.py OUT VARIANT...``.
+"""Write real checkpoints by training with DeepSpeed on the CPU: ``torchrun consolidate_train.py OUT VARIANT...``.
 
-Every variant leaves ``OUT/VARIANT/checkpoint-2`` as the Trainer lays it out, ``OUT/VARIANT/base`` (the model's folder)
-and ``OUT/VARIANT/truth.safetensors``: the weights as the ranks themselves gathered them at the end of training.
+Every variant writes ``OUT/VARIANT/checkpoint-2`` in the Trainer's layout, ``OUT/VARIANT/base`` (the model's folder) and
+``OUT/VARIANT/truth.safetensors``, the weights that the ranks gathered at the end of training.
 """
 
 import sys
@@ -24,7 +24,7 @@ STEPS = 2
 def main() -> None:
     out, *variants = sys.argv[1:]
     deepspeed.init_distributed("gloo")
-    get_accelerator().is_fp16_supported = lambda: True  # torch computes in it on any CPU, slowly
+    get_accelerator().is_fp16_supported = lambda: True  # torch supports it on any CPU, slowly
     for variant in variants:
         train(Path(out) / variant, variant.split("-"))
     leave_together()
@@ -32,7 +32,7 @@ def main() -> None:
 
 
 def train(out: Path, traits: list[str]) -> None:
-    """One variant, such as ``zero3-bf16-tied``."""
+    """Train one variant, such as ``zero3-bf16-tied``."""
     torch.manual_seed(0)
     model = make_model(traits)
     if dist.get_rank() == 0:
@@ -67,7 +67,7 @@ def make_model(traits: list[str]) -> torch.nn.Module:
 
 
 def add_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
-    """A PEFT model, with its config where the Trainer puts it."""
+    """Return a PEFT model; write its config as the Trainer does."""
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=6, target_modules="all-linear"))
@@ -77,7 +77,7 @@ def add_adapter(model: torch.nn.Module, folder: Path) -> torch.nn.Module:
 
 
 def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
-    """Two optimizer groups, as every trainer makes them."""
+    """Return two optimizer groups, as Trainer does."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
@@ -116,10 +116,10 @@ def forward(engine: Any, traits: list[str], step: int) -> torch.Tensor:
 
 
 def save_truth(engine: Any, traits: list[str], out: Path) -> None:
-    """Full weights, each trained one in fp32 as the optimizer holds it, each frozen one and buffer as it is."""
+    """Save the full weights: trained ones as the optimizer's fp32 values, frozen ones and buffers unchanged."""
     truth = {}
     for name, parameter in engine.module.named_parameters():
-        if "roundrobin" in traits:  # DeepSpeed's mapping is of another order there; fp32 weights are in the module
+        if "roundrobin" in traits:  # DeepSpeed's mapping has another order; the module holds fp32 weights
             truth[name] = parameter.detach().clone()
         elif parameter.requires_grad:
             truth[name] = safe_get_full_fp32_param(parameter).clone()

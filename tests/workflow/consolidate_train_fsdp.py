@@ -1,9 +1,9 @@
-"""Real FSDP2 training on the CPU, to have real checkpoints: ``torchrun consolidate_train_fsdp.py OUT VARIANT...``.
+"""Write real checkpoints by FSDP2 training on the CPU: ``torchrun consolidate_train_fsdp.py OUT VARIANT...``.
 
-Traits of a variant: ``trainer`` (Hugging Face's Trainer saves), ``tied``, ``bf16``, ``tp`` (tensor parallel besides: the
-tensors are cut in two dimensions), ``flat`` (saved without a level ``model``), ``fsdp1`` (saved as FSDP1's ShardedTensor), ``optim`` (optimizer state in the same
-folder), ``perrank`` (Accelerate's per-rank files).
-Every variant leaves ``OUT/VARIANT/checkpoint-2/pytorch_model_fsdp_0``, ``base`` and ``truth.safetensors``.
+Traits of a variant: ``trainer`` (Hugging Face's Trainer saves), ``tied``, ``bf16``, ``tp`` (also tensor parallel: tensors
+are sharded in two dimensions), ``flat`` (saved without a level ``model``), ``fsdp1`` (saved as FSDP1's ShardedTensor),
+``optim`` (optimizer state in the same folder), ``perrank`` (Accelerate's per-rank files).
+Every variant writes ``OUT/VARIANT/checkpoint-2/pytorch_model_fsdp_0``, ``base`` and ``truth.safetensors``.
 """
 
 import sys
@@ -94,7 +94,7 @@ def save(model: Any, optimizer: Any, folder: Path, traits: list[str]) -> None:
 
 
 def as_sharded_tensor(tensor: Any) -> ShardedTensor:
-    """What FSDP1 puts into its state dict, which cannot run on a CPU itself."""
+    """Return the type of FSDP1's state dict; FSDP1 itself cannot run on a CPU."""
     local = tensor.to_local()
     rows = torch.zeros(dist.get_world_size(), dtype=torch.int64)
     dist.all_gather_into_tensor(rows, torch.tensor([local.shape[0]]))
@@ -113,19 +113,19 @@ def save_truth(model: Any, out: Path) -> None:
 
 
 def train_with_trainer(out: Path, traits: list[str]) -> None:
-    """FSDP2 through the Trainer; on a CPU, Accelerate has to be told that there is something to shard over."""
+    """Train FSDP2 with the Trainer; on a CPU, Accelerate needs another distributed type to shard."""
     from accelerate import state
     from accelerate.utils import DistributedType
     from transformers import Trainer, TrainingArguments
 
     original = state.AcceleratorState.__init__
 
-    def pretend(self: Any, *args: Any, **kwargs: Any) -> None:
+    def initialize(self: Any, *args: Any, **kwargs: Any) -> None:
         if kwargs.get("fsdp_plugin") is not None:
             state.PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         original(self, *args, **kwargs)
 
-    state.AcceleratorState.__init__ = pretend
+    state.AcceleratorState.__init__ = initialize
     model = make_model(traits)
     if dist.get_rank() == 0:
         model.save_pretrained(out / "base")
