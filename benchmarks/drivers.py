@@ -29,7 +29,7 @@ def main(number: int) -> None:
         snapshot = f"{folder}/pending"
         shells = [psutil.Popen([*words, f"{folder}/{run}", snapshot], start_new_session=True) for run in range(number)]
         try:
-            while not all(is_dozing(shell) for shell in shells):
+            while not all(is_waiting(shell) for shell in shells):
                 time.sleep(0.2)
             sizes = [process.memory_full_info().pss for shell in shells for process in [shell, *descendants(shell)]]
         finally:
@@ -43,7 +43,7 @@ def descendants(shell: psutil.Process) -> list[psutil.Process]:
     return shell.children(recursive=True)
 
 
-def is_dozing(shell: psutil.Process) -> bool:
+def is_waiting(shell: psutil.Process) -> bool:
     return any("low_memory_wait.py" in " ".join(process.cmdline()) for process in descendants(shell))
 
 

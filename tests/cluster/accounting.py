@@ -25,7 +25,7 @@ def start(state: Path, run: Callable[..., CompletedProcess[str]]) -> None:
 
 
 def _repeat(run: Callable[..., CompletedProcess[str]], command: str, *, timeout: float = 30) -> None:
-    """Run ``command`` until its server is there; the last try's failure is raised."""
+    """Run ``command`` until its server answers; raise the last failure."""
     deadline = time.monotonic() + timeout
     while time.monotonic() < deadline:
         if run(command, check=False).returncode == 0:

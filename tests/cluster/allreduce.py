@@ -9,7 +9,7 @@ from torch import distributed
 
 
 def add_up() -> tuple[int, str]:
-    """Sum of rank + 1 over all tasks, and the host that the tasks met at."""
+    """Return the sum of rank + 1 over all tasks, and the host of their rendezvous."""
     environment = TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
     distributed.init_process_group("gloo")
     total = torch.tensor([environment.rank + 1])

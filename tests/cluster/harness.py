@@ -1,4 +1,4 @@
-"""A real Slurm cluster on this machine: up, down, and what tests do to it in between.
+"""A real Slurm cluster on this machine: start it, stop it, and cause faults in it.
 
 ``Cluster`` starts munge, slurmctld and three slurmd. Every node has its own network, host name, process table, /tmp and
 /dev/shm, and shares the rest of the machine's file system: a checkout and its virtual environment are where they always
@@ -39,11 +39,11 @@ PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo"
 
 
 class ClusterError(RuntimeError):
-    """The cluster does not do what was asked for; the message carries what its programs said."""
+    """A request to the cluster failed; the message has the output of its programs."""
 
 
 class Job(NamedTuple):
-    """A job as `squeue` shows it."""
+    """A job as `squeue` lists it."""
 
     id: str
     name: str
@@ -54,7 +54,7 @@ class Job(NamedTuple):
 
 
 def available(*, accounting: bool = False) -> str | None:
-    """What this machine lacks to run a cluster, or None."""
+    """Return what this machine lacks to run a cluster, or None."""
     return namespaces.missing([*PROGRAMS, *(accounts.PROGRAMS if accounting else ())])
 
 
@@ -69,7 +69,7 @@ class Cluster:
         self.state = state
         self.accounting = accounting
         self.shared = state / "shared"
-        """A folder that the login node, all nodes and this process see under the same name (unlike /tmp)."""
+        """Return a folder that has the same name on all nodes and in this process (unlike /tmp)."""
         self._lock: int | None = None
         self._outlives_us = False
         self._inits: dict[str, int] = {}
@@ -131,7 +131,7 @@ class Cluster:
         self.reset()
 
     def is_up(self) -> bool:
-        """Whether the login node and its controller answer."""
+        """Return whether the login node and its controller answer."""
         self._inits = self._read_record().get("inits", {})
         return self._is_alive(HEAD) and self._controller_answers()
 
@@ -209,7 +209,7 @@ class Cluster:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def command(self, command: str | Sequence[str], *, node: str = HEAD, cwd: Path | str | None = None) -> list[str]:
-        """The words that run ``command`` (a string goes through bash) on a host, in ``cwd`` (without: where we are)."""
+        """Return the words that run ``command`` (a string with bash) on a host, in ``cwd`` or the current folder."""
         words = ["bash", "-c", command] if isinstance(command, str) else list(command)
         if not self._is_alive(node):
             raise ClusterError(f"{node} of the cluster in {self.state} is not running.")
@@ -266,22 +266,22 @@ class Cluster:
     # -- Slurm --------------------------------------------------------------------------------------------------------
 
     def jobs(self) -> list[Job]:
-        """All jobs of the last 300 s (MinJobAge) and those that live, oldest first."""
+        """Return all active jobs and those that ended in the last 300 s (MinJobAge), oldest first."""
         columns = "%i|%j|%T|%N|%P|%r"
         output = self.run(["squeue", "--states=all", "--noheader", "--sort=i", f"--format={columns}"]).stdout
         return [Job(*line.split("|")) for line in output.splitlines()]
 
     def job(self, job_id: str) -> Job:
-        """The job with this id."""
+        """Return the job with this id."""
         return next(job for job in self.jobs() if job.id == job_id)
 
     def node_states(self) -> dict[str, str]:
-        """The state of every node as `sinfo` shows it: idle, mixed, allocated, down, idle* (does not respond)..."""
+        """Return the state of every node as `sinfo` prints it: idle, mixed, allocated, down, idle* (does not respond)..."""
         output = self.run(["sinfo", "--noheader", "--Node", "--partition=gpu", "--format=%N %T"]).stdout
         return dict(line.split() for line in output.splitlines())
 
     def wait_until(self, condition: Callable[[], bool], what: str, *, timeout: float = 60) -> None:
-        """Wait for ``condition``; raises `ClusterError` with ``what``, the queue and the logs after ``timeout`` s."""
+        """Wait for ``condition``; raise `ClusterError` with ``what``, the queue and the logs after ``timeout`` s."""
         deadline = time.monotonic() + timeout
         while not condition():
             if time.monotonic() > deadline:
@@ -315,40 +315,40 @@ class Cluster:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def cut(self, node: str) -> None:
-        """Pull the network cable of ``node``; what runs there goes on."""
+        """Disconnect the network of ``node``; its processes continue."""
         self.run(["ip", "link", "set", node, "down"])
 
     def join(self, node: str) -> None:
-        """Plug the cable of ``node`` in again."""
+        """Reconnect the network of ``node``."""
         self.run(["ip", "link", "set", node, "up"])
 
     def kill_node(self, node: str) -> None:
-        """Power ``node`` off: its slurmd, the job steps on it, its network and its /tmp are gone at once."""
+        """Power ``node`` off: its slurmd, job steps, network and /tmp disappear at once."""
         namespaces.kill(self._inits[node])
         namespaces.wait_gone(self._inits[node])
         self.run(["ip", "link", "delete", node], check=False)
 
     def declare_down(self, node: str) -> None:
-        """Tell Slurm at once that ``node`` is gone, as a cluster's monitoring does; by itself it sees that in 10-30 s.
+        """Report to Slurm that ``node`` is down, as a cluster's monitoring does; Slurm itself needs 10-30 s.
 
         Its jobs end as NODE_FAIL, or are queued again if they may be.
         """
         self.run(["scontrol", "update", f"nodename={node}", "state=down", "reason=gone"])
 
     def start_node(self, node: str) -> None:
-        """Power ``node`` on. Slurm takes it back by itself, once its slurmd has registered."""
+        """Power ``node`` on. Slurm uses it again once its slurmd has registered."""
         process, init = namespaces.start_node(self.state, self._inits[HEAD], node, ADDRESSES[node])
         self._adopt(node, process, init)
 
     def stop_controller(self) -> None:
-        """End slurmctld; jobs run on, commands fail."""
+        """End slurmctld; jobs keep running, commands fail."""
         pid_file = self.state / "slurmctld.pid"
         pid = int(pid_file.read_text())
         os.kill(pid, signal.SIGTERM)
         namespaces.wait_gone(pid)
 
     def restart_controller(self) -> None:
-        """Restart slurmctld; it knows its jobs from its saved state."""
+        """Restart slurmctld, which restores its jobs from its saved state."""
         self.stop_controller()
         self.run(["slurmctld"])
         self.wait_until(self._controller_answers, "the controller")
@@ -357,13 +357,13 @@ class Cluster:
         return self.run(["scontrol", "ping"], check=False).returncode == 0
 
     def logs(self, *, lines: int = 20) -> str:
-        """The last lines of every daemon's log."""
+        """Return the last lines of every daemon's log."""
         files = sorted((self.state / "log").glob("*.log"))
         return "\n".join(f"--- {file.name}\n" + "\n".join(file.read_text().splitlines()[-lines:]) for file in files)
 
 
 def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment without its Slurm, with this Python's programs first on the path."""
+    """Return this process's environment without its Slurm, with this Python's programs first on the path."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("SLURM")}
     path = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
     return {**kept, "PATH": path, **(extra or {})}

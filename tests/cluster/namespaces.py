@@ -1,4 +1,4 @@
-"""Hosts made of Linux namespaces, and the processes that live in them.
+"""Hosts made of Linux namespaces, and their processes.
 
 A host has its own mounts, network and name; a compute node has its own process table as well, so that it dies as one.
 Everything a host owns lies in its namespaces, and the kernel removes those with the last process. Whose a process is
@@ -82,13 +82,13 @@ def _pipe(pipe: IO[str] | None) -> IO[str]:
 
 
 def start_head(state: Path, address: str) -> subprocess.Popen[str]:
-    """Make the namespaces of the login node; the process returned holds them."""
+    """Create the namespaces of the login node; the returned process keeps them."""
     command = ["unshare", "--mount", "--net", "--uts", "sh", "-ec", HEAD_SCRIPT, str(state), address]
     return spawn(command, state / "log" / "head.log")
 
 
 def start_node(state: Path, head: int, name: str, address: str) -> tuple[subprocess.Popen[str], int]:
-    """Make a compute node on the login node's bridge; the second value is the id of its process 1."""
+    """Create a compute node on the login node's bridge; the second value is the id of its process 1."""
     unshare = ["unshare", "--mount", "--net", "--uts", "--ipc", "--pid", "--kill-child"]
     command = [*enter(head), *unshare, "sh", "-ec", NODE_SCRIPT, name, address]
     process = spawn(command, state / "log" / f"{name}.log")
@@ -100,20 +100,20 @@ def start_node(state: Path, head: int, name: str, address: str) -> tuple[subproc
 
 
 def enter(pid: int, *, process_table: bool = False) -> list[str]:
-    """The words before a command that make it run on the host that process ``pid`` belongs to."""
+    """Return the words that, before a command, run it on the host of process ``pid``."""
     flags = ["--mount", "--net", "--uts", *(["--ipc", "--pid"] if process_table else [])]
     return ["nsenter", "--target", str(pid), *flags, "--"]
 
 
 def processes(state: Path) -> Iterator[int]:
-    """Ids of all processes on any host of the cluster in ``state``."""
+    """Return the ids of all processes of the cluster in ``state``."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and is_on_cluster(int(entry.name), state):
             yield int(entry.name)
 
 
 def is_on_cluster(pid: int, state: Path) -> bool:
-    """Whether process ``pid`` sees the label of the cluster in ``state``."""
+    """Return whether process ``pid`` has the label of the cluster in ``state``."""
     try:
         mounts = Path(f"/proc/{pid}/mountinfo").read_text()
     except OSError:  # gone, or a zombie
@@ -122,7 +122,7 @@ def is_on_cluster(pid: int, state: Path) -> bool:
 
 
 def _label(line: str) -> str | None:
-    """The source of a mount over `/etc/slurm`: ``id parent dev root MOUNT options... - type SOURCE super-options``."""
+    """Return the source of a mount over `/etc/slurm`: ``id parent dev root MOUNT options... - type SOURCE super-options``."""
     left, _, right = line.partition(" - ")
     return right.split()[1] if left.split()[4] == LABEL_MOUNT else None
 
@@ -139,7 +139,7 @@ def kill_all(state: Path, *, timeout: float = 20) -> None:
 
 
 def kill(pid: int) -> None:
-    """Kill process ``pid`` if it is still there."""
+    """Kill process ``pid`` if it still exists."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
 
@@ -151,7 +151,7 @@ def wait_gone(pid: int, *, timeout: float = 20) -> None:
 
 
 def missing(binaries: Sequence[str]) -> str | None:
-    """What this machine lacks to make hosts that run ``binaries``."""
+    """Return what this machine lacks to create hosts that run ``binaries``."""
     if os.geteuid() != 0:
         return "root"
     absent = [name for name in ("unshare", "nsenter", "ip", *binaries) if shutil.which(name) is None]

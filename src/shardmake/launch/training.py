@@ -50,7 +50,7 @@ class Training:
     lock: int
     """Descriptor of the run's lock file, which a waiting driver keeps open."""
     has_waited: bool
-    """Whether an earlier process of this driver waited for a slot in the queue."""
+    """An earlier process of this driver waited for a slot in the queue."""
 
     @classmethod
     def load(cls, run: Run, cluster: Cluster, rundir: RunDir, lock: int) -> "Training":
@@ -73,7 +73,7 @@ class Training:
 
     @property
     def uses_slurm(self) -> bool:
-        """Whether attempts run as Slurm jobs rather than as processes of this machine."""
+        """Return whether attempts run as Slurm jobs rather than as processes of this machine."""
         return self.cluster.executor == "slurm"
 
     @property

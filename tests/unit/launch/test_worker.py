@@ -64,8 +64,8 @@ def test_a_record_that_cannot_be_written_is_printed(
     monkeypatch.setattr(worker, "run_rendezvous", fail)
     monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
     assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
-    said = capsys.readouterr().out
-    assert "No space left on device" in said and '"phase":"rendezvous"' in said and "no node connected" in said
+    printed = capsys.readouterr().out
+    assert "No space left on device" in printed and '"phase":"rendezvous"' in printed and "no node connected" in printed
 
 
 def test_a_waiting_node_blames_the_missing_one(

@@ -1,7 +1,4 @@
-"""Drivers of one user and the queue they share: real drivers, with programs that keep a queue in Slurm's place.
-
-What Slurm itself does with the jobs is tested in tests/cluster; here no job ever starts.
-"""
+"""Two real drivers of one user, with programs that keep a queue in Slurm's place; no job ever starts."""
 
 import os
 import shutil
@@ -41,8 +38,8 @@ TOOLS = {
 
 
 @dataclass
-class Desk:
-    """A user's checkout with two planned runs, ``one`` and ``two``, one of which may be in the queue."""
+class QueuedRuns:
+    """A user's checkout with two planned runs, ``one`` and ``two``; the limit is one training in the queue."""
 
     checkout: Checkout
     folder: Path
@@ -53,11 +50,11 @@ class Desk:
         return (self.folder / "queue").read_text().splitlines()
 
     def train(self, run: str, **variables: str) -> Path:
-        """Start a driver; where its words go."""
+        """Start a driver, and return its log."""
         log = self.folder / f"{run}-{len(self.drivers)}.log"
-        words = self.checkout.command("shardmake", "train", run, "--config", str(self.folder / "config.yaml"))
+        command = self.checkout.command("shardmake", "train", run, "--config", str(self.folder / "config.yaml"))
         driver = subprocess.Popen(
-            [*words, "--runs", str(self.folder / "runs")],
+            [*command, "--runs", str(self.folder / "runs")],
             cwd=self.checkout.root,
             env={**os.environ, **variables},
             stdout=log.open("w"),
@@ -66,14 +63,14 @@ class Desk:
         self.drivers.append(driver)
         return log
 
-    def leave(self, number: int) -> None:
+    def interrupt(self, number: int) -> None:
         """End a driver as Ctrl-C does."""
         self.drivers[number].send_signal(signal.SIGINT)
         self.drivers[number].wait(60)
 
 
 @pytest.fixture
-def desk(shared_checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Desk]:
+def runs(shared_checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[QueuedRuns]:
     (tmp_path / "queue").touch()
     (tmp_path / "bin").mkdir()
     for name, script in TOOLS.items():
@@ -91,41 +88,45 @@ def desk(shared_checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for stage in ("plan", "render"):
         shared_checkout("shardmake", stage, "one", "--config", str(tmp_path / "config.yaml"), "--runs", str(one.parent))
     shutil.copytree(one, two)
-    desk = Desk(shared_checkout, tmp_path)
-    yield desk
-    for driver in desk.drivers:
+    runs = QueuedRuns(shared_checkout, tmp_path)
+    yield runs
+    for driver in runs.drivers:
         driver.kill()
         driver.wait()
 
 
-def wait_for(log: Path, words: str) -> None:
+def wait_for(log: Path, text: str) -> None:
     deadline = time.monotonic() + 120
-    while words not in log.read_text():
+    while text not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.1)
 
 
-def test_one_training_at_a_time_whoever_drives(desk: Desk) -> None:
-    """Of two drivers at once one submits; a job that is there is adopted though the queue is full."""
-    logs = {run: desk.train(run) for run in ("one", "two")}
-    while not desk.queue:
+def test_two_drivers_submit_one_training_at_a_time(runs: QueuedRuns) -> None:
+    """One of two drivers submits; a driver adopts its queued job although the queue is full."""
+    logs = {run: runs.train(run) for run in ("one", "two")}
+    while not runs.queue:
         time.sleep(0.1)
-    first, second = sorted(logs, key=lambda run: run not in desk.queue[0])
+    first, second = sorted(logs, key=lambda run: run not in runs.queue[0])
     wait_for(logs[first], "Attempt 1: job 1")
     wait_for(logs[second], f"{second} waits: you have 1 training(s) in the queue ({first})")
-    assert len(desk.queue) == 1
-    desk.leave(list(logs).index(first))
+    assert len(runs.queue) == 1
+    runs.interrupt(list(logs).index(first))
     assert "the driver exits, job 1 keeps running" in logs[first].read_text()
-    wait_for(desk.train(first), "Adopting job 1 (attempt 1)")
-    desk.leave(2)
+    wait_for(runs.train(first), "Adopting job 1 (attempt 1)")
+    runs.interrupt(2)
 
-    desk.leave(list(logs).index(second))
-    assert "no job was submitted" in logs[second].read_text() and len(desk.queue) == 1
-    (desk.folder / "queue").write_text("")
-    stop_file = desk.folder / f"runs/{second}/train/STOP"
+    runs.interrupt(list(logs).index(second))
+    assert "no job was submitted" in logs[second].read_text() and len(runs.queue) == 1
+    (runs.folder / "queue").write_text("")
+    stop_file = runs.folder / f"runs/{second}/train/STOP"
     stop_file.touch()
-    woken = desk.train(second, **{WAITED_VARIABLE: "1"})
-    assert desk.drivers[-1].wait(60) == 2
-    assert "somebody created" in woken.read_text() and "No job was submitted" in woken.read_text() and not desk.queue
-    wait_for(desk.train(second), "Attempt 1: job 1")
-    assert not stop_file.exists() and second in desk.queue[0]
+    restarted = runs.train(second, **{WAITED_VARIABLE: "1"})
+    assert runs.drivers[-1].wait(60) == 2
+    assert (
+        "somebody created" in restarted.read_text()
+        and "No job was submitted" in restarted.read_text()
+        and not runs.queue
+    )
+    wait_for(runs.train(second), "Attempt 1: job 1")
+    assert not stop_file.exists() and second in runs.queue[0]
