@@ -1,4 +1,4 @@
-"""Write ``docs/reference/strategies.md``: what each strategy renders (``python -m tools.strategies_page``)."""
+"""Write ``docs/reference/strategies.md``, the rendered settings of each strategy."""
 
 import sys
 from collections.abc import Iterable, Sequence
@@ -21,9 +21,9 @@ EXAMPLE = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-"""Llama 3.1 8B."""
+"""Configuration of Llama 3.1 8B."""
 
-HEAD = """# What is rendered for each strategy
+HEAD = """# Rendered settings of each strategy
 
 The example is an 8B Llama in bf16 on 2 nodes of 8 GPUs with 1 TiB of RAM each; sizes are in elements unless they say
 otherwise. FSDP is version 2; `fsdp_version: 1` renders `sharding_strategy` FULL_SHARD, SHARD_GRAD_OP or HYBRID_SHARD.
@@ -48,7 +48,7 @@ SAME_FOR_ALL = {
 
 
 def table() -> str:
-    """The whole page."""
+    """Return the whole page."""
     same = _section("The same for every strategy", ("key of the run", "what is rendered"), SAME_FOR_ALL.items())
     deepspeed = _section("DeepSpeed and DDP", _DEEPSPEED_COLUMNS, _not_fsdp())
     return "\n".join([HEAD, *deepspeed, *_fsdp_section(), *_tensor_parallel(), *same]).rstrip() + "\n"

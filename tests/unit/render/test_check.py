@@ -81,7 +81,7 @@ def make_rendering(choice: Choice, settings: dict[str, Any], accelerator: str) -
     return Rendering(files, choice, launch_flags(plan, Path("plan"), machine_rank=0, address="localhost", port=1))
 
 
-def test_every_parser_complains_about_its_own_file() -> None:
+def test_every_parser_refuses_errors_in_its_own_file() -> None:
     files = render("zero2")
     broken = replace(
         files,
@@ -139,7 +139,7 @@ def _another_value(name: str) -> object:
 
 @pytest.mark.parametrize("strategy", [strategy for strategy in STRATEGIES if STRATEGY_SPECS[strategy].is_deepspeed])
 def test_auto_and_explicit_give_the_same_engine(strategy: Strategy) -> None:
-    """What Trainer makes of the file with "auto" is, key by key, the explicit file."""
+    """Trainer turns the file with "auto" into the explicit file, key by key."""
     from transformers.integrations.deepspeed import HfTrainerDeepSpeedConfig
 
     explicit, auto = render(strategy), render(strategy, deepspeed_values="auto")

@@ -134,7 +134,7 @@ def test_numbers_are_read_as_the_libraries_read_them(tmp_path: Path) -> None:
     assert [value["zero_optimization"]["reduce_bucket_size"] for value in values] == [5e8, "5e8"]
 
 
-def test_the_libraries_have_their_say(tmp_path: Path) -> None:
+def test_findings_of_the_libraries_are_reported(tmp_path: Path) -> None:
     files = {
         "accelerate.yaml": ACCELERATE
         | {"rdzv_backend": "c10d", "deepspeed_config": {"deepspeed_config_fil": "x", "zero3_init_flag": False}},

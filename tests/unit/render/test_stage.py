@@ -1,4 +1,4 @@
-"""What is rendered, strategy by strategy, and what holds for every plan.
+"""Compare the rendered files of each strategy with golden files, and check invariants of every plan.
 
 The golden files are read by people too. After a change that is meant: UPDATE_GOLDEN=1 pytest tests/unit/render/test_stage.py
 """

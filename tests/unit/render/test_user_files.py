@@ -52,15 +52,15 @@ def written(tmp_path: Path, name: str, values: Any) -> str:
     return str(path)
 
 
-def test_what_the_plan_leaves_open_is_taken_over_and_told(tmp_path: Path) -> None:
+def test_what_the_plan_leaves_open_is_taken_over_and_reported(tmp_path: Path) -> None:
     own = written(tmp_path, "ds.json", ZERO2)
-    files, told = merge("zero2", deepspeed_config=own)
+    files, changes = merge("zero2", deepspeed_config=own)
     zero = files.deepspeed["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["round_robin_gradients"]) == (500_000_000, True)
     assert files.deepspeed["communication_data_type"] == "fp32"
     assert files.deepspeed["train_micro_batch_size_per_gpu"] == 2
     assert "train_batch_size" not in files.deepspeed
-    assert told == [
+    assert changes == [
         f"{own}: zero_optimization.reduce_bucket_size is 500000000 instead of 4096",
         f"{own}: zero_optimization.round_robin_gradients is True",
         f"{own}: communication_data_type is 'fp32'",
@@ -100,11 +100,11 @@ def test_an_optimizer_of_its_own_keeps_the_learning_rate_of_the_run(tmp_path: Pa
 
 def test_the_questionnaires_accelerate_file_fits(tmp_path: Path) -> None:
     own = written(tmp_path, "accelerate.yaml", QUESTIONNAIRE)
-    files, told = merge("fsdp", accelerate_config=own)
+    files, changes = merge("fsdp", accelerate_config=own)
     assert files.accelerate["fsdp_config"]["fsdp_min_num_params"] == 7
     assert files.training.arguments["fsdp_config"]["min_num_params"] == 7
     assert not set(files.accelerate) & {"machine_rank", "rdzv_backend", "same_network"}
-    assert f"{own}: machine_rank is left out; it stands on the command line" in told
+    assert f"{own}: machine_rank is left out; it stands on the command line" in changes
 
 
 def test_contradictions_of_an_accelerate_file(tmp_path: Path) -> None:
