@@ -106,7 +106,7 @@ def _attempt_record(number: int, attempt: tuple[float, float, range, str]) -> At
         submitted=started,
         ended=ended,
         end=end,
-        sentence="",
+        message="",
         host=None,
         checkpoint_step=steps[-1] if steps else 0,
     )

@@ -1,1 +1,1 @@
-"""What a user may write: configuration, cluster files and the table of strategies."""
+"""The configuration: its models, reading and validation, and the tables of strategies and objectives."""
