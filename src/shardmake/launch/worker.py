@@ -113,14 +113,8 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
     try:
         if node.start and node.rank == 0:
             archive_start(folder, node.start - 1)  # before the other nodes start: they wait for the rendezvous
-        rendezvous = run_rendezvous(
-            folder.rendezvous,
-            node.start,
-            node.rank,
-            attempt.nodes,
-            attempt.network_interface,
-            attempt.rendezvous_seconds,
-        )
+        interface, seconds = attempt.network_interface, attempt.rendezvous_seconds
+        rendezvous = run_rendezvous(folder.rendezvous, node.start, node.rank, attempt.nodes, interface, seconds)
         phase, plan = "preflight", Plan.read(folder.plan)
         with folder.log(node.rank).open("a", buffering=1) as log:
             check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
@@ -144,11 +138,16 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
         culprit=culprit,
         oom_kills=oom_kills() - killed_before,
     )
-    try:
-        record.write(folder.exit_record(node.rank))
-    except OSError as error:  # on a full disk the driver still gets the step's output
-        print(f"Cannot write the exit record ({error}): {record.model_dump_json()}", flush=True)
+    _write_exit_record(folder, record)
     return 1 if returncode is None else returncode
+
+
+def _write_exit_record(folder: AttemptDir, record: NodeExit) -> None:
+    """Write the record, or print it: on a full disk the driver still gets the step's output."""
+    try:
+        record.write(folder.exit_record(record.node_rank))
+    except OSError as error:
+        print(f"Cannot write the exit record ({error}): {record.model_dump_json()}", flush=True)
 
 
 def archive_start(folder: AttemptDir, start: int) -> None:
