@@ -6,10 +6,10 @@ from typing import Any
 
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
-from shardmake.core.atomic import write_json
 from shardmake.core.manifest import read_folder
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
 from shardmake.run.attempt_history import AttemptRecord, save_history
+from shardmake.run.evaluation import EvaluationResult, LengthScore, ModelScore, Sample, TaskScore
 from shardmake.run.metrics import MetricsLine
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import (
@@ -45,10 +45,10 @@ CHOICE = Choice(
     precision="bf16",
 )
 BUCKETS = [
-    {"up_to": 128, "loss": 2.6, "perplexity": 13.5, "tokens": 1024},
-    {"up_to": None, "loss": 2.4, "perplexity": 11.0, "tokens": 3072},
+    LengthScore(up_to=128, loss=2.6, perplexity=13.5, tokens=1024),
+    LengthScore(up_to=None, loss=2.4, perplexity=11.0, tokens=3072),
 ]
-SCORES = {"loss": 2.5, "perplexity": 12.18, "tokens": 4096, "by_length": BUCKETS}
+SCORES = ModelScore(loss=2.5, perplexity=12.18, tokens=4096, by_length=BUCKETS)
 
 
 def make_run(**changes: Any) -> Run:
@@ -72,7 +72,7 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
     make_plan().write(rundir.plan)
     MEMORY.write(rundir.memory)
     TRAINED.write(rundir.train_receipt)
-    write_json(rundir.evaluation, EVALUATED)
+    EVALUATED.write(rundir.evaluation)
     write_history(rundir, [(0, 900, range(1, 31), "interrupted"), (1200, 2100, range(31, 61), "finished")])
     return rundir
 
@@ -234,11 +234,13 @@ TRAINED = TrainingReceipt(
     versions={"torch": "2.13.0", "transformers": "5.23.0"},
     finished_at=1_700_001_800.0,
 )
-EVALUATED = {
-    "sequences": 32,
-    "tokens": 4096,
-    "base": SCORES | {"loss": 9.0, "perplexity": 8103.1},
-    "tuned": SCORES,
-    "samples": [{"prompt": "What does len do?", "base": "```", "tuned": "It returns the number of items."}],
-    "tasks": [{"task": "sums", "metric": "acc", "base": 0.25, "tuned": 0.75}],
-}
+EVALUATED = EvaluationResult(
+    sequences=32,
+    tokens=4096,
+    backend="whole",
+    ranks=1,
+    base=SCORES.model_copy(update={"loss": 9.0, "perplexity": 8103.1}),
+    tuned=SCORES,
+    samples=[Sample(prompt="What does len do?", base="```", tuned="It returns the number of items.")],
+    tasks=[TaskScore(task="sums", metric="acc", base=0.25, tuned=0.75)],
+)

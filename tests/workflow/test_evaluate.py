@@ -165,7 +165,7 @@ def test_both_models_are_measured_on_the_same_tokens(
     folder: Path, rundir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "shardmake")
-    result = evaluate(a_run(folder, tmp_path), rundir)
+    result = evaluate(a_run(folder, tmp_path), rundir).as_json()
     assert caplog.messages[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank(s)."
     assert [line.partition(":")[0] for line in caplog.messages[1:]] == ["base", "tuned"]
     assert result == read_json(rundir.evaluation, "")
@@ -176,7 +176,7 @@ def test_both_models_are_measured_on_the_same_tokens(
 
 
 def test_configured_questions_are_asked_through_the_chat_template(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    result = evaluate(a_run(folder, tmp_path, ["one?", "three?"]), rundir)
+    result = evaluate(a_run(folder, tmp_path, ["one?", "three?"]), rundir).as_json()
     assert [sample["prompt"] for sample in result["samples"]] == ["one?", "three?"]
 
 
@@ -187,8 +187,8 @@ def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path,
     (tmp_path / "train.jsonl").write_text(lines + lines.splitlines(keepends=True)[0] * 4)
     run = a_run(folder, tmp_path)
     prepare(run, rundir)
-    alone = evaluate(run, rundir)
-    together = evaluate(a_run(folder, tmp_path, backend=backend, processes=2, batch_size=1), rundir)
+    alone = evaluate(run, rundir).as_json()
+    together = evaluate(a_run(folder, tmp_path, backend=backend, processes=2, batch_size=1), rundir).as_json()
     assert (together["backend"], together["ranks"], together["sequences"]) == (backend, 2, 3)
     assert together["samples"] == alone["samples"]
     for model in ("base", "tuned"):
@@ -251,12 +251,12 @@ def test_what_fits_nowhere_is_read_from_its_files(folder: Path, monkeypatch: pyt
 
 @pytest.mark.nvme
 def test_parameters_on_nvme(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    alone = evaluate(a_run(folder, tmp_path), rundir)
+    alone = evaluate(a_run(folder, tmp_path), rundir).as_json()
     cluster = Cluster(
         executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=6, nvme_path=str(tmp_path / "nvme")
     )
     (tmp_path / "nvme").mkdir()
-    found = evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=2), rundir, cluster)
+    found = evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=2), rundir, cluster).as_json()
     assert found["backend"] == "zero3-nvme" and found["samples"] == alone["samples"]
     assert found["tuned"]["loss"] == pytest.approx(alone["tuned"]["loss"], rel=1e-6)
 
@@ -292,7 +292,7 @@ def task(tmp_path: Path) -> Path:
 
 def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
     run = a_run(folder, tmp_path, lm_eval=["lab_sums"], lm_eval_path=str(task))
-    (found,) = evaluate(run, rundir)["tasks"]
+    (found,) = evaluate(run, rundir).as_json()["tasks"]
     assert (found["task"], found["metric"]) == ("lab_sums", "acc")
     # The tuned model's head is the base's turned: what one holds for likelier, the other holds for less likely.
     assert found["base"] + found["tuned"] == pytest.approx(1) and 0 <= found["base"] <= 1

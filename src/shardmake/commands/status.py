@@ -1,10 +1,8 @@
 """The progress and the results of a run, from the files in its folder."""
 
-import json
-from pathlib import Path
-from typing import Any
-
 from shardmake.config.models import Run
+from shardmake.run.attempt import SubmittedJob
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import TrainingReceipt
 
@@ -26,14 +24,10 @@ def describe(run: Run, rundir: RunDir) -> str:
     if rundir.train_receipt.exists():
         lines += _training(TrainingReceipt.read(rundir.train_receipt))
     elif rundir.job.exists():
-        lines.append(f"\nTraining is under way: job {_read(rundir.job)['id']}.")
+        lines.append(f"\nTraining is under way: job {SubmittedJob.read(rundir.job).id}.")
     if rundir.evaluation.exists():
-        lines += _evaluation(_read(rundir.evaluation))
+        lines += _evaluation(EvaluationResult.read(rundir.evaluation))
     return "\n".join([*lines, *_where_next(run, rundir)])
-
-
-def _read(path: Path) -> Any:
-    return json.loads(path.read_text())
 
 
 def _training(receipt: TrainingReceipt) -> list[str]:
@@ -44,15 +38,15 @@ def _training(receipt: TrainingReceipt) -> list[str]:
     ]
 
 
-def _evaluation(evaluation: dict[str, Any]) -> list[str]:
-    base, tuned = evaluation["base"], evaluation["tuned"]
+def _evaluation(evaluation: EvaluationResult) -> list[str]:
+    base, tuned = evaluation.base, evaluation.tuned
     lines = [
-        f"Evaluation loss {base['loss']:.3f} -> {tuned['loss']:.3f}, "
-        f"perplexity {base['perplexity']:,.1f} -> {tuned['perplexity']:,.1f}."
+        f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, "
+        f"perplexity {base.perplexity:,.1f} -> {tuned.perplexity:,.1f}."
     ]
-    if evaluation["samples"]:
-        sample = evaluation["samples"][0]
-        lines += ["\nPrompt:", _indent(sample["prompt"]), "The tuned model:", _indent(sample["tuned"])]
+    if evaluation.samples:
+        sample = evaluation.samples[0]
+        lines += ["\nPrompt:", _indent(sample.prompt), "The tuned model:", _indent(sample.tuned)]
     return lines
 
 

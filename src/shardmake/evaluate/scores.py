@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.core.errors import DataError
+from shardmake.run.evaluation import LengthScore, ModelScore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +33,7 @@ class Score:
     loss: float = 0.0
     tokens: int = 0
 
-    def as_json(self) -> dict[str, float | int]:
+    def means(self) -> dict[str, Any]:
         """Return mean loss over tokens, its exponential, and the number of tokens."""
         mean = self.loss / self.tokens
         return {"loss": mean, "perplexity": math.exp(mean), "tokens": self.tokens}
@@ -49,7 +50,7 @@ class Scores:
         """Sum over all buckets."""
         return add_up(self.buckets)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_record(self) -> ModelScore:
         """Return the total and each non-empty bucket, by the maximum length of its examples (None: no limit).
 
         Raises `DataError` if no token has loss.
@@ -59,11 +60,11 @@ class Scores:
                 "Cannot evaluate: the evaluation split has no tokens with loss. Check data.eval and data.loss_on."
             )
         by_length = [
-            {"up_to": up_to, **score.as_json()}
+            LengthScore(up_to=up_to, **score.means())
             for up_to, score in zip((*BUCKETS, None), self.buckets, strict=True)
             if score.tokens
         ]
-        return {**self.total.as_json(), "by_length": by_length}
+        return ModelScore(**self.total.means(), by_length=by_length)
 
 
 def add_up(scores: Iterable[Score]) -> Score:

@@ -9,10 +9,9 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmake.config.models import Cluster, EvaluationBackend, Run
-from shardmake.core.atomic import write_json
 from shardmake.evaluate.backends import (
     Machine,
     RankInfo,
@@ -26,6 +25,7 @@ from shardmake.evaluate.backends import (
 )
 from shardmake.evaluate.harness import measure_tasks, prepare_tasks
 from shardmake.evaluate.scores import IGNORED, Example, Examples, Scores, add_up, score
+from shardmake.run.evaluation import EvaluationResult, Sample, TaskScore
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import localize
 
@@ -36,12 +36,10 @@ logger = logging.getLogger(__name__)
 _PROMPTS = 3
 
 
-def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> dict[str, Any]:
+def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> EvaluationResult:
     """Write and return ``evaluation.json``.
 
-    ``{"sequences", "tokens", "backend", "ranks", "base": {"loss", "perplexity", "tokens", "by_length"}, "tuned":
-    {...}, "samples": [{"prompt", "base", "tuned"}], "tasks": [{"task", "metric", "base", "tuned"}]}``; losses in nats
-    per loss token. Each rank scores a share of the sequences.
+    Each rank scores a share of the sequences.
     Raises `ShardmakeError` if a model cannot be loaded completely or the evaluation split has no loss tokens.
     """
     from transformers import AutoTokenizer
@@ -60,22 +58,20 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> dict[s
         EvaluationTask(run, rundir, str(rundir.model), None, prompts),
     ]
     base, tuned = _assess(models, setup)
-    measured = {"base": base.scores.as_json(), "tuned": tuned.scores.as_json()}
-    for name, found in measured.items():
-        logger.info(
-            f"{name}: loss {found['loss']:.4f}, perplexity {found['perplexity']:,.2f}, {found['tokens']:,} tokens"
-        )
-    evaluation = {
-        "sequences": len(examples),
-        "tokens": base.scores.total.tokens,
-        "backend": setup.backend,
-        "ranks": setup.ranks,
-        **measured,
-        "samples": _samples(tokenizer, prompts, base, tuned),
-        "tasks": _side_by_side(base.tasks, tuned.tasks),
-    }
-    write_json(rundir.evaluation, evaluation)
-    return evaluation
+    result = EvaluationResult(
+        sequences=len(examples),
+        tokens=base.scores.total.tokens,
+        backend=setup.backend,
+        ranks=setup.ranks,
+        base=base.scores.as_record(),
+        tuned=tuned.scores.as_record(),
+        samples=_samples(tokenizer, prompts, base, tuned),
+        tasks=_side_by_side(base.tasks, tuned.tasks),
+    )
+    for name, found in {"base": result.base, "tuned": result.tuned}.items():
+        logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, {found.tokens:,} tokens")
+    result.write(rundir.evaluation)
+    return result
 
 
 @dataclass(frozen=True)
@@ -168,11 +164,9 @@ def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) 
     return Assessment(scores, answers, results)
 
 
-def _side_by_side(
-    base: dict[tuple[str, str], float], tuned: dict[tuple[str, str], float]
-) -> list[dict[str, str | float]]:
+def _side_by_side(base: dict[tuple[str, str], float], tuned: dict[tuple[str, str], float]) -> list[TaskScore]:
     return [
-        {"task": task, "metric": metric, "base": value, "tuned": tuned[task, metric]}
+        TaskScore(task=task, metric=metric, base=value, tuned=tuned[task, metric])
         for (task, metric), value in sorted(base.items())
     ]
 
@@ -199,12 +193,12 @@ def _opening(example: Example) -> list[int]:
 
 def _samples(
     tokenizer: "PreTrainedTokenizerBase", prompts: list[list[int]], base: Assessment, tuned: Assessment
-) -> list[dict[str, str]]:
+) -> list[Sample]:
     def text(ids: list[int]) -> str:
         return tokenizer.decode(ids, skip_special_tokens=True).strip()
 
     return [
-        {"prompt": _question(tokenizer, prompt), "base": text(before), "tuned": text(after)}
+        Sample(prompt=_question(tokenizer, prompt), base=text(before), tuned=text(after))
         for prompt, before, after in zip(prompts, base.answers, tuned.answers, strict=True)
     ]
 

@@ -5,7 +5,8 @@ import time
 
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.launch.slurm_states import JobState
-from shardmake.launch.training import SubmittedJob, Training
+from shardmake.launch.training import Training
+from shardmake.run.attempt import SubmittedJob
 
 logger = logging.getLogger(__name__)
 

@@ -7,8 +7,8 @@ from shardmake.checkpoint import store
 from shardmake.launch import user_script
 from shardmake.launch.outcome import Evidence, Outcome, classify
 from shardmake.launch.slurm_states import JobStatus
-from shardmake.launch.training import SubmittedJob, Training
-from shardmake.run.attempt import AttemptDir
+from shardmake.launch.training import Training
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import AttemptRecord, next_fallback
 from shardmake.run.plan import Plan
 

@@ -10,8 +10,8 @@ from shardmake.launch.messages import short_path
 from shardmake.launch.progress import ProgressPrinter
 from shardmake.launch.slurm_commands import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus
-from shardmake.launch.training import SubmittedJob, Training
-from shardmake.run.attempt import AttemptDir
+from shardmake.launch.training import Training
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 
 POLL_SECONDS = 1.0
 LOW_MEMORY_WAIT_SECONDS = 5.0

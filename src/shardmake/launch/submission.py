@@ -16,9 +16,9 @@ from shardmake.launch.resume import choose_checkpoint
 from shardmake.launch.slurm_commands import waiting_snapshot
 from shardmake.launch.stop_file import check_stop_file
 from shardmake.launch.submission_limit import require_slot, submission_slot, waiting_message
-from shardmake.launch.training import SubmittedJob, Training
+from shardmake.launch.training import Training
 from shardmake.render.stage import copy_rendered
-from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.attempt import Attempt, AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.plan import Plan

@@ -19,19 +19,10 @@ from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
-from shardmake.run.record import RunRecord
 from shardmake.run.settings_digest import settings_digest
 from shardmake.run.training_settings import TrainingSettings
 
 logger = logging.getLogger(__name__)
-
-
-class SubmittedJob(RunRecord):
-    """The job that owns a run, as recorded in ``train/job.json``."""
-
-    id: str
-    attempt: int
-    submitted: float
 
 
 @dataclass

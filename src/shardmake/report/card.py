@@ -7,15 +7,15 @@ depends only on the run's receipts, so the same run gives the same card.
 import re
 import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmake.config.models import Run
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.core.atomic import read_json
 from shardmake.core.hub import is_hub_id
 from shardmake.report.figures import length_name
 from shardmake.report.flops import utilization
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import TrainingReceipt
@@ -45,7 +45,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
     """
     from huggingface_hub import ModelCard
 
-    evaluation = read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}")
+    evaluation = EvaluationResult.read(rundir.evaluation)
     training = TrainingReceipt.read(rundir.train_receipt)
     sources = read_sources(rundir)
     card = ModelCard.from_template(
@@ -55,17 +55,17 @@ def render_card(run: Run, rundir: RunDir) -> str:
         base=public_name(run.model),
         facts=_facts(run, rundir, sources, training),
         evaluation=evaluation,
-        samples=[{key: _fenced(text) for key, text in sample.items()} for sample in evaluation["samples"]],
+        samples=[{key: _fenced(text) for key, text in sample} for sample in evaluation.samples],
         versions=training.versions,
         plots=PLOTS,
         place=_place(run),
-        buckets=list(zip(evaluation["base"]["by_length"], evaluation["tuned"]["by_length"], strict=True)),
+        buckets=list(zip(evaluation.base.by_length, evaluation.tuned.by_length, strict=True)),
         length_name=length_name,
     )
     return str(card)
 
 
-def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCardData":
+def _metadata(run: Run, rundir: RunDir, evaluation: EvaluationResult) -> "ModelCardData":
     from huggingface_hub import EvalResult, ModelCardData
 
     repository = run.data.train.partition(":")[0]  # of org/name:split
@@ -75,7 +75,7 @@ def _metadata(run: Run, rundir: RunDir, evaluation: dict[str, Any]) -> "ModelCar
         dataset_type=data,
         dataset_name=f"{data} (evaluation split)",
         metric_type="perplexity",
-        metric_value=round(evaluation["tuned"]["perplexity"], 4),
+        metric_value=round(evaluation.tuned.perplexity, 4),
     )
     return ModelCardData(
         base_model=run.model if is_hub_id(run.model) else None,

@@ -7,11 +7,12 @@ import io
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmake.core.units import GIB
 from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
+from shardmake.run.evaluation import EvaluationResult, LengthScore
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,15 +110,15 @@ def memory(found: Memory) -> Drawing:
     return draw
 
 
-def by_length(evaluation: Mapping[str, Any]) -> Drawing:
+def by_length(evaluation: EvaluationResult) -> Drawing:
     """Draw the loss of the base and the tuned model by the length of the example."""
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         for offset, (name, colour) in enumerate((("base", GREY), ("tuned", BLUE))):
-            buckets = evaluation[name]["by_length"]
+            buckets = (evaluation.base if name == "base" else evaluation.tuned).by_length
             places = [index + 0.4 * offset for index in range(len(buckets))]
-            axes.bar(places, [bucket["loss"] for bucket in buckets], width=0.38, color=colour, label=name)
+            axes.bar(places, [bucket.loss for bucket in buckets], width=0.38, color=colour, label=name)
         axes.set_xticks([index + 0.2 for index in range(len(buckets))], [length_name(bucket) for bucket in buckets])
         axes.set_xlabel("tokens in the example")
         axes.set_ylabel("loss (nats per token)")
@@ -126,9 +127,9 @@ def by_length(evaluation: Mapping[str, Any]) -> Drawing:
     return draw
 
 
-def length_name(bucket: Mapping[str, Any]) -> str:
+def length_name(bucket: LengthScore) -> str:
     """Return the display name of a length bucket."""
-    return "longer" if bucket["up_to"] is None else f"up to {bucket['up_to']:,}"
+    return "longer" if bucket.up_to is None else f"up to {bucket.up_to:,}"
 
 
 def _mark_interruptions(axes: "Axes", history: TrainingHistory) -> None:

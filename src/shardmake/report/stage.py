@@ -3,10 +3,9 @@
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardmake.config.models import Run
-from shardmake.core.atomic import read_json, write_text
+from shardmake.core.atomic import write_text
 from shardmake.core.secrets import redact
 from shardmake.core.units import GIB
 from shardmake.report import figures
@@ -14,6 +13,7 @@ from shardmake.report.card import public_name
 from shardmake.report.figures import Memory, length_name
 from shardmake.report.flops import Utilization, utilization
 from shardmake.report.history import TrainingHistory, read_history
+from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
 from shardmake.run.receipts import PushedTo, PushReceipt, TrainingReceipt
@@ -48,7 +48,7 @@ class _Facts:
     history: TrainingHistory
     used: Utilization | None
     memory: Memory
-    evaluation: dict[str, Any]
+    evaluation: EvaluationResult
     pushed: list[PushedTo]
 
 
@@ -61,7 +61,7 @@ def _read(run: Run, rundir: RunDir) -> _Facts:
         history=history,
         used=utilization(run, rundir, history),
         memory=memory_of(MemoryEstimates.read(rundir.memory), plan, history),
-        evaluation=read_json(rundir.evaluation, f"shardmake evaluate {rundir.name}"),
+        evaluation=EvaluationResult.read(rundir.evaluation),
         pushed=pushed.destinations if pushed else [],
     )
 
@@ -81,7 +81,7 @@ def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> 
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(bucket=length_name, duration=duration, gib=lambda size: f"{size / GIB:.1f} GiB")
-    lengths = zip(facts.evaluation["base"]["by_length"], facts.evaluation["tuned"]["by_length"], strict=True)
+    lengths = zip(facts.evaluation.base.by_length, facts.evaluation.tuned.by_length, strict=True)
     return environment.from_string(TEMPLATE.read_text()).render(
         vars(facts),
         name=rundir.name,
@@ -106,8 +106,8 @@ def _tiles(facts: _Facts) -> dict[str, str]:
     training, history, evaluation, used = facts.training, facts.history, facts.evaluation, facts.used
     rates = history.series("tokens_per_second")[1]
     return {
-        "evaluation loss": f"{evaluation['base']['loss']:.3f} → {evaluation['tuned']['loss']:.3f}",
-        "perplexity": f"{evaluation['base']['perplexity']:,.1f} → {evaluation['tuned']['perplexity']:,.1f}",
+        "evaluation loss": f"{evaluation.base.loss:.3f} → {evaluation.tuned.loss:.3f}",
+        "perplexity": f"{evaluation.base.perplexity:,.1f} → {evaluation.tuned.perplexity:,.1f}",
         "optimizer steps": _counted(training.steps),
         "tokens": _counted(training.tokens),
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "not logged",

@@ -60,6 +60,14 @@ class Attempt(RunRecord):
         return Path(self.scratch, f"shardmake-{os.getuid()}", "saves", name)
 
 
+class SubmittedJob(RunRecord):
+    """``train/job.json``: the job that owns a run."""
+
+    id: str = Field(description="The job's id, as the executor names it.")
+    attempt: int = Field(description="Number of its attempt.")
+    submitted: float = Field(description="Unix time.")
+
+
 class NodeExit(RunRecord):
     """The last thing a worker writes: how its node's ranks ended."""
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.secrets import find_secrets, public_url, redact
 from shardmake.push.stage import push
 from shardmake.report.stage import write_report
+from shardmake.run.evaluation import Sample
 from tests.finished_run import EVALUATED, MODEL, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
@@ -38,9 +38,9 @@ def test_no_secret_reaches_any_output(
     logs = [rundir.attempts / "001" / "node-0.log", rundir.attempts / "001" / "errors.txt"]
     for log in logs:
         log.write_text(f"export HF_TOKEN={TOKEN} AWS_SECRET_ACCESS_KEY={SECRET}\n")
-    sample = {"prompt": "What is the token?", "base": TOKEN, "tuned": f"It is {SECRET}."}
+    sample = Sample(prompt="What is the token?", base=TOKEN, tuned=f"It is {SECRET}.")
     planted = [*logs, rundir.evaluation]
-    write_json(rundir.evaluation, {**EVALUATED, "samples": [sample]})
+    EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
     run = make_run(push={"to": to})
     push(run, rundir)
     write_report(run, rundir)

@@ -26,8 +26,8 @@ from shardmake.launch.monitor import watch
 from shardmake.launch.resume import choose_checkpoint
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import submit
-from shardmake.launch.training import SubmittedJob, Training
-from shardmake.run.attempt import AttemptDir, NodeExit, RankError
+from shardmake.launch.training import Training
+from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
 from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings

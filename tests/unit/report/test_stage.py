@@ -5,9 +5,9 @@ from xml.etree import ElementTree
 
 import pytest
 
-from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.report.stage import duration, write_report
+from shardmake.run.evaluation import Sample
 from shardmake.run.receipts import PushedTo, PushReceipt
 from tests.finished_run import EVALUATED, make_run, make_rundir
 
@@ -80,8 +80,8 @@ def test_figures_are_files_as_well_and_stay_the_same(tmp_path: Path) -> None:
 
 def test_what_a_model_says_is_no_markup(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
-    sample = {"prompt": "<b>", "base": "<script>alert(1)</script>", "tuned": "&"}
-    write_json(rundir.evaluation, {**EVALUATED, "samples": [sample]})
+    sample = Sample(prompt="<b>", base="<script>alert(1)</script>", tuned="&")
+    EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
     page = write_report(make_run(), rundir).read_text()
     assert "<script>" not in page and "&lt;script&gt;" in page
 

@@ -1,0 +1,56 @@
+"""The result of an evaluation, ``evaluation.json``."""
+
+from typing import ClassVar
+
+from pydantic import Field
+
+from shardmake.run.record import RunRecord
+
+
+class LengthScore(RunRecord):
+    """Scores of the examples of similar length."""
+
+    up_to: int | None = Field(description="Most tokens of an example; None: no limit.")
+    loss: float = Field(description="Mean loss, nats per token with loss.")
+    perplexity: float = Field(description="Its exponential.")
+    tokens: int = Field(description="Tokens with loss.")
+
+
+class ModelScore(RunRecord):
+    """Scores of one model."""
+
+    loss: float = Field(description="Mean loss, nats per token with loss.")
+    perplexity: float = Field(description="Its exponential.")
+    tokens: int = Field(description="Tokens with loss.")
+    by_length: list[LengthScore] = Field(description="The same by the length of the example.")
+
+
+class Sample(RunRecord):
+    """One prompt and the models' answers."""
+
+    prompt: str = Field(description="The prompt.")
+    base: str = Field(description="Answer of the base model.")
+    tuned: str = Field(description="Answer of the tuned model.")
+
+
+class TaskScore(RunRecord):
+    """One metric of a task of lm_eval."""
+
+    task: str = Field(description="Name of the task.")
+    metric: str = Field(description="Name of the metric.")
+    base: float = Field(description="Value of the base model.")
+    tuned: float = Field(description="Value of the tuned model.")
+
+
+class EvaluationResult(RunRecord):
+    """``evaluation.json``: the base and the tuned model on the evaluation split."""
+
+    made_by: ClassVar[str] = "shardmake evaluate NAME"
+    sequences: int = Field(description="Evaluation sequences.")
+    tokens: int = Field(description="Tokens with loss.")
+    backend: str = Field(description="How the models were run.")
+    ranks: int = Field(description="Processes that shared the sequences.")
+    base: ModelScore = Field(description="Scores of the base model.")
+    tuned: ModelScore = Field(description="Scores of the tuned model.")
+    samples: list[Sample] = Field(description="Prompts with both answers.")
+    tasks: list[TaskScore] = Field(description="Tasks of lm_eval.")
