@@ -78,7 +78,7 @@ def score_all(network: "PreTrainedModel", examples: list[Example], batch_size: i
 
 
 def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTrainedModel") -> None:
-    result = score_all(network, [SHORT, LONG], 2).as_json()
+    result = score_all(network, [SHORT, LONG], 2).as_record().as_json()
     assert result["tokens"] == 30 + 599
     mean = (expected(network, SHORT) + expected(network, LONG)) / 629
     assert result["loss"] == pytest.approx(mean, rel=1e-5)
@@ -86,14 +86,14 @@ def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTraine
 
 
 def test_packed_examples_do_not_see_each_other(network: "PreTrainedModel") -> None:
-    alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_json()
-    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_json()
+    alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_record().as_json()
+    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_record().as_json()
     assert together["tokens"] == alone["tokens"]
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
 def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "PreTrainedModel") -> None:
-    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_json()["by_length"]
+    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_record().as_json()["by_length"]
     assert [(bucket["up_to"], bucket["tokens"]) for bucket in by_length] == [(128, 30), (512, 100), (2048, 599)]
     for bucket, part in zip(by_length, [SHORT, MIDDLE, LONG], strict=True):
         assert bucket["loss"] * bucket["tokens"] == pytest.approx(expected(network, part), rel=1e-4)
@@ -101,7 +101,7 @@ def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "P
 
 def test_nothing_to_learn_is_an_error(network: "PreTrainedModel") -> None:
     with pytest.raises(ShardmakeError, match=r"no tokens that carry loss.*data\.loss_on"):
-        score_all(network, [example(10, 10, 0)], 1).as_json()
+        score_all(network, [example(10, 10, 0)], 1).as_record().as_json()
 
 
 @pytest.mark.parametrize(("change", "kind"), [("drop", "missing_keys"), ("add", "unexpected_keys")])
