@@ -1,6 +1,6 @@
 """A campaign of random faults over one training: ``python -m benchmarks.faults --work FOLDER``.
 
-The same training runs twice on this machine, with two ranks: once in peace, once with a fault every few steps, drawn
+The same training runs twice on this machine, with two ranks: once undisturbed, once with a fault every few steps, drawn
 from a seed. Nothing is simulated: processes are killed or stopped, files are damaged on disk. At the end the losses of
 every step and the last checkpoint of both trainings must be equal. The driver gives up after three attempts without a
 new checkpoint, so the campaign lets one in three attempts get as far as a checkpoint.
@@ -107,15 +107,15 @@ class Lab:
 
 
 def configure(root: Path, strategy: str, steps: int) -> None:
-    """Inputs and two equal runs, ``calm`` and ``stormy``."""
+    """Write the inputs and two equal runs, ``baseline`` and ``faulty``."""
     program = Path(sys.executable).with_name("shardmake")
     subprocess.run([program, "demo", "inputs"], cwd=root, check=True)
     (root / "config").mkdir()
     (root / "config/cluster.yaml").write_text(yaml.safe_dump(CLUSTER))
     run = RUN | {"strategy": strategy, "max_steps": steps}
-    config = {"cluster": "config/cluster.yaml", "runs": {"calm": run, "stormy": run}}
+    config = {"cluster": "config/cluster.yaml", "runs": {"baseline": run, "faulty": run}}
     (root / "config/config.yaml").write_text(yaml.safe_dump(config))
-    for name in ("calm", "stormy"):
+    for name in ("baseline", "faulty"):
         for stage in ("plan", "render", "data"):
             assert Lab(root, name).shardmake(stage).wait() == 0, (root / f"{name}.log").read_text()
 
@@ -218,8 +218,8 @@ FAULTS: dict[str, Fault] = {
 
 
 @dataclass
-class Storm:
-    """Runs ``stormy`` to its end, one fault after the other."""
+class FaultSequence:
+    """A training of ``faulty`` to its end, with one fault after the other."""
 
     lab: Lab
     chance: random.Random
@@ -307,7 +307,7 @@ def corrupted(lab: Lab) -> list[str]:
     return [path.name for record, path in sealed if record.saved_at not in lab.damaged and find_problems(path)]
 
 
-def same_end(calm: Lab, stormy: Lab) -> bool:
+def same_end(baseline: Lab, faulty: Lab) -> bool:
     """Whether the last checkpoints of both hold the same tensors."""
     import torch
     from safetensors.torch import load_file
@@ -315,7 +315,7 @@ def same_end(calm: Lab, stormy: Lab) -> bool:
     from shardmake.consolidate.merge import consolidate
 
     models = []
-    for lab in (calm, stormy):
+    for lab in (baseline, faulty):
         checkpoint = next(store.committed(lab.rundir.checkpoints))[1]
         out = lab.root / f"model-{lab.name}"
         consolidate(checkpoint, out, base=lab.root / "inputs/base", dtype="keep", max_shard_size="5GB", workers=1)
@@ -327,40 +327,40 @@ def campaign(root: Path, faults: int, seed: int, strategy: str, gap: int, minute
     """Run both trainings and compare them."""
     steps = faults * gap
     configure(root, strategy, steps)
-    calm, stormy = Lab(root, "calm"), Lab(root, "stormy")
+    baseline, faulty = Lab(root, "baseline"), Lab(root, "faulty")
     started = time.time()
-    assert calm.shardmake("train").wait() == 0
-    peace = time.time() - started
+    assert baseline.shardmake("train").wait() == 0
+    undisturbed = time.time() - started
     started = time.time()
-    storm = Storm(stormy, random.Random(seed), faults, gap, started + minutes * 60)
-    storm.run()
-    history = json.loads((stormy.rundir.attempts / "index.json").read_text())
-    expected, found = calm.losses(), stormy.losses()
+    sequence = FaultSequence(faulty, random.Random(seed), faults, gap, started + minutes * 60)
+    sequence.run()
+    history = json.loads((faulty.rundir.attempts / "index.json").read_text())
+    expected, found = baseline.losses(), faulty.losses()
     compared = expected.keys() & found.keys()
     return {
         "strategy": strategy,
         "seed": seed,
         "steps": steps,
         "steps_between_checkpoints": EVERY,
-        "faults": len(storm.done),
-        "faults_by_kind": dict(Counter(fault["fault"] for fault in storm.done)),
+        "faults": len(sequence.done),
+        "faults_by_kind": dict(Counter(fault["fault"] for fault in sequence.done)),
         "ends_by_kind": dict(Counter(record["end"] for record in history)),
-        "finished": stormy.rundir.train_receipt.exists(),
+        "finished": faulty.rundir.train_receipt.exists(),
         "submissions": len(history),
-        "times_a_person_was_needed": storm.stopped_by_itself,
-        "steps_done_again": sum(max(0, fault["step"] - fault["resumed_from"]) for fault in storm.done),
-        "largest_loss_of_steps": max((fault["step"] - fault["resumed_from"] for fault in storm.done), default=0),
-        "seconds_in_peace": round(peace, 1),
-        "seconds_in_the_storm": round(time.time() - started, 1),
-        "checkpoints_damaged_on_purpose": len(stormy.damaged),
-        "checkpoints_corrupted": len(corrupted(stormy)),
+        "times_a_person_was_needed": sequence.stopped_by_itself,
+        "steps_done_again": sum(max(0, fault["step"] - fault["resumed_from"]) for fault in sequence.done),
+        "largest_loss_of_steps": max((fault["step"] - fault["resumed_from"] for fault in sequence.done), default=0),
+        "seconds_undisturbed": round(undisturbed, 1),
+        "seconds_with_faults": round(time.time() - started, 1),
+        "checkpoints_damaged_on_purpose": len(faulty.damaged),
+        "checkpoints_corrupted": len(corrupted(faulty)),
         "checkpoints_lost": sum(
-            fault["resumed_from"] < fault["newest"] for fault in storm.done if fault["fault"] != DRIVER
+            fault["resumed_from"] < fault["newest"] for fault in sequence.done if fault["fault"] != DRIVER
         ),
         "losses_compared": len(compared),
         "largest_difference_of_losses": max(abs(expected[step] - found[step]) for step in compared),
-        "last_checkpoints_equal": same_end(calm, stormy),
-        "rows": storm.done,
+        "last_checkpoints_equal": same_end(baseline, faulty),
+        "rows": sequence.done,
     }
 
 

@@ -7,7 +7,7 @@ import re
 
 QUICK = {
     "cluster/test_end_to_end.py": "two_nodes_from_config_to_pushed_model",
-    "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|meet_across_nodes",
+    "cluster/test_harness.py": "all_nodes_are_idle|step_runs_on_two_hosts|gloo_work_across_nodes",
     "workflow/test_asynchronous.py": "shared_disk_fills_up",
     "workflow/test_consolidate_bad_input.py": "missing_rank|truncated_file|flipped_bit_in_a_shard|two_merges",
     "workflow/test_consolidate_fsdp.py": "-3ranks",
