@@ -1,6 +1,6 @@
 """How far the estimates are from published measurements, row by row, beside the formulas that people use today.
 
-    python benchmarks/memory_accuracy.py [--csv FILE]
+    python -m benchmarks.memory_accuracy [--csv FILE]
 
 Each row's source says what was run; `CASES` turns it into a scenario. Nothing here is fitted to the rows: a setting is
 what the source's script says, or the library's default at its date.

@@ -236,24 +236,24 @@ def smallest_change(request: EstimateRequest) -> str:
         return f"{found.choice.strategy} with checkpointing takes {found.memory.gpu.device / GIB:.1f} GiB per GPU"
 
     found = suggestions(changes(request.nodes, request.sequence_length, request.method), outcome)
-    said = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
-    return "; or ".join(said) or "No single change helps: use GPUs with more memory, or change several settings"
+    lines = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
+    return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# For people
+# Output as text
 
 
-def print_table(answer: EstimateResult, explain: bool = False) -> None:
+def print_table(result: EstimateResult, explain: bool = False) -> None:
     """The candidates as a table; ``explain`` adds every term with its formula or source."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console()
-    request = answer.request
+    request = result.request
     console.print(
-        f"{answer.model.architecture}, {answer.model.parameters / 1e9:.2f} B parameters, "
-        f"{answer.split.trainable / 1e9:.2f} B trained; {request.nodes} x {request.gpus_per_node} GPUs of "
+        f"{result.model.architecture}, {result.model.parameters / 1e9:.2f} B parameters, "
+        f"{result.split.trainable / 1e9:.2f} B trained; {request.nodes} x {request.gpus_per_node} GPUs of "
         f"{request.gpu_memory:g} GiB, {request.micro_batch} x {request.sequence_length} tokens"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -262,19 +262,19 @@ def print_table(answer: EstimateResult, explain: bool = False) -> None:
     for name in ("alloc", "reserved", "device", "host", "NVMe", "disk", "step"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("fits", no_wrap=True)
-    for row in answer.rows:
+    for row in result.rows:
         table.add_row(*_cells(row), style=None if row.fits else "dim")
     console.print(table)
     console.print(
         "GiB. ckpt: gradient checkpointing. Per GPU: allocated for tensors, reserved by PyTorch, used on the device as "
         "nvidia-smi shows it. Host and NVMe: per node. Disk: checkpoints and the model. step: seconds per step."
     )
-    if answer.measured:
-        console.print(f"On the device: {answer.measured.origin}.")
-    if answer.advice:
-        console.print(f"Nothing fits. What would: {answer.advice}.")
+    if result.measured:
+        console.print(f"On the device: {result.measured.origin}.")
+    if result.advice:
+        console.print(f"Nothing fits. What would: {result.advice}.")
     if explain:
-        _print_terms(console, answer.rows)
+        _print_terms(console, result.rows)
 
 
 def _cells(row: Candidate) -> list[str]:
@@ -315,5 +315,5 @@ def _print_terms(console: Any, rows: Iterable[Candidate]) -> None:
 
 
 def list_gpus() -> list[Accelerator]:
-    """The catalogue."""
+    """Return the catalogue of accelerators."""
     return list(ACCELERATORS.values())

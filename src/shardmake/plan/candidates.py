@@ -22,7 +22,7 @@ class Candidate:
     reason: str
     step_seconds: float
     simulated: bool
-    """Whether the step was simulated out; else the figures are the closed form's."""
+    """True if the step was simulated; else the figures are in closed form."""
     is_half_precision: bool = False
     """It computes in 16 bits although the run has fp32: a fallback, never the first choice."""
 

@@ -18,7 +18,7 @@ LEGEND_COLUMNS = 3
 
 
 def draw(memory: MemoryEstimates, chosen: Choice) -> str:
-    """The figure of ``memory.json`` as a string of SVG: one bar for each strategy with and without recomputation."""
+    """Return the SVG of ``memory.json``: one bar for each strategy with and without checkpointing."""
     rows = bars(memory.candidates, chosen)
     capacity = memory.gpu_memory
     colours = _colours(rows)
@@ -33,7 +33,7 @@ def draw(memory: MemoryEstimates, chosen: Choice) -> str:
             'font-family="sans-serif" font-size="11">',
             f'<rect width="100%" height="{height}" fill="white"/>',
             *parts,
-            _line(LEFT + capacity * unit, bottom, f"{capacity / GIB:.1f} GiB a GPU has"),
+            _line(LEFT + capacity * unit, bottom, f"{capacity / GIB:.1f} GiB per GPU"),
             *legend,
             "</svg>\n",
         ]

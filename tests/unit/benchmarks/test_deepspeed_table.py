@@ -18,7 +18,7 @@ def printed(text: str) -> list[tuple[str, ...]]:
 
 @pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (1, 2), (2, 8)])
 @pytest.mark.parametrize(("total", "largest"), [T0_3B, (8_030_261_248, 525_336_576)])
-def test_every_digit_is_deepspeeds(
+def test_the_table_matches_deepspeed_to_the_digit(
     nodes: int, gpus: int, total: int, largest: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold

@@ -14,7 +14,7 @@ def test_segments_are_those_of_pytorch() -> None:
         assert allocator.reserved == segment * MIB
 
 
-def test_a_free_block_is_taken_again_and_split() -> None:
+def test_a_free_block_is_reused_and_split() -> None:
     allocator = CachingAllocator()
     allocator.alloc(0, 64 * MIB)
     allocator.free(0)
@@ -35,7 +35,7 @@ def test_neighbours_are_joined() -> None:
     assert allocator.reserved == 64 * MIB
 
 
-def test_a_small_rest_is_not_split_off_and_so_is_lost() -> None:
+def test_a_small_remainder_is_not_split_off() -> None:
     allocator = CachingAllocator()
     allocator.alloc(0, 64 * MIB)
     allocator.free(0)
@@ -52,7 +52,7 @@ def test_streams_do_not_share() -> None:
     assert allocator.reserved == 128 * MIB
 
 
-def test_under_pressure_whole_free_segments_go_first() -> None:
+def test_free_segments_are_released_at_the_limit() -> None:
     allocator = CachingAllocator(limit=100 * MIB)
     allocator.alloc(0, 64 * MIB)
     allocator.free(0)
@@ -61,7 +61,7 @@ def test_under_pressure_whole_free_segments_go_first() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(1, 64 * MIB), st.booleans()), max_size=60))
-def test_reserved_holds_whatever_is_allocated(requests: list[tuple[int, bool]]) -> None:
+def test_reserved_is_at_least_allocated(requests: list[tuple[int, bool]]) -> None:
     timeline = Timeline()
     keys: list[int] = []
     for size, frees in requests:

@@ -87,13 +87,13 @@ def tracer() -> Any:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_closed_form_is_the_trace(name: str, tracer: Any) -> None:
+def test_the_simulated_step_matches_the_trace(name: str, tracer: Any) -> None:
     case = CASES[name]
     traced = tracer.trace(_request(case))
-    acted = micro_step(case)
-    assert saved(acted) == pytest.approx(saved(traced), rel=2e-3)
-    assert figures(of_events(acted, LAYERS)) == pytest.approx(figures(of_events(traced, LAYERS)), rel=0.03)
-    assert gradients(acted) == gradients(traced)
+    simulated = micro_step(case)
+    assert saved(simulated) == pytest.approx(saved(traced), rel=2e-3)
+    assert figures(of_events(simulated, LAYERS)) == pytest.approx(figures(of_events(traced, LAYERS)), rel=0.03)
+    assert gradients(simulated) == gradients(traced)
 
 
 def figures(profile: Profile) -> list[int]:
@@ -139,7 +139,7 @@ SEVEN = {
 @pytest.mark.parametrize(
     ("kind", "more"), [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {})], ids=str
 )
-def test_a_few_layers_grow_into_the_whole_trace(kind: str, more: dict[str, Any], tracer: Any) -> None:
+def test_a_few_layers_unroll_to_the_full_trace(kind: str, more: dict[str, Any], tracer: Any) -> None:
     """Event for event, but for the order of those that fall together and the numbers."""
     model = from_config({"model_type": kind, "vocab_size": 320, **SEVEN[kind]})
     case = scenario(model=model, sequence_length=32, **more)
@@ -155,7 +155,7 @@ def plain(event: Any) -> str:
     return repr((event[0], *event[2:]) if event[0] in ("alloc", "free", "grad") else tuple(event))
 
 
-def test_layers_that_differ_are_traced_whole() -> None:
+def test_a_model_with_different_layers_is_not_unrolled() -> None:
     config = {**SIZES, "model_type": "llama", "num_hidden_layers": 8}
     events = micro_step(scenario(config))
     prefix = "model.layers."
@@ -168,7 +168,7 @@ UNUSED = {f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_left_and_nothing_is_freed_twice(name: str) -> None:
+def test_everything_is_freed_exactly_once(name: str) -> None:
     live: set[int] = set()
     for event in micro_step(CASES[name]):
         if event[0] == "alloc":

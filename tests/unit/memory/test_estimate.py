@@ -59,7 +59,7 @@ STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari 
 
 
 @pytest.mark.parametrize("strategy", STATES)
-def test_states_are_those_of_the_papers(strategy: str) -> None:
+def test_states_match_the_papers(strategy: str) -> None:
     terms = states.resident(scenario(strategy=strategy), BUCKETS)
     for small in ("model buffers", "cuBLAS workspaces", "persistent weights"):
         terms.pop(small, None)
@@ -81,7 +81,7 @@ def test_optimizers(optimizer: str, per_weight: float) -> None:
     assert with_it.get("optimizer states", 0) == pytest.approx(per_weight * P, rel=1e-6)
 
 
-def test_adapters_leave_the_base_in_16_or_4_bits() -> None:
+def test_adapters_keep_the_base_in_16_or_4_bits() -> None:
     lora = states.resident(scenario(strategy="ddp", method="lora"), BUCKETS)
     qlora = states.resident(scenario(strategy="ddp", method="qlora"), BUCKETS)
     assert lora["frozen weights"] == 2 * P
@@ -93,16 +93,16 @@ def test_adapters_leave_the_base_in_16_or_4_bits() -> None:
 
 @pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "fsdp-hybrid"])
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_closed_form_and_the_acted_step_agree(strategy: str, checkpointing: bool) -> None:
+def test_closed_form_and_simulation_agree(strategy: str, checkpointing: bool) -> None:
     case = scenario(strategy=strategy, checkpointing=checkpointing, accumulation=2)
-    acted = gpu_memory(case, BUCKETS)
+    simulated = gpu_memory(case, BUCKETS)
     scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu
-    assert scanned.allocated == pytest.approx(acted.allocated, rel=0.08)
-    assert acted.allocated <= acted.reserved <= acted.device
+    assert scanned.allocated == pytest.approx(simulated.allocated, rel=0.08)
+    assert simulated.allocated <= simulated.reserved <= simulated.device
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_terms_add_up_to_what_is_allocated(strategy: str) -> None:
+def test_terms_add_up_to_allocated_memory(strategy: str) -> None:
     figures = gpu_memory(scenario(strategy=strategy), BUCKETS)
     assert sum(figures.terms.values()) == figures.allocated
     assert all(size > 0 for size in figures.terms.values())
@@ -121,7 +121,7 @@ def test_cross_entropy_is_twelve_bytes_a_logit() -> None:
     assert per_token == pytest.approx(12 * 128256 + saved, rel=0.02)
 
 
-def test_fused_loss_takes_the_logits_away() -> None:
+def test_fused_loss_saves_the_logits() -> None:
     plain, fused = (
         gpu_memory(scenario(sequence_length=8192, loss=loss), BUCKETS).allocated for loss in ("plain", "fused")
     )
@@ -132,7 +132,7 @@ ORDER = [("zero2", "zero3"), ("zero1", "zero2"), ("zero3", "zero3-offload-optimi
 
 
 @pytest.mark.parametrize(("more", "less"), ORDER)
-def test_each_step_of_the_guide_saves(more: str, less: str) -> None:
+def test_each_step_of_deepspeeds_guide_saves_memory(more: str, less: str) -> None:
     assert (
         gpu_memory(scenario(strategy=less), BUCKETS).allocated < gpu_memory(scenario(strategy=more), BUCKETS).allocated
     )
@@ -185,7 +185,7 @@ def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
         assert held == pytest.approx(per_weight * P, rel=1e-6)
 
 
-def test_nvme_holds_what_is_swapped() -> None:
+def test_nvme_holds_the_swapped_states() -> None:
     terms = host.nvme_bytes(scenario(strategy="zero3-nvme", nodes=2))
     assert terms == {"optimizer states": 16 * P // 2, "parameters": 2 * P // 2}
 
@@ -203,7 +203,7 @@ def test_buckets_are_read_from_the_rendered_section() -> None:
     assert (buckets.sub_group_size, buckets.overlap_comm, buckets.pin_memory) == (10**9, True, False)
 
 
-def test_an_architecture_without_a_closed_form_is_traced(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_architecture_outside_the_families_is_traced(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320}
     model = from_config(config)
@@ -214,7 +214,7 @@ def test_an_architecture_without_a_closed_form_is_traced(tmp_path: Any, monkeypa
     assert len(list(tmp_path.rglob("tracer-*.json"))) == 2
 
 
-def test_reserved_stays_within_the_gpu_where_its_tensors_fit() -> None:
+def test_reserved_stays_within_the_gpu_if_the_tensors_fit() -> None:
     case = scenario(strategy="fsdp", sequence_length=8192)
     free = gpu_memory(case, BUCKETS)
     outside = free.device - free.reserved

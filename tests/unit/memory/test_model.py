@@ -31,7 +31,7 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_what_is_written_down_is_what_transformers_builds(variant: dict) -> None:
+def test_families_match_what_transformers_builds(variant: dict) -> None:
     config = {**SIZES, **variant}
     written = from_config(config)
     built = parameter_inventory.inventory(parameter_inventory.build(config, "test"))
@@ -58,7 +58,7 @@ OTHERS = [
 
 
 @pytest.mark.parametrize(("config", "blocks"), OTHERS, ids=lambda value: str(value)[:24])
-def test_census_of_other_architectures(config: dict, blocks: int) -> None:
+def test_inventory_of_other_architectures(config: dict, blocks: int) -> None:
     built = parameter_inventory.build(config, "test")
     values = parameter_inventory.inventory(built)
     assert sum(_numel(t["shape"]) for t in values["tensors"]) == sum(p.numel() for p in built.parameters())
@@ -84,7 +84,7 @@ def test_every_family_has_a_variant_here() -> None:
     assert {variant["model_type"] for variant in VARIANTS} == set(FAMILIES)
 
 
-def test_adapters_are_those_of_peft() -> None:
+def test_adapters_match_peft() -> None:
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -109,14 +109,14 @@ BAD = [
 
 
 @pytest.mark.parametrize(("config", "sentence"), BAD, ids=lambda value: str(value)[:30])
-def test_bad_configs_are_refused_with_a_sentence(config: dict, sentence: str, tmp_path: Path) -> None:
+def test_bad_configs_are_rejected(config: dict, sentence: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
     with pytest.raises(ShardmakeError, match=sentence):
         read_model(str(path))
 
 
-def test_missing_models_are_refused_with_a_sentence(tmp_path: Path) -> None:
+def test_missing_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match=r"no config\.json"):
         read_model(str(tmp_path))
     with pytest.raises(ShardmakeError, match="no model at"):
@@ -125,7 +125,7 @@ def test_missing_models_are_refused_with_a_sentence(tmp_path: Path) -> None:
         split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, ["q_prjo"])
 
 
-def test_experts_and_routers_get_adapters_as_peft_makes_them() -> None:
+def test_experts_and_routers_get_the_adapters_of_peft() -> None:
     """Rank 8 for each of 4 experts, twice that for gate and up in one weight; the router is adapted too."""
     model = from_config({"model_type": "mixtral", **SIZES, "num_local_experts": 4})
     shapes = {tensor.name: tensor.shape for tensor in split(model, "lora", 8).adapters if tensor.block == 1}
@@ -144,6 +144,6 @@ BAD_SIZES = [
 
 
 @pytest.mark.parametrize(("change", "sentence"), BAD_SIZES, ids=str)
-def test_sizes_that_are_missing_or_clash_are_refused(change: dict, sentence: str) -> None:
+def test_missing_or_contradictory_sizes_are_rejected(change: dict, sentence: str) -> None:
     with pytest.raises(ShardmakeError, match=sentence):
         from_config({"model_type": "llama", **SIZES, **change}, source="config.json")

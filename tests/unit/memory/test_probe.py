@@ -37,7 +37,9 @@ FOUND = Calibration(GIB // 2, 2 * GIB, GIB // 4, "a GPU", "node7", "2026-01-31")
     st.integers(0, GIB),
     st.lists(st.integers(GIB, 8 * GIB), min_size=2, max_size=4),
 )
-def test_what_went_in_comes_out(context: int, nccl: int | None, pools: int, occupied: int, sizes: list[int]) -> None:
+def test_fit_recovers_context_nccl_and_pools(
+    context: int, nccl: int | None, pools: int, occupied: int, sizes: list[int]
+) -> None:
     observations = [
         Observation(512, size // 2, size + pools, size + pools + context + (nccl or 0) + occupied, size)
         for size in sizes
@@ -55,18 +57,18 @@ def test_impossible_measurements_are_rejected() -> None:
         fit([Observation(512, 1, GIB, GIB // 2, GIB)], None, 0, "", "", "")
 
 
-def test_no_gpu_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_gpu_is_rejected_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ShardmakeError, match=r"no nvidia-smi. Run it on a compute node"):
         probe(from_config(CONFIG))
 
 
-def test_other_architectures_are_refused() -> None:
+def test_other_architectures_are_rejected() -> None:
     with pytest.raises(ShardmakeError, match="not gpt2"):
         probe(replace(from_config(CONFIG), model_type="gpt2", decoder=None))
 
 
-def test_the_estimate_uses_what_was_found_and_says_so(
+def test_the_estimate_uses_and_reports_the_calibration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -86,7 +88,7 @@ def test_the_estimate_uses_what_was_found_and_says_so(
     assert other.measured is None
 
 
-def test_its_step_runs_under_fsdp() -> None:
+def test_the_probes_step_runs_under_fsdp() -> None:
     code = (
         "import json, sys; from torch import distributed; from shardmake.memory import probe\n"
         "distributed.init_process_group('gloo', rank=0, world_size=1, store=distributed.HashStore())\n"

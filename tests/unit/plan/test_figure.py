@@ -21,7 +21,7 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, MemoryEstim
     return make_plan("docs & chat", Run(**values, max_steps=1, learning_rate=1e-4), gpus(max_nodes=1))
 
 
-def test_a_bar_for_each_strategy_with_and_without_recomputation(planned: tuple[Plan, MemoryEstimates]) -> None:
+def test_each_strategy_has_a_bar_with_and_without_checkpointing(planned: tuple[Plan, MemoryEstimates]) -> None:
     plan, memory = planned
     rows = bars(memory.candidates, plan.choice)
     kinds = [(row.choice.strategy, row.choice.gradient_checkpointing) for row in rows]
@@ -30,7 +30,7 @@ def test_a_bar_for_each_strategy_with_and_without_recomputation(planned: tuple[P
     assert rows[0].choice == plan.choice
 
 
-def test_terms_are_the_bar_and_the_gpus_memory_is_the_line(planned: tuple[Plan, MemoryEstimates]) -> None:
+def test_bars_show_terms_and_the_line_shows_gpu_memory(planned: tuple[Plan, MemoryEstimates]) -> None:
     plan, memory = planned
     root = ElementTree.fromstring(draw(memory, plan.choice))
     texts = {text.text: text.get("font-weight") for text in root.iter(f"{SVG}text")}
@@ -38,13 +38,13 @@ def test_terms_are_the_bar_and_the_gpus_memory_is_the_line(planned: tuple[Plan, 
     assert texts[rows[0].name] == "bold"
     assert all(row.name in texts for row in rows)
     assert set(rows[0].gpu.terms) <= set(texts)
-    assert "79.1 GiB a GPU has" in texts
+    assert "79.1 GiB per GPU" in texts
     assert len(root.findall(f"{SVG}line")) == 1
     titled = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
     assert len(titled) == sum(len(row.gpu.terms) + 1 for row in rows)
 
 
-def test_the_figure_needs_nothing_from_elsewhere(planned: tuple[Plan, MemoryEstimates], tmp_path: Path) -> None:
+def test_the_figure_is_self_contained_and_deterministic(planned: tuple[Plan, MemoryEstimates], tmp_path: Path) -> None:
     plan, memory = planned
     text = draw(memory, plan.choice)
     assert "href" not in text

@@ -38,14 +38,14 @@ def cluster(**slurm: object) -> Cluster:
     )
 
 
-def test_sinfo_is_read() -> None:
+def test_parse_sinfo() -> None:
     assert PARTITIONS["gpu"].is_default and PARTITIONS["gpu"].time_limit_minutes is None
     assert PARTITIONS["urgent"].time_limit_minutes == 1440
     mixed = PARTITIONS["mixed"]
     assert (mixed.nodes, mixed.cpus, mixed.memory_mib, mixed.time_limit_minutes) == (3, 32, 257000, 2)
 
 
-def test_what_fits_passes() -> None:
+def test_a_request_within_the_limits_passes() -> None:
     check_request(plan(), cluster(), PARTITIONS)
     check_request(plan(nodes=3), cluster(partition=None), PARTITIONS)
 
@@ -64,6 +64,6 @@ def test_what_fits_passes() -> None:
         ),
     ],
 )
-def test_what_can_never_run_is_refused(asked: Plan, slurm: dict[str, object], words: str) -> None:
+def test_a_request_beyond_the_limits_is_rejected(asked: Plan, slurm: dict[str, object], words: str) -> None:
     with pytest.raises(ShardmakeError, match=words):
         check_request(asked, cluster(**slurm), PARTITIONS)

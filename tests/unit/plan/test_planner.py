@@ -93,12 +93,12 @@ def test_a_named_strategy_is_respected(strategy: str, folders: dict[str, str]) -
     assert {fallback.choice.strategy for fallback in made.fallbacks} <= {strategy}
 
 
-def test_a_named_strategy_that_does_not_fit_is_refused_with_figures(folders: dict[str, str]) -> None:
+def test_a_named_strategy_that_does_not_fit_is_rejected_with_figures(folders: dict[str, str]) -> None:
     with pytest.raises(ShardmakeError, match=r"Strategy ddp does not fit.* GiB"):
         plan(folders["eight"], gpus(), strategy="ddp", nodes=1)
 
 
-def test_a_script_never_swaps_to_nvme(folders: dict[str, str]) -> None:
+def test_a_script_does_not_get_nvme_offload(folders: dict[str, str]) -> None:
     """DeepSpeed alone saves what cannot be merged, and resumes without the moments."""
     cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
     made = plan(folders["eight"], cluster, script="train.py", micro_batch_size=1)
@@ -107,7 +107,7 @@ def test_a_script_never_swaps_to_nvme(folders: dict[str, str]) -> None:
         plan(folders["eight"], cluster, script="train.py", strategy="zero3-nvme")
 
 
-def test_adafactor_is_not_for_fsdp2(folders: dict[str, str]) -> None:
+def test_adafactor_is_rejected_under_fsdp2(folders: dict[str, str]) -> None:
     made = plan(folders["eight"], gpus(), optimizer="adafactor")
     assert not [name for name in (made.choice.strategy, *made.rejected) if name.startswith("fsdp")]
     with pytest.raises(ShardmakeError, match="adafactor fails at the first step under FSDP2"):
@@ -115,7 +115,7 @@ def test_adafactor_is_not_for_fsdp2(folders: dict[str, str]) -> None:
     assert plan(folders["eight"], gpus(), optimizer="adafactor", strategy="fsdp", fsdp_version=1)
 
 
-def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
+def test_every_fallback_needs_less_gpu_memory(folders: dict[str, str]) -> None:
     values = {"model": folders["eight"], "data": {"train": "x"}, "sequence_length": 4096, "global_batch_size": 64}
     made, memory = make_plan("run", Run(**values, max_steps=1, learning_rate=1e-4), gpus())
     taken = [made.choice, *(fallback.choice for fallback in made.fallbacks)]
@@ -125,7 +125,7 @@ def test_every_rung_of_the_ladder_needs_less(folders: dict[str, str]) -> None:
     assert len(set(needs)) == len(needs)
 
 
-def test_a_rung_with_offload_asks_for_more_host_memory(folders: dict[str, str]) -> None:
+def test_a_fallback_with_offload_requests_more_host_memory(folders: dict[str, str]) -> None:
     """It needs less of the GPU's memory and more of the node's, so that it is no answer to a node's out-of-memory."""
     made = plan(folders["eight"], gpus(), sequence_length=4096)
     offloads = next(
@@ -143,7 +143,7 @@ def test_a_rung_with_offload_asks_for_more_host_memory(folders: dict[str, str]) 
     assert made.at(0) == made
 
 
-def test_the_ladder_comes_to_16_bits_before_nvme_and_more_nodes(folders: dict[str, str]) -> None:
+def test_fallbacks_try_16_bits_before_nvme_and_more_nodes(folders: dict[str, str]) -> None:
     cluster = gpus(nvme_path="/nvme", nvme_gib_per_node=4000.0)
     made = plan(
         folders["eight"], cluster, sequence_length=2048, precision="fp32", global_batch_size=64, strategy="auto"
@@ -168,7 +168,7 @@ def test_memory_json_has_every_candidate_term_by_term(folders: dict[str, str]) -
     assert MemoryEstimates.model_validate_json(memory.model_dump_json()) == memory
 
 
-def test_a_checkpoint_that_waits_in_memory_is_host_memory(folders: dict[str, str]) -> None:
+def test_a_checkpoint_staged_in_memory_counts_as_host_memory(folders: dict[str, str]) -> None:
     """Only where saving is asynchronous and the scratch is a tmpfs; the first node holds most."""
     term = "checkpoint in scratch"
     found = {}
@@ -203,7 +203,7 @@ REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("cluster", "settings", "sentence"), REFUSED, ids=lambda value: str(value)[:40])
-def test_contradictions_are_refused_with_what_to_do(
+def test_contradictions_are_rejected_with_advice(
     cluster: Cluster, settings: dict[str, Any], sentence: str, folders: dict[str, str]
 ) -> None:
     with pytest.raises(ShardmakeError, match=sentence):
@@ -214,7 +214,7 @@ def test_old_gpus_compute_in_fp16(folders: dict[str, str]) -> None:
     assert plan(folders["tiny"], gpus(accelerator="v100-32gb")).choice.precision == "fp16"
 
 
-def test_more_nodes_only_where_they_are_needed(folders: dict[str, str]) -> None:
+def test_more_nodes_only_if_they_are_needed(folders: dict[str, str]) -> None:
     small = gpus(accelerator="a10", memory_gib_per_node=64.0, processes_per_node=4, max_nodes=8)
     assert plan(folders["eight"], small, sequence_length=2048).choice.nodes > 1
 

@@ -12,7 +12,7 @@ from tests.unit.plan.test_planner import folders, gpus, run_of
 __all__ = ["folders"]
 
 
-def test_each_setting_is_changed_by_as_little_as_helps() -> None:
+def test_the_smallest_change_of_each_setting_is_suggested() -> None:
     enough = {"nodes": 8, "sequence_length": 512, "method": "qlora"}
 
     def outcome(setting: str, value: int | str) -> str | None:
@@ -28,7 +28,7 @@ def test_each_setting_is_changed_by_as_little_as_helps() -> None:
     assert suggestions(changes(2, 2048, "lora"), lambda setting, value: None) == []
 
 
-def test_the_plan_says_what_alone_would_do_where_nothing_fits(folders: dict[str, str], tmp_path: Path) -> None:
+def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str], tmp_path: Path) -> None:
     run = run_of(folders["eight"], strategy="ddp", nodes=1, global_batch_size=64)
     with pytest.raises(ShardmakeError) as caught:
         plan_run(run, gpus(), RunDir(tmp_path / "chat"))

@@ -30,17 +30,19 @@ from tests.unit.plans import make_cluster, make_model, make_plan, make_run
         ),
     ],
 )
-def test_refused(run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], words: str) -> None:
+def test_unsupported_runs_are_rejected(
+    run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], words: str
+) -> None:
     with pytest.raises(ShardmakeError, match=words):
         check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(**cluster), make_model(**model))
 
 
 @pytest.mark.parametrize("run", [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "fsdp", "script": "x.py"}])
-def test_allowed(run: dict[str, Any]) -> None:
+def test_supported_runs_pass(run: dict[str, Any]) -> None:
     check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(), make_model())
 
 
-def test_a_group_counts_as_one_reader() -> None:
+def test_a_group_is_one_data_parallel_rank() -> None:
     choice = make_plan("zero1", tensor_parallel=2).choice
     assert (choice.world_size, choice.data_parallel, choice.global_batch_size) == (4, 2, 8)
     assert choice.readers == "2 groups of 2 ranks"
