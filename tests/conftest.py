@@ -29,8 +29,8 @@ def default_logging() -> Iterator[None]:
     logger.propagate = True
 
 
-EXPENSIVE = {"cluster": "cluster", "forked": "forked", "shared_checkout": "shared_checkout"}
-"""Expensive fixtures of the session, and the group of the tests that share one."""
+EXPENSIVE = ("forked", "shared_checkout")
+"""Expensive fixtures of the session; the tests that share one run in one process of xdist."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -39,9 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not belongs_to_make_test(item.nodeid):
             item.add_marker(pytest.mark.full)
         fixtures = getattr(item, "fixturenames", ())
-        groups = [group for fixture, group in EXPENSIVE.items() if fixture in fixtures]
+        groups = [fixture for fixture in EXPENSIVE if fixture in fixtures]
         if item.path.name.startswith("test_consolidate"):
             groups = ["consolidate"]
+        if item.path.parent.name == "cluster":
+            groups = ["cluster"]  # there is only one three-node Slurm at a time
         item.add_marker(pytest.mark.xdist_group(groups[0] if groups else str(item.path)))
 
 
