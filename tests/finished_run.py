@@ -23,7 +23,7 @@ from shardmake.run.plan import (
     Resources,
     Workload,
 )
-from shardmake.run.receipts import MergeReceipt, TrainingReceipt, Verification
+from shardmake.run.receipts import DataReceipt, DataSettings, MergeReceipt, SplitReceipt, TrainingReceipt, Verification
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {
@@ -244,3 +244,17 @@ EVALUATED = EvaluationResult(
     samples=[Sample(prompt="What does len do?", base="```", tuned="It returns the number of items.")],
     tasks=[TaskScore(task="sums", metric="acc", base=0.25, tuned=0.75)],
 )
+
+
+def make_data_receipt(digest: str) -> DataReceipt:
+    split = SplitReceipt(
+        examples=1, truncated=0, split=0, dropped_without_loss=0, dropped_loss_truncated=0, sequences=1, tokens=1,
+        loss_tokens=1, files=[],
+    )  # fmt: skip
+    settings = DataSettings(
+        format="auto", loss_on="auto", eval_fraction=0.1, sequence_length=32, packing=True, seed=42
+    )  # fmt: skip
+    return DataReceipt(
+        digest=digest, layout=1, tokenizer="t", sources={}, settings=settings, pad_token_id=0, format="text",
+        loss_on_assistant=False, train=split, eval=split,
+    )  # fmt: skip

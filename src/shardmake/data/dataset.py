@@ -15,7 +15,8 @@ import torch
 from torch.utils.data import Dataset
 
 from shardmake.config.models import Attention
-from shardmake.core.atomic import read_json
+from shardmake.run.paths import DATA_RECEIPT
+from shardmake.run.receipts import DataReceipt
 
 IGNORED = -100
 Item = dict[str, torch.Tensor]
@@ -46,7 +47,7 @@ class Sequences(Dataset[Item]):
 
 def load(folder: Path, split: Literal["train", "eval"]) -> Sequences:
     """Load one split of the data that `shardmake.data.prepare` wrote to ``folder``."""
-    read_json(folder / "receipt.json", "shardmake data NAME")
+    DataReceipt.read(folder / DATA_RECEIPT)
     return Sequences(folder / split)
 
 
@@ -101,8 +102,8 @@ def _flatten(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 def collator(folder: Path, attention: Attention) -> Collator:
     """Return the collator for the data in ``folder`` and the attention kernel that the model runs with."""
-    receipt = read_json(folder / "receipt.json", "shardmake data NAME")
-    packing = receipt["settings"]["packing"]
+    receipt = DataReceipt.read(folder / DATA_RECEIPT)
+    packing = receipt.settings.packing
     return Collator(
-        receipt["settings"]["sequence_length"], receipt["pad_token_id"], packing, flat=packing and attention == "flash"
+        receipt.settings.sequence_length, receipt.pad_token_id, packing, flat=packing and attention == "flash"
     )

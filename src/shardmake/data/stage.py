@@ -4,6 +4,7 @@ Tokenizing is a separate stage because it can exceed the process group's timeout
 temporary folder and renamed. The receipt is written last.
 """
 
+import json
 import logging
 import os
 import shutil
@@ -13,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
-from shardmake.core.atomic import digest, fsync_directory, read_json, write_json
-from shardmake.core.errors import DataError, ModelError
+from shardmake.core.atomic import digest, fsync_directory
+from shardmake.core.errors import DataError, ModelError, ShardmakeError
 from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
 from shardmake.data.packing import KEPT, columns_of, count_outcomes, count_tokens, fit, pack
 from shardmake.data.sources import (
@@ -30,6 +31,7 @@ from shardmake.data.sources import (
     read,
 )
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import DataReceipt, SplitReceipt
 
 if TYPE_CHECKING:
     import datasets
@@ -40,7 +42,7 @@ _POOL_FROM_ROWS = 5_000
 logger = logging.getLogger(__name__)
 
 
-def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> dict[str, Any]:
+def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     """Write the tokenized training and evaluation sequences of ``run`` and return their receipt.
 
     Do nothing if the receipt has the same sources, tokenizer and settings. ``cpus`` is the number of tokenizing
@@ -62,10 +64,10 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> dict[str, Any]:
     with _workspace(rundir) as work:
         results = _build(run, tokenizer, sources, work, cpus)
         trained_on = digest({"files": results["train"]["files"], "length": run.sequence_length})
-        receipt = {"digest": trained_on, **inputs, "pad_token_id": _pad_token_id(tokenizer), **results}
+        receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
         _publish(work, rundir, receipt)
-    for split in ("train", "eval"):
-        logger.info(f"{rundir.data / split}: {_summary(receipt[split], run.sequence_length)}.")
+    for split, counts in {"train": receipt.train, "eval": receipt.eval}.items():
+        logger.info(f"{rundir.data / split}: {_summary(counts, run.sequence_length)}.")
     return receipt
 
 
@@ -107,17 +109,18 @@ def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     return next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None), 0)
 
 
-def _current(rundir: RunDir, inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+def _current(rundir: RunDir, inputs: Mapping[str, Any]) -> DataReceipt | None:
     """Return the receipt if it has the same ``inputs`` and its files exist, else None."""
-    if not rundir.data_receipt.is_file():
+    try:
+        receipt = DataReceipt.read(rundir.data_receipt)
+    except ShardmakeError:  # missing, or of another layout
         return None
-    receipt = read_json(rundir.data_receipt, f"shardmake data {rundir.name}")
-    same = all(receipt.get(key) == value for key, value in inputs.items())
-    return receipt if same and all(_files_exist(rundir.data, receipt[split]) for split in ("train", "eval")) else None
+    same = inputs == receipt.model_dump(include=set(inputs), mode="json")
+    return receipt if same and all(_files_exist(rundir.data, one) for one in (receipt.train, receipt.eval)) else None
 
 
-def _files_exist(folder: Path, split: Mapping[str, Any]) -> bool:
-    files = [(folder / file["path"], file["bytes"]) for file in split["files"]]
+def _files_exist(folder: Path, split: SplitReceipt) -> bool:
+    files = [(folder / file.path, file.bytes) for file in split.files]
     return all(path.is_file() and path.stat().st_size == size for path, size in files)
 
 
@@ -234,23 +237,23 @@ def _check_vocabulary(run: Run, largest: int) -> None:
         )
 
 
-def _publish(work: Path, rundir: RunDir, receipt: Mapping[str, Any]) -> None:
+def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:
     """Rename the splits into place, then write the receipt; remove an outdated receipt first."""
     rundir.data.mkdir(parents=True, exist_ok=True)
-    if rundir.data_receipt.is_file() and read_json(rundir.data_receipt, "shardmake data") != receipt:
+    if rundir.data_receipt.is_file() and json.loads(rundir.data_receipt.read_bytes()) != receipt.as_json():
         rundir.data_receipt.unlink()
     for split in ("train", "eval"):
         shutil.rmtree(rundir.data / split, ignore_errors=True)
         (work / split).rename(rundir.data / split)
     fsync_directory(rundir.data)
-    write_json(rundir.data_receipt, receipt)
+    receipt.write(rundir.data_receipt)
 
 
-def _summary(counts: Mapping[str, Any], length: int) -> str:
-    full = counts["tokens"] / (counts["sequences"] * length)
+def _summary(counts: SplitReceipt, length: int) -> str:
+    full = counts.tokens / (counts.sequences * length)
     return (
-        f"{_outcomes(counts)} in {counts['sequences']:,} sequences of {length:,} tokens ({full:.0%} full), "
-        f"{counts['loss_tokens']:,} of {counts['tokens']:,} tokens learned"
+        f"{_outcomes(dict(counts))} in {counts.sequences:,} sequences of {length:,} tokens ({full:.0%} full), "
+        f"{counts.loss_tokens:,} of {counts.tokens:,} tokens learned"
     )
 
 

@@ -9,7 +9,6 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.training_receipt import is_final, write_training_receipt
 from shardmake.config.models import Cluster, Run
-from shardmake.core.atomic import read_json
 from shardmake.launch import user_script
 from shardmake.launch.jobs import Jobs
 from shardmake.launch.local_jobs import LocalJobs
@@ -19,6 +18,7 @@ from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import AttemptRecord, load_history, next_fallback, save_history, wants_all_memory
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
+from shardmake.run.receipts import DataReceipt
 from shardmake.run.settings_digest import settings_digest
 from shardmake.run.training_settings import TrainingSettings
 
@@ -48,14 +48,14 @@ class Training:
         """Read the state of ``rundir``, whose lock this process holds."""
         plan = Plan.read(rundir.plan)
         settings = TrainingSettings.read(rundir.training)
-        data_receipt = read_json(rundir.data_receipt, "shardmake data NAME")
+        data_receipt = DataReceipt.read(rundir.data_receipt)
         return cls(
             run,
             cluster,
             rundir,
             plan,
             SlurmJobs(rundir.root, cluster) if cluster.executor == "slurm" else LocalJobs(rundir.root),
-            recipe=settings_digest(settings, plan, data_receipt["digest"]),
+            recipe=settings_digest(settings, plan, data_receipt.digest),
             plan_digest=plan.digest,
             attempts=load_history(rundir.attempt_history),
             lock=lock,

@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+DATA_RECEIPT = "receipt.json"
+"""Name of the receipt in the data folder."""
+
 MODEL_RECEIPT = "receipt.json"
 """Name of the receipt in the folder of a merged model."""
 
@@ -98,7 +101,7 @@ class RunDir:
     @property
     def data_receipt(self) -> Path:
         """What the data stage made: counts, source, digest."""
-        return self.data / "receipt.json"
+        return self.data / DATA_RECEIPT
 
     @property
     def train(self) -> Path:

@@ -67,7 +67,7 @@ def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_pa
     rows = conversations(60)
     data = {"train": write_jsonl(tmp_path / "t.jsonl", rows), "eval": write_jsonl(tmp_path / "e.jsonl", rows[:5])}
     rundir = RunDir(tmp_path / "run")
-    receipt = prepare(make_run(model, data, packing=packing), rundir)
+    receipt = prepare(make_run(model, data, packing=packing), rundir).as_json()
     expected = [f"<user>{r['messages'][0]['content']}</s><assistant>[{r['messages'][1]['content']}</s>]" for r in rows]
     assert sorted(decoded(model, rundir.data, "train")) == sorted(expected)
     assert sorted(decoded(model, rundir.data, "eval")) == sorted(expected[:5])
@@ -92,7 +92,7 @@ def test_long_examples_are_cut_and_counted(model: Path, tmp_path: Path) -> None:
     ]
     path = write_jsonl(tmp_path / "t.jsonl", rows)
     rundir = RunDir(tmp_path / "run")
-    receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir)
+    receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir).as_json()
     counts = {"examples": 4, "truncated": 1, "split": 0, "dropped_without_loss": 1, "dropped_loss_truncated": 1}
     assert {key: receipt["train"][key] for key in counts} == counts
     longest = "<user>a</s><assistant>[" + "b" * (LENGTH - 4) + "]"
@@ -103,7 +103,7 @@ def test_long_texts_are_split_and_nothing_is_lost(model: Path, tmp_path: Path) -
     texts = ["a" * 150, "b" * 10]
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": text} for text in texts])
     rundir = RunDir(tmp_path / "run")
-    receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir)
+    receipt = prepare(make_run(model, {"train": path, "eval": path}), rundir).as_json()
     assert (receipt["train"]["examples"], receipt["train"]["split"], receipt["train"]["truncated"]) == (2, 1, 0)
     assert receipt["train"]["tokens"] == sum(len(text) + 2 for text in texts)
     assert not receipt["loss_on_assistant"] and receipt["format"] == "text"
@@ -113,7 +113,7 @@ def test_part_of_the_training_data_is_set_aside(model: Path, tmp_path: Path) -> 
     rows = [{"text": f"{i:04}"} for i in range(100)]
     rundir = RunDir(tmp_path / "run")
     data = {"train": write_jsonl(tmp_path / "t.jsonl", rows), "eval_fraction": 0.1}
-    receipt = prepare(make_run(model, data), rundir)
+    receipt = prepare(make_run(model, data), rundir).as_json()
     assert (receipt["train"]["examples"], receipt["eval"]["examples"]) == (90, 10)
     parts = [set(decoded(model, rundir.data, split)) for split in ("train", "eval")]
     assert not parts[0] & parts[1] and len(parts[0] | parts[1]) == 100
@@ -145,14 +145,14 @@ def test_up_to_date_data_are_not_rewritten(model: Path, tmp_path: Path, caplog: 
     first = prepare(run, rundir)
     caplog.clear()
     os.utime(rundir.data_receipt, (1, 1))
-    arrow = rundir.data / first["train"]["files"][0]["path"]
+    arrow = rundir.data / first.train.files[0].path
     assert prepare(run, rundir) == first
     assert caplog.messages == [f"{rundir.data} is up to date."]
     arrow.unlink()
     assert prepare(run, rundir) == first
     assert arrow.exists() and rundir.data_receipt.stat().st_mtime == 1
     write_jsonl(path, conversations(21))
-    assert prepare(run, rundir)["digest"] != first["digest"]
+    assert prepare(run, rundir).digest != first.digest
     assert rundir.data_receipt.stat().st_mtime != 1
 
 

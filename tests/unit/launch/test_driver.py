@@ -30,6 +30,7 @@ from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
+from tests.finished_run import make_data_receipt
 from tests.unit.plans import make_cluster, make_plan, make_run, make_training_settings
 
 End = Callable[[AttemptDir], None]
@@ -72,7 +73,7 @@ class FakeRun:
         self.rundir = RunDir(root / "runs/demo")
         self.rate = 1e-3
         self.plan = make_plan("zero2")
-        write_json(self.rundir.data_receipt, {"digest": "d"})
+        make_data_receipt("d").write(self.rundir.data_receipt)
 
     def load(self, jobs: FakeJobs, run: Run | None = None, **cluster: Any) -> Training:
         """Return the training as a new driver loads it, with the current learning rate and plan."""
