@@ -120,7 +120,7 @@ def configure(root: Path, strategy: str, steps: int) -> None:
             assert Lab(root, name).shardmake(stage).wait() == 0, (root / f"{name}.log").read_text()
 
 
-# ---- faults: each is done to a training that makes steps; True if the attempt goes on -------------------------------
+# ---- faults: each is done to a training that makes steps; True if the attempt continues ------------------------
 
 
 def kill_rank(lab: Lab, chance: random.Random) -> bool:
@@ -308,7 +308,7 @@ def corrupted(lab: Lab) -> list[str]:
 
 
 def same_end(baseline: Lab, faulty: Lab) -> bool:
-    """Whether the last checkpoints of both hold the same tensors."""
+    """Return whether the last checkpoints of both runs hold the same tensors."""
     import torch
     from safetensors.torch import load_file
 

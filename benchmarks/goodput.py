@@ -134,8 +134,8 @@ class Training:
         return Outcome(end, "simulated", host=f"node{self.chance.randrange(self.nodes)}")
 
     def _answer(self, outcome: Outcome) -> None:
-        """What the driver does, with its own functions."""
-        self._tell(outcome)
+        """Take the driver's decisions, with its own functions."""
+        self._log(outcome)
         history = RetryState(
             idle_attempts=idle_attempts(self.story),
             has_fallback=False,
@@ -154,7 +154,7 @@ class Training:
             self.wall += self.costs.preflight - self.costs.start + self.costs.notice
             self._answer(Outcome(EndReason.PREFLIGHT, "simulated", host=outcome.host))
 
-    def _tell(self, outcome: Outcome) -> None:
+    def _log(self, outcome: Outcome) -> None:
         number = len(self.story) + 1
         record = AttemptRecord(
             attempt=number, job=str(number), plan="p", strategy="fsdp", fallback=0, submitted=0, ended=self.wall,

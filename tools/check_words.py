@@ -16,7 +16,7 @@ BANNED = re.compile(
     r"|(?<!there )(?:is|are|was|were) no (?!longer|more|fewer)|\"\"\"(?:what|whether|where|who))(?![a-z])",
     re.IGNORECASE,
 )
-ALLOWED = (".tell()",)
+ALLOWED = (".tell()", "Tell me about {name}.")
 """Exact text that holds one of these words and stays, such as a quotation of another program's output."""
 
 

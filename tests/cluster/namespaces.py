@@ -70,7 +70,7 @@ def spawn(command: Sequence[str], log: Path) -> subprocess.Popen[str]:
     return process
 
 
-def tell(process: subprocess.Popen[str]) -> None:
+def notify(process: subprocess.Popen[str]) -> None:
     """Send a line to a process that `spawn` started."""
     _pipe(process.stdin).write("go\n")
     _pipe(process.stdin).flush()
@@ -95,7 +95,7 @@ def start_node(state: Path, head: int, name: str, address: str) -> tuple[subproc
     (init,) = (child.pid for child in psutil.Process(process.pid).children())
     cable = f"ip link add {name} type veth peer name eth0 netns {init} && ip link set {name} master br0 up"
     subprocess.run([*enter(head), "sh", "-ec", cable], check=True)
-    tell(process)
+    notify(process)
     return process, init
 
 

@@ -61,7 +61,7 @@ def hub(folder: Path) -> Iterator[FakeHub]:
 
 
 def ask(hub: FakeHub, folder: Path, *questions: tuple[str, tuple[str, ...], dict[str, str]], **env: str) -> list[Any]:
-    """What a fresh process finds for each name, splits and settings."""
+    """Return what a fresh process finds for each name, splits and settings."""
     done = subprocess.run(
         [sys.executable, "-c", READ, json.dumps(questions)],
         cwd=folder,

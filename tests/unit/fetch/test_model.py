@@ -218,19 +218,19 @@ def test_offline_what_is_in_the_cache_does(hub: FakeHub, rundir: RunDir, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("removed", "complaint"),
+    ("removed", "message"),
     [
         ("config.json", "missing config.json"),
         ("model-00002-of-00002.safetensors", "missing model-00002-of-00002.safetensors"),
         ("tokenizer.json", "missing a tokenizer"),
     ],
 )
-def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path, removed: str, complaint: str) -> None:
+def test_a_model_folder_that_is_not_whole_is_refused(tmp_path: Path, removed: str, message: str) -> None:
     for name, content in FILES.items():
         (tmp_path / name).write_bytes(content)
     check_model_folder(tmp_path)
     (tmp_path / removed).unlink()
-    with pytest.raises(ShardmakeError, match=complaint):
+    with pytest.raises(ShardmakeError, match=message):
         check_model_folder(tmp_path)
 
 

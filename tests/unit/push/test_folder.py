@@ -173,7 +173,7 @@ def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
+    ("change", "message"),
     [
         (lambda model: (model / "config.json").unlink(), "config.json is missing"),
         (lambda model: (model / "config.json").write_text("x"), "config.json has 1 bytes instead of 24"),
@@ -181,11 +181,11 @@ def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
         (lambda model: (model / "extra.bin").write_text("x"), "extra.bin is not in the receipt"),
     ],
 )
-def test_a_model_that_is_not_the_verified_one_is_not_pushed(tmp_path: Path, change: object, complaint: str) -> None:
+def test_a_model_that_is_not_the_verified_one_is_not_pushed(tmp_path: Path, change: object, message: str) -> None:
     rundir = make_rundir(tmp_path)
     assert callable(change)
     change(rundir.model)
-    with pytest.raises(ShardmakeError, match=complaint):
+    with pytest.raises(ShardmakeError, match=message):
         push(RUN, rundir)
 
 

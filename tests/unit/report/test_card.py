@@ -11,7 +11,7 @@ from shardmake.run.sources import PinnedSource, Sources
 from tests.finished_run import PLOTS, make_run, make_rundir, write_history
 
 
-def test_the_card_tells_what_the_receipts_say(tmp_path: Path) -> None:
+def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
     card = ModelCard(render_card(make_run(), make_rundir(tmp_path)))
     assert card.data.to_dict() == {
         "base_model": "lab/base",
@@ -91,7 +91,7 @@ def test_the_same_run_gives_the_same_card(tmp_path: Path) -> None:
     assert render_card(run, rundir) == render_card(run, rundir)
 
 
-def test_of_local_sources_only_the_last_part_of_the_path_is_told(tmp_path: Path) -> None:
+def test_local_sources_are_shown_by_the_last_part_of_the_path(tmp_path: Path) -> None:
     base = tmp_path / "home" / "ada" / "my-base"
     base.mkdir(parents=True)
     run = make_run(model=str(base), data={"train": str(tmp_path / "secret-project" / "train.jsonl")})

@@ -86,13 +86,13 @@ def test_what_a_model_says_is_no_markup(tmp_path: Path) -> None:
     assert "<script>" not in page and "&lt;script&gt;" in page
 
 
-def test_nothing_of_this_place_is_told(tmp_path: Path) -> None:
+def test_report_names_no_path_or_host_of_this_machine(tmp_path: Path) -> None:
     base, data = tmp_path / "home/ada/base", tmp_path / "secret-project/train.jsonl"
     page = write_report(make_run(model=str(base), data={"train": str(data)}), make_rundir(tmp_path)).read_text()
     assert [word for word in (str(tmp_path), "/home/", ">ada<", "secret-project", ">n1<") if word in page] == []
 
 
-def test_where_it_was_pushed_is_told_once_it_was(tmp_path: Path) -> None:
+def test_report_shows_the_push_target_after_the_push(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     places = [PushedTo(to="hub:lab/chat", commit="c0ffee"), PushedTo(to="file:x")]
     PushReceipt(destinations=places, files={}).write(rundir.push_receipt)

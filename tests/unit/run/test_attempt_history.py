@@ -1,4 +1,4 @@
-"""What the attempts so far mean for the next."""
+"""The attempts so far decide how the next one starts."""
 
 from pathlib import Path
 
@@ -26,7 +26,7 @@ def make_record(step: int = 0, **values: object) -> AttemptRecord:
 
 
 def drive(steps: list[int]) -> list[AttemptRecord]:
-    """Attempts that the driver went on from by itself, but for the last, which is still to be answered."""
+    """Attempts that the driver resumed from without intervention, but for the last, which is still to be answered."""
     return [make_record(step, next_fallback=0) for step in steps[:-1]] + [make_record(step) for step in steps[-1:]]
 
 
@@ -55,7 +55,7 @@ def test_who_starts_again_starts_to_count_again() -> None:
     assert failing_nodes([*unfit, make_record(), make_record(end="preflight failure")]) == 1
 
 
-def test_rungs() -> None:
+def test_fallbacks() -> None:
     assert next_fallback([], "p") == 0
     assert next_fallback([make_record(next_fallback=1)], "p") == 1
     assert next_fallback([make_record(next_fallback=1), make_record(fallback=1, next_fallback=2)], "p") == 2
@@ -68,5 +68,5 @@ def test_excluded_nodes_are_remembered_once(tmp_path: Path) -> None:
     save_history(tmp_path / "index.json", history)
     assert load_history(tmp_path / "index.json") == history
     assert excluded_nodes(history) == ["c2", "c3"]
-    assert excluded_nodes([*history, make_record()]) == [], "whoever starts again has mended them, or finds them again"
+    assert excluded_nodes([*history, make_record()]) == [], "whoever starts again has fixed them, or finds them again"
     assert load_history(tmp_path / "none.json") == []
