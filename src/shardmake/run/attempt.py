@@ -1,4 +1,4 @@
-"""One attempt at training: what the driver tells the worker and the ranks, and where they answer.
+"""One attempt at training: the driver's settings for workers and ranks, and the records that they write.
 
 An attempt's folder holds ``attempt.json`` (written by the driver before the job is submitted), the rendezvous, a log
 and an exit record per node, a report and a heartbeat per rank, the traceback of every rank that failed, and the stacks
@@ -21,7 +21,7 @@ from shardmake.run.record import RunRecord
 
 
 class Attempt(RunRecord):
-    """What the driver decided for one submission."""
+    """The driver's decisions for one submission."""
 
     number: int = Field(description="1 for the first attempt of the run.")
     run_folder: str = Field(description="Absolute path of the run's folder.")
@@ -36,7 +36,7 @@ class Attempt(RunRecord):
     recipe: str = Field(description="Digest of the settings that define the result (`shardmake.run.settings_digest`).")
     versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
     planned_bandwidth: float | None = Field(
-        None, description="Bytes per second that one node should reach to others; None where there are no others."
+        None, description="Bytes per second that one node should reach to others; None for a single node."
     )
     plan_digest: str = Field("", description="Digest of the plan whose fallbacks the attempt's fallback belongs to.")
     hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
@@ -85,7 +85,7 @@ class NodeExit(RunRecord):
     stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
     message: str = Field("", description="What went wrong before the launcher started.")
     culprit: str | None = Field(None, description="Name of the node that caused it; None if unknown.")
-    oom_kills: int = Field(0, description="Processes of this job that the kernel killed here for want of memory.")
+    oom_kills: int = Field(0, description="Processes of this job that the kernel killed here because memory ran out.")
 
 
 class RankError(RunRecord):
@@ -120,7 +120,7 @@ class Heartbeat(RunRecord):
 
 
 class Hang(RunRecord):
-    """What the workers found when the ranks made no progress any more."""
+    """The workers' finding after all ranks stopped making progress."""
 
     rank: int | None = Field(description="The rank that held up the others; None if none stands out.")
     host: str | None = Field(description="Its host.")
@@ -140,7 +140,7 @@ class AttemptDir:
 
     @property
     def plan(self) -> Path:
-        """The plan of this attempt; its choice may be a later fallback of the fallbacks."""
+        """The plan of this attempt; its choice may be one of the fallbacks."""
         return self.root / "plan.json"
 
     @property
@@ -150,7 +150,7 @@ class AttemptDir:
 
     @property
     def deepspeed(self) -> Path:
-        """The DeepSpeed file of this attempt; an empty object where DeepSpeed has no part."""
+        """The DeepSpeed file of this attempt; an empty object if DeepSpeed is not used."""
         return self.root / "deepspeed.json"
 
     @property
@@ -170,7 +170,7 @@ class AttemptDir:
 
     @property
     def stop_file(self) -> Path:
-        """Created by a worker that was told to end: save and stop."""
+        """Created by a worker that received a signal: the ranks save and stop."""
         return self.root / "STOP"
 
     @property
@@ -208,7 +208,7 @@ class AttemptDir:
         return self.root / f"node-{node_rank}.log"
 
     def stack(self, rank: int) -> Path:
-        """What `faulthandler` wrote for a rank; empty unless it was asked."""
+        """Stacks of a rank from `faulthandler`; empty unless they were requested."""
         return self.stacks / f"rank-{rank}.txt"
 
     def heartbeat(self, rank: int) -> Path:
@@ -216,11 +216,11 @@ class AttemptDir:
         return self.root / "heartbeat" / f"rank-{rank}.json"
 
     def beat(self, rank: int) -> Heartbeat | None:
-        """The last heartbeat of a rank; None before its first."""
+        """Return the last heartbeat of a rank; None before its first."""
         return Heartbeat.read_if_exists(self.heartbeat(rank))
 
     def is_superseded(self) -> bool:
-        """Whether a later attempt has begun, so that this one must not write any more."""
+        """Return whether a later attempt has begun, after which this one must not write."""
         return any(path.name.isdigit() and int(path.name) > int(self.root.name) for path in self.root.parent.iterdir())
 
     def exit_record(self, node_rank: int) -> Path:
@@ -228,16 +228,16 @@ class AttemptDir:
         return self.root / f"node-{node_rank}.json"
 
     def read(self) -> Attempt:
-        """The settings of the attempt."""
+        """Return the settings of the attempt."""
         return Attempt.read(self.settings)
 
     def exits(self) -> list[NodeExit]:
-        """The exit records there are, by node."""
+        """Return the exit records so far, by node."""
         found = (NodeExit.read_if_exists(path) for path in sorted(self.root.glob("node-*.json")))
         return [record for record in found if record is not None]
 
     def read_hang(self) -> Hang | None:
-        """What the workers told of a hang, if there was one."""
+        """Return the workers' finding about a hang, or None if there was no hang."""
         if found := Hang.read_if_exists(self.hang):
             return found
         if self.hung.exists():
@@ -249,7 +249,7 @@ class AttemptDir:
         return None
 
     def rank_errors(self) -> list[RankError]:
-        """The ranks' errors, earliest first."""
+        """Return the ranks' errors, earliest first."""
         errors = [RankError.read(path) for path in self.errors.glob("rank-*.json")]
         return sorted(errors, key=lambda error: error.time)
 

@@ -1,4 +1,4 @@
-"""What a run will need on disk, compared with the free space of the file system and the user's quota."""
+"""The disk space that a run will need, compared with the free space of the file system and the user's quota."""
 
 from shardmake.core.disk import require_space, tree_size
 from shardmake.core.units import GIB

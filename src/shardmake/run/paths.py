@@ -100,7 +100,7 @@ class RunDir:
 
     @property
     def data_receipt(self) -> Path:
-        """What the data stage made: counts, source, digest."""
+        """Counts, source and digest of the data (`shardmake.run.receipts.DataReceipt`)."""
         return self.data / DATA_RECEIPT
 
     @property
@@ -130,7 +130,7 @@ class RunDir:
 
     @property
     def script_output(self) -> Path:
-        """Where a script of the user's leaves its final model."""
+        """Folder in which a user's script writes its final model."""
         return self.train / "output"
 
     @property
@@ -145,12 +145,12 @@ class RunDir:
 
     @property
     def stop_file(self) -> Path:
-        """Whoever creates it asks training to save and stop."""
+        """Training saves and stops when a user creates this file."""
         return self.train / "STOP"
 
     @property
     def train_receipt(self) -> Path:
-        """The trainer's last act; the only proof that training finished."""
+        """Written last; the only proof that training finished."""
         return self.train / "receipt.json"
 
     @property
@@ -160,7 +160,7 @@ class RunDir:
 
     @property
     def model_receipt(self) -> Path:
-        """What consolidation made and verified; not part of what is pushed."""
+        """Origin and checks of the model; not pushed with it."""
         return self.model / MODEL_RECEIPT
 
     @property
@@ -170,7 +170,7 @@ class RunDir:
 
     @property
     def push_receipt(self) -> Path:
-        """Where the model went, read back and compared."""
+        """Destinations that were read back and compared."""
         return self.root / "push" / "receipt.json"
 
     @property
