@@ -1,4 +1,4 @@
-"""What the driver needs of an executor, and what every job is submitted with."""
+"""The interface of an executor to the driver, and the settings of every job."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Protocol

@@ -28,7 +28,7 @@ class Evidence:
     """Nodes of the job; a node whose worker is killed leaves no record."""
     hang: Hang | None = None
     cancelled_by: str = ""
-    """Who cancelled the job, if Slurm's accounting has it."""
+    """The user who cancelled the job, if Slurm's accounting has the name."""
     last_output: str = ""
     """The last line that Slurm's step printed. It often has the reason if no node left a record."""
 

@@ -55,7 +55,7 @@ class GpuStatus(NamedTuple):
 
 @dataclass(frozen=True)
 class NodeRequirements:
-    """What the ranks of a node need."""
+    """The needs of the ranks of a node."""
 
     attempt: Attempt
     memory: int

@@ -76,7 +76,7 @@ class NodeExit(RunRecord):
     started: float = Field(description="Unix time at which the worker started.")
     ended: float = Field(description="Unix time at which it ended.")
     phase: str = Field(
-        description="What was going on at the end: `rendezvous`, `preflight` (the node failed it), `run preflight` "
+        description="The phase at the end: `rendezvous`, `preflight` (the node failed it), `run preflight` "
         "(the run did) or `training`."
     )
     returncode: int | None = Field(

@@ -30,7 +30,7 @@ class Choice(RunRecord):
 
     @property
     def readers(self) -> str:
-        """Who sees data of their own, for people."""
+        """Return a description of the ranks that see different data."""
         groups = f"{self.data_parallel} groups of {self.tensor_parallel} ranks"
         return groups if self.tensor_parallel > 1 else f"{self.world_size} ranks"
 
@@ -51,12 +51,12 @@ class Choice(RunRecord):
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed runs it."""
+        """Return whether DeepSpeed runs the strategy."""
         return self.spec.is_deepspeed
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP runs it."""
+        """Return whether FSDP runs the strategy."""
         return self.spec.is_fsdp
 
     @property
@@ -66,7 +66,7 @@ class Choice(RunRecord):
 
 
 class Workload(RunRecord):
-    """What is trained, the same for every candidate."""
+    """The training, which is the same for every candidate."""
 
     model: str = Field(description="Folder, config.json or hub id of the base model.")
     sequence_length: int = Field(gt=0, description="Tokens per sequence.")
@@ -79,7 +79,7 @@ class Workload(RunRecord):
 
 
 class Resources(RunRecord):
-    """What one stage asks of Slurm, per node."""
+    """The request of one stage to Slurm, per node."""
 
     memory_gib: int = Field(gt=0, description="Host RAM per node, GiB (--mem).")
     cpus: int = Field(gt=0, description="Cores per node.")

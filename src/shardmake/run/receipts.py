@@ -84,7 +84,7 @@ class TrainingReceipt(RunRecord):
 
 
 class Verification(RunRecord):
-    """What was checked in a merged model."""
+    """The checks of a merged model."""
 
     architecture: str = Field(description="The transformers class that loads it with no missing or unexpected key.")
     tensors: int = Field(description="Tensors stored.")

@@ -90,7 +90,7 @@ def missing_files(source: PinnedSource) -> list[str]:
 
 
 def require_weights(rundir: RunDir) -> None:
-    """Refuse to go on where the fetched model is not here, whole: found now, not on all the ranks."""
+    """Fail now, not later on all ranks, if the fetched model is missing or incomplete."""
     sources = read_sources(rundir)
     if sources and (missing := missing_files(sources.model)):
         raise ShardmakeError(

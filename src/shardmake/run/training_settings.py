@@ -1,4 +1,4 @@
-"""What the ranks of an attempt train: ``training.json``, written by `shardmake.render` and read by every rank."""
+"""The training of an attempt: ``training.json``, written by `shardmake.render` and read by every rank."""
 
 import operator
 from typing import Any, ClassVar, Literal
@@ -45,7 +45,7 @@ class OptimizerSettings(RunRecord):
 
 
 class ExpectedEngine(RunRecord):
-    """What each rank compares with the engine that was built, before it trains."""
+    """The values that each rank compares with the built engine before training."""
 
     engine: Library = Field(description="The library that shards.")
     zero_stage: int = Field(description="DeepSpeed's ZeRO stage, 0 for other libraries.")
@@ -56,13 +56,13 @@ class ExpectedEngine(RunRecord):
 
 
 class ExpectedDeepSpeed(ExpectedEngine):
-    """What a rank compares under DeepSpeed."""
+    """The values that a rank compares under DeepSpeed."""
 
     tensor_parallel: int = Field(description="Ranks that share each layer's matrices.")
 
 
 class ExpectedFsdp(ExpectedEngine):
-    """What a rank compares under FSDP."""
+    """The values that a rank compares under FSDP."""
 
     fsdp_version: int = Field(description="1 or 2.")
     reshard_after_forward: bool = Field(description="Free a block's weights after its forward pass.")
