@@ -34,12 +34,13 @@ install-test: .venv/installed-test
 	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e '.[test]'
 	touch $@
 
-# Style, types, import contracts, workflow lint: seconds, and nothing is started.
+# Style, types, import contracts, words, workflow lint: seconds, and nothing is started.
 check: install-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/snakefmt --check Snakefile workflow
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tools.check_words
 	$(BIN)/mypy
 	$(BIN)/snakemake --lint --configfile tests/lint.yaml
 
