@@ -101,7 +101,9 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
     folder = AttemptDir(checkout.run / "train/attempts/001")
     plan.write(folder.plan)
     write_files(plan, run, cluster, folder)
-    attempt_settings(1, checkout.run, cluster, plan, resume_from=None, recipe="benchmark").write(folder.settings)
+    attempt_settings(1, checkout.run, cluster, plan, resume_from=None, settings_digest="benchmark").write(
+        folder.settings
+    )
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         os.environ["SAVING_MEMORY"] = f"{memory}/saves"
         launch(plan, folder, Path(__file__))

@@ -124,7 +124,7 @@ def make_attempt(number: int, rundir: RunDir, accelerator: str) -> Attempt:
         scratch="/tmp",
         offline=True,
         resume_from=None,
-        recipe="r",
+        settings_digest="r",
         versions={},
     )
 

@@ -84,7 +84,7 @@ def launch_by_hand(
     if resume_from:
         set_load_universal(folder.deepspeed, resume_from)
     resume = str(resume_from) if resume_from else None
-    settings = attempt_settings(number, checkout.run, cluster, plan, resume_from=resume, recipe="by hand")
+    settings = attempt_settings(number, checkout.run, cluster, plan, resume_from=resume, settings_digest="by hand")
     settings.write(folder.settings)
     launch(plan, folder, FSDP_RANK if fsdp_on_cpu and plan.choice.is_fsdp else None)
     return plan, folder

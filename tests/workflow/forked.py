@@ -58,7 +58,9 @@ class Forked:
         changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
         write_json(folder.deepspeed, files.deepspeed | changes)
         path = str(resume_from) if resume_from else None
-        attempt_settings(number, rundir.root, cluster, plan, resume_from=path, recipe="r").write(folder.settings)
+        attempt_settings(number, rundir.root, cluster, plan, resume_from=path, settings_digest="r").write(
+            folder.settings
+        )
         environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)

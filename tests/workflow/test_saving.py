@@ -105,7 +105,7 @@ def test_damaged_shards_fall_back_to_an_older_checkpoint(forked: Forked, tmp_pat
     record, path = records[5]
     described = (record.step, record.samples, record.tokens, record.world_size, record.strategy, record.rng_states)
     assert described == (5, 60, 60 * 64, 2, "zero2", 2)
-    assert record.data_seed == 42 and record.recipe == "r" and record.save_seconds > 0
+    assert record.data_seed == 42 and record.settings_digest == "r" and record.save_seconds > 0
     assert set(record.versions) == {"torch", "transformers", "accelerate", "deepspeed", "shardmake"}
     assert record.eval_loss is not None and record.eval_loss < records[3][0].eval_loss
     assert set(record.files) == set(list_files(path))

@@ -25,7 +25,7 @@ class CheckpointRecord(BaseModel):
     rng_states: int = Field(0, description="Ranks whose random number generators it holds.")
     strategy: str = Field(description="Strategy that sharded it.")
     attempt: int = Field(description="Attempt that wrote it.")
-    recipe: str = Field(description="Digest of the training settings that define the result.")
+    settings_digest: str = Field(description="Digest of the training settings that define the result.")
     saved_at: float = Field(description="Unix time.")
     save_seconds: float = Field(description="Time from the start of the save to this record.")
     blocked_seconds: float | None = Field(None, description="Part of it in which training waited; None: all of it.")

@@ -35,7 +35,7 @@ def write_training_receipt(rundir: RunDir, record: CheckpointRecord, checkpoint:
         checkpoint=str(checkpoint.relative_to(rundir.root)),
         strategy=record.strategy,
         world_size=record.world_size,
-        settings_digest=record.recipe,
+        settings_digest=record.settings_digest,
         attempts=record.attempt,
         versions=record.versions,
         finished_at=record.saved_at,

@@ -83,7 +83,7 @@ def _submission(plan: Plan, cluster: Cluster, rundir: RunDir, folder: AttemptDir
 
 def _node(plan: Plan, cluster: Cluster, run_folder: Path, folder: AttemptDir) -> str:
     rendezvous = Rendezvous(address="ADDRESS", port=0, interface=cluster.network_interface or "INTERFACE", host="HOST")
-    settings = attempt_settings(0, run_folder, cluster, plan, resume_from=None, recipe="")
+    settings = attempt_settings(0, run_folder, cluster, plan, resume_from=None, settings_digest="")
     variables = sorted(rank_environment(settings, rendezvous).items())
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables)
     return f"env {exports} \\\n  {shlex.join(launch_command(plan, folder.root, 'K', 'ADDRESS', 'PORT'))}"

@@ -35,7 +35,7 @@ def adopt(training: Training) -> SubmittedJob | None:
 
 def _has_current_settings(training: Training, job: SubmittedJob) -> bool:
     folder = training.attempt_dir(job.attempt)
-    return folder.settings.exists() and folder.read().recipe == training.recipe
+    return folder.settings.exists() and folder.read().settings_digest == training.settings_digest
 
 
 def _find_job(training: Training) -> SubmittedJob | None:

@@ -21,7 +21,8 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     folder = training.attempt_dir(job.attempt)
     plan = folder.read().plan_digest or training.plan_digest
     _wait_for_exit_records(folder, status)
-    finished = user_script.finished_outcome(training.rundir, folder, training.recipe) if training.run.script else None
+    is_script = training.run.script is not None
+    finished = user_script.finished_outcome(training.rundir, folder, training.settings_digest) if is_script else None
     outcome = finished or classify(_collect_evidence(training, folder, status))
     if not training.run.script:
         store.discard_unfinished(training.rundir.checkpoints)  # on a full disk they block the next save

@@ -19,8 +19,8 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
     """Return the newest valid checkpoint of the current settings; set checkpoints of other settings aside."""
     rundir, folder = training.rundir, training.rundir.checkpoints.resolve()
     found = store.recover(folder)
-    if found and found[0].recipe != training.recipe:
-        set_aside.stash_and_restore(folder, found[0].recipe, training.recipe)
+    if found and found[0].settings_digest != training.settings_digest:
+        set_aside.stash_and_restore(folder, found[0].settings_digest, training.settings_digest)
         rundir.metrics.unlink(missing_ok=True)
         found = store.recover(folder)
     return reshard_if_needed(*found, choice, rundir.resharded.resolve()) if found else None

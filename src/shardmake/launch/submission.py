@@ -68,7 +68,7 @@ def _write_configuration(training: Training, folder: AttemptDir) -> Plan:
 def _prepare_resume(training: Training, folder: AttemptDir, plan: Plan) -> Path | None:
     """Return the checkpoint to resume from. A user's script finds its own."""
     if training.run.script:
-        user_script.prepare_folders(training.rundir, training.recipe)
+        user_script.prepare_folders(training.rundir, training.settings_digest)
         return None
     checkpoint = choose_checkpoint(training, plan.choice)
     if checkpoint:
@@ -83,7 +83,7 @@ def _settings(training: Training, number: int, plan: Plan, checkpoint: Path | No
         training.cluster,
         plan,
         resume_from=str(checkpoint) if checkpoint else None,
-        recipe=training.recipe,
+        settings_digest=training.settings_digest,
         plan_digest=training.plan_digest,
         checkpoint_bytes=checkpoint_size(training.rundir, training.run.checkpoints.most(training.run.max_steps)),
     )

@@ -34,7 +34,7 @@ class Training:
     rundir: RunDir
     plan: Plan
     jobs: Jobs
-    recipe: str
+    settings_digest: str
     """Digest of the settings that define the result."""
     plan_digest: str
     attempts: list[AttemptRecord]
@@ -55,7 +55,7 @@ class Training:
             rundir,
             plan,
             SlurmJobs(rundir.root, cluster) if cluster.executor == "slurm" else LocalJobs(rundir.root),
-            recipe=settings_digest(settings, plan, data_receipt.digest),
+            settings_digest=settings_digest(settings, plan, data_receipt.digest),
             plan_digest=plan.digest,
             attempts=load_history(rundir.attempt_history),
             lock=lock,
@@ -104,9 +104,9 @@ class Training:
     def is_finished(self) -> bool:
         """Return whether the final step is committed. Write the receipt again if it is missing."""
         if self.run.script:
-            return user_script.is_finished(self.rundir, self.recipe)
+            return user_script.is_finished(self.rundir, self.settings_digest)
         newest = self.newest_checkpoint()
-        if newest is None or newest[0].recipe != self.recipe or not is_final(*newest):
+        if newest is None or newest[0].settings_digest != self.settings_digest or not is_final(*newest):
             return False
         if not self.rundir.train_receipt.exists():
             logger.info("Training has already finished. Writing its receipt again.")

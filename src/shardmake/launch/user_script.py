@@ -20,31 +20,31 @@ from shardmake.run.record import RunRecord
 class ScriptState(RunRecord):
     """``train/script.json``: the settings that the script's checkpoints and output belong to."""
 
-    recipe: str = Field(description="Digest of the settings and of the script that made them.")
+    settings_digest: str = Field(description="Digest of the settings and of the script that made them.")
     finished_by: int | None = Field(description="Attempt that finished; None if none has.")
 
 
-def prepare_folders(rundir: RunDir, recipe: str) -> None:
+def prepare_folders(rundir: RunDir, settings_digest: str) -> None:
     """Create the script's folders, and set aside what another script or other settings left in them."""
     before = _read(rundir)
-    if before and before.recipe != recipe:
-        _set_aside(rundir, before.recipe, recipe)
+    if before and before.settings_digest != settings_digest:
+        _set_aside(rundir, before.settings_digest, settings_digest)
     for folder in (rundir.checkpoints, rundir.script_output):
         folder.mkdir(parents=True, exist_ok=True)
-    ScriptState(recipe=recipe, finished_by=None).write(_state(rundir))
+    ScriptState(settings_digest=settings_digest, finished_by=None).write(_state(rundir))
 
 
-def is_finished(rundir: RunDir, recipe: str) -> bool:
+def is_finished(rundir: RunDir, settings_digest: str) -> bool:
     """Return whether an attempt has finished. Write its receipt again if it is missing."""
     state = _read(rundir)
-    if state is None or state.recipe != recipe or state.finished_by is None:
+    if state is None or state.settings_digest != settings_digest or state.finished_by is None:
         return False
     if not rundir.train_receipt.exists():
-        write_script_receipt(rundir, state.finished_by, recipe)
+        write_script_receipt(rundir, state.finished_by, settings_digest)
     return True
 
 
-def finished_outcome(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome | None:
+def finished_outcome(rundir: RunDir, folder: AttemptDir, settings_digest: str) -> Outcome | None:
     """Write the receipt and return the outcome if the attempt in ``folder`` finished; None if something ended it."""
     attempt, exits = folder.read(), folder.exits()
     ended_well = len(exits) == attempt.nodes and all(node.returncode == 0 for node in exits)
@@ -56,8 +56,8 @@ def finished_outcome(rundir: RunDir, folder: AttemptDir, recipe: str) -> Outcome
             f"The script ended with status 0 but left no model: {rundir.script_output} is empty. Write the model to "
             "the folder in SHARDMAKE_OUTPUT, which script_args can use as well.",
         )
-    state = ScriptState(recipe=recipe, finished_by=attempt.number)
-    write_script_receipt(rundir, attempt.number, recipe)
+    state = ScriptState(settings_digest=settings_digest, finished_by=attempt.number)
+    write_script_receipt(rundir, attempt.number, settings_digest)
     state.write(_state(rundir))
     return Outcome(EndReason.FINISHED, "The script finished.")
 

@@ -33,7 +33,7 @@ class Attempt(RunRecord):
     scratch: str = Field(description="Node-local folder for caches.")
     offline: bool = Field(description="Whether the ranks must not ask the hub for anything.")
     resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start afresh.")
-    recipe: str = Field(description="Digest of the settings that define the result (`shardmake.run.settings_digest`).")
+    settings_digest: str = Field(description="Digest of the settings that define the result.")
     versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
     planned_bandwidth: float | None = Field(
         None, description="Bytes per second that one node should reach to others; None for a single node."

@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 def stash_and_restore(folder: Path, theirs: str, ours: str) -> None:
-    """Rename ``folder``, of the recipe ``theirs``, and restore a folder that was renamed under the recipe ``ours``."""
+    """Rename ``folder``, which has the settings digest ``theirs``, and restore an earlier one with ``ours``."""
     aside = next(place for place in _places(folder, theirs) if not place.exists())
     logger.info("%s belongs to other settings. Renamed it to %s.", folder.name, aside.name)
     folder.rename(aside)
@@ -19,8 +19,8 @@ def stash_and_restore(folder: Path, theirs: str, ours: str) -> None:
         own.rename(folder)
 
 
-def _places(folder: Path, recipe: str) -> Iterator[Path]:
-    """Yield the names for a folder of a recipe that is set aside, in order."""
-    yield folder.with_name(f"{folder.name}-of-{recipe}")
+def _places(folder: Path, settings_digest: str) -> Iterator[Path]:
+    """Yield the names for a folder that is set aside, in order."""
+    yield folder.with_name(f"{folder.name}-of-{settings_digest}")
     for number in itertools.count(2):
-        yield folder.with_name(f"{folder.name}-of-{recipe}-{number}")
+        yield folder.with_name(f"{folder.name}-of-{settings_digest}-{number}")

@@ -49,7 +49,7 @@ def prepare_trackers(attempt: Attempt, names: Container[str]) -> None:
     """Set the environment variables that the clients of the trackers ``names`` read when they start."""
     os.environ.update(tracker_environment(attempt, names, os.environ))
     if "mlflow" in names and os.environ.get("RANK", "0") == "0" and "MLFLOW_RUN_ID" not in os.environ:
-        run_id_file = attempt.rundir.train / f"mlflow-run-{attempt.recipe}.txt"
+        run_id_file = attempt.rundir.train / f"mlflow-run-{attempt.settings_digest}.txt"
         os.environ.update(_shared_mlflow_run(run_id_file, attempt.rundir.name))
 
 
@@ -64,7 +64,7 @@ def tracker_environment(attempt: Attempt, names: Container[str], environment: Ma
         "TENSORBOARD_LOGGING_DIR": str(folder / "tensorboard"),
         "WANDB_DIR": str(folder),
         "WANDB_PROJECT": PROJECT,
-        "WANDB_RUN_ID": digest([attempt.run_folder, attempt.recipe])[:16],
+        "WANDB_RUN_ID": digest([attempt.run_folder, attempt.settings_digest])[:16],
         "WANDB_RESUME": "allow",
         "WANDB_MODE": "offline" if attempt.offline else "online",
         "WANDB_DISABLE_GIT": "true",

@@ -40,7 +40,7 @@ def make_callbacks(context: RankContext, heartbeat: HeartbeatCallback) -> Traini
             "world_size": attempt.world_size,
             "strategy": plan.choice.strategy,
             "attempt": attempt.number,
-            "recipe": attempt.recipe,
+            "settings_digest": attempt.settings_digest,
         }
 
     non_finite, stop = NonFiniteCheck(context.rank), StopOnRequest([rundir.stop_file, context.folder.stop_file])

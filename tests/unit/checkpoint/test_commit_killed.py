@@ -15,7 +15,7 @@ from tests.kill_at_write import Killer, points
 
 
 def describe(step: int) -> dict[str, Any]:
-    return {"tokens": step, "world_size": 1, "strategy": "zero3", "attempt": 1, "recipe": "r"}
+    return {"tokens": step, "world_size": 1, "strategy": "zero3", "attempt": 1, "settings_digest": "r"}
 
 
 def save(folder: Path, step: int) -> None:

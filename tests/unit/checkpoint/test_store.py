@@ -24,7 +24,7 @@ from shardmake.core.errors import CheckpointError
 
 def make_record(checkpoint: Path, step: int, eval_loss: float | None = None) -> CheckpointRecord:
     return CheckpointRecord(
-        step=step, tokens=step, world_size=2, strategy="zero3", attempt=1, recipe="r", saved_at=0.0, save_seconds=0.0,
+        step=step, tokens=step, world_size=2, strategy="zero3", attempt=1, settings_digest="r", saved_at=0.0, save_seconds=0.0,
         versions={}, eval_loss=eval_loss,
         files={name: fingerprint(checkpoint / name) for name in list_files(checkpoint)},
     )  # fmt: skip
@@ -335,7 +335,7 @@ def test_pruning_after_each_save_equals_pruning_at_the_end(
     retention = Retention(keep, best, every)
     records = [
         CheckpointRecord(
-            step=step, tokens=0, world_size=1, strategy="ddp", attempt=1, recipe="", saved_at=0, save_seconds=0,
+            step=step, tokens=0, world_size=1, strategy="ddp", attempt=1, settings_digest="", saved_at=0, save_seconds=0,
             versions={}, files={}, eval_loss=(step * 37) % 101,
         )
         for step in steps

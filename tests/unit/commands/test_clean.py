@@ -40,7 +40,7 @@ def make_checkpoint(rundir: RunDir, step: int, *, finished: bool, eval_loss: flo
         world_size=2,
         strategy="zero2",
         attempt=1,
-        recipe="r",
+        settings_digest="r",
         saved_at=0,
         save_seconds=1,
         eval_loss=eval_loss,

@@ -83,13 +83,13 @@ class FakeRun:
         training.jobs = jobs
         return training
 
-    def commit(self, step: int, recipe: str, strategy: str = "zero2") -> Path:
+    def commit(self, step: int, settings_digest: str, strategy: str = "zero2") -> Path:
         """Write a committed checkpoint."""
         folder = self.rundir.checkpoints / f"checkpoint-{step}"
         write_json(folder / "trainer_state.json", {"global_step": step, "max_steps": 99, "epoch": 0})
         files = {name: fingerprint(folder / name, sync=False) for name in list_files(folder)}
         record = CheckpointRecord(
-            step=step, tokens=1, world_size=4, strategy=strategy, attempt=1, recipe=recipe, saved_at=0, save_seconds=1,
+            step=step, tokens=1, world_size=4, strategy=strategy, attempt=1, settings_digest=settings_digest, saved_at=0, save_seconds=1,
             versions={}, files=files,
         )  # fmt: skip
         store.commit_in_place(folder, record)
@@ -193,9 +193,9 @@ def test_checkpoints_of_other_settings_are_set_aside_and_restored(
         return choose_checkpoint(demo.load(FakeJobs()), demo.plan.choice)
 
     assert resume(1e-3) is None
-    demo.commit(100, demo.load(FakeJobs()).recipe)
+    demo.commit(100, demo.load(FakeJobs()).settings_digest)
     assert resume(5e-4) is None and "Renamed it to checkpoints-of-" in caplog.messages[-1]
-    demo.commit(10, demo.load(FakeJobs()).recipe)
+    demo.commit(10, demo.load(FakeJobs()).settings_digest)
     assert resume(1e-3) == (demo.rundir.checkpoints / "checkpoint-100").resolve()
     assert resume(5e-4) == (demo.rundir.checkpoints / "checkpoint-10").resolve()
     assert caplog.messages[-1].startswith("Restoring checkpoints-of-")
@@ -221,7 +221,7 @@ def test_fallbacks_that_cannot_resume_the_checkpoint_are_skipped(
     demo.plan = make_plan("ddp").model_copy(update={"fallbacks": below})
 
     def saves(folder: AttemptDir) -> None:
-        demo.commit(5, AttemptDir(folder.root).read().recipe, "ddp")
+        demo.commit(5, AttemptDir(folder.root).read().settings_digest, "ddp")
         OUT_OF_MEMORY(folder)
 
     with pytest.raises(ShardmakeError, match="CUDA out of memory"):

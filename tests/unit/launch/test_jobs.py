@@ -23,7 +23,7 @@ def write_checkpoint(run: Path, step: int, seconds: float) -> None:
     checkpoint = run / f"train/checkpoints/checkpoint-{step}"
     checkpoint.mkdir(parents=True)
     record = CheckpointRecord(
-        step=step, tokens=1, world_size=2, strategy="zero3", attempt=1, recipe="r", saved_at=0, save_seconds=seconds,
+        step=step, tokens=1, world_size=2, strategy="zero3", attempt=1, settings_digest="r", saved_at=0, save_seconds=seconds,
         versions={}, files={},
     )  # fmt: skip
     commit_in_place(checkpoint, record)

@@ -96,7 +96,7 @@ def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[Att
     write_json(tmp_path / "base/config.json", {})
     write_json(tmp_path / "data/receipt.json", {})
     attempt = attempt_settings(
-        1, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=None, recipe="r"
+        1, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=None, settings_digest="r"
     ).model_copy(update=changes)
     return folder, attempt, plan
 

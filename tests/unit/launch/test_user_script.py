@@ -76,7 +76,7 @@ def folder(tmp_path: Path) -> AttemptDir:
     """Attempt 2 of a run on two nodes."""
     folder = AttemptDir(tmp_path / "runs/lab/train/attempts/002")
     plan, cluster = make_plan("zero2"), make_cluster()
-    settings = attempt_settings(2, tmp_path / "runs/lab", cluster, plan, resume_from=None, recipe="r")
+    settings = attempt_settings(2, tmp_path / "runs/lab", cluster, plan, resume_from=None, settings_digest="r")
     settings.write(folder.settings)
     plan.write(folder.plan)
     return folder

@@ -18,7 +18,7 @@ def folder(tmp_path: Path) -> AttemptDir:
     """The attempt of a job of two nodes."""
     folder = AttemptDir(tmp_path / "train/attempts/001")
     cluster = make_cluster(scratch=str(tmp_path))
-    attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, recipe="r")
+    attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, settings_digest="r")
     attempt.write(folder.settings)
     return folder
 

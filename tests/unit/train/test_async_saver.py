@@ -27,7 +27,7 @@ from tests.unit.plans import make_plan
 
 
 def describe(step: int) -> dict[str, Any]:
-    return {"tokens": step, "world_size": 2, "strategy": "zero3", "attempt": 1, "recipe": "r"}
+    return {"tokens": step, "world_size": 2, "strategy": "zero3", "attempt": 1, "settings_digest": "r"}
 
 
 def make_saver(root: Path, node: int = 0, nodes: int = 1) -> Saver:

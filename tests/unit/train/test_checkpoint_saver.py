@@ -18,7 +18,7 @@ DISK = 5 * SIZE + SIZE // 2
 
 
 def describe(step: int) -> dict[str, Any]:
-    return {"tokens": step, "world_size": 1, "strategy": "ddp", "attempt": 1, "recipe": "r"}
+    return {"tokens": step, "world_size": 1, "strategy": "ddp", "attempt": 1, "settings_digest": "r"}
 
 
 @pytest.fixture

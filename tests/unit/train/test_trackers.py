@@ -49,4 +49,4 @@ def test_attempts_share_one_id_per_run_and_settings(tmp_path: Path) -> None:
         return tracker_environment(attempt(tmp_path / name, **changes), ["wandb"], {})["WANDB_RUN_ID"]
 
     assert run_id("a") == run_id("a", number=2)
-    assert len({run_id("a"), run_id("b"), run_id("a", recipe="other")}) == 3
+    assert len({run_id("a"), run_id("b"), run_id("a", settings_digest="other")}) == 3

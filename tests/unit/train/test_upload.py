@@ -27,7 +27,15 @@ FILES = {
     0: {"global_step4/rank0.pt": b"0" * 5000, "latest": b"global_step4", "rng_state_0.pth": b"r0"},
     1: {"global_step4/rank1.pt": b"1" * 5000, "rng_state_1.pth": b"r1"},
 }
-DESCRIBED = {"step": 4, "tokens": 4, "world_size": 2, "strategy": "zero3", "attempt": 1, "recipe": "r", "versions": {}}
+DESCRIBED = {
+    "step": 4,
+    "tokens": 4,
+    "world_size": 2,
+    "strategy": "zero3",
+    "attempt": 1,
+    "settings_digest": "r",
+    "versions": {},
+}
 
 
 class Site:

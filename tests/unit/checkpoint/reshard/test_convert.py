@@ -31,7 +31,7 @@ def write(folder: Path, strategy: str, ranks: int) -> Path:
     for name in names:
         (checkpoint / name).write_text(name)
     record = CheckpointRecord(
-        step=4, tokens=4, world_size=ranks, strategy=strategy, attempt=1, recipe="r", saved_at=0, save_seconds=0,
+        step=4, tokens=4, world_size=ranks, strategy=strategy, attempt=1, settings_digest="r", saved_at=0, save_seconds=0,
         versions={}, files={name: fingerprint(checkpoint / name) for name in names},
     )  # fmt: skip
     store.commit_in_place(checkpoint, record)

@@ -48,7 +48,7 @@ def test_route(wrote: str, ranks: int, reads: Strategy, new_ranks: int, expected
 )
 def test_missing_route_is_an_error(wrote: str, ranks: int, reads: Strategy, new_ranks: int, reason: str) -> None:
     record = CheckpointRecord(
-        step=4, tokens=4, world_size=ranks, strategy=wrote, attempt=1, recipe="r", saved_at=0, save_seconds=0,
+        step=4, tokens=4, world_size=ranks, strategy=wrote, attempt=1, settings_digest="r", saved_at=0, save_seconds=0,
         versions={}, files={},
     )  # fmt: skip
     with pytest.raises(
