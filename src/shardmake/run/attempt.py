@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from shardmake.core.atomic import digest, write_json
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import BelowRoot, RunDir
 from shardmake.run.record import RunRecord
 
 
@@ -31,8 +31,8 @@ class Attempt(RunRecord):
     accelerator: str = Field(description="`cpu`, or the GPU model.")
     network_interface: str | None = Field(description="Interface for training traffic; None for the default route's.")
     scratch: str = Field(description="Node-local folder for caches.")
-    offline: bool = Field(description="Whether the ranks must not ask the hub for anything.")
-    resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start afresh.")
+    offline: bool = Field(description="Forbid the ranks any request to the hub.")
+    resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start from step 0.")
     settings_digest: str = Field(description="Digest of the settings that define the result.")
     versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
     planned_bandwidth: float | None = Field(
@@ -98,11 +98,11 @@ class RankError(RunRecord):
     kind: str = Field(description="Name of the exception's class.")
     message: str = Field(description="Its text.")
     traceback: str = Field(description="The whole traceback.")
-    step: int | None = Field(None, description="Step that failed, where the error says so.")
+    step: int | None = Field(None, description="Step that failed, if the error names it.")
 
 
 USER_SCRIPT_PHASE = "script"
-"""Phase of a rank that runs a script of the user's: no further sign is to be expected."""
+"""Phase of a rank that runs a user's script, which writes no further heartbeats."""
 
 
 class Heartbeat(RunRecord):
@@ -133,75 +133,28 @@ class AttemptDir:
 
     root: Path
 
-    @property
-    def settings(self) -> Path:
-        """The `Attempt`."""
-        return self.root / "attempt.json"
-
-    @property
-    def plan(self) -> Path:
-        """The plan of this attempt; its choice may be one of the fallbacks."""
-        return self.root / "plan.json"
-
-    @property
-    def accelerate(self) -> Path:
-        """The Accelerate file of this attempt."""
-        return self.root / "accelerate.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """The DeepSpeed file of this attempt; an empty object if DeepSpeed is not used."""
-        return self.root / "deepspeed.json"
-
-    @property
-    def training(self) -> Path:
-        """The training arguments of this attempt."""
-        return self.root / "training.json"
-
-    @property
-    def stopped(self) -> Path:
-        """Written by rank 0 when the ranks saved and stopped because they were asked to."""
-        return self.root / "stopped.json"
-
-    @property
-    def rendezvous(self) -> Path:
-        """Folder of the published addresses, one file per start of the job (Slurm may requeue it)."""
-        return self.root / "rendezvous"
-
-    @property
-    def stop_file(self) -> Path:
-        """Created by a worker that received a signal: the ranks save and stop."""
-        return self.root / "STOP"
-
-    @property
-    def ranks(self) -> Path:
-        """Folder of the ranks' reports."""
-        return self.root / "ranks"
-
-    @property
-    def errors(self) -> Path:
-        """Folder of the ranks' tracebacks."""
-        return self.root / "errors"
-
-    @property
-    def hung(self) -> Path:
-        """Created by the first worker that misses a heartbeat: all workers collect stacks and end their ranks."""
-        return self.root / "HUNG"
-
-    @property
-    def hang(self) -> Path:
-        """The `Hang`, written by that worker."""
-        return self.root / "hang.json"
-
-    @property
-    def stacks(self) -> Path:
-        """Folder of the ranks' stacks at a hang."""
-        return self.root / "stacks"
-
-    @property
-    def slurm(self) -> Path:
-        """Submitit's folder: batch script, pickles, the step's output."""
-        return self.root / "slurm"
+    settings = BelowRoot("attempt.json", "The `Attempt`.")
+    plan = BelowRoot("plan.json", "The plan of this attempt; its choice may be one of the fallbacks.")
+    accelerate = BelowRoot("accelerate.yaml", "The Accelerate file of this attempt.")
+    deepspeed = BelowRoot(
+        "deepspeed.json", "The DeepSpeed file of this attempt; an empty object if DeepSpeed is not used."
+    )
+    training = BelowRoot("training.json", "The training arguments of this attempt.")
+    stopped = BelowRoot(
+        "stopped.json", "Written by rank 0 when the ranks saved and stopped because they were asked to."
+    )
+    rendezvous = BelowRoot(
+        "rendezvous", "Folder of the published addresses, one file per start of the job (Slurm may requeue it)."
+    )
+    stop_file = BelowRoot("STOP", "Created by a worker that received a signal: the ranks save and stop.")
+    ranks = BelowRoot("ranks", "Folder of the ranks' reports.")
+    errors = BelowRoot("errors", "Folder of the ranks' tracebacks.")
+    hung = BelowRoot(
+        "HUNG", "Created by the first worker that misses a heartbeat: all workers collect stacks and end their ranks."
+    )
+    hang = BelowRoot("hang.json", "The `Hang`, written by that worker.")
+    stacks = BelowRoot("stacks", "Folder of the ranks' stacks at a hang.")
+    slurm = BelowRoot("slurm", "Submitit's folder: batch script, pickles, the step's output.")
 
     def log(self, node_rank: int) -> Path:
         """Everything the launcher and the ranks of a node print."""
@@ -255,12 +208,12 @@ class AttemptDir:
 
 
 def host_name() -> str:
-    """This node's name as Slurm knows it, which is what it can be excluded by; else the host's own."""
+    """Return this node's Slurm name, by which it can be excluded, or else its host name."""
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
-    """Keep the exception that ends ``rank`` for the driver."""
+    """Write the exception that ends ``rank``, for the driver."""
     text, host = "".join(traceback.format_exception(error)), host_name()
     record = RankError(
         rank=rank,
@@ -276,7 +229,7 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
 
 
 def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median_step_seconds: float = 0.0) -> None:
-    """Replace the heartbeat of ``rank``; atomic, and not synced: it is written every few seconds, and read here."""
+    """Replace the heartbeat of ``rank`` atomically, without fsync: it is written every few seconds and read locally."""
     beat = Heartbeat(
         rank=rank,
         host=host_name(),
@@ -294,5 +247,5 @@ def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median
 
 
 def rank_report(folder: AttemptDir, rank: int, report: dict[str, Any]) -> None:
-    """Keep what ``rank`` found itself to be: world size, MASTER_ADDR, engine."""
+    """Write the facts that ``rank`` found: world size, MASTER_ADDR, engine."""
     write_json(folder.ranks / f"rank-{rank}.json", report)

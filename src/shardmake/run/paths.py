@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 DATA_RECEIPT = "receipt.json"
 """Name of the receipt in the data folder."""
@@ -13,11 +14,74 @@ RUNS = Path("runs")
 """Folder of all runs, unless ``--runs`` names another one."""
 
 
+class BelowRoot:
+    """A path below the ``root`` of the object that has this attribute."""
+
+    def __init__(self, path: str, doc: str) -> None:
+        self.path, self.__doc__ = path, doc
+
+    def __get__(self, folder: Any, owner: type) -> Path:
+        return Path(folder.root, self.path)
+
+
 @dataclass(frozen=True)
 class RunDir:
     """The folder ``runs/NAME`` of one run."""
 
     root: Path
+
+    sources = BelowRoot(
+        "sources.json", "Commits, sizes and checksums of what was fetched (`shardmake.run.sources.Sources`)."
+    )
+    fetched = BelowRoot("fetched", "Folder of fetched examples, one Parquet file a split.")
+    weights_receipt = BelowRoot(
+        "fetched/weights.json", "Sizes and checksums of the base model's weights, written once they are here."
+    )
+    plan_folder = BelowRoot("plan", "Folder of the plan and the rendered files.")
+    memory = BelowRoot("plan/memory.json", "Every candidate with its bytes, term by term.")
+    memory_figure = BelowRoot("plan/memory.svg", "A bar per candidate, drawn from it.")
+    plan = BelowRoot("plan/plan.json", "The choice, the reason, the fallbacks (`shardmake.run.plan.Plan`).")
+    accelerate = BelowRoot("plan/accelerate.yaml", "Rendered Accelerate file.")
+    deepspeed = BelowRoot(
+        "plan/deepspeed.json", "Rendered DeepSpeed file; an empty object where the strategy is not DeepSpeed's."
+    )
+    training = BelowRoot("plan/training.json", "Rendered training arguments and what the ranks need beside them.")
+    rendered = BelowRoot(
+        "plan/rendered.json", "Mark that all files are rendered and checked (`shardmake.run.plan.RenderReceipt`)."
+    )
+    fallbacks = BelowRoot(
+        "plan/fallbacks", "Folder of the rendered files of each fallback, in a folder with its number."
+    )
+    data = BelowRoot("data", "Folder of the tokenized, packed, memory-mapped examples.")
+    data_receipt = BelowRoot(
+        "data/receipt.json", "Counts, source and digest of the data (`shardmake.run.receipts.DataReceipt`)."
+    )
+    train = BelowRoot("train", "Folder of everything that training writes.")
+    job = BelowRoot("train/job.json", "The job that owns this run, for adoption.")
+    attempts = BelowRoot("train/attempts", "One folder per attempt: settings, logs, exit record per node.")
+    attempt_history = BelowRoot(
+        "train/attempts/index.json",
+        "Every attempt that has ended, and what follows from it (`shardmake.run.attempt_history.AttemptHistory`).",
+    )
+    checkpoints = BelowRoot(
+        "train/checkpoints",
+        "Sharded checkpoints; never a declared output, because Snakemake deletes outputs of failed rules.",
+    )
+    script_output = BelowRoot("train/output", "Folder in which a user's script writes its final model.")
+    metrics = BelowRoot(
+        "train/metrics.jsonl", "One JSON object a line: loss, learning rate, tokens/s, memory, by step."
+    )
+    resharded = BelowRoot(
+        "train/resharded", "Folder of the checkpoint that was converted for another strategy or number of ranks."
+    )
+    stop_file = BelowRoot("train/STOP", "Training saves and stops when a user creates this file.")
+    train_receipt = BelowRoot("train/receipt.json", "Written last; the only proof that training finished.")
+    model = BelowRoot("model", "The final model as a Hugging Face folder.")
+    model_receipt = BelowRoot("model/receipt.json", "Origin and checks of the model; not pushed with it.")
+    evaluation = BelowRoot("evaluation.json", "Losses and samples of the base and the tuned model.")
+    push_receipt = BelowRoot("push/receipt.json", "Destinations that were read back and compared.")
+    figures = BelowRoot("figures", "Folder of the report's figures, for `snakemake --report`.")
+    report = BelowRoot("report.html", "The run on one page.")
 
     @classmethod
     def pattern(cls) -> "RunDir":
@@ -29,160 +93,10 @@ class RunDir:
         """The run's name."""
         return self.root.name
 
-    @property
-    def sources(self) -> Path:
-        """Commits, sizes and checksums of what was fetched (`shardmake.run.sources.Sources`)."""
-        return self.root / "sources.json"
-
-    @property
-    def fetched(self) -> Path:
-        """Folder of fetched examples, one Parquet file a split."""
-        return self.root / "fetched"
-
-    @property
-    def weights_receipt(self) -> Path:
-        """Sizes and checksums of the base model's weights, written once they are here."""
-        return self.fetched / "weights.json"
-
-    @property
-    def plan_folder(self) -> Path:
-        """Folder of the plan and the rendered files."""
-        return self.root / "plan"
-
-    @property
-    def memory(self) -> Path:
-        """Every candidate with its bytes, term by term."""
-        return self.plan_folder / "memory.json"
-
-    @property
-    def memory_figure(self) -> Path:
-        """A bar per candidate, drawn from it."""
-        return self.plan_folder / "memory.svg"
-
-    @property
-    def plan(self) -> Path:
-        """The choice, the reason, the fallbacks (`shardmake.run.plan.Plan`)."""
-        return self.plan_folder / "plan.json"
-
-    @property
-    def accelerate(self) -> Path:
-        """Rendered Accelerate file."""
-        return self.plan_folder / "accelerate.yaml"
-
-    @property
-    def deepspeed(self) -> Path:
-        """Rendered DeepSpeed file; an empty object where the strategy is not DeepSpeed's."""
-        return self.plan_folder / "deepspeed.json"
-
-    @property
-    def training(self) -> Path:
-        """Rendered training arguments and what the ranks need beside them."""
-        return self.plan_folder / "training.json"
-
-    @property
-    def rendered(self) -> Path:
-        """Mark that all files are rendered and checked (`shardmake.run.plan.RenderReceipt`)."""
-        return self.plan_folder / "rendered.json"
-
-    @property
-    def fallbacks(self) -> Path:
-        """Folder of the rendered files of each fallback, in a folder with its number."""
-        return self.plan_folder / "fallbacks"
-
     def rendered_files(self, fallback: int) -> Path:
         """Return the folder of the rendered files of ``fallback``; 0 is the plan's choice."""
         return self.fallbacks / str(fallback) if fallback else self.plan_folder
 
-    @property
-    def data(self) -> Path:
-        """Folder of the tokenized, packed, memory-mapped examples."""
-        return self.root / "data"
-
-    @property
-    def data_receipt(self) -> Path:
-        """Counts, source and digest of the data (`shardmake.run.receipts.DataReceipt`)."""
-        return self.data / DATA_RECEIPT
-
-    @property
-    def train(self) -> Path:
-        """Folder of everything that training writes."""
-        return self.root / "train"
-
-    @property
-    def job(self) -> Path:
-        """The job that owns this run, for adoption."""
-        return self.train / "job.json"
-
-    @property
-    def attempts(self) -> Path:
-        """One folder per attempt: settings, logs, exit record per node."""
-        return self.train / "attempts"
-
-    @property
-    def attempt_history(self) -> Path:
-        """Every attempt that has ended, and what follows from it (`shardmake.run.attempt_history.AttemptHistory`)."""
-        return self.attempts / "index.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Sharded checkpoints; never a declared output, because Snakemake deletes outputs of failed rules."""
-        return self.train / "checkpoints"
-
-    @property
-    def script_output(self) -> Path:
-        """Folder in which a user's script writes its final model."""
-        return self.train / "output"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a line: loss, learning rate, tokens/s, memory, by step."""
-        return self.train / "metrics.jsonl"
-
-    @property
-    def resharded(self) -> Path:
-        """Folder of the checkpoint that was converted for another strategy or number of ranks."""
-        return self.train / "resharded"
-
-    @property
-    def stop_file(self) -> Path:
-        """Training saves and stops when a user creates this file."""
-        return self.train / "STOP"
-
-    @property
-    def train_receipt(self) -> Path:
-        """Written last; the only proof that training finished."""
-        return self.train / "receipt.json"
-
-    @property
-    def model(self) -> Path:
-        """The final model as a Hugging Face folder."""
-        return self.root / "model"
-
-    @property
-    def model_receipt(self) -> Path:
-        """Origin and checks of the model; not pushed with it."""
-        return self.model / MODEL_RECEIPT
-
-    @property
-    def evaluation(self) -> Path:
-        """Losses and samples of the base and the tuned model."""
-        return self.root / "evaluation.json"
-
-    @property
-    def push_receipt(self) -> Path:
-        """Destinations that were read back and compared."""
-        return self.root / "push" / "receipt.json"
-
-    @property
-    def figures(self) -> Path:
-        """Folder of the report's figures, for `snakemake --report`."""
-        return self.root / "figures"
-
     def figure(self, name: str) -> Path:
         """Return the path of one of the report's figures."""
         return self.figures / f"{name}.svg"
-
-    @property
-    def report(self) -> Path:
-        """The run on one page."""
-        return self.root / "report.html"

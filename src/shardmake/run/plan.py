@@ -25,7 +25,7 @@ class Choice(RunRecord):
 
     @property
     def data_parallel(self) -> int:
-        """Ranks, or groups of them under tensor parallelism, that see data of their own."""
+        """Number of ranks, or tensor-parallel groups of ranks, with different data."""
         return self.world_size // self.tensor_parallel
 
     @property
@@ -90,7 +90,7 @@ class Fallback(RunRecord):
 
     choice: Choice = Field(description="The way to run the training.")
     host_memory: int = Field(gt=0, description="Host RAM per node that it needs, bytes.")
-    memory_gib: int = Field(gt=0, description="Host RAM per node that it asks of Slurm, GiB (--mem).")
+    memory_gib: int = Field(gt=0, description="Host RAM per node that it requests from Slurm, GiB (--mem).")
 
 
 class Plan(RunRecord):
@@ -98,11 +98,11 @@ class Plan(RunRecord):
 
     made_by: ClassVar[str] = "shardmake plan NAME"
     run: str = Field(description="Name of the run.")
-    choice: Choice = Field(description="What training starts with.")
-    workload: Workload = Field(description="What is trained.")
-    reason: str = Field(description="One sentence: why this choice.")
-    rejected: dict[str, str] = Field(description="Each candidate not taken, with the reason.")
-    fallbacks: list[Fallback] = Field(description="What training takes next after each out-of-memory, in order.")
+    choice: Choice = Field(description="The first choice of the training.")
+    workload: Workload = Field(description="The training itself.")
+    reason: str = Field(description="Why this choice, in one sentence.")
+    rejected: dict[str, str] = Field(description="Each rejected candidate with its reason.")
+    fallbacks: list[Fallback] = Field(description="Choices after each out-of-memory error, in order.")
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
     resources: dict[str, Resources] = Field(description="By stage: train, consolidate, evaluate, data.")
 

@@ -1,7 +1,7 @@
-"""Which exact content a run's model and data stand for, once `shardmake fetch` has brought it here.
+"""The exact content of a run's model and data, as `shardmake fetch` recorded it.
 
-Stages after the fetch read local copies only, so that a compute node without internet never has to ask, and a moved
-branch never changes a run under way.
+Stages after the fetch read local copies only. A compute node needs no internet access, and a moved branch never changes
+a run in progress.
 """
 
 from pathlib import Path
@@ -10,22 +10,22 @@ from typing import ClassVar
 from pydantic import Field
 
 from shardmake.config.models import Run
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import RunDir
 from shardmake.run.record import RunRecord
 
 
 class PinnedSource(RunRecord):
-    """A model or data set as it lies on this machine."""
+    """A model or data set on this machine."""
 
-    name: str = Field(description="What the configuration says.")
-    subset: str | None = Field(None, description="Subset of a hub data set that the configuration says.")
-    revision: str | None = Field(None, description="Branch, tag or commit that the configuration says.")
-    commit: str | None = Field(None, description="The hub's commit that it stood for; None for a local path.")
-    path: str = Field(description="Folder or file here.")
+    name: str = Field(description="Name in the configuration.")
+    subset: str | None = Field(None, description="Subset of a hub data set, from the configuration.")
+    revision: str | None = Field(None, description="Branch, tag or commit, from the configuration.")
+    commit: str | None = Field(None, description="The hub's commit; None for a local path.")
+    path: str = Field(description="Local folder or file.")
     files: dict[str, FileRecord] = Field(
-        default_factory=dict, description="Files by name, for what came from the hub; a local path is taken as it is."
+        default_factory=dict, description="Files from the hub by name; empty for a local path."
     )
 
 
@@ -36,18 +36,18 @@ class Sources(RunRecord):
 
     model: PinnedSource = Field(description="The base model.")
     train: PinnedSource = Field(description="The training examples.")
-    eval: PinnedSource | None = Field(None, description="The evaluation examples, where they are given apart.")
+    eval: PinnedSource | None = Field(None, description="The evaluation examples, if configured separately.")
 
 
 def read_sources(rundir: RunDir) -> Sources | None:
-    """The sources of a run; None where it was not fetched."""
+    """Return the sources of a run, or None if nothing was fetched."""
     return Sources.read_if_exists(rundir.sources)
 
 
 def localize(run: Run, rundir: RunDir) -> Run:
-    """``run`` with its hub ids replaced by the local copies; unchanged where nothing was fetched.
+    """Return ``run`` with local copies in place of hub ids; unchanged if nothing was fetched.
 
-    Raises `ShardmakeError` where the configuration names something else than what was fetched.
+    Raises `ConfigError` if the configuration names something else than what was fetched.
     """
     sources = read_sources(rundir)
     if sources is None:
@@ -68,21 +68,21 @@ def localize(run: Run, rundir: RunDir) -> Run:
 
 
 def _check_same(named: tuple[str | None, ...], source: PinnedSource | None, rundir: RunDir) -> None:
-    """Refuse a source that is not what the configuration names: (name, subset, revision); of a path, only the name."""
+    """Compare a source with the configured (name, subset, revision); for a path, only the name."""
     fetched = (source.name, source.subset, source.revision) if source else (None, None, None)
     if fetched[0] != named[0] or (source and source.commit and fetched != named):
-        raise ShardmakeError(
-            f"The configuration names {_said(named)}, and {rundir.sources} was made for {_said(fetched)}. "
+        raise ConfigError(
+            f"Sources differ: the configuration names {_words(named)}, but {rundir.sources} has {_words(fetched)}. "
             f"Fetch again: shardmake fetch {rundir.name}"
         )
 
 
-def _said(named: tuple[str | None, ...]) -> str:
+def _words(named: tuple[str | None, ...]) -> str:
     return " ".join(part for part in named if part) or "nothing"
 
 
 def missing_files(source: PinnedSource) -> list[str]:
-    """The fetched files of ``source`` that are not here, or not at their size."""
+    """Return the files of ``source`` that are missing or have another size."""
     paths = {name: Path(source.path, name) for name in source.files}
     return [
         name for name, path in paths.items() if not path.is_file() or path.stat().st_size != source.files[name].size
@@ -90,10 +90,10 @@ def missing_files(source: PinnedSource) -> list[str]:
 
 
 def require_weights(rundir: RunDir) -> None:
-    """Fail now, not later on all ranks, if the fetched model is missing or incomplete."""
+    """Raise `ModelError` if the fetched model is incomplete, before any rank starts."""
     sources = read_sources(rundir)
     if sources and (missing := missing_files(sources.model)):
-        raise ShardmakeError(
-            f"{len(missing)} files of {sources.model.name} are not here ({', '.join(missing[:3])}). "
+        raise ModelError(
+            f"{len(missing)} files of {sources.model.name} are missing ({', '.join(missing[:3])}). "
             f"Fetch them first: shardmake fetch {rundir.name}"
         )

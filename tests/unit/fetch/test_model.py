@@ -63,7 +63,7 @@ def test_a_plan_needs_no_weights(hub: FakeHub, rundir: RunDir, caplog: pytest.Lo
     assert not hub.asked("resolve.*safetensors$")
     assert {path.name for path in folder.iterdir()} == FILES.keys() - SHARDS.keys()
     with pytest.raises(
-        ShardmakeError, match=r"2 files of lab/base are not here .*Fetch them first: shardmake fetch chat"
+        ShardmakeError, match=r"2 files of lab/base are missing .*Fetch them first: shardmake fetch chat"
     ):
         require_weights(rundir)
     caplog.set_level("INFO", "shardmake")
@@ -120,7 +120,7 @@ def test_a_configuration_that_changed_since_asks_for_another_fetch(
     hub.add("lab/base", FILES)
     fetch(RUN, rundir)
     with pytest.raises(
-        ShardmakeError, match=r"The configuration names .* was made for .*Fetch again: shardmake fetch chat"
+        ShardmakeError, match=r"the configuration names .*, but .* has .*Fetch again: shardmake fetch chat"
     ):
         localize(make_run(**{"model": "lab/base", "data": {"train": "train.jsonl"}, **changes}), rundir)
 
