@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import BelowRoot, RunDir
 
 PATHS = {
     "sources": "sources.json",
@@ -41,8 +41,8 @@ PATHS = {
 def test_the_layout_is_the_documented_one() -> None:
     """Rules, people and other tools rely on these names."""
     rundir = RunDir(Path("runs/docs-chat"))
-    properties = [name for name, value in vars(RunDir).items() if isinstance(value, property)]
-    found = {name: getattr(rundir, name) for name in properties if name != "name"}
+    names = [name for name, value in vars(RunDir).items() if isinstance(value, BelowRoot)]
+    found = {name: getattr(rundir, name) for name in names}
     assert found == {name: Path("runs/docs-chat") / path for name, path in PATHS.items()}
     assert rundir.name == "docs-chat"
     assert [rundir.rendered_files(fallback) for fallback in (0, 2)] == [rundir.plan_folder, rundir.fallbacks / "2"]
