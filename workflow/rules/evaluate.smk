@@ -11,8 +11,8 @@ rule evaluate_run:
         ENVIRONMENT
     threads: planned("evaluate", "cpus")
     resources:
-        gres=evaluation_gpus,
         **job_resources("evaluate"),
+        gres=evaluation_gpus,
     params:
         **command_params("evaluate"),
     message:
