@@ -10,8 +10,7 @@ import pytest
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.checkpoint.reshard.convert import find_route, reshard
-from shardmake.checkpoint.reshard.routes import Route
+from shardmake.checkpoint.reshard.convert import Route, find_route, reshard
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.render import training_file
 from shardmake.run.plan import Choice

@@ -10,8 +10,7 @@ import torch
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats.universal import is_universal
 from shardmake.checkpoint.record import find_problems
-from shardmake.checkpoint.reshard.convert import find_route, reshard
-from shardmake.checkpoint.reshard.routes import Route
+from shardmake.checkpoint.reshard.convert import Route, find_route, reshard
 from shardmake.config.models import Strategy
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import AttemptDir

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import list_files
+from shardmake.checkpoint.record import list_files
 from shardmake.config.models import Strategy
 from shardmake.run.paths import RunDir
 from tests.workflow.forked import Forked, log

@@ -7,9 +7,8 @@ from pathlib import Path
 from snakemake.exceptions import WorkflowError
 
 from shardmake.commands.preview import dry_run
-from shardmake.config.inputs import check_inputs, local_files
+from shardmake.config.inputs import check_inputs, local_files, stage_digest
 from shardmake.config.load import load_cluster, parse_config
-from shardmake.config.stage_digest import stage_digest
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import share_tree
 from shardmake.run.paths import RunDir

@@ -18,8 +18,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.files import RECORD_NAME, FileEntry
-from shardmake.checkpoint.record import CheckpointRecord, find_problems, is_unfinished, read_record
+from shardmake.checkpoint.record import (
+    RECORD_NAME,
+    CheckpointRecord,
+    FileEntry,
+    find_problems,
+    is_unfinished,
+    read_record,
+)
 from shardmake.checkpoint.retention import Retention
 from shardmake.core.atomic import fsync_directory, write_json
 

@@ -2,7 +2,7 @@
 
 import logging
 
-from shardmake.checkpoint.reshard.routes import Route, route
+from shardmake.checkpoint.reshard.convert import Route, route
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch.messages import failure_message
 from shardmake.launch.outcome import Action, Outcome, RetryState, decide

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import psutil
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import RECORD_NAME
+from shardmake.checkpoint.record import RECORD_NAME
 from shardmake.core.disk import check_save
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import ShardmakeError

@@ -6,8 +6,7 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.checkpoint.reshard.convert import find_route, reshard
-from shardmake.checkpoint.reshard.routes import Route
+from shardmake.checkpoint.reshard.convert import Route, find_route, reshard
 from shardmake.launch.training import Training
 from shardmake.run import set_aside
 from shardmake.run.plan import Choice

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import RECORD_NAME, FileEntry, fingerprint, list_files, sync_file, wait_visible
+from shardmake.checkpoint.record import RECORD_NAME, FileEntry, fingerprint, list_files, sync_file, wait_visible
 from shardmake.checkpoint.retention import Retention
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import DiskFullError, ShardmakeError

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-from shardmake.data.dataset import Collator
-from shardmake.data.isolation import check_isolation
+from shardmake.data.dataset import Collator, check_isolation
 from shardmake.run.attempt import rank_report
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
 from shardmake.train.rank_context import RankContext

@@ -19,7 +19,7 @@ from isal.isal_zlib import crc32
 from pydantic import Field, TypeAdapter
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import BLOCK, FileEntry, list_files, wait_visible
+from shardmake.checkpoint.record import BLOCK, FileEntry, list_files, wait_visible
 from shardmake.checkpoint.retention import Retention
 from shardmake.core.atomic import write_json
 from shardmake.core.log import configure_logging

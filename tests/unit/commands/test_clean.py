@@ -2,8 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.checkpoint.files import fingerprint
-from shardmake.checkpoint.record import CheckpointRecord
+from shardmake.checkpoint.record import CheckpointRecord, fingerprint
 from shardmake.checkpoint.store import commit_in_place, committed
 from shardmake.commands.clean import clean
 from shardmake.push.stage import push

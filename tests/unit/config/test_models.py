@@ -8,10 +8,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.config.inputs import check_inputs, local_files
+from shardmake.config.inputs import check_inputs, local_files, stage_digest
 from shardmake.config.load import get_run, load_cluster, load_config, parse_config, read_yaml
 from shardmake.config.models import STRATEGIES, Cluster, Config, Run
-from shardmake.config.stage_digest import stage_digest
 from shardmake.core.errors import ShardmakeError
 
 RUN: dict[str, Any] = {

@@ -5,8 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, Qwen3Config
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.data.dataset import Collator
-from shardmake.data.isolation import check_isolation
+from shardmake.data.dataset import Collator, check_isolation
 
 SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 ATTENTION = {**SIZE, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import fingerprint, list_files
-from shardmake.checkpoint.record import CheckpointRecord
+from shardmake.checkpoint.record import CheckpointRecord, fingerprint, list_files
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError, SlurmError

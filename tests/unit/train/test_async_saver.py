@@ -14,8 +14,7 @@ import torch.distributed as dist
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import list_files
-from shardmake.checkpoint.record import find_problems, read_record
+from shardmake.checkpoint.record import find_problems, list_files, read_record
 from shardmake.checkpoint.retention import Retention
 from shardmake.config.models import Strategy
 from shardmake.core import disk

@@ -15,8 +15,7 @@ import psutil
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import FileEntry, fingerprint
-from shardmake.checkpoint.record import find_problems
+from shardmake.checkpoint.record import FileEntry, find_problems, fingerprint
 from shardmake.checkpoint.retention import Retention
 from shardmake.train import upload
 from shardmake.train.async_saver import ScratchFolder, upload_error

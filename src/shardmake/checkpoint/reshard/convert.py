@@ -1,22 +1,57 @@
-"""Convert a checkpoint of one strategy and number of ranks to another."""
+"""Convert a checkpoint of one strategy and number of ranks to another, if there is a route."""
 
 import logging
 import shutil
+from enum import Enum
 from pathlib import Path
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import RECORD_NAME, fingerprint, list_files
 from shardmake.checkpoint.formats import dcp
 from shardmake.checkpoint.formats.universal import is_universal
-from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
+from shardmake.checkpoint.record import (
+    RECORD_NAME,
+    CheckpointRecord,
+    find_problems,
+    fingerprint,
+    list_files,
+    read_record,
+)
 from shardmake.checkpoint.reshard.dcp import states_of_fsdp, write_distributed
-from shardmake.checkpoint.reshard.routes import Route, route
 from shardmake.checkpoint.reshard.universal import States, make_swap_folders, write_universal
 from shardmake.checkpoint.reshard.zero import frozen_or_buffers, states_of_zero
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
 from shardmake.core.errors import CheckpointError
+
+
+class Route(Enum):
+    """How a checkpoint is made readable."""
+
+    NATIVE = "read without conversion"
+    UNIVERSAL = "DeepSpeed's universal checkpoint"
+    DISTRIBUTED = "torch's distributed checkpoint"
+
+
+def route(wrote: str, wrote_ranks: int, reads: str, ranks: int) -> Route | str:
+    """Return the route from ``wrote`` on ``wrote_ranks`` ranks to ``reads`` on ``ranks`` ranks, or why there is none.
+
+    Without a universal checkpoint, DeepSpeed resumes only the ZeRO stage and world size that wrote the checkpoint, and
+    with NVMe only checkpoints of NVMe. torch's distributed checkpoints fit any world size. Under DDP every rank reads
+    everything.
+    """
+    source, target = STRATEGY_SPECS[wrote], STRATEGY_SPECS[reads]
+    is_same_family = source.checkpoint_family == target.checkpoint_family
+    if is_same_family and (wrote_ranks == ranks or not target.is_deepspeed):
+        return Route.NATIVE
+    if source.is_ddp:
+        return f"checkpoints of {wrote} cannot be converted, only those of ZeRO and FSDP"
+    if target.is_deepspeed:
+        return Route.UNIVERSAL
+    if target.is_fsdp:
+        return Route.DISTRIBUTED
+    return f"checkpoints of {wrote} cannot be converted for {reads}"
+
 
 logger = logging.getLogger(__name__)
 

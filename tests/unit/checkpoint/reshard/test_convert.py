@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.files import fingerprint
-from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
+from shardmake.checkpoint.record import CheckpointRecord, find_problems, fingerprint, read_record
 from shardmake.checkpoint.reshard import convert
 
 

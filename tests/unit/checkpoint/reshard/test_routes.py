@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint.record import CheckpointRecord
-from shardmake.checkpoint.reshard.convert import find_route
-from shardmake.checkpoint.reshard.routes import Route, route
+from shardmake.checkpoint.reshard.convert import Route, find_route, route
 from shardmake.config.models import STRATEGIES, Strategy
 from shardmake.core.errors import CheckpointError
 
