@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.interval import interval_seconds
-from shardmake.launch.decision import IDLE_ATTEMPTS
 from shardmake.launch.outcome import Action, Outcome, RetryState, decide
 from shardmake.run.attempt_history import AttemptRecord, EndReason, failing_nodes, hung_before, idle_attempts
 
@@ -142,7 +141,7 @@ class Training:
             host_hung_before=hung_before(self.story),
             failing_nodes=failing_nodes(self.story),
         )
-        action = decide(outcome, history, cap=IDLE_ATTEMPTS)
+        action = decide(outcome, history)
         if action in (Action.STOP, Action.GIVE_UP):
             self.persons += 1
             self.wall += HOUR  # until somebody looks

@@ -1,19 +1,44 @@
-"""Collect what an attempt left behind, and add the attempt to the history."""
+"""The end of an attempt: determine why it ended, add it to the history, prepare the next attempt or stop."""
 
+import logging
 import time
 from pathlib import Path
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.reshard.convert import Route, route
+from shardmake.core.errors import ShardmakeError
 from shardmake.launch import user_script
-from shardmake.launch.outcome import Evidence, Outcome, classify
+from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.slurm_states import JobStatus
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
-from shardmake.run.attempt_history import AttemptRecord, next_fallback
+from shardmake.run.attempt_history import (
+    AttemptRecord,
+    EndReason,
+    failing_nodes,
+    hung_before,
+    idle_attempts,
+    may_rewind,
+    next_fallback,
+)
+from shardmake.run.paths import short_path
 from shardmake.run.plan import Plan
 
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has reported the job's end."""
+logger = logging.getLogger(__name__)
+_RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
+_ADVICE = {
+    EndReason.STOP_REQUESTED: "Run the same command again to resume.",
+    EndReason.CANCELLED: "Run the same command again to resume from the newest checkpoint.",
+    EndReason.GPU_OUT_OF_MEMORY: "No fallback is left. Use more nodes, a shorter sequence_length or method: lora.",
+    EndReason.HOST_OUT_OF_MEMORY: "Increase memory_gib_per_node, or choose a strategy without offload.",
+    EndReason.NON_FINITE: "Lower the learning rate or check the data of that step. The newest checkpoint is from "
+    "before that step. With non_finite: rewind the driver resumes from it, which helps after a transient GPU error.",
+    EndReason.PREFLIGHT: "Fix what the check found and run the same command again. Nothing was trained.",
+    EndReason.HANG: "The folder's stacks/ has the stacks of all ranks. If a step may take longer, increase "
+    "hang_seconds in the cluster file.",
+}
 
 
 def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> Outcome:
@@ -73,3 +98,71 @@ def _last_line(folder: Path) -> str:
     logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
     lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else ""
+
+
+def apply_decision(training: Training, outcome: Outcome) -> None:
+    """Record what the next attempt changes.
+
+    Raises:
+        ShardmakeError: the training stops here.
+    """
+    current = next_fallback(training.attempts, training.plan_digest)
+    fallback = _find_fallback(training, current, outcome.end)
+    action = decide(outcome, _retry_state(training, outcome, fallback))
+    logger.info("%s -> %s", outcome.message, action.value)
+    if action in (Action.STOP, Action.GIVE_UP):
+        folder, idle = training.attempt_dir(training.last_attempt()), idle_attempts(training.attempts)
+        raise ShardmakeError(failure_message(training.rundir.name, folder, outcome, action, idle))
+    decided = {
+        "next_fallback": fallback if action is Action.NEXT_FALLBACK else current,
+        "all_memory": action is Action.MORE_MEMORY,
+        "excluded": outcome.host if action is Action.EXCLUDE_AND_RESUME else None,
+    }
+    training.save_attempts([*training.attempts[:-1], training.attempts[-1].model_copy(update=decided)])
+
+
+def _retry_state(training: Training, outcome: Outcome, fallback: int | None) -> RetryState:
+    requested = training.current_plan().resources["train"].memory_gib
+    return RetryState(
+        idle_attempts=idle_attempts(training.attempts),
+        has_fallback=fallback is not None,
+        has_other_nodes=training.uses_slurm,
+        has_memory=training.uses_slurm and not outcome.error and requested < training.node_memory_gib,
+        host_hung_before=hung_before(training.attempts),
+        failing_nodes=failing_nodes(training.attempts),
+        may_rewind=training.run.non_finite == "rewind" and may_rewind(training.attempts),
+    )
+
+
+def _find_fallback(training: Training, current: int, end: EndReason) -> int | None:
+    """Return the next fallback that needs less of the memory that ran out and can resume the newest checkpoint."""
+    if end not in (EndReason.GPU_OUT_OF_MEMORY, EndReason.HOST_OUT_OF_MEMORY):
+        return None
+    newest = training.newest_checkpoint()
+    for number in training.plan.fallbacks_below(current, host=end is EndReason.HOST_OUT_OF_MEMORY):
+        choice = training.plan.at(number).choice
+        if newest is None:
+            return number
+        record, checkpoint = newest
+        found = route(record.strategy, record.world_size, choice.strategy, choice.world_size)
+        if isinstance(found, Route):
+            return number
+        logger.info("Skipping fallback %d (%s) for %s: %s.", number, choice.strategy, checkpoint.name, found)
+    return None
+
+
+def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Action, idle_attempts: int) -> str:
+    """Return the one error that matters, the end of the log or the traceback, and what to do."""
+    parts = [f"Training of {run} stopped: {outcome.message}"]
+    if action is Action.GIVE_UP:
+        parts.append(f"{idle_attempts} attempts in a row brought no new checkpoint.")
+    if outcome.error:
+        parts.append(outcome.error.traceback.rstrip())
+    elif log_end := _tail(folder.log(0)):
+        parts.append(log_end)
+    parts.append(f"The output of all ranks is in {short_path(folder.root)}. {_ADVICE.get(outcome.end, _RUN_AGAIN)}")
+    return "\n".join(parts)
+
+
+def _tail(log: Path, lines: int = 30) -> str:
+    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""

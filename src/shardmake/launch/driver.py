@@ -5,23 +5,27 @@ takes the plan's next fallback, or stops with the error that matters. If the dri
 the next driver adopts it.
 """
 
+import contextlib
+import fcntl
 import logging
+import os
+import socket
+import time
+from collections.abc import Iterator
 
 from shardmake.config.models import Cluster, Run
+from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
-from shardmake.launch.adoption import adopt
-from shardmake.launch.attempt_end import record_attempt
-from shardmake.launch.decision import apply_decision
-from shardmake.launch.driver_lock import hold_driver_lock
-from shardmake.launch.driver_signals import raise_on_signals
-from shardmake.launch.messages import short_path
-from shardmake.launch.monitor import watch
+from shardmake.launch.attempt_end import apply_decision, record_attempt
+from shardmake.launch.low_memory_wait import LOCK_VARIABLE
+from shardmake.launch.monitor import raise_on_signals, watch
 from shardmake.launch.slurm_jobs import job_owners
-from shardmake.launch.stop_file import clear_stop_file
+from shardmake.launch.slurm_states import JobState
 from shardmake.launch.submission import submit
 from shardmake.launch.training import Training
+from shardmake.run.attempt import SubmittedJob
 from shardmake.run.attempt_history import EndReason
-from shardmake.run.paths import RunDir
+from shardmake.run.paths import RunDir, short_path
 
 logger = logging.getLogger(__name__)
 
@@ -53,3 +57,85 @@ def drive(training: Training) -> None:
             logger.info(outcome.message)
         else:
             apply_decision(training, outcome)
+
+
+@contextlib.contextmanager
+def hold_driver_lock(rundir: RunDir) -> Iterator[int]:
+    """Hold the run's lock and yield its descriptor. A driver that waited in low memory has the lock already.
+
+    Raises:
+        ShardmakeError: another driver holds the lock, or the file system has no locks.
+    """
+    held = os.environ.pop(LOCK_VARIABLE, None)
+    with open(int(held), "a+") if held else (rundir.train / "driver.lock").open("a+") as lock:  # noqa: PTH123
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise ShardmakeError(
+                f"Another driver is already watching {rundir.name}: {lock.read().strip()}. Wait until that driver "
+                "ends, or end it: the job keeps running without a driver."
+            ) from None
+        except OSError as error:
+            raise ShardmakeError(
+                f"Cannot lock {rundir.train}: its file system has no file locks ({error.strerror}). Two drivers could "
+                "train the same run. Mount the file system with locks (Lustre: -o flock), or put runs/ elsewhere."
+            ) from None
+        lock.truncate(0)
+        print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
+        yield lock.fileno()
+
+
+def adopt(training: Training) -> SubmittedJob | None:
+    """Return the job of an earlier driver if it trains with the current settings.
+
+    A job of other settings must not be judged by the current ones: its model would count as this run's.
+
+    Raises:
+        ShardmakeError: a job of other settings is still queued or running.
+    """
+    job = _find_job(training)
+    if job is None or _has_current_settings(training, job):
+        return job
+    if training.jobs.status(job.id).state not in (JobState.ENDED, JobState.GONE):
+        raise ShardmakeError(
+            f"Job {job.id} (attempt {job.attempt}) still trains {training.rundir.name} with other settings. Restore "
+            "those settings to adopt the job, wait for its end, or cancel it "
+            f"({training.jobs.cancel_command(job.id)}). Then run the same command again."
+        )
+    logger.info("Job %s (attempt %d) of other settings has ended.", job.id, job.attempt)
+    training.rundir.job.unlink(missing_ok=True)
+    return None
+
+
+def _has_current_settings(training: Training, job: SubmittedJob) -> bool:
+    folder = training.attempt_dir(job.attempt)
+    return folder.settings.exists() and folder.read().settings_digest == training.settings_digest
+
+
+def _find_job(training: Training) -> SubmittedJob | None:
+    """Return the recorded job, or one that was submitted and not recorded."""
+    path = training.rundir.job
+    recorded = SubmittedJob.read_if_exists(path)
+    try:
+        active = training.jobs.find()
+    except SlurmError:
+        if recorded is None:
+            raise
+        active = None
+    if recorded and (active is None or active == recorded.id):
+        logger.info("Adopting job %s (attempt %d).", recorded.id, recorded.attempt)
+        return recorded
+    if active:
+        job = SubmittedJob(id=active, attempt=training.last_attempt(), submitted=time.time())
+        job.write(path)
+        logger.info("Adopting job %s (attempt %d), which an earlier driver submitted.", job.id, job.attempt)
+        return job
+    return None
+
+
+def clear_stop_file(rundir: RunDir) -> None:
+    """Remove the stop file of an earlier request: starting a driver while no job exists means to continue."""
+    if rundir.stop_file.exists():
+        logger.info("Removing the stop file %s of an earlier request.", short_path(rundir.stop_file))
+        rundir.stop_file.unlink(missing_ok=True)

@@ -2,20 +2,23 @@
 
 import contextlib
 import logging
+import signal
 import time
+from collections.abc import Iterator
+from types import FrameType
 
-from shardmake.launch.driver_signals import DriverStoppedError
 from shardmake.launch.low_memory_wait import wait_until_started
-from shardmake.launch.messages import short_path
 from shardmake.launch.progress import ProgressPrinter
-from shardmake.launch.slurm_commands import waiting_snapshot
+from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
+from shardmake.run.paths import short_path
 
 POLL_SECONDS = 1.0
 LOW_MEMORY_WAIT_SECONDS = 5.0
 logger = logging.getLogger(__name__)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
@@ -29,7 +32,9 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
                 _report_state(status)
             last = status.state
             if status.name == "PENDING" and pause >= LOW_MEMORY_WAIT_SECONDS:
-                _wait_until_started(training, job, status)
+                # A pending job may wait for days: replace this process by one of little memory.
+                logger.info("The job is pending %s. The driver waits in low memory until it starts.", status.nodes)
+                wait_until_started(job.id, training.lock, str(waiting_snapshot()))
             _report_progress(training, progress, training.attempt_dir(job.attempt), pause)
     except DriverStoppedError as signal_name:
         logger.info(
@@ -46,15 +51,8 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
 
 
 def _report_state(status: JobStatus) -> None:
-    nodes = f" on {status.nodes}" if status.state is JobState.RUNNING and status.nodes else ""
-    reason = f" {status.nodes}" if status.state is not JobState.RUNNING and status.nodes else ""
-    logger.info("The job is %s%s.", status.state.value, nodes or reason)
-
-
-def _wait_until_started(training: Training, job: SubmittedJob, status: JobStatus) -> None:
-    """Replace this process by one of little memory: a pending job may wait for days (see `low_memory_wait`)."""
-    logger.info("The job is pending %s. The driver waits in low memory until it starts.", status.nodes)
-    wait_until_started(job.id, training.lock, str(waiting_snapshot()))
+    preposition = "on " if status.state is JobState.RUNNING else ""
+    logger.info("The job is %s%s.", status.state.value, f" {preposition}{status.nodes}" if status.nodes else "")
 
 
 def _report_progress(training: Training, progress: ProgressPrinter, folder: AttemptDir, seconds: float) -> None:
@@ -67,3 +65,23 @@ def _report_progress(training: Training, progress: ProgressPrinter, folder: Atte
                 time.sleep(POLL_SECONDS)
                 return
         time.sleep(POLL_SECONDS / 2)
+
+
+class DriverStoppedError(KeyboardInterrupt):
+    """Ctrl-C or a signal ended the driver; its text is the signal's name."""
+
+
+@contextlib.contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Raise `DriverStoppedError` on each signal that ends a driver, unless the process ignores it (nohup)."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise DriverStoppedError(signal.Signals(number).name)
+
+    handled = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in handled}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

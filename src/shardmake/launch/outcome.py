@@ -56,7 +56,10 @@ class Action(Enum):
     GIVE_UP = "stop, because there is no progress"
 
 
+IDLE_ATTEMPTS = 3
+"""Idle attempts after which the training stops."""
 FAILING_NODES = 5
+"""Nodes in a row that may fail the preflight; with more, the run itself is assumed to be at fault."""
 _ERROR_PATTERNS: tuple[tuple[EndReason, str], ...] = (
     (EndReason.GPU_OUT_OF_MEMORY, r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
     (EndReason.HOST_OUT_OF_MEMORY, r"^MemoryError|can't allocate memory|Cannot allocate memory|unable to mmap"),
@@ -229,23 +232,6 @@ def _unknown(last_output: str) -> Outcome:
     return Outcome(EndReason.LOST, f"The job ended for an unknown reason: no node left an exit record.{output}")
 
 
-_ACTIONS = {
-    EndReason.FINISHED: Action.FINISH,
-    EndReason.STOP_REQUESTED: Action.STOP,
-    EndReason.TIME_LIMIT: Action.RESUME,
-    EndReason.PREEMPTED: Action.RESUME,
-    EndReason.CANCELLED: Action.STOP,
-    EndReason.NODE_FAILURE: Action.RESUME,
-    EndReason.RENDEZVOUS: Action.EXCLUDE_AND_RESUME,
-    EndReason.COMMUNICATION: Action.RESUME,
-    EndReason.HANG: Action.RESUME,
-    EndReason.KILLED: Action.RESUME,
-    EndReason.NON_FINITE: Action.STOP,
-    EndReason.USER_ERROR: Action.STOP,
-    EndReason.LOST: Action.RESUME,
-}
-
-
 @dataclass(frozen=True)
 class RetryState:
     """Facts from the run's history that decide about another attempt."""
@@ -265,30 +251,28 @@ class RetryState:
     """The run is configured to rewind, and this step's loss was finite in all earlier attempts."""
 
 
-def decide(outcome: Outcome, state: RetryState, *, cap: int, failing_cap: int = FAILING_NODES) -> Action:
-    """Return what follows an outcome.
-
-    Args:
-        outcome: Why the last attempt ended.
-        state: Facts from the earlier attempts.
-        cap: Idle attempts after which to stop.
-        failing_cap: Nodes in a row that may fail the preflight; with more, the run itself is assumed to be at fault.
-    """
+def decide(outcome: Outcome, state: RetryState) -> Action:
+    """Return what follows the ``outcome`` of the last attempt."""
     match outcome.end:
         case EndReason.HOST_OUT_OF_MEMORY if state.has_memory:
             return Action.MORE_MEMORY
         case EndReason.GPU_OUT_OF_MEMORY | EndReason.HOST_OUT_OF_MEMORY:
             return Action.NEXT_FALLBACK if state.has_fallback else Action.STOP
         case EndReason.PREFLIGHT:
-            others = outcome.host is not None and state.has_other_nodes and state.failing_nodes <= failing_cap
+            others = outcome.host is not None and state.has_other_nodes and state.failing_nodes <= FAILING_NODES
             return Action.EXCLUDE_AND_RESUME if others else Action.STOP
-        case EndReason.NODE_FAILURE if outcome.error:
-            action = Action.EXCLUDE_AND_RESUME  # Slurm drains failed nodes itself, but cannot detect this failure
-        case EndReason.NON_FINITE if state.may_rewind:
-            action = Action.RESUME
-        case EndReason.HANG if state.host_hung_before:
-            action = Action.EXCLUDE_AND_RESUME
-        case _:
-            action = _ACTIONS[outcome.end]
-    resumes = action in (Action.RESUME, Action.EXCLUDE_AND_RESUME)
-    return Action.GIVE_UP if resumes and state.idle_attempts >= cap else action
+        case EndReason.FINISHED:
+            return Action.FINISH
+        case EndReason.STOP_REQUESTED | EndReason.CANCELLED | EndReason.USER_ERROR:
+            return Action.STOP
+        case EndReason.NON_FINITE if not state.may_rewind:
+            return Action.STOP
+    if state.idle_attempts >= IDLE_ATTEMPTS:
+        return Action.GIVE_UP
+    # Slurm drains failed nodes itself, but cannot detect a failure that only a rank's error shows.
+    excludes = (
+        outcome.end is EndReason.RENDEZVOUS
+        or (outcome.end is EndReason.NODE_FAILURE and outcome.error is not None)
+        or (outcome.end is EndReason.HANG and state.host_hung_before)
+    )
+    return Action.EXCLUDE_AND_RESUME if excludes else Action.RESUME

@@ -11,7 +11,6 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,19 +52,6 @@ class GpuStatus(NamedTuple):
     uncorrected_errors: int
 
 
-@dataclass(frozen=True)
-class NodeRequirements:
-    """The needs of the ranks of a node."""
-
-    attempt: Attempt
-    memory: int
-    """Bytes of host RAM."""
-    files: Sequence[Path]
-    """Must be readable."""
-    folders: Sequence[Path]
-    """Must be writable."""
-
-
 def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int, report: Callable[[str], None]) -> None:
     """Check this node, and pass warnings and the duration to ``report``, which writes them to the node's log.
 
@@ -73,35 +59,27 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
         PreflightError: with all findings.
     """
     started = time.monotonic()
-    requirements = _requirements(folder, attempt, plan)
     for warning in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
         report(f"preflight: warning: {warning}")
-    if findings := _find_defects(requirements):
+    if findings := _find_defects(folder, attempt, plan):
         raise PreflightError(findings)
     if node_rank == 0:
         _check_disk(attempt)
     report(f"preflight: all checks of this node passed ({time.monotonic() - started:.2f} s)")
 
 
-def _requirements(folder: AttemptDir, attempt: Attempt, plan: Plan) -> NodeRequirements:
+def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan) -> list[str]:
     model = Path(TrainingSettings.read(folder.training, "shardmake train NAME").model.path)
     resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
-    return NodeRequirements(
-        attempt=attempt,
-        memory=plan.host_memory,  # the job may request all memory of a node, which is never all free
-        files=[attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume],
-        folders=[folder.root, attempt.rundir.train],
-    )
-
-
-def _find_defects(requirements: NodeRequirements) -> list[str]:
-    attempt = requirements.attempt
+    files = [attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume]
+    folders = [folder.root, attempt.rundir.train]
     findings = [
         *check_versions(library_versions(), attempt.versions),
-        *check_memory(psutil.virtual_memory().available, requirements.memory),
+        # The job may request all memory of a node, which is never all free.
+        *check_memory(psutil.virtual_memory().available, plan.host_memory),
         *check_scratch(Path(attempt.scratch)),
-        *(f"{path} cannot be read here" for path in requirements.files if not os.access(path, os.R_OK)),
-        *(f"{path} cannot be written here" for path in requirements.folders if not os.access(path, os.W_OK | os.X_OK)),
+        *(f"{path} cannot be read here" for path in files if not os.access(path, os.R_OK)),
+        *(f"{path} cannot be written here" for path in folders if not os.access(path, os.W_OK | os.X_OK)),
     ]
     if attempt.accelerator != "cpu":
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")

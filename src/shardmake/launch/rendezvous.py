@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from shardmake.core.atomic import write_json
+from shardmake.run.record import RunRecord
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_SECONDS = 0.1
@@ -30,10 +30,8 @@ class RendezvousError(RuntimeError):
         self.absent = absent
 
 
-class Rendezvous(BaseModel):
+class Rendezvous(RunRecord):
     """Address and port at which the ranks connect."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     address: str = Field(description="MASTER_ADDR: an address of node 0.")
     port: int = Field(description="MASTER_PORT.")
@@ -130,7 +128,7 @@ def host_rendezvous(file: Path, interface: str | None, nodes: int, seconds: floa
     deadline = time.monotonic() + seconds
     with listen(address) as listener:
         found = Rendezvous(address=address, port=listener.getsockname()[1], interface=name, host=socket.gethostname())
-        write_json(file, found.model_dump())
+        found.write(file)
         missing = set(range(1, nodes))
         while missing:
             missing -= {_accept_node(listener, deadline, missing)}

@@ -2,9 +2,11 @@
 
 import contextlib
 import math
+import os
 import pwd
 import re
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,9 +15,9 @@ from typing import Any, ClassVar
 
 from shardmake.checkpoint import store
 from shardmake.config.models import Cluster, Slurm
+from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError
 from shardmake.launch.jobs import job_name
-from shardmake.launch.slurm_commands import queue_snapshot, run_slurm
 from shardmake.launch.slurm_states import (
     PREEMPTION_ALIASES,
     JobState,
@@ -36,6 +38,7 @@ _TRANSIENT = re.compile(
 )
 """Text of sbatch when Slurm does not answer for the moment, as opposed to a rejected job."""
 _PAUSES = (5.0, 20.0, 60.0, 180.0)
+_QUERY_SECONDS = 60
 
 
 @dataclass
@@ -74,13 +77,8 @@ class SlurmJobs:
 
     def find(self) -> str | None:
         """See `Jobs`."""
-        answer = run_slurm(*COMMAND, f"--name={job_name(self.run_folder)}")
-        if answer.returncode != 0:
-            raise SlurmError(
-                f"Cannot check whether {self.run_folder.name} has a job: Slurm does not answer "
-                f"({answer.stderr.strip()}). Run the same command again once squeue works."
-            )
-        active = [job for job, status in parse_rows(answer.stdout).items() if status.state is not JobState.ENDED]
+        queue = _list_jobs(self.run_folder, f"{self.run_folder.name} has a job", COMMAND)
+        active = [job for job, status in parse_rows(queue).items() if status.state is not JobState.ENDED]
         return active[-1] if active else None
 
     def status(self, job: str) -> JobStatus:
@@ -128,13 +126,20 @@ class SlurmJobs:
 
 def job_owners(run_folder: Path) -> dict[str, str]:
     """Return the users, by job id, of every queued or running job of the run."""
-    answer = run_slurm("squeue", "--noheader", "--all", f"--name={job_name(run_folder)}", "--format=%i|%u")
+    command = ("squeue", "--noheader", "--all", "--format=%i|%u")
+    queue = _list_jobs(run_folder, f"another member trains {run_folder.name}", command)
+    return dict(line.split("|") for line in queue.split())
+
+
+def _list_jobs(run_folder: Path, question: str, command: Sequence[str]) -> str:
+    """Return the rows of the squeue ``command`` for the jobs of the run; ``question`` is what they answer."""
+    answer = run_slurm(*command, f"--name={job_name(run_folder)}")
     if answer.returncode != 0:
         raise SlurmError(
-            f"Cannot check whether another member trains {run_folder.name}: Slurm does not answer "
-            f"({answer.stderr.strip()}). Run the same command again once squeue works."
+            f"Cannot check whether {question}: Slurm does not answer ({answer.stderr.strip()}). Run the same command "
+            "again once squeue works."
         )
-    return dict(line.split("|") for line in answer.stdout.split())
+    return answer.stdout
 
 
 def submit_with_retry(
@@ -218,3 +223,40 @@ def _user(uid: str) -> str:
     with contextlib.suppress(ValueError, KeyError):
         return f"user {pwd.getpwuid(int(uid)).pw_name}"
     return f"user {uid}"
+
+
+def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
+    """Run a query command of Slurm; return status 127 if it is missing, cannot start or does not answer."""
+    try:
+        return subprocess.run(
+            command, capture_output=True, text=True, errors="replace", timeout=_QUERY_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return subprocess.CompletedProcess(command, 127, "", str(error))
+
+
+def queue_snapshot() -> Path:
+    """Return the file in which drivers that watch a job share squeue's answer."""
+    return _runtime_folder() / f"queue-{_slurm_in_use()}"
+
+
+def waiting_snapshot() -> Path:
+    """Return the file in which waiting drivers share squeue's answer and claim slots."""
+    return _runtime_folder() / f"waiting-{_slurm_in_use()}"
+
+
+def _slurm_in_use() -> str:
+    """Return a digest of the variables that select the cluster: each cluster has its own snapshots."""
+    return digest({name: os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")})
+
+
+def _runtime_folder() -> Path:
+    """Return a private folder of the user on this machine.
+
+    It is not below XDG_RUNTIME_DIR, which disappears at logout while drivers in tmux continue.
+    """
+    folder = Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        return Path(tempfile.mkdtemp(prefix="shardmake-queue-"))
+    return folder

@@ -31,26 +31,13 @@ class JobStatus:
 
 PREEMPTION_ALIASES = ("CANCELLED", "TIMEOUT")
 """Names that Slurm may give to the state of a preempted job."""
-_PENDING = {"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
-_RUNNING = {"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
-_ENDED = {
-    "COMPLETED",
-    "FAILED",
-    "TIMEOUT",
-    "CANCELLED",
-    "NODE_FAIL",
-    "OUT_OF_MEMORY",
-    "PREEMPTED",
-    "BOOT_FAIL",
-    "DEADLINE",
-    "REVOKED",
+_NAMES = {
+    JobState.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED RESV_DEL_HOLD SPECIAL_EXIT",
+    JobState.RUNNING: "RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING",
+    JobState.ENDED: "COMPLETED FAILED TIMEOUT CANCELLED NODE_FAIL OUT_OF_MEMORY PREEMPTED BOOT_FAIL DEADLINE REVOKED "
     "LAUNCH_FAILED",
 }
-_STATES = (
-    dict.fromkeys(_PENDING, JobState.PENDING)
-    | dict.fromkeys(_RUNNING, JobState.RUNNING)
-    | dict.fromkeys(_ENDED, JobState.ENDED)
-)
+_STATES = {name: state for state, names in _NAMES.items() for name in names.split()}
 
 
 def parse_state(text: str) -> tuple[JobState, str]:

@@ -1,36 +1,42 @@
 """Submit the next attempt: wait for a slot, write the attempt's files, choose its checkpoint, start its job."""
 
 import contextlib
+import fcntl
 import logging
 import shutil
 import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from shardmake.checkpoint.reshard.convert import set_load_universal
+from shardmake.checkpoint import store
+from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
+from shardmake.core.errors import ShardmakeError
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
-from shardmake.launch.low_memory_wait import wait_until_slot
-from shardmake.launch.messages import short_path
-from shardmake.launch.resume import choose_checkpoint
-from shardmake.launch.slurm_commands import waiting_snapshot
-from shardmake.launch.stop_file import check_stop_file
-from shardmake.launch.submission_limit import require_slot, submission_slot, waiting_message
+from shardmake.launch.low_memory_wait import PREFIX, SECONDS, other_trainings, wait_until_slot
+from shardmake.launch.slurm_jobs import waiting_snapshot
+from shardmake.launch.squeue_cache import cached_squeue
 from shardmake.launch.training import Training
 from shardmake.render.stage import copy_rendered
+from shardmake.run import set_aside
 from shardmake.run.attempt import Attempt, AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import excluded_nodes, next_fallback
 from shardmake.run.disk_budget import check_run, checkpoint_size
-from shardmake.run.plan import Plan
+from shardmake.run.paths import RunDir, short_path
+from shardmake.run.plan import Choice, Plan
 
 logger = logging.getLogger(__name__)
+WaitUntilSlot = Callable[[list[str] | None], NoReturn]
 
 
 def submit(training: Training) -> SubmittedJob:
     """Submit the next attempt and record its job."""
     check_stop_file(training.rundir)
     if training.uses_slurm:
-        require_slot(job_name(training.rundir.root), training.cluster.trainings_per_user, _Waiter(training))
+        limit, wait = training.cluster.trainings_per_user, partial(_wait_for_slot, training, None)
+        require_slot(job_name(training.rundir.root), limit, wait)
     check_run(training.rundir)
     number = training.last_attempt() + 1
     folder = AttemptDir(training.attempt_dir(number).root.resolve())
@@ -93,22 +99,84 @@ def _slot(training: Training, folder: AttemptDir) -> contextlib.AbstractContextM
     """Hold a slot in the queue; wait for one, without the attempt in ``folder``, if another driver took the last."""
     if not training.uses_slurm:
         return contextlib.nullcontext()
-    waiter = _Waiter(training, folder)
-    return submission_slot(job_name(training.rundir.root), training.cluster.trainings_per_user, waiter)
+    limit, wait = training.cluster.trainings_per_user, partial(_wait_for_slot, training, folder)
+    return submission_slot(job_name(training.rundir.root), limit, wait)
 
 
-class _Waiter:
+def _wait_for_slot(training: Training, unused: AttemptDir | None, ahead: list[str] | None) -> NoReturn:
     """Report once whose trainings are ahead, and become a process that waits in low memory."""
+    limit, stop_file = training.cluster.trainings_per_user, str(training.rundir.stop_file.resolve())
+    if unused:
+        shutil.rmtree(unused.root)
+    if not training.has_waited:
+        logger.info(waiting_message(ahead, training.rundir.name, limit))
+    wait_until_slot(job_name(training.rundir.root), limit, stop_file, training.lock, str(waiting_snapshot()))
 
-    def __init__(self, training: Training, unused: AttemptDir | None = None) -> None:
-        self.training = training
-        self.unused = unused
 
-    def __call__(self, ahead: list[str] | None) -> NoReturn:
-        training, limit = self.training, self.training.cluster.trainings_per_user
-        if self.unused:
-            shutil.rmtree(self.unused.root)
-        if not training.has_waited:
-            logger.info(waiting_message(ahead, training.rundir.name, limit))
-        stop_file = str(training.rundir.stop_file.resolve())
-        wait_until_slot(job_name(training.rundir.root), limit, stop_file, training.lock, str(waiting_snapshot()))
+def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
+    """Return the newest valid checkpoint of the current settings; set checkpoints of other settings aside.
+
+    The checkpoint is converted if the library of ``choice`` cannot read it as it is.
+
+    Raises:
+        ShardmakeError: the checkpoint cannot be converted.
+    """
+    rundir, folder = training.rundir, training.rundir.checkpoints.resolve()
+    found = store.recover(folder)
+    if found and found[0].settings_digest != training.settings_digest:
+        set_aside.stash_and_restore(folder, found[0].settings_digest, training.settings_digest)
+        rundir.metrics.unlink(missing_ok=True)
+        found = store.recover(folder)
+    if found is None:
+        return None
+    (record, checkpoint), resharded = found, rundir.resharded.resolve()
+    if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
+        shutil.rmtree(resharded, ignore_errors=True)
+        return checkpoint
+    out = resharded / checkpoint.name
+    reshard(checkpoint, out, choice.strategy, choice.world_size)
+    return out
+
+
+def check_stop_file(rundir: RunDir) -> None:
+    """Raise `ShardmakeError` if somebody created the stop file since this driver started."""
+    if rundir.stop_file.exists():
+        raise ShardmakeError(
+            f"Training of {rundir.name} stopped: somebody created {short_path(rundir.stop_file)}. No job was "
+            "submitted. Run the same command again to resume."
+        )
+
+
+def require_slot(name: str, limit: int, wait: WaitUntilSlot, max_age: float = SECONDS) -> None:
+    """Call ``wait`` unless the user has fewer than ``limit`` trainings beside ``name`` in the queue.
+
+    The limit covers all runs and checkouts. ``wait`` gets the names, or None if Slurm does not answer.
+    """
+    queue = cached_squeue(str(waiting_snapshot()), max_age)
+    ahead = None if queue is None else other_trainings(queue, name)
+    if ahead is None or len(ahead) >= limit:
+        wait(ahead)
+
+
+@contextlib.contextmanager
+def submission_slot(name: str, limit: int, wait: WaitUntilSlot) -> Iterator[None]:
+    """Hold the lock under which the job ``name`` is submitted; call ``wait`` instead if no slot is free now.
+
+    Each login node has its own lock. So drivers on two login nodes may exceed the limit by one training if they query
+    the queue within the same second.
+    """
+    with waiting_snapshot().with_suffix(".lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        require_slot(name, limit, wait, 0)
+        yield
+
+
+def waiting_message(ahead: list[str] | None, run: str, limit: int) -> str:
+    """Return why ``run`` waits; ``ahead`` are the names of the user's other jobs."""
+    if ahead is None:
+        return f"{run} waits: Slurm does not answer. The driver submits the job once squeue works."
+    runs = ", ".join(sorted(name.removeprefix(PREFIX).rpartition("-")[0] for name in ahead))
+    return (
+        f"{run} waits: you have {len(ahead)} training(s) in the queue ({runs}), and trainings_per_user in the cluster "
+        f"file is {limit}. The driver submits the job when one of them has ended."
+    )

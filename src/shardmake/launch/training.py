@@ -10,8 +10,7 @@ from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.training_receipt import is_final, write_training_receipt
 from shardmake.config.models import Cluster, Run
 from shardmake.launch import user_script
-from shardmake.launch.jobs import Jobs
-from shardmake.launch.local_jobs import LocalJobs
+from shardmake.launch.jobs import Jobs, LocalJobs
 from shardmake.launch.low_memory_wait import WAITED_VARIABLE
 from shardmake.launch.slurm_jobs import SlurmJobs
 from shardmake.run.attempt import AttemptDir

@@ -160,7 +160,7 @@ class Watchdog:
         states = {beat.rank: _process_state(beat.pid) for beat in beats}
         for beat in beats:
             _dump_stacks(self.folder, beat, pipes)
-        _wait_for(lambda: all(self._has_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
+        _wait_for(lambda: all(self._read_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
         for rank in self.local_ranks:
             _flush(self.folder.stack(rank))
         write_json(self.folder.stacks / f"states-from-{self.local_ranks.start}.json", states)
@@ -169,25 +169,22 @@ class Watchdog:
             return
         nodes = self.world_size // len(self.local_ranks)
         _wait_for(lambda: len(self._state_files()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
-        ranks = [self._state(rank) for rank in range(self.world_size)]
+        written = [json.loads(path.read_text()) for path in self._state_files()]
+        processes = {int(rank): state for states in written for rank, state in states.items()}
+        ranks = [
+            RankState(self._beat(rank), self._read_stack(rank), processes.get(rank, ""))
+            for rank in range(self.world_size)
+        ]
         describe_hang(self.missed, ranks, time.time()).write(self.folder.hang)
 
-    def _has_stack(self, rank: int) -> bool:
+    def _read_stack(self, rank: int) -> str:
+        """Return a rank's stacks; empty if the rank did not answer."""
         path = self.folder.stack(rank)
-        return path.exists() and path.stat().st_size > 0
-
-    def _states(self) -> dict[int, str]:
-        """Return the states of the ranks' processes from the nodes that have written them."""
-        written = [json.loads(path.read_text()) for path in self._state_files()]
-        return {int(rank): state for states in written for rank, state in states.items()}
+        return path.read_text() if path.exists() else ""
 
     def _state_files(self) -> list[Path]:
         """Return the files of process states, one per node."""
         return list(self.folder.stacks.glob("states-from-*.json"))
-
-    def _state(self, rank: int) -> RankState:
-        stack = self.folder.stack(rank).read_text() if self._has_stack(rank) else ""
-        return RankState(self._beat(rank), stack, self._states().get(rank, ""))
 
 
 def _clocks() -> tuple[float, float]:

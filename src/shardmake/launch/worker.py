@@ -4,6 +4,7 @@ Slurm starts the worker through submitit, the local executor as a process. Both 
 """
 
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -21,7 +22,6 @@ from shardmake.core.atomic import read_json
 from shardmake.core.disk import remove_swap_files
 from shardmake.core.environment import kernel_caches
 from shardmake.core.process import die_with_parent, wait_for_output
-from shardmake.launch.cgroup import oom_kills
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
 from shardmake.launch.watchdog import Watchdog, flight_recorder
@@ -33,6 +33,8 @@ WATCH_SECONDS = 5.0
 OTHERS_SECONDS = 120.0
 """How long a failed node waits for the exit records of the others, which may collect stacks first."""
 _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
+_COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
+"""Folder and file below the mount point, for cgroup v2 and v1, by the controller in ``/proc/self/cgroup``."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +43,6 @@ class WorkerNode:
 
     rank: int
     start: int
-
-    @classmethod
-    def from_slurm(cls) -> "WorkerNode":
-        """Return this node: one task runs per node, so the task's rank is the node's."""
-        return cls(int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
 
 
 def node_name(rank: int) -> str | None:
@@ -83,7 +80,9 @@ def run_slurm_task(attempt_folder: str) -> int:
         SystemExit: this node failed and another left no exit record, so that srun ends the step. Submitit ignores a
             returned status.
     """
-    status = main(Path(attempt_folder), WorkerNode.from_slurm())
+    # One task runs per node, so the task's rank is the node's.
+    node = WorkerNode(int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    status = main(Path(attempt_folder), node)
     if status and not _all_nodes_exited(AttemptDir(Path(attempt_folder))):
         sys.exit("Ending the step: another node left no exit record and may hang.")
     return status
@@ -166,7 +165,9 @@ def _run_ranks(
     command = launch_command(plan, folder.root, node.rank, rendezvous.address, rendezvous.port)
     variables = rank_environment(attempt, rendezvous)
     _write_heading(log, command, variables, rendezvous, attempt, node)
-    watchdog = _watchdog(folder, attempt, node)
+    first = node.rank * attempt.processes_per_node
+    ranks = range(first, first + attempt.processes_per_node)
+    watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds)
     _remove_local_files(folder, attempt)
     with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else flight_recorder(folder, Path(pipes))
@@ -187,12 +188,6 @@ def _remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     """Remove this run's node-local files, also those of an earlier worker that was killed."""
     remove_swap_files(read_json(folder.deepspeed, "shardmake train NAME"))
     shutil.rmtree(attempt.saves, ignore_errors=True)
-
-
-def _watchdog(folder: AttemptDir, attempt: Attempt, node: WorkerNode) -> Watchdog:
-    first = node.rank * attempt.processes_per_node
-    ranks = range(first, first + attempt.processes_per_node)
-    return Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds)
 
 
 def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path) -> int:
@@ -262,3 +257,20 @@ def _write_heading(
 
 if __name__ == "__main__":
     sys.exit(main(Path(sys.argv[1]), WorkerNode(rank=int(sys.argv[2]), start=0)))
+
+
+def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return how many processes in this job's cgroup the kernel killed for lack of memory; 0 without a cgroup."""
+    kills = 0
+    for line in processes.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):
+            if controller in _COUNTERS:
+                folder, name = _COUNTERS[controller]
+                kills += _count(mount / folder / path.lstrip("/") / name)
+    return kills
+
+
+def _count(file: Path) -> int:
+    found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
+    return int(found[1]) if found else 0

@@ -100,3 +100,9 @@ class RunDir:
     def figure(self, name: str) -> Path:
         """Return the path of one of the report's figures."""
         return self.figures / f"{name}.svg"
+
+
+def short_path(path: Path) -> str:
+    """Return ``path`` relative to the working folder if it lies below it, else absolute."""
+    resolved = path.resolve()
+    return str(resolved.relative_to(Path.cwd())) if resolved.is_relative_to(Path.cwd()) else str(resolved)

@@ -23,8 +23,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.training_args import ParallelMode
 
 from shardmake.checkpoint.training_receipt import TRAINER_STATE
-from shardmake.train import nvme_restore
-from shardmake.train.adam_state import fit_states
+from shardmake.train import deepspeed_states
 from shardmake.train.load_model import model_configs
 
 if TYPE_CHECKING:
@@ -38,7 +37,7 @@ def save(loop: "Loop", folder: Path) -> None:
     is_adapter = hasattr(model, "peft_config")
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         loop.model.save_checkpoint(str(folder), exclude_frozen_parameters=is_adapter)
-        nvme_restore.note_sub_groups(loop.model, folder)
+        deepspeed_states.note_sub_groups(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         save_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
@@ -64,8 +63,7 @@ def load(loop: "Loop", folder: Path) -> None:
         loaded, _ = loop.model.load_checkpoint(str(folder), load_module_strict=not is_adapter)
         if loaded is None:  # DeepSpeed only warns, and would train the base model
             raise RuntimeError(f"Loading the checkpoint failed: DeepSpeed found no checkpoint in {folder}.")
-        nvme_restore.restore(loop.model, folder)
-        fit_states(loop.model.optimizer.optimizer)
+        deepspeed_states.restore(loop.model, folder)
     elif accelerator.distributed_type == DistributedType.FSDP:
         plugin = accelerator.state.fsdp_plugin
         load_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)

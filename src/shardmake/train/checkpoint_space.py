@@ -19,13 +19,7 @@ MARGIN = 64 * MIB
 
 @dataclass(frozen=True)
 class CheckpointSpace:
-    """The space of a run's checkpoint folder.
-
-    Args:
-        folder: The folder of the checkpoints.
-        retention: Which older checkpoints stay.
-        expected_bytes: Estimated size of the first checkpoint; later ones are as large as the one before.
-    """
+    """The space of a run's checkpoint folder; `Saver` explains the fields."""
 
     folder: Path
     retention: Retention

@@ -9,11 +9,6 @@ from shardmake.run.plan import Plan
 from shardmake.run.training_settings import TrainingSettings
 
 
-def rank_of_process() -> int:
-    """Return the global rank that the launcher gave this process."""
-    return int(os.environ.get("RANK", "0"))
-
-
 @dataclass(frozen=True)
 class RankContext:
     """An attempt as one of its ranks sees it."""
@@ -29,4 +24,4 @@ class RankContext:
         """Read the files of the attempt in ``attempt_folder``."""
         folder = AttemptDir(attempt_folder)
         settings = TrainingSettings.read(folder.training, "shardmake train NAME")
-        return cls(folder, folder.read(), Plan.read(folder.plan), settings, rank_of_process())
+        return cls(folder, folder.read(), Plan.read(folder.plan), settings, rank=int(os.environ.get("RANK", "0")))

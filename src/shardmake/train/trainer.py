@@ -9,21 +9,23 @@ from transformers import Trainer, TrainerCallback
 
 from shardmake.data.dataset import collator, load
 from shardmake.run.attempt import rank_report
-from shardmake.train import nvme_restore
-from shardmake.train.adam_state import fit_states
+from shardmake.train import deepspeed_states
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
-from shardmake.train.callbacks.stop_on_request import StopOnRequest
+from shardmake.train.callbacks.save_scheduler import StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
-from shardmake.train.completion import record_completion
-from shardmake.train.data_order import WholeBatches
 from shardmake.train.engine_check import environment_report
 from shardmake.train.load_model import load_model, load_tokenizer, model_configs
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
-from shardmake.train.ready_check import check_ready
-from shardmake.train.training_arguments import planned_optimizer, training_arguments
-from shardmake.train.training_callbacks import make_callbacks
+from shardmake.train.training_setup import (
+    WholeBatches,
+    check_ready,
+    make_callbacks,
+    planned_optimizer,
+    record_completion,
+    training_arguments,
+)
 
 
 class ShardedTrainer(Trainer):
@@ -73,13 +75,12 @@ class ShardedTrainer(Trainer):
         with self.saver.saving(step, required=required, eval_loss=losses[-1] if losses else None) as folder:
             if folder is not None:
                 super()._save_checkpoint(model, trial)
-                nvme_restore.note_sub_groups(self.model_wrapped, folder)
+                deepspeed_states.note_sub_groups(self.model_wrapped, folder)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint and self.is_deepspeed_enabled:
-            nvme_restore.restore(self.model_wrapped, Path(checkpoint))
-            fit_states(self.model_wrapped.optimizer.optimizer)
+            deepspeed_states.restore(self.model_wrapped, Path(checkpoint))
 
 
 def train(attempt_folder: Path) -> None:

@@ -16,15 +16,11 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.launch import attempt_end, submission
-from shardmake.launch.adoption import adopt
-from shardmake.launch.attempt_end import record_attempt
-from shardmake.launch.decision import apply_decision
-from shardmake.launch.driver import drive
-from shardmake.launch.driver_lock import hold_driver_lock
+from shardmake.launch.attempt_end import apply_decision, record_attempt
+from shardmake.launch.driver import adopt, drive, hold_driver_lock
 from shardmake.launch.monitor import watch
-from shardmake.launch.resume import choose_checkpoint
 from shardmake.launch.slurm_states import JobState, JobStatus
-from shardmake.launch.submission import submit
+from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
 from shardmake.run.paths import RunDir
@@ -260,7 +256,7 @@ def test_signals_that_nohup_ignores_stay_ignored() -> None:
     code = "\n".join(
         [
             "import os, signal, sys",
-            "from shardmake.launch.driver_signals import raise_on_signals",
+            "from shardmake.launch.monitor import raise_on_signals",
             "signal.signal(signal.SIGHUP, signal.SIG_IGN)",
             "with raise_on_signals():",
             "    os.kill(os.getpid(), signal.SIGHUP)",

@@ -12,8 +12,7 @@ from shardmake.config.models import Slurm
 from shardmake.core.errors import SlurmError
 from shardmake.launch import slurm_jobs
 from shardmake.launch.jobs import job_name
-from shardmake.launch.slurm_commands import run_slurm
-from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, submit_with_retry
+from shardmake.launch.slurm_jobs import SlurmJobs, lead_seconds, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, parse_rows
 from shardmake.run.attempt import AttemptDir
 from tests.unit.plans import make_cluster, make_plan

@@ -147,7 +147,7 @@ def state(**values: object) -> RetryState:
     ],
 )  # fmt: skip
 def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
-    assert decide(Outcome(end, "why", host="c2"), before, cap=3) is action
+    assert decide(Outcome(end, "why", host="c2"), before) is action
 
 
 def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:
@@ -159,7 +159,7 @@ def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:
 
 def test_a_node_with_a_hardware_error_is_excluded() -> None:
     outcome = classify(evidence(errors=[error("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")]))
-    assert outcome.host == "c1" and decide(outcome, state(), cap=3) is Action.EXCLUDE_AND_RESUME
+    assert outcome.host == "c1" and decide(outcome, state()) is Action.EXCLUDE_AND_RESUME
 
 
 def test_the_reporting_rank_is_not_blamed_for_missing_ranks() -> None:
@@ -169,7 +169,7 @@ def test_the_reporting_rank_is_not_blamed_for_missing_ranks() -> None:
 
 
 def test_a_failed_preflight_without_a_culprit_stops_the_run() -> None:
-    assert decide(Outcome(EndReason.PREFLIGHT, "no room"), state(failing_nodes=1), cap=3) is Action.STOP
+    assert decide(Outcome(EndReason.PREFLIGHT, "no room"), state(failing_nodes=1)) is Action.STOP
 
 
 @given(end=st.sampled_from(EndReason), has=st.tuples(*[st.booleans()] * 4))
@@ -184,7 +184,7 @@ def test_no_outcome_is_retried_forever(end: EndReason, has: tuple[bool, ...]) ->
         host_hung_before=hung,
         may_rewind=rewind,
     )
-    action = decide(Outcome(end, "why", host="c2"), before, cap=3)
+    action = decide(Outcome(end, "why", host="c2"), before)
     assert action in (
         Action.STOP, Action.GIVE_UP, Action.FINISH, *[Action.NEXT_FALLBACK] * fallback, *[Action.MORE_MEMORY] * memory
     )  # fmt: skip

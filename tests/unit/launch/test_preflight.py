@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.atomic import write_json
-from shardmake.launch.cgroup import oom_kills
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.preflight import (
     GIB,
@@ -19,6 +18,7 @@ from shardmake.launch.preflight import (
     check_versions,
     parse_gpus,
 )
+from shardmake.launch.worker import oom_kills
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan, Resources
 from tests.unit.plans import make_cluster, make_plan, make_training_settings

@@ -3,8 +3,9 @@
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState
+
+from shardmake.train.collectives import gather
 
 
 class NonFiniteError(FloatingPointError):
@@ -51,10 +52,6 @@ def _is_finite(value: float) -> bool:
 
 def _find_culprits(norm: float, loss: float) -> str:
     """Return which ranks' losses caused a bad gradient norm; all ranks take part."""
-    losses = [loss]
-    if dist.is_initialized():
-        losses = [0.0] * dist.get_world_size()
-        dist.all_gather_object(losses, loss)
-    bad = {rank: value for rank, value in enumerate(losses) if not _is_finite(value)}
+    bad = {rank: value for rank, value in enumerate(gather(loss)) if not _is_finite(value)}
     culprits = ", ".join(f"the loss of rank {rank} is {value}" for rank, value in bad.items())
     return culprits or f"the gradient norm is {norm}, although the losses of all ranks are finite"

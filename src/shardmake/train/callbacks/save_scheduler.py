@@ -1,8 +1,9 @@
-"""Set how often checkpoints are saved, and which saved steps are evaluated."""
+"""Set how often checkpoints are saved and which saved steps are evaluated; save and stop on request."""
 
 import logging
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from shardmake.checkpoint.interval import interval_seconds
 from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.collectives import run_on_first_rank
 
 logger = logging.getLogger(__name__)
 
@@ -61,15 +63,31 @@ class SaveScheduler(TrainerCallback):
             return
         seconds = interval_seconds(self.saver.seconds, self.mtbf_seconds, self.saver.upload_seconds)
         step_seconds = self.measured_seconds / (self.steps - 1)
-        steps = torch.tensor([max(1, math.ceil(seconds / step_seconds))], device=args.device)
-        if dist.is_initialized():
-            dist.broadcast(steps, src=0)
-        if state.is_world_process_zero and state.save_steps != steps.item():
+        steps = run_on_first_rank(lambda: max(1, math.ceil(seconds / step_seconds)))
+        if state.is_world_process_zero and state.save_steps != steps:
             reason = f"Young's formula for a failure every {self.mtbf_seconds / 3600:.0f} h"
             if seconds == self.saver.upload_seconds:
                 reason = "the time of an upload"
             logger.info(
                 "A save takes %.1f s. The next saves follow every %d steps (%.0f min), by %s.",
-                *(self.saver.seconds, steps.item(), seconds / 60, reason),
+                *(self.saver.seconds, steps, seconds / 60, reason),
             )
-        state.save_steps = int(steps.item())
+        state.save_steps = steps
+
+
+class StopOnRequest(TrainerCallback):
+    """Check for stop files on rank 0 at the end of each step; all ranks follow its result."""
+
+    def __init__(self, files: list[Path]) -> None:
+        self.files = files
+        self.requested = False
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Request a save and the end of training if a stop file exists."""
+        flag = torch.tensor([int(any(file.exists() for file in self.files))], device=args.device)
+        if dist.is_initialized():
+            dist.broadcast(flag, src=0)
+        if flag.item():
+            self.requested = True
+            control.should_save = True
+            control.should_training_stop = True

@@ -7,8 +7,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 
 from shardmake.checkpoint.retention import Retention
-from shardmake.train.callbacks.save_scheduler import SaveScheduler
-from shardmake.train.callbacks.stop_on_request import StopOnRequest
+from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 
 

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
 
-from shardmake.train.loop_setup import make_optimizer, prepare_model
+from shardmake.train.loop import make_optimizer, prepare_model
 from tests.unit.plans import make_training_settings
 
 

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import pytest
 
-from shardmake.launch.submission_limit import require_slot, submission_slot, waiting_message
+from shardmake.launch.submission import require_slot, submission_slot, waiting_message
 
 MINE = "shardmake-mine-00000000"
 
@@ -68,7 +68,7 @@ def test_a_job_that_was_just_submitted_counts(slurm: Path) -> None:
 SUBMIT = """
 import sys, time
 from pathlib import Path
-from shardmake.launch.submission_limit import submission_slot
+from shardmake.launch.submission import submission_slot
 def wait(ahead):
     sys.exit("waits")
 with submission_slot(f"shardmake-{sys.argv[1]}-1", 2, wait), Path(sys.argv[2]).open("a") as queue:

@@ -1,9 +1,9 @@
-"""Save and restore what DeepSpeed omits for ZeRO-3 with its optimizer on NVMe.
+"""Save and restore optimizer states that DeepSpeed omits, and adapt those that another Adam has written.
 
-DeepSpeed 0.19 copies its swap files into a checkpoint. When it resumes, it copies them back and reads the weights from
-them. The checkpoint does not record which file belongs to which sub-group. DeepSpeed also ignores the ranks' optimizer
-files: sub-groups too small to be swapped silently restart from the base model, and Adam's moments and step count from
-zero. From a universal checkpoint it reads no states at all.
+For ZeRO-3 with its optimizer on NVMe, DeepSpeed 0.19 copies its swap files into a checkpoint. When it resumes, it
+copies them back and reads the weights from them. The checkpoint does not record which file belongs to which sub-group.
+DeepSpeed also ignores the ranks' optimizer files: sub-groups too small to be swapped silently restart from the base
+model, and Adam's moments and step count from zero. From a universal checkpoint it reads no states at all.
 """
 
 from pathlib import Path
@@ -31,18 +31,18 @@ def note_sub_groups(engine: Any, checkpoint: Path) -> None:
 
 
 def restore(engine: Any, checkpoint: Path) -> None:
-    """Restore the states that DeepSpeed did not read from ``checkpoint``; every rank takes part.
+    """Restore the states that DeepSpeed did not read from ``checkpoint``, and adapt those that it read.
 
-    DeepSpeed must have loaded the checkpoint and copied the swap files back before.
+    Every rank takes part. DeepSpeed must have loaded the checkpoint and copied the swap files back before.
     """
-    if not is_swapping(engine):
-        return
-    engine.optimizer.checkpoint_event_prologue()
-    if engine.load_universal_checkpoint():
-        _read_universal(engine.optimizer, universal.inner_folder(checkpoint) / "zero")
-    else:
-        _read_remaining(engine, checkpoint)
-    engine.optimizer.checkpoint_event_epilogue()
+    if is_swapping(engine):
+        engine.optimizer.checkpoint_event_prologue()
+        if engine.load_universal_checkpoint():
+            _read_universal(engine.optimizer, universal.inner_folder(checkpoint) / "zero")
+        else:
+            _read_remaining(engine, checkpoint)
+        engine.optimizer.checkpoint_event_epilogue()
+    fit_states(engine.optimizer.optimizer)
 
 
 def _read_remaining(engine: Any, checkpoint: Path) -> None:
@@ -92,3 +92,30 @@ def _part(zero: Any, number: int, folder: Path, kind: str) -> torch.Tensor:
     """Return this rank's part of sub-group ``number``: its parts of all parameters, concatenated."""
     parameters = zero.fp16_groups[number]
     return torch.cat([zero.load_hp_checkpoint_state(folder / zero.param_names[p], kind, param=p) for p in parameters])
+
+
+def fit_states(optimizer: Any) -> None:
+    """Convert settings and step counts that another Adam implementation may have written to those of ``optimizer``.
+
+    With offloaded states, DeepSpeedCPUAdam replaces torch's Adam. Each has settings that the other does not write, and
+    one counts steps in numbers, the other in tensors. In addition, DeepSpeed 0.19 gives all sub-groups of ZeRO-3 one
+    shared counter when it reads a universal checkpoint, and each sub-group increments it in every step.
+    """
+    for group in optimizer.param_groups:
+        for name, value in optimizer.defaults.items():
+            group.setdefault(name, value)
+    for parameter, state in optimizer.state.items():
+        if "step" in state:
+            state["step"] = _make_counter(optimizer, parameter, state["step"])
+
+
+def _make_counter(optimizer: Any, parameter: torch.Tensor, step: Any) -> Any:
+    """Return a separate counter with the value ``step``, of the type that ``optimizer`` uses."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    if isinstance(optimizer, DeepSpeedCPUAdam):
+        return int(step)
+    if isinstance(optimizer, torch.optim.Adam) and not torch.is_tensor(step):
+        on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+        return torch.tensor(float(step), dtype=torch.float32, device=parameter.device if on_device else "cpu")
+    return step.clone() if torch.is_tensor(step) else step

@@ -1,0 +1,145 @@
+"""Parts that Trainer and the plain loop share: arguments, data order, callbacks, checks and the completion."""
+
+import importlib
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.training_receipt import write_training_receipt
+from shardmake.core.atomic import read_json, write_json
+from shardmake.core.environment import leave_collectives_to_gloo
+from shardmake.data.dataset import Collator, check_isolation
+from shardmake.run.attempt import rank_report
+from shardmake.run.training_settings import TrainingSettings
+from shardmake.train.async_saver import ScratchFolder, share_of_node
+from shardmake.train.callbacks.heartbeat import HeartbeatCallback
+from shardmake.train.callbacks.metrics import MetricsCallback
+from shardmake.train.callbacks.non_finite import NonFiniteCheck
+from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
+from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.engine_check import check_engine, describe_engine, environment_report
+from shardmake.train.rank_context import RankContext
+from shardmake.train.trackers import PROJECT, prepare_trackers
+
+
+def training_arguments(context: RankContext) -> TrainingArguments:
+    """Return the rendered arguments with the attempt's paths.
+
+    Create them before the model: transformers reads them to decide whether to load the model sharded.
+    """
+    attempt = context.attempt
+    if attempt.accelerator == "cpu":
+        leave_collectives_to_gloo()
+    arguments = dict(context.settings.arguments)
+    if read_json(context.folder.deepspeed, "shardmake train NAME"):
+        arguments["deepspeed"] = str(context.folder.deepspeed)
+    prepare_trackers(attempt, arguments["report_to"])
+    return TrainingArguments(
+        output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments
+    )
+
+
+def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
+    """Return the planned optimizer's class and arguments; None if the training arguments name the optimizer."""
+    optimizer = settings.optimizer
+    if optimizer is None:
+        return None
+    module, _, name = optimizer.class_name.rpartition(".")
+    return getattr(importlib.import_module(module), name), optimizer.arguments
+
+
+@dataclass(frozen=True)
+class TrainingCallbacks:
+    """The callbacks in the order in which they are called, two of them by name, and the checkpoint saver."""
+
+    callbacks: list[TrainerCallback]
+    stop: StopOnRequest
+    non_finite: NonFiniteCheck
+    saver: Saver
+
+
+def make_callbacks(context: RankContext, heartbeat: HeartbeatCallback) -> TrainingCallbacks:
+    """Return the callbacks of one attempt on this rank."""
+    attempt, plan, settings = context.attempt, context.plan, context.settings
+    rundir, global_batch_size = attempt.rundir, plan.choice.global_batch_size
+    tokens_per_step = global_batch_size * plan.workload.sequence_length
+
+    def describe(step: int) -> dict[str, Any]:
+        return {
+            "tokens": step * tokens_per_step,
+            "samples": step * global_batch_size,
+            "data_seed": settings.arguments["data_seed"],
+            "world_size": attempt.world_size,
+            "strategy": plan.choice.strategy,
+            "attempt": attempt.number,
+            "settings_digest": attempt.settings_digest,
+        }
+
+    non_finite, stop = NonFiniteCheck(context.rank), StopOnRequest([rundir.stop_file, context.folder.stop_file])
+    metrics = MetricsCallback(rundir.metrics, tokens_per_step, attempt.number)
+    checkpoints = settings.checkpoints
+    retention = Retention(**dict(checkpoints.retention))
+    scratch = _scratch_folder(context) if checkpoints.asynchronous else None
+    saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes, scratch)
+    scheduler = SaveScheduler(saver, checkpoints.mtbf_seconds)
+    return TrainingCallbacks([non_finite, metrics, stop, scheduler, heartbeat], stop, non_finite, saver)
+
+
+def _scratch_folder(context: RankContext) -> ScratchFolder:
+    """Return the scratch folder of this rank's node; in tests, several nodes share one machine."""
+    attempt = context.attempt
+    node = context.rank // attempt.processes_per_node
+    share = share_of_node(context.plan.choice, node)
+    return ScratchFolder(attempt.saves / f"node-{node}", context.folder.root, node, attempt.nodes, share)
+
+
+def check_ready(context: RankContext, model: Any, precision: str, collator: Collator, device: Any) -> None:
+    """Write this rank's report before the first step, and raise if the engine or the data isolation is not as planned.
+
+    ``model`` is already wrapped by its engine; ``precision`` is Accelerate's name of the compute data type.
+    """
+    found = describe_engine(model, precision)
+    rank_report(context.folder, context.rank, environment_report() | found)
+    check_engine(found, context.settings.expected.as_json())
+    check_isolation(model, collator, device)
+
+
+def record_completion(context: RankContext, state: TrainerState, *, stopped: bool) -> None:
+    """Write the receipt if the last step is committed; after a requested stop, write the stop note instead."""
+    rundir = context.attempt.rundir
+    newest = next(store.committed(rundir.checkpoints), None)
+    step = newest[0].step if newest else 0
+    if state.global_step < state.max_steps:
+        assert stopped, f"training ended at step {state.global_step} of {state.max_steps}, but no stop was requested"
+        write_json(context.folder.stopped, {"step": step, "time": time.time()})
+        return
+    if newest is None or step != state.global_step:
+        raise RuntimeError(f"The last step {state.global_step} was not saved. The newest checkpoint is of step {step}.")
+    write_training_receipt(rundir, *newest)
+
+
+class WholeBatches(Dataset[Any]):
+    """A data set that repeats samples from its start until an epoch has a whole number of global batches.
+
+    It keeps the samples of every optimizer step the same for any number of ranks. Trainer draws one order per epoch
+    from the seed and distributes micro batches to the ranks in turn. So step k of an epoch takes samples k G to
+    (k + 1) G of that order, however a global batch of G is split. Only the end of an epoch would depend on the split:
+    Trainer fills the last samples up to full micro batches on all ranks, not to a global batch.
+    """
+
+    def __init__(self, data: Any, global_batch_size: int) -> None:
+        self.data = data
+        self.length = -(-len(data) // global_batch_size) * global_batch_size
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        """Return sample ``index`` of the repeated data."""
+        return self.data[index % len(self.data)]
