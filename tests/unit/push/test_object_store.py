@@ -133,7 +133,7 @@ def test_the_receipt_holds_the_versions_that_the_bucket_keeps(bucket: Any, rundi
     (place,) = receipt.destinations
     assert (place.versions or {}).keys() == receipt.files.keys()
     kept = {name: bucket.Object(f"models/chat/{name}").version_id for name in MODEL}
-    assert kept == {name: place["versions"][name] for name in MODEL}
+    assert kept == {name: (place.versions or {})[name] for name in MODEL}
     assert push(RUN, rundir) == receipt, "and makes no new ones"
     bucket.object_versions.delete()
 
