@@ -10,8 +10,9 @@ from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, converted
 from shardmake.checkpoint.formats.huggingface import MODEL, WeightFiles
 from shardmake.core.errors import ConfigError
+from shardmake.core.units import GIB, MIB
 
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": MIB, "GIB": GIB}
 
 
 @dataclass(frozen=True)

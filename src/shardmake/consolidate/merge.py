@@ -2,9 +2,9 @@
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
-from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target, check_target
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL
 from shardmake.checkpoint.formats.registry import read_model
@@ -25,7 +25,7 @@ from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError
 from shardmake.run.paths import MODEL_RECEIPT
-from shardmake.run.receipts import MergeReceipt, Verification
+from shardmake.run.receipts import MergeReceipt
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,8 @@ def consolidate(
             then unchanged.
     """
     check_target(dtype)
-    _check_task(task)
+    if not 0 <= task[0] < task[1]:
+        raise ConfigError(f"Invalid task index: {task[0]}. The {task[1]} tasks are numbered from 0 to {task[1] - 1}.")
     contents = read_model(checkpoint, dtype, base, adapter)
     for note in contents.notes:
         logger.warning("Skipped a newer checkpoint: %s", note)
@@ -98,12 +99,6 @@ def consolidate(
     return receipt
 
 
-def _check_task(task: tuple[int, int]) -> None:
-    index, count = task
-    if not 0 <= index < count:
-        raise ConfigError(f"Invalid task index: {index}. The {count} tasks are numbered from 0 to {count - 1}.")
-
-
 def _check_adapter(shards: list[PlannedShard]) -> None:
     """Check the CRC-32 of the adapter's factors, which are read in parts while the weights are copied."""
     updates = [planned.tensor.update for shard in shards for planned in shard.tensors if planned.tensor.update]
@@ -119,23 +114,17 @@ def _finish(writer: ShardWriter, plan: MergePlan, staging: Path, loading: Loadin
     remove_others(plan.shards, staging)
     plan.write_small_files(staging)
     verification = verify_loaded(staging, loading, workers=workers)
-    receipt = _receipt(plan.contents, plan.dtype, checked, verification)
+    tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
+    receipt = MergeReceipt(
+        checkpoint=str(plan.contents.folder),
+        format=plan.contents.format,
+        step=plan.contents.step,
+        world_size=plan.contents.world_size,
+        dtype=plan.dtype,
+        source_bytes_checked=checked,
+        versions={**plan.contents.versions, **tools},
+        verification=verification,
+    )
     receipt.write(staging / MODEL_RECEIPT)
     writer.remove_journals()
     return receipt
-
-
-def _receipt(contents: Contents, dtype: Target, checked: int, verification: Verification) -> MergeReceipt:
-    from importlib.metadata import version
-
-    tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
-    return MergeReceipt(
-        checkpoint=str(contents.folder),
-        format=contents.format,
-        step=contents.step,
-        world_size=contents.world_size,
-        dtype=dtype,
-        source_bytes_checked=checked,
-        versions={**contents.versions, **tools},
-        verification=verification,
-    )

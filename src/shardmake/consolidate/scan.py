@@ -13,9 +13,8 @@ from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE
 from shardmake.consolidate.blocks import Block, page_aligned, read_into
-from shardmake.core.atomic import sha256
 from shardmake.core.errors import CheckpointError
-from shardmake.core.manifest import FileRecord
+from shardmake.core.manifest import FileRecord, record
 from shardmake.run.paths import MODEL_RECEIPT
 
 _BLOCK = 4 << 20
@@ -43,12 +42,8 @@ def scan(model: Path, workers: int) -> list[FileScan]:
     )
     with ThreadPoolExecutor(workers) as pool:
         scanned = pool.map(lambda name: _scan_weights(model / name), weights)
-        plain = pool.map(lambda name: FileScan(name, _sum(model / name)), others)
+        plain = pool.map(lambda name: FileScan(name, record(model / name)), others)
         return [*scanned, *plain]
-
-
-def _sum(path: Path) -> FileRecord:
-    return FileRecord(size=path.stat().st_size, sha256=sha256(path))
 
 
 class _HashingReader:

@@ -6,7 +6,7 @@ with ``sha256sum -c SHA256SUMS``, and the next push can distinguish its own file
 
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardmake.core.atomic import sha256
@@ -68,8 +68,3 @@ def parse_sums(text: str) -> dict[str, str]:
             f"The destination has a {SUMS} that was not written by Shardmake. Change push.to, or move the file away."
         )
     return {name: digest for digest, name in pairs}
-
-
-def manifest_json(manifest: Manifest) -> dict[str, dict[str, int | str]]:
-    """Return ``manifest`` as JSON for receipts."""
-    return {name: asdict(entry) for name, entry in manifest.items()}

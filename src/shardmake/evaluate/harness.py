@@ -15,11 +15,8 @@ def prepare_tasks(evaluation: Evaluation) -> None:
 
     Raises `ConfigError` or `DataError` if the package is not installed, a task is unknown, or its data is missing.
     """
-    if evaluation.lm_eval:
-        _load(evaluation)
-
-
-def _load(evaluation: Evaluation) -> dict[str, Any]:
+    if not evaluation.lm_eval:
+        return
     manager = _manager(evaluation)
     for name in evaluation.lm_eval:
         if name not in manager.all_tasks:
@@ -27,7 +24,7 @@ def _load(evaluation: Evaluation) -> dict[str, Any]:
     from lm_eval.tasks import get_task_dict
 
     try:
-        return dict(get_task_dict(list(evaluation.lm_eval), manager))
+        get_task_dict(list(evaluation.lm_eval), manager)
     except (OSError, ValueError) as error:  # datasets raises these for data that is neither cached nor reachable
         raise DataError(
             f"Cannot read the data of the lm_eval tasks {', '.join(evaluation.lm_eval)}: {error}\n"

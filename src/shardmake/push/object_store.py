@@ -56,11 +56,8 @@ class _Place:
 
     def digest(self, name: str) -> str:
         """Read a file and return its SHA-256."""
-        found = hashlib.sha256()
         with self.files.open(self.path(name), "rb", block_size=_BLOCK) as file:
-            while block := file.read(_BLOCK):
-                found.update(block)
-        return found.hexdigest()
+            return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def push_to_store(bundle: Bundle, url: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from shardmake.checkpoint import store
@@ -12,29 +12,19 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.core.errors import CheckpointError
 from shardmake.run.paths import RunDir
 
-
-@dataclass(frozen=True)
-class CheckpointFormat:
-    """One format.
-
-    Attributes:
-        recognise: Return the folder to read if a path is a checkpoint of this format, otherwise None.
-        read: Read that folder for a merged model of the given type.
-    """
-
-    recognise: Callable[[Path], Path | None]
-    read: Callable[[Path, Target], Contents]
-
-
-FORMATS = [
-    CheckpointFormat(universal.recognise, universal.read),
-    CheckpointFormat(zero.recognise, zero.read),
-    CheckpointFormat(dcp.recognise, dcp.read),
-    CheckpointFormat(fsdp_per_rank.recognise, fsdp_per_rank.read),
-    CheckpointFormat(huggingface.recognise_adapter, huggingface.read_adapter),
-    CheckpointFormat(huggingface.recognise, huggingface.read),
+FORMATS: list[tuple[Callable[[Path], Path | None], Callable[[Path, Target], Contents]]] = [
+    (universal.recognise, universal.read),
+    (zero.recognise, zero.read),
+    (dcp.recognise, dcp.read),
+    (fsdp_per_rank.recognise, fsdp_per_rank.read),
+    (huggingface.recognise_adapter, huggingface.read_adapter),
+    (huggingface.recognise, huggingface.read),
 ]
-"""Every format, in the order in which they are tried."""
+"""Every format, in the order in which they are tried, as two functions.
+
+The first returns the folder to read if a path is a checkpoint of this format, otherwise None. The second reads that
+folder for a merged model of the given type.
+"""
 
 
 def read_model(path: Path, target: Target = "keep", base: Path | None = None, adapter: bool = False) -> Contents:
@@ -74,16 +64,15 @@ def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Name a run, a checkpoint, or the folder with its files.")
-    contents = _read(path, target)
-    return contents or _read_newest(path, _checkpoints(path), target)
+    return _read(path, target) or _read_newest(path, _checkpoints(path), target)
 
 
 def _read(path: Path, target: Target) -> Contents | None:
     """Read the checkpoint that ``path`` itself is; return None if it is not one."""
-    for checkpoint_format in FORMATS:
-        folder = checkpoint_format.recognise(path)
+    for recognise, read in FORMATS:
+        folder = recognise(path)
         if folder is not None:
-            contents = checkpoint_format.read(folder, target)
+            contents = read(folder, target)
             return contents if contents.step is not None else replace(contents, step=_step_in_name(folder))
     return None
 

@@ -1,20 +1,20 @@
 """The zip archives that ``torch.save`` writes: the offset and CRC-32 of each record.
 
 torch stores records uncompressed and aligned, with a CRC-32 in the zip directory that torch never checks.
-Layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT (4.3.7, 4.3.12 to 4.3.16).
+`zipfile` reads the directory. Layout of an entry: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT (4.3.7).
 """
 
+import io
 import os
 import struct
+import zipfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from shardmake.core.errors import CheckpointError
 
-_END = struct.Struct("<4s4H2LH")
-_LOCATOR = struct.Struct("<4sLQL")
-_END64 = struct.Struct("<4sQ2H2L4Q")
-_ENTRY = struct.Struct("<4s6H3L5H2L")
+_END_SIZE = 22
 _LOCAL = struct.Struct("<4s5H3L2H")
 
 
@@ -38,11 +38,23 @@ class ZipRecord:
     archive_length: int | None = None
 
 
-@dataclass(frozen=True)
-class _ZipEntry:
-    header: int  # offset of the local header from the archive's start
-    size: int
-    crc: int
+class _Range(io.RawIOBase):
+    """Bytes ``[start, start + length)`` of an open file, for `zipfile`."""
+
+    def __init__(self, file: int, start: int, length: int) -> None:
+        self.file, self.start, self.length, self.at = file, start, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self.at = offset + (0, self.at, self.length)[whence]
+        return self.at
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self.file, [memoryview(buffer)[: max(0, self.length - self.at)]], self.start + self.at)
+        self.at += count
+        return count
 
 
 class ZipArchive:
@@ -73,11 +85,11 @@ class ZipArchive:
                 "Use another checkpoint."
             )
         entry = self._entries[name]
-        magic, *_, name_length, extra_length = _LOCAL.unpack(self._read(entry.header, _LOCAL.size))
-        offset = entry.header + _LOCAL.size + name_length + extra_length
-        if magic != b"PK\x03\x04" or offset + entry.size > self.length:
+        magic, *_, name_length, extra_length = _LOCAL.unpack(self._read(entry.header_offset, _LOCAL.size))
+        offset = entry.header_offset + _LOCAL.size + name_length + extra_length
+        if magic != b"PK\x03\x04" or offset + entry.file_size > self.length:
             raise self._damaged(f"record {name} is not at the offset in the directory")
-        return ZipRecord(self.path, self.start + offset, entry.size, entry.crc)
+        return ZipRecord(self.path, self.start + offset, entry.file_size, entry.CRC)
 
     def read(self, name: str) -> bytes:
         """Return the bytes of a small record."""
@@ -99,7 +111,7 @@ class ZipArchive:
             "completely. Use an older checkpoint, or copy this file again."
         )
 
-    def _read_directory(self) -> dict[str, _ZipEntry]:
+    def _read_directory(self) -> dict[str, zipfile.ZipInfo]:
         if self.length == 0:
             raise self._damaged("it is empty")
         if self._read(0, min(4, self.length)) != b"PK\x03\x04":
@@ -107,56 +119,13 @@ class ZipArchive:
                 f"{self.path} is not a zip archive of torch.save. The format before torch 1.6 is not supported. "
                 "Load the file with torch and save it again."
             )
-        count, size, offset = self._read_end()
-        directory = self._read(offset, size)
-        entries, at = {}, 0
-        for _ in range(count):
-            name, entry, at = self._parse_entry(directory, at)
-            entries[name.partition("/")[2]] = entry
-        return entries
-
-    def _read_end(self) -> tuple[int, int, int]:
-        """Return the number of entries, the size and the offset of the directory; torch writes no archive comment."""
-        at = self.length - _END.size
-        magic, *_, count, size, offset, _comment = _END.unpack(self._read(at, _END.size))
-        if magic != b"PK\x05\x06":
+        if self._read(self.length - _END_SIZE, 4) != b"PK\x05\x06":  # torch writes no archive comment behind it
             raise self._damaged("the directory at its end is missing")
-        if 0xFFFF not in (count,) and 0xFFFFFFFF not in (size, offset):
-            return count, size, offset
-        magic, _, at64, _ = _LOCATOR.unpack(self._read(at - _LOCATOR.size, _LOCATOR.size))
-        end = _END64.unpack(self._read(at64, _END64.size))
-        if magic != b"PK\x06\x07" or end[0] != b"PK\x06\x06":
-            raise self._damaged("the directory at its end is missing")
-        return end[7], end[8], end[9]
-
-    def _parse_entry(self, directory: bytes, at: int) -> tuple[str, _ZipEntry, int]:
         try:
-            fields = _ENTRY.unpack_from(directory, at)
-        except struct.error:
+            entries = zipfile.ZipFile(_Range(self._file, self.start, self.length)).infolist()
+        except (zipfile.BadZipFile, NotImplementedError, ValueError):  # as `zipfile` rejects damaged entries
             raise self._damaged("its directory is truncated") from None
-        magic, method, crc, packed, size = fields[0], fields[4], *fields[7:10]
-        name_length, extra_length, comment_length = fields[10:13]
-        header = fields[16]
-        at += _ENTRY.size
-        name = directory[at : at + name_length].decode(errors="replace")
-        extra = directory[at + name_length : at + name_length + extra_length]
-        if 0xFFFFFFFF in (packed, size, header):
-            packed, size, header = _zip64(extra, packed, size, header)
-        if magic != b"PK\x01\x02" or method != 0 or packed != size:
-            raise self._damaged(f"the entry {name!r} is not one that torch writes")
-        return name, _ZipEntry(header, size, crc), at + name_length + extra_length + comment_length
-
-
-def _zip64(extra: bytes, packed: int, size: int, header: int) -> tuple[int, int, int]:
-    """Return the 64-bit values, in the order of APPNOTE 4.5.3; the field holds only those that did not fit."""
-    values: list[int] = []
-    while len(extra) >= 4:
-        tag, length = struct.unpack_from("<2H", extra)
-        if tag == 1:
-            values = list(struct.unpack_from(f"<{length // 8}Q", extra, 4))
-        extra = extra[4 + length :]
-    following = iter(values)
-    size = next(following, size) if size == 0xFFFFFFFF else size
-    packed = next(following, packed) if packed == 0xFFFFFFFF else packed
-    header = next(following, header) if header == 0xFFFFFFFF else header
-    return packed, size, header
+        for entry in entries:
+            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+                raise self._damaged(f"the entry {entry.filename!r} is not one that torch writes")
+        return {entry.filename.partition("/")[2]: entry for entry in entries}

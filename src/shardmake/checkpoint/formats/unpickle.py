@@ -120,7 +120,7 @@ def load(path: Path) -> Any:
 
 
 def load_archive(archive: ZipArchive) -> Any:
-    """`load` for an archive that is already open."""
+    """Return the object in an open archive, as `load` does."""
     if "byteorder" in archive and archive.read("byteorder") != b"little":
         raise CheckpointError(f"Cannot read {archive.path}. Checkpoints of big-endian machines are not supported.")
     return _unpickle(_Unpickler(archive.read("data.pkl"), archive.path, archive))
@@ -192,23 +192,20 @@ class _Unpickler(pickle.Unpickler):
         return self._storages[key]
 
 
-def _tensor(storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], *_: Any) -> TensorRef:
-    if storage.dtype is None:
-        raise CheckpointError(f"{storage.record.path} holds a tensor without a data type. Use another checkpoint.")
-    return _tensor_of(storage, offset, shape, stride, storage.dtype)
-
-
-def _tensor_v3(
-    storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], _grad: Any, _hooks: Any,
-    dtype: str, *_: Any,
-) -> TensorRef:  # fmt: skip
-    return _tensor_of(storage, offset, shape, stride, dtype)
-
-
-def _tensor_of(
-    storage: StorageRef, offset: int, shape: tuple[int, ...], stride: tuple[int, ...], dtype: str
+def _tensor(
+    storage: StorageRef,
+    offset: int,
+    shape: tuple[int, ...],
+    stride: tuple[int, ...],
+    _grad: Any = None,
+    _hooks: Any = None,
+    dtype: Any = None,
+    *_: Any,
 ) -> TensorRef:
-    shape, stride = tuple(shape), tuple(stride)
+    """Return a tensor; only version 3 of torch's function has ``dtype`` at this position."""
+    shape, stride, dtype = tuple(shape), tuple(stride), dtype if isinstance(dtype, Dtype) else storage.dtype
+    if dtype is None:
+        raise CheckpointError(f"{storage.record.path} holds a tensor without a data type. Use another checkpoint.")
     itemsize = ITEM_SIZE[dtype]
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if numel(shape) else 0
     if offset < 0 or min((*shape, *stride), default=0) < 0 or last * itemsize > storage.record.size:
@@ -217,10 +214,6 @@ def _tensor_of(
             "Use an older checkpoint."
         )
     return TensorRef(storage.record, offset * itemsize, str(dtype), shape, stride)
-
-
-def _parameter(data: Any, *_: Any) -> Any:
-    return data
 
 
 def _wrapped(_type: Any, _dtype: Any, shape: tuple[int, ...], *_: Any) -> tuple[int, ...]:
@@ -240,14 +233,6 @@ def _first(value: Any = None, *_: Any) -> Any:
     return value
 
 
-def _shape(sizes: Any = ()) -> tuple[int, ...]:
-    return tuple(sizes)
-
-
-def _scalar(dtype: Any, content: bytes = b"") -> Inert:
-    return Inert(dtype, content)
-
-
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("collections", "OrderedDict"): OrderedDict,
     ("collections", "defaultdict"): lambda *_: OrderedDict(),
@@ -257,18 +242,18 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("__builtin__", "set"): set,
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
+    ("torch._utils", "_rebuild_tensor_v3"): _tensor,
     ("torch._utils", "_rebuild_wrapper_subclass"): _wrapped,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
+    ("torch._utils", "_rebuild_parameter"): _first,
+    ("torch._utils", "_rebuild_parameter_with_state"): _first,
     ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
-    ("torch", "Size"): _shape,
+    ("torch", "Size"): tuple,
     ("torch", "device"): _first,
     ("torch.serialization", "_get_layout"): _first,
     ("copy_reg", "_reconstructor"): lambda kind, *_: kind(),
     ("copyreg", "_reconstructor"): lambda kind, *_: kind(),
-    ("numpy.core.multiarray", "scalar"): _scalar,
-    ("numpy._core.multiarray", "scalar"): _scalar,
+    ("numpy.core.multiarray", "scalar"): Inert,
+    ("numpy._core.multiarray", "scalar"): Inert,
     ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
 }
 

@@ -7,6 +7,7 @@ DeepSpeed's own converter supports ZeRO only, writes temporary fragments and hol
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def _model_state(states: States, target: Path) -> dict[str, Any]:
         "skipped_steps": 0,
         "dp_world_size": 1,
         "mp_world_size": 1,
-        "ds_version": _version(),
+        "ds_version": version("deepspeed"),
     }
 
 
@@ -97,13 +98,7 @@ def _optimizer_state(states: States) -> dict[str, Any]:
     common = {key: value for key, value in groups[0].items() if all(other.get(key) == value for other in groups)}
     return {
         **states.scaling,
-        "ds_version": _version(),
+        "ds_version": version("deepspeed"),
         "param_groups": groups,
         "optimizer_state_dict": {"state": {0: {"step": states.adam_step}}, "param_groups": [common]},
     }
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("deepspeed")

@@ -1,6 +1,5 @@
 """Read the training states from ZeRO's shards by byte ranges."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -54,19 +53,11 @@ def read_tensor(tensor: StoredTensor) -> Any:
     view: memoryview[int] = memoryview(values.numpy().view("uint8"))  # type: ignore[arg-type]
     for piece in tensor.pieces:
         assert piece.runs == 1
-        with piece.record.path.open("rb", buffering=0) as file:
+        with piece.record.path.open("rb") as file:
             file.seek(piece.record.offset + piece.start)
-            _fill(file.fileno(), view[4 * piece.at : 4 * (piece.at + piece.count)], piece.record.path)
+            if file.readinto(view[4 * piece.at : 4 * (piece.at + piece.count)]) < 4 * piece.count:
+                raise CheckpointError(f"{piece.record.path} is truncated. Use an older checkpoint.")
     return values.view(tensor.shape)
-
-
-def _fill(descriptor: int, part: "memoryview[int]", path: Path) -> None:
-    """Read until ``part`` is full; one call reads 2 GiB at most."""
-    while part:
-        count = os.readv(descriptor, [part])
-        if not count:
-            raise CheckpointError(f"{path} is truncated. Use an older checkpoint.")
-        part = part[count:]
 
 
 def _load(path: Path) -> Any:
