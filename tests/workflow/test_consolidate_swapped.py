@@ -13,7 +13,7 @@ import torch
 
 from shardmake.checkpoint.formats.nvme_swap import FOLDER, write_index
 from shardmake.checkpoint.formats.zero import MOMENTS, inner_folder, read_states
-from shardmake.checkpoint.reshard.zero import read_tensor
+from shardmake.checkpoint.reshard.states import read_tensor
 from shardmake.core.errors import ShardmakeError
 from tests.workflow.consolidate_checkpoints import assert_equal, expected_weights, merged, trained
 

@@ -20,12 +20,8 @@ def local_files(run: Run, *parts: str) -> list[str]:
         "script": [run.script] if run.script else [],
     }
     files = [Path(name) for part in parts for name in named[part] if Path(name).exists() or _looks_local(name)]
-    return [str(path / "config.json" if _is_model(path, run) else path) for path in files]
-
-
-def _is_model(path: Path, run: Run) -> bool:
-    """Return whether ``path`` is the run's model folder, which config.json represents."""
-    return str(path) == str(Path(run.model))
+    # config.json represents the model folder
+    return [str(path / "config.json" if path == Path(run.model) else path) for path in files]
 
 
 def _looks_local(name: str) -> bool:

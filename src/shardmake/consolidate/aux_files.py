@@ -22,11 +22,6 @@ _GROUPS = {
 _TRAINING_SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}  # DeepSpeed writes them beside every checkpoint
 
 
-def source_folders(checkpoint: Path, base: Path | None) -> list[Path]:
-    """Return the folders to search, in order: the shards' folder, its parent, the base model's folder."""
-    return [folder for folder in (checkpoint, checkpoint.parent, base) if folder is not None]
-
-
 def copy_aux_files(sources: Sequence[Path], target: Path, dtypes: Iterable[str], adapter: Path | None = None) -> None:
     """Copy the auxiliary files to ``target``, each group from the first of ``sources`` that has a file of it.
 

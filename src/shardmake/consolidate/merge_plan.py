@@ -14,7 +14,7 @@ from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.unpickle import locate
-from shardmake.consolidate.aux_files import config_folder, copy_aux_files, source_folders
+from shardmake.consolidate.aux_files import config_folder, copy_aux_files
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.core.atomic import write_json
@@ -46,8 +46,9 @@ class MergePlan:
 
     @property
     def sources(self) -> list[Path]:
-        """Folders to search for the small files, in order."""
-        return source_folders(self.contents.folder, self.base)
+        """Folders to search for the small files, in order: the shards' folder, its parent, the base model's folder."""
+        folder = self.contents.folder
+        return [folder, folder.parent, *([self.base] if self.base is not None else [])]
 
     @property
     def is_adapter(self) -> bool:

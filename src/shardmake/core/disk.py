@@ -10,7 +10,7 @@ from typing import Any
 
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DiskFullError
-from shardmake.core.units import GIB, format_bytes
+from shardmake.core.units import format_bytes
 
 _QUOTA_SECONDS = 20
 _ADVICE = "Free some space (`shardmake clean` lists removable files), or keep fewer checkpoints (checkpoints.keep)."
@@ -22,11 +22,6 @@ class FreeSpace:
 
     free: int
     limit: str
-
-
-def check_download(folder: Path, size: int) -> None:
-    """Raise a `DiskFullError` if a download of ``size`` bytes does not fit into the hub's cache around ``folder``."""
-    require_space(folder, size, f"The base model's weights need {size / GIB:.1f} GiB")
 
 
 def check_save(folder: Path, size: int) -> None:

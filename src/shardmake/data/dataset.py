@@ -72,28 +72,21 @@ class Collator:
 
     def __call__(self, items: Sequence[Item]) -> dict[str, Any]:
         """Return the batch of ``items``."""
-        batch = {"input_ids": self._pad(items, "input_ids", self.pad_token_id), "labels": self._labels(items)}
+        ids, labels = self._pad(items, "input_ids", self.pad_token_id), self._pad(items, "labels", IGNORED)
+        batch = {"input_ids": ids, "labels": labels}
         if not self.packing:
             real = [{"real": torch.ones_like(item["input_ids"])} for item in items]
             return {**batch, "attention_mask": self._pad(real, "real", 0)}
         batch["position_ids"] = self._positions(items)
         return {**(_flatten(batch) if self.flat else batch), "use_cache": False}
 
-    def _labels(self, items: Sequence[Item]) -> torch.Tensor:
-        return self._pad(items, "labels", IGNORED)
-
     def _positions(self, items: Sequence[Item]) -> torch.Tensor:
         gaps = [torch.arange(self.sequence_length - len(item["input_ids"])) for item in items]
         return torch.stack([torch.cat([item["position_ids"], gap]) for item, gap in zip(items, gaps, strict=True)])
 
     def _pad(self, items: Sequence[Item], key: str, value: int) -> torch.Tensor:
-        missing = [self.sequence_length - len(item[key]) for item in items]
-        return torch.stack(
-            [
-                torch.nn.functional.pad(item[key], (0, gap), value=value)
-                for item, gap in zip(items, missing, strict=True)
-            ]
-        )
+        pad, length = torch.nn.functional.pad, self.sequence_length
+        return torch.stack([pad(item[key], (0, length - len(item[key])), value=value) for item in items])
 
 
 def _flatten(batch: dict[str, torch.Tensor]) -> dict[str, Any]:

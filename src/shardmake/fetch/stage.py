@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shardmake.config.models import Run
-from shardmake.core.disk import check_download
+from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import record
+from shardmake.core.units import GIB
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
@@ -62,7 +63,7 @@ def _fetch_weights(model: PinnedSource) -> None:
             f"{len(missing)} files of {model.name} are missing ({', '.join(missing[:3])}), and HF_HUB_OFFLINE or "
             "TRANSFORMERS_OFFLINE is set. Unset it on a machine with internet access."
         )
-    check_download(Path(model.path), size)
+    require_space(Path(model.path), size, f"The base model's weights need {size / GIB:.1f} GiB")
     logger.info(f"Fetching the weights of {model.name}: {len(missing)} files, {size / 1e9:,.1f} GB.")
     fetch_weights(_connect(), model)
 

@@ -4,10 +4,12 @@ import logging
 import shutil
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats import dcp
-from shardmake.checkpoint.formats.universal import is_universal
+from shardmake.checkpoint.formats.nvme_swap import rank_folder
+from shardmake.checkpoint.formats.universal import inner_folder, is_universal
 from shardmake.checkpoint.record import (
     RECORD_NAME,
     CheckpointRecord,
@@ -16,13 +18,13 @@ from shardmake.checkpoint.record import (
     list_files,
     read_record,
 )
-from shardmake.checkpoint.reshard.dcp import states_of_fsdp, write_distributed
-from shardmake.checkpoint.reshard.universal import States, make_swap_folders, write_universal
-from shardmake.checkpoint.reshard.zero import frozen_or_buffers, states_of_zero
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
 from shardmake.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from shardmake.checkpoint.reshard.states import States
 
 
 class Route(Enum):
@@ -99,8 +101,9 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         wrote = f"{record.strategy} on {record.world_size} ranks"
         logger.info("Resharding %s (%s) for %s on %d.", checkpoint.name, wrote, strategy, ranks)
         done = _write(checkpoint, record, out, strategy, ranks)
-    if STRATEGY_SPECS[strategy].uses_nvme:
-        make_swap_folders(out, ranks)
+    if STRATEGY_SPECS[strategy].uses_nvme:  # DeepSpeed copies the swap files from these folders, which are empty
+        for rank in range(ranks):
+            rank_folder(inner_folder(out), rank).mkdir(parents=True, exist_ok=True)
     return done
 
 
@@ -142,6 +145,8 @@ def _is_reusable(done: CheckpointRecord, record: CheckpointRecord, strategy: str
 
 
 def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy: str) -> None:
+    from shardmake.checkpoint.reshard.states import frozen_or_buffers, write_distributed, write_universal
+
     if not STRATEGY_SPECS[strategy].is_fsdp:
         write_universal(_read_states(checkpoint, record), target)
         return
@@ -156,7 +161,9 @@ def _convert(checkpoint: Path, record: CheckpointRecord, target: Path, strategy:
     shutil.rmtree(universal)
 
 
-def _read_states(checkpoint: Path, record: CheckpointRecord) -> States:
+def _read_states(checkpoint: Path, record: CheckpointRecord) -> "States":
+    from shardmake.checkpoint.reshard.states import states_of_fsdp, states_of_zero
+
     if dcp.recognise(checkpoint):
         return states_of_fsdp(checkpoint, record.step)
     return states_of_zero(checkpoint)
