@@ -16,8 +16,7 @@ from shardmake.launch.outcome import error_end
 from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
 from shardmake.train import network_check
-from shardmake.train.all_reduce import Finding, describe_bandwidth
-from shardmake.train.network_check import NetworkCheckError, run_in_fork
+from shardmake.train.network_check import Finding, NetworkCheckError, describe_bandwidth, run_in_fork
 
 RANK = """
 import sys

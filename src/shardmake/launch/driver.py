@@ -46,8 +46,10 @@ def train(run: Run, cluster: Cluster, rundir: RunDir) -> None:
 def drive(training: Training) -> None:
     """Submit and watch one attempt after another, until the training has finished."""
     job = adopt(training)
-    if job is None and not training.has_waited:
-        clear_stop_file(training.rundir)
+    stop_file = training.rundir.stop_file
+    if job is None and not training.has_waited and stop_file.exists():  # starting without a job means to continue
+        logger.info("Removing the stop file %s of an earlier request.", short_path(stop_file))
+        stop_file.unlink(missing_ok=True)
     while not (job is None and training.is_finished()):
         job = job or submit(training)
         status = watch(training, job)
@@ -132,10 +134,3 @@ def _find_job(training: Training) -> SubmittedJob | None:
         logger.info("Adopting job %s (attempt %d), which an earlier driver submitted.", job.id, job.attempt)
         return job
     return None
-
-
-def clear_stop_file(rundir: RunDir) -> None:
-    """Remove the stop file of an earlier request: starting a driver while no job exists means to continue."""
-    if rundir.stop_file.exists():
-        logger.info("Removing the stop file %s of an earlier request.", short_path(rundir.stop_file))
-        rundir.stop_file.unlink(missing_ok=True)

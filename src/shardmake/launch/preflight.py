@@ -195,7 +195,7 @@ def check_names(host: str) -> list[str]:
 def _check_disk(attempt: Attempt) -> None:
     """Check the space for the next checkpoint: as large as the newest one, or as estimated before the first."""
     newest = next(store.committed(attempt.rundir.checkpoints), None)
-    size = sum(entry.size for entry in newest[0].files.values()) if newest else attempt.checkpoint_bytes
+    size = newest[0].size if newest else attempt.checkpoint_bytes
     try:
         check_save(attempt.rundir.train, size)
     except ShardmakeError as error:

@@ -102,7 +102,7 @@ class SlurmJobs:
         return replace(found, cancelled_by=_user(uid)) if uid else found
 
     def _query(self, job: str) -> JobStatus:
-        queue = cached_squeue(str(queue_snapshot()))
+        queue = cached_squeue(str(_snapshot("queue")))
         if queue is None:
             return JobStatus(JobState.UNKNOWN)
         if found := parse_rows(queue).get(job):
@@ -235,28 +235,19 @@ def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 127, "", str(error))
 
 
-def queue_snapshot() -> Path:
-    """Return the file in which drivers that watch a job share squeue's answer."""
-    return _runtime_folder() / f"queue-{_slurm_in_use()}"
-
-
 def waiting_snapshot() -> Path:
     """Return the file in which waiting drivers share squeue's answer and claim slots."""
-    return _runtime_folder() / f"waiting-{_slurm_in_use()}"
+    return _snapshot("waiting")
 
 
-def _slurm_in_use() -> str:
-    """Return a digest of the variables that select the cluster: each cluster has its own snapshots."""
-    return digest({name: os.environ.get(name) for name in ("SLURM_CONF", "SLURM_CLUSTERS")})
-
-
-def _runtime_folder() -> Path:
-    """Return a private folder of the user on this machine.
+def _snapshot(name: str) -> Path:
+    """Return a file in a private folder of the user on this machine; each cluster has its own.
 
     It is not below XDG_RUNTIME_DIR, which disappears at logout while drivers in tmux continue.
     """
     folder = Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
-        return Path(tempfile.mkdtemp(prefix="shardmake-queue-"))
-    return folder
+        folder = Path(tempfile.mkdtemp(prefix="shardmake-queue-"))
+    cluster = {variable: os.environ.get(variable) for variable in ("SLURM_CONF", "SLURM_CLUSTERS")}
+    return folder / f"{name}-{digest(cluster)}"

@@ -26,9 +26,11 @@ class ScriptState(RunRecord):
 
 def prepare_folders(rundir: RunDir, settings_digest: str) -> None:
     """Create the script's folders, and set aside what another script or other settings left in them."""
-    before = _read(rundir)
+    before = ScriptState.read_if_exists(_state(rundir))
     if before and before.settings_digest != settings_digest:
-        _set_aside(rundir, before.settings_digest, settings_digest)
+        for folder in filter(Path.exists, (rundir.checkpoints, rundir.script_output)):
+            set_aside.stash_and_restore(folder, before.settings_digest, settings_digest)
+        rundir.metrics.unlink(missing_ok=True)
     for folder in (rundir.checkpoints, rundir.script_output):
         folder.mkdir(parents=True, exist_ok=True)
     ScriptState(settings_digest=settings_digest, finished_by=None).write(_state(rundir))
@@ -36,7 +38,7 @@ def prepare_folders(rundir: RunDir, settings_digest: str) -> None:
 
 def is_finished(rundir: RunDir, settings_digest: str) -> bool:
     """Return whether an attempt has finished. Write its receipt again if it is missing."""
-    state = _read(rundir)
+    state = ScriptState.read_if_exists(_state(rundir))
     if state is None or state.settings_digest != settings_digest or state.finished_by is None:
         return False
     if not rundir.train_receipt.exists():
@@ -56,9 +58,8 @@ def finished_outcome(rundir: RunDir, folder: AttemptDir, settings_digest: str) -
             f"The script ended with status 0 but left no model: {rundir.script_output} is empty. Write the model to "
             "the folder in SHARDMAKE_OUTPUT, which script_args can use as well.",
         )
-    state = ScriptState(settings_digest=settings_digest, finished_by=attempt.number)
     write_script_receipt(rundir, attempt.number, settings_digest)
-    state.write(_state(rundir))
+    ScriptState(settings_digest=settings_digest, finished_by=attempt.number).write(_state(rundir))
     return Outcome(EndReason.FINISHED, "The script finished.")
 
 
@@ -70,14 +71,3 @@ def newest_file(rundir: RunDir) -> int:
 
 def _state(rundir: RunDir) -> Path:
     return rundir.train / "script.json"
-
-
-def _read(rundir: RunDir) -> ScriptState | None:
-    return ScriptState.read_if_exists(_state(rundir))
-
-
-def _set_aside(rundir: RunDir, theirs: str, ours: str) -> None:
-    for folder in (rundir.checkpoints, rundir.script_output):
-        if folder.exists():
-            set_aside.stash_and_restore(folder, theirs, ours)
-    rundir.metrics.unlink(missing_ok=True)

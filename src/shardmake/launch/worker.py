@@ -164,7 +164,7 @@ def _run_ranks(
 ) -> int:
     command = launch_command(plan, folder.root, node.rank, rendezvous.address, rendezvous.port)
     variables = rank_environment(attempt, rendezvous)
-    _write_heading(log, command, variables, rendezvous, attempt, node)
+    print(_heading(command, variables, rendezvous, attempt, node), file=log, flush=True)
     first = node.rank * attempt.processes_per_node
     ranks = range(first, first + attempt.processes_per_node)
     watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds)
@@ -236,22 +236,15 @@ def _leave_signals_to_worker() -> None:
     die_with_parent()
 
 
-def _write_heading(
-    log: IO[str],
-    command: list[str],
-    variables: dict[str, str],
-    rendezvous: Rendezvous,
-    attempt: Attempt,
-    node: WorkerNode,
-) -> None:
-    """Write node, address and command to the top of the node's log, ready to be pasted into a shell."""
+def _heading(
+    command: list[str], variables: dict[str, str], rendezvous: Rendezvous, attempt: Attempt, node: WorkerNode
+) -> str:
+    """Return node, address and command for the top of the node's log, ready to be pasted into a shell."""
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
-    print(
+    return (
         f"# node {node.rank} of {attempt.nodes}: {host_name()}, MASTER_ADDR={rendezvous.address} "
         f"MASTER_PORT={rendezvous.port} WORLD_SIZE={attempt.world_size}\n"
-        f"env {exports} \\\n  {shlex.join(command)}",
-        file=log,
-        flush=True,
+        f"env {exports} \\\n  {shlex.join(command)}"
     )
 
 

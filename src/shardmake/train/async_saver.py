@@ -12,10 +12,13 @@ from typing import Any
 from shardmake.checkpoint.retention import Retention
 from shardmake.core import disk
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import MIB
 from shardmake.memory.scenario import BYTES
 from shardmake.run.plan import Choice
-from shardmake.train.checkpoint_space import MARGIN
 from shardmake.train.upload import UploadRequest
+
+MARGIN = 64 * MIB
+"""Bytes that stay free beside a checkpoint, because its parts differ slightly in size."""
 
 
 def share_of_node(choice: Choice, node: int) -> float:

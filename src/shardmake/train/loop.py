@@ -28,14 +28,10 @@ from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import align_special_tokens
 
 from shardmake.data.dataset import collator, load
-from shardmake.run.attempt import rank_report
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import checkpoint_files
-from shardmake.train.callbacks.heartbeat import HeartbeatCallback
-from shardmake.train.engine_check import environment_report
 from shardmake.train.load_model import load_model, load_tokenizer
 from shardmake.train.process_group import extend_timeouts, leave_together
-from shardmake.train.rank_context import RankContext
 from shardmake.train.training_setup import (
     TrainingCallbacks,
     WholeBatches,
@@ -43,6 +39,7 @@ from shardmake.train.training_setup import (
     make_callbacks,
     planned_optimizer,
     record_completion,
+    start_rank,
     training_arguments,
 )
 
@@ -51,12 +48,8 @@ Batch = dict[str, Any]
 
 def train(attempt_folder: Path) -> None:
     """Run this rank of the attempt in ``attempt_folder`` to its end."""
-    context = RankContext.load(attempt_folder)
-    folder, attempt, plan, settings = context.folder, context.attempt, context.plan, context.settings
-    heartbeat = HeartbeatCallback(folder, context.rank)
-    heartbeat.beat("load", 0)
-    rank_report(folder, context.rank, environment_report())
-
+    context, heartbeat = start_rank(attempt_folder)
+    attempt, plan, settings = context.attempt, context.plan, context.settings
     arguments = training_arguments(context)
     accelerator = make_accelerator(arguments)
     tokenizer = load_tokenizer(settings)
@@ -64,7 +57,9 @@ def train(attempt_folder: Path) -> None:
     optimizer = make_optimizer(model, arguments, settings)
     collate = collator(attempt.rundir.data, plan.workload.attention)
     data = WholeBatches(load(attempt.rundir.data, "train"), plan.choice.global_batch_size)
-    batches = make_batches(accelerator, data, collate, arguments)
+    # The order of the shuffled batches depends only on the seed and the epoch.
+    shuffled = DataLoader(data, arguments.train_batch_size, sampler=RandomSampler(data), collate_fn=collate)
+    batches = accelerator.prepare(shuffled)
     eval_data = DataLoader(load(attempt.rundir.data, "eval"), arguments.eval_batch_size, collate_fn=collate)
     eval_batches = accelerator.prepare(eval_data)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -238,12 +233,6 @@ def prepare_model(model: Any, tokenizer: Any, arguments: TrainingArguments) -> A
     if arguments.activation_checkpointing:
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments.activation_checkpointing_kwargs)
     return model
-
-
-def make_batches(accelerator: Accelerator, data: Any, collate: Any, arguments: TrainingArguments) -> Any:
-    """Return this rank's micro batches, shuffled in each epoch; the order depends only on the seed."""
-    size = arguments.train_batch_size
-    return accelerator.prepare(DataLoader(data, size, sampler=RandomSampler(data), collate_fn=collate))
 
 
 def make_optimizer(

@@ -8,13 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainerCallback
 
 from shardmake.data.dataset import collator, load
-from shardmake.run.attempt import rank_report
 from shardmake.train import deepspeed_states
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.callbacks.save_scheduler import StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
-from shardmake.train.engine_check import environment_report
 from shardmake.train.load_model import load_model, load_tokenizer, model_configs
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
@@ -24,6 +22,7 @@ from shardmake.train.training_setup import (
     make_callbacks,
     planned_optimizer,
     record_completion,
+    start_rank,
     training_arguments,
 )
 
@@ -85,10 +84,7 @@ class ShardedTrainer(Trainer):
 
 def train(attempt_folder: Path) -> None:
     """Run this rank of the attempt in ``attempt_folder`` to its end."""
-    context = RankContext.load(attempt_folder)
-    heartbeat = HeartbeatCallback(context.folder, context.rank)
-    heartbeat.beat("load", 0)
-    rank_report(context.folder, context.rank, environment_report())
+    context, heartbeat = start_rank(attempt_folder)
     trainer, stop = _make_trainer(context, heartbeat)
     trainer.add_callback(EngineCheck(context, trainer))
     trainer.train(resume_from_checkpoint=context.attempt.resume_from)

@@ -3,6 +3,7 @@
 import importlib
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +27,15 @@ from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
 from shardmake.train.rank_context import RankContext
 from shardmake.train.trackers import PROJECT, prepare_trackers
+
+
+def start_rank(attempt_folder: Path) -> tuple[RankContext, HeartbeatCallback]:
+    """Return the settings of this rank and its heartbeat, after the first heartbeat and report."""
+    context = RankContext.load(attempt_folder)
+    heartbeat = HeartbeatCallback(context.folder, context.rank)
+    heartbeat.beat("load", 0)
+    rank_report(context.folder, context.rank, environment_report())
+    return context, heartbeat
 
 
 def training_arguments(context: RankContext) -> TrainingArguments:

@@ -6,8 +6,7 @@ docs/how-to/user-script.md describes the script's environment and outputs.
 import os
 import runpy
 import sys
-from collections.abc import Callable
-from functools import partial, wraps
+from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -42,7 +41,7 @@ def train(attempt_folder: Path) -> None:
     os.environ.update(script_environment(context))
     write_heartbeat(folder, context.rank, USER_SCRIPT_PHASE, 0)
     rank_report(folder, context.rank, environment_report())
-    check_accelerators(folder, context.rank, engine)
+    sys.meta_path.insert(0, _AcceleratorCheck(folder, context.rank, engine))
     if context.attempt.accelerator == "cpu":
         _start_on_cpu(engine)
     sys.argv = [program.path, *(Template(word).safe_substitute(os.environ) for word in program.args)]
@@ -98,50 +97,45 @@ def run_script(path: str) -> None:
             raise
 
 
-def check_accelerators(folder: AttemptDir, rank: int, engine: str) -> None:
-    """Make every new Accelerator raise `EngineMismatchError` if its engine is not ``engine``."""
-    compare = partial(_wrap_accelerator, folder=folder, rank=rank, engine=engine)
-    sys.meta_path.insert(0, _AfterImport("accelerate.accelerator", compare))
+class _AcceleratorCheck(MetaPathFinder):
+    """Make every new Accelerator of the script raise `EngineMismatchError` if its engine is not the planned one.
 
-
-class _AfterImport(MetaPathFinder):
-    """Call ``callback`` with a module after the script has imported it.
-
-    Importing the module here would be too early: the script may set variables that the libraries read at their import.
+    The check is installed when the script imports Accelerate. Importing it here would be too early: the script may set
+    variables that the libraries read at their import.
     """
 
-    def __init__(self, name: str, callback: Callable[[ModuleType], None]) -> None:
-        self.name, self.callback = name, callback
+    def __init__(self, folder: AttemptDir, rank: int, engine: str) -> None:
+        self.folder, self.rank, self.engine = folder, rank, engine
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the module's spec with a loader that calls `callback`; part of the import system."""
-        if fullname != self.name:
+        """Return the module's spec with a loader that installs the check; part of the import system."""
+        if fullname != "accelerate.accelerator":
             return None
         sys.meta_path.remove(self)
         spec = find_spec(fullname)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module
 
-        def execute_and_call_back(module: ModuleType) -> None:
+        def execute_and_install(module: ModuleType) -> None:
             execute(module)
-            self.callback(module)
+            self._install(module)
 
-        spec.loader.exec_module = execute_and_call_back  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_install  # type: ignore[method-assign]
         return spec
 
+    def _install(self, module: ModuleType) -> None:
+        start = module.Accelerator.__init__
 
-def _wrap_accelerator(module: ModuleType, folder: AttemptDir, rank: int, engine: str) -> None:
-    start = module.Accelerator.__init__
+        @wraps(start)
+        def compare(accelerator: Any, *args: Any, **kwargs: Any) -> None:
+            start(accelerator, *args, **kwargs)
+            found = accelerator.distributed_type.value
+            rank_report(self.folder, self.rank, environment_report() | {"distributed_type": found})
+            if found not in ACCELERATE_NAMES[self.engine]:
+                raise EngineMismatchError(
+                    f"The plan's engine is {self.engine}, but the script's Accelerator uses {found}. Nothing was "
+                    "trained. Create the Accelerator without deepspeed_plugin, fsdp_plugin and cpu; the launcher sets "
+                    "the engine."
+                )
 
-    @wraps(start)
-    def compare(self: Any, *args: Any, **kwargs: Any) -> None:
-        start(self, *args, **kwargs)
-        found = self.distributed_type.value
-        rank_report(folder, rank, environment_report() | {"distributed_type": found})
-        if found not in ACCELERATE_NAMES[engine]:
-            raise EngineMismatchError(
-                f"The plan's engine is {engine}, but the script's Accelerator uses {found}. Nothing was trained. "
-                "Create the Accelerator without deepspeed_plugin, fsdp_plugin and cpu; the launcher sets the engine."
-            )
-
-    module.Accelerator.__init__ = compare
+        module.Accelerator.__init__ = compare

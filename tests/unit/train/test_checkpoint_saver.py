@@ -9,7 +9,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.retention import Retention
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
-from shardmake.train import checkpoint_space
+from shardmake.train import checkpoint_saver
 from shardmake.train.checkpoint_saver import Saver
 from tests.unit.checkpoint.test_store import FILES, fail_rmtree, write
 
@@ -31,7 +31,7 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         )
         return FreeSpace(DISK - held, "your quota")
 
-    monkeypatch.setattr(checkpoint_space.disk, "free_space", room)
+    monkeypatch.setattr(checkpoint_saver.disk, "free_space", room)
     return tmp_path / "checkpoints"
 
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.train.all_reduce import MIN_NODES, rounds, slow_links
+from shardmake.train.network_check import MIN_NODES, rounds, slow_links
 
 
 @given(st.integers(MIN_NODES, 200))

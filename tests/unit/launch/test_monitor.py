@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch.progress import ProgressPrinter
+from shardmake.launch.monitor import ProgressPrinter
 from shardmake.run.metrics import parse_metrics
 
 
