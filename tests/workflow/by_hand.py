@@ -18,8 +18,8 @@ from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
 from shardmake.plan.stage import make_plan
 from shardmake.render import stage
-from shardmake.render.expected_engine import expected_engine
 from shardmake.render.stage import launch_command, render_files
+from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.plan import Plan
 from tests.workflow.checkout import REPOSITORY, Checkout

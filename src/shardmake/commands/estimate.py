@@ -24,9 +24,9 @@ from shardmake.memory.hardware import ACCELERATORS, Accelerator
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.scenario import LibraryBehavior
-from shardmake.plan.cached_planner import CachedPlanner
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose_from
+from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.resolve import ResolvedRun, check_strategy, resolve
 from shardmake.plan.suggestions import changes, suggestions
 

@@ -113,13 +113,16 @@ Backward = Callable[[SizeTensor], Sequence[SizeTensor | None]]
 
 
 class GradNode:
-    """One operator of the graph: its inputs, and the function from its output's gradient to theirs."""
+    """One operator of the graph: its inputs, the function from its output's gradient to theirs, and what it saved."""
 
-    __slots__ = ("backward", "grad", "inputs", "mark")
+    __slots__ = ("backward", "grad", "inputs", "mark", "saved")
 
-    def __init__(self, inputs: "Sequence[GradNode | None]", backward: Backward | None) -> None:
+    def __init__(
+        self, inputs: "Sequence[GradNode | None]", backward: Backward | None, saved: Sequence[object] = ()
+    ) -> None:
         self.inputs = inputs
         self.backward = backward
+        self.saved = saved
         self.grad: SizeTensor | None = None
         self.mark: tuple[object, ...] | None = None
 
@@ -129,10 +132,19 @@ def new(like: SizeTensor, numel: int | None = None, item: int | None = None) -> 
     return SizeTensor(like.tape, like.numel if numel is None else numel, like.item if item is None else item)
 
 
-def derive(out: SizeTensor, inputs: Sequence[SizeTensor], backward: Backward) -> SizeTensor:
-    """Make ``out`` the result of ``inputs`` if one of them has a graph; ``backward`` holds what is saved."""
-    if out.tape.recording and any(tensor.node is not None for tensor in inputs):
-        out.node = GradNode([tensor.node for tensor in inputs], backward)
+def derive(
+    out: SizeTensor,
+    inputs: Sequence[SizeTensor],
+    backward: Backward,
+    saved: Sequence[object] = (),
+    trained: bool = False,
+) -> SizeTensor:
+    """Make ``out`` the result of ``inputs`` if one of them has a graph, or if a weight is ``trained``.
+
+    ``saved`` is kept until ``backward`` has run.
+    """
+    if out.tape.recording and (trained or any(tensor.node is not None for tensor in inputs)):
+        out.node = GradNode([tensor.node for tensor in inputs], backward, saved)
         out.tape.nodes.append(out.node)
     return out
 
@@ -162,6 +174,7 @@ def run_backward(tape: Tape, first: int = 0) -> None:
         grad, node.grad = node.grad, None
         function, node.backward = node.backward, None
         grads = function(grad)
+        node.saved = ()
         del grad, function
         tape.mark_gradients()
         for target, value in zip(node.inputs, grads, strict=True):
@@ -202,16 +215,11 @@ def _as(grad: SizeTensor, item: int) -> SizeTensor:
 
 def multiply(left: SizeTensor, right: SizeTensor) -> SizeTensor:
     """Model a product, which saves both factors."""
-    saved = [left.storage, right.storage]
-    out = new(left, item=max(left.item, right.item))
-
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        grads = [new(grad, item=left_item), new(grad, item=right_item)]
-        saved.clear()
-        return grads
-
-    left_item, right_item = left.item, right.item
-    return derive(out, [left, right], function)
+    items = (left.item, right.item)
+    out = new(left, item=max(items))
+    return derive(
+        out, [left, right], lambda grad: [new(grad, item=item) for item in items], [left.storage, right.storage]
+    )
 
 
 def scale(tensor: SizeTensor, item: int | None = None) -> SizeTensor:
@@ -228,14 +236,7 @@ def _scaled_grad(grad: SizeTensor, item: int) -> SizeTensor:
 
 def activation(tensor: SizeTensor) -> SizeTensor:
     """Model SiLU, GELU or tanh, which saves its input or an output of the same size."""
-    saved = [tensor.storage]
-
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        out = new(grad)
-        saved.clear()
-        return [out]
-
-    return derive(new(tensor), [tensor], function)
+    return derive(new(tensor), [tensor], lambda grad: [new(grad)], [tensor.storage])
 
 
 def linear(
@@ -265,7 +266,6 @@ def linear(
         weight_grad = new(grad, rows * columns) if weight.trained else None
         bias_grad = new(grad, rows) if bias is not None and bias.trained else None
         input_grad = new(grad, tokens * columns) if wants else None
-        saved.clear()
         del whole
         _finish_gradient(bias, bias_grad)
         _finish_gradient(weight, weight_grad)
@@ -273,10 +273,7 @@ def linear(
 
     out = SizeTensor(tape, tokens * rows, tensor.item, storage=None if made else NO_STORAGE)
     del whole
-    if tape.recording and (wants or weight.trained):
-        out.node = GradNode([tensor.node], function)
-        tape.nodes.append(out.node)
-    return out
+    return derive(out, [tensor], function, saved, weight.trained)
 
 
 def _finish_gradient(parameter: Parameter | None, grad: SizeTensor | None) -> None:
@@ -287,32 +284,27 @@ def _finish_gradient(parameter: Parameter | None, grad: SizeTensor | None) -> No
 
 def embedding(tape: Tape, weight: Parameter, tokens: int, width: int) -> SizeTensor:
     """Model a lookup in a table, whose gradient is dense."""
-    out = SizeTensor(tape, tokens * width, weight.item)
-    if tape.recording and weight.trained:
 
-        def function(grad: SizeTensor) -> list[SizeTensor | None]:
-            _finish_gradient(weight, new(grad, weight.numel))
-            return []
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
+        _finish_gradient(weight, new(grad, weight.numel))
+        return []
 
-        out.node = GradNode([], function)
-        tape.nodes.append(out.node)
-    return out
+    return derive(SizeTensor(tape, tokens * width, weight.item), [], function, trained=weight.trained)
 
 
 def square(tensor: SizeTensor) -> SizeTensor:
     """Model ``x.pow(2)``, which saves x; its gradient needs a power, a product and a sum, two at a time."""
-    saved = [tensor.storage]
+    return derive(new(tensor), [tensor], _third_of_three, [tensor.storage])
 
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        power = new(grad)
-        doubled = new(grad)
-        del power
-        out = new(grad)
-        del doubled
-        saved.clear()
-        return [out]
 
-    return derive(new(tensor), [tensor], function)
+def _third_of_three(grad: SizeTensor) -> list[SizeTensor]:
+    """Return the last of three tensors, each computed from the one before."""
+    first = new(grad)
+    second = new(grad)
+    del first
+    third = new(grad)
+    del second
+    return [third]
 
 
 def row_mean(tensor: SizeTensor, rows: int) -> SizeTensor:
@@ -325,23 +317,11 @@ def row_rsqrt(tensor: SizeTensor) -> SizeTensor:
     """Model ``rsqrt(x + eps)``, which saves its result; the sum is a separate tensor."""
     shifted = derive(new(tensor), [tensor], lambda grad: [grad])
     out = new(tensor)
-    saved = [out.storage]
-
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        cubed = new(grad)
-        half = new(grad)
-        del cubed
-        made = new(grad)
-        del half
-        saved.clear()
-        return [made]
-
-    return derive(out, [shifted], function)
+    return derive(out, [shifted], _third_of_three, [out.storage])
 
 
 def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
     """Model each row times its factor, which saves both."""
-    saved = [tensor.storage, factors.storage]
     rows = factors.numel
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
@@ -349,15 +329,13 @@ def scale_rows(tensor: SizeTensor, factors: SizeTensor) -> SizeTensor:
         product = new(grad)
         to_factors = new(grad, rows)
         del product
-        saved.clear()
         return [to_tensor, to_factors]
 
-    return derive(new(tensor), [tensor, factors], function)
+    return derive(new(tensor), [tensor, factors], function, [tensor.storage, factors.storage])
 
 
 def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
     """Model each column times a weight, which saves the tensor for the weight's gradient."""
-    saved = [tensor.storage] if weight.trained else []
     item, source, wants = max(tensor.item, weight.item), tensor.item, tensor.node is not None
 
     def function(grad: SizeTensor) -> list[SizeTensor | None]:
@@ -366,29 +344,19 @@ def scale_columns(tensor: SizeTensor, weight: Parameter) -> SizeTensor:
         to_tensor = new(grad)
         del product
         to_tensor = _as(to_tensor, source)
-        saved.clear()
         _finish_gradient(weight, weight_grad)
         return [to_tensor if wants else None]
 
-    out = new(tensor, item=item)
-    if out.tape.recording and (wants or weight.trained):
-        out.node = GradNode([tensor.node], function)
-        out.tape.nodes.append(out.node)
-    return out
+    saved = [tensor.storage] if weight.trained else []
+    return derive(new(tensor, item=item), [tensor], function, saved, weight.trained)
 
 
 def dropout(tensor: SizeTensor, probability: float) -> SizeTensor:
     """Model dropout, which saves a mask of one byte per element."""
     if not probability:
         return tensor
-    saved = [SizeStorage(tensor.tape, tensor.numel)] if tensor.tape.recording else []
-
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        out = new(grad)
-        saved.clear()
-        return [out]
-
-    return derive(new(tensor), [tensor], function)
+    mask = [SizeStorage(tensor.tape, tensor.numel)] if tensor.tape.recording else []
+    return derive(new(tensor), [tensor], lambda grad: [new(grad)], mask)
 
 
 def rotate_half(tensor: SizeTensor) -> SizeTensor:
@@ -439,10 +407,9 @@ def fused_attention(
         to_key = new(grad, key_numel) if grouped else wide_key
         to_value = new(grad, key_numel) if grouped else wide_value
         del delta, accumulator, wide_key, wide_value
-        saved.clear()
         return [to_query, to_key, to_value]
 
-    return derive(out, [query, key, value], function)
+    return derive(out, [query, key, value], function, saved)
 
 
 def eager_attention(
@@ -461,15 +428,13 @@ def eager_attention(
 
 def matmul(left: SizeTensor, right: SizeTensor, numel: int) -> SizeTensor:
     """Model a batched product, which saves both sides."""
-    saved = [left.storage, right.storage]
     sizes = (left.numel, right.numel)
-
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        grads = [new(grad, size) for size in sizes]
-        saved.clear()
-        return grads
-
-    return derive(new(left, numel), [left, right], function)
+    return derive(
+        new(left, numel),
+        [left, right],
+        lambda grad: [new(grad, size) for size in sizes],
+        [left.storage, right.storage],
+    )
 
 
 def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
@@ -480,7 +445,7 @@ def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         wide = new(grad)
-        saved.clear()
+        saved.clear()  # before the cast
         return [_as(wide, source)]
 
     return derive(out, [tensor], function)
@@ -488,26 +453,22 @@ def softmax(tensor: SizeTensor, item: int) -> SizeTensor:
 
 def fused_product(gate: SizeTensor, up: SizeTensor) -> SizeTensor:
     """Model Liger's SwiGLU, which saves gate and up and overwrites them with their gradients."""
-    saved = [gate, up]
 
-    def function(grad: SizeTensor) -> list[SizeTensor]:
-        grads = [SizeTensor(t.tape, t.numel, t.item, storage=t.storage) for t in saved]
-        saved.clear()
-        return grads
+    def function(_: SizeTensor) -> list[SizeTensor]:
+        return [SizeTensor(t.tape, t.numel, t.item, storage=t.storage) for t in (gate, up)]
 
     return derive(new(gate), [gate, up], function)
 
 
 def fused_norm(tensor: SizeTensor, weight: Parameter, rows: int) -> SizeTensor:
     """Model Liger's RMSNorm, which saves its input and a factor per row; its gradient is computed in place."""
-    saved: list[object] = [tensor.storage, SizeStorage(tensor.tape, 4 * rows)]
+    factors = SizeStorage(tensor.tape, 4 * rows)
 
     def function(grad: SizeTensor) -> list[SizeTensor]:
         _finish_gradient(weight, new(grad, weight.numel) if weight.trained else None)
-        saved.clear()
         return [grad]
 
-    return derive(new(tensor), [tensor], function)
+    return derive(new(tensor), [tensor], function, [tensor.storage, factors])
 
 
 def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
@@ -522,34 +483,25 @@ def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
         of_nll = new(grad, numel)
         out = new(grad, numel)
         del of_nll
-        saved.clear()
         return [out]
 
-    return derive(new(logits, 1), [logits], function)
+    return derive(new(logits, 1), [logits], function, saved)
 
 
 def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
     """Model Liger's fused linear cross entropy: logits in chunks, gradients of x and head in the forward pass."""
-    tape = hidden.tape
     chunk = fused_chunk(rows, width, vocabulary)
     head_grad = new(hidden, vocabulary * width, head.item) if head.trained else None
     to_hidden = new(hidden)
     logits = new(hidden, chunk * vocabulary)
     wide = new(hidden, chunk * vocabulary, 4)
     del logits, wide
-    saved = [to_hidden, head_grad]
-    del to_hidden, head_grad
 
-    def function(grad: SizeTensor) -> list[SizeTensor | None]:
-        of_hidden, of_head = saved
-        saved.clear()
-        _finish_gradient(head, of_head)
-        return [of_hidden]
+    def function(_: SizeTensor) -> list[SizeTensor | None]:
+        _finish_gradient(head, head_grad)
+        return [to_hidden]
 
-    loss = SizeTensor(tape, rows, 4)
-    loss.node = GradNode([hidden.node], function)
-    tape.nodes.append(loss.node)
-    return loss
+    return derive(SizeTensor(hidden.tape, rows, 4), [hidden], function, trained=True)
 
 
 def fused_chunk(rows: int, width: int, vocabulary: int) -> int:

@@ -120,20 +120,22 @@ def _micro_batches(settings: ResolvedRun, per_rank: int) -> list[int]:
 
 def _batch_message(settings: ResolvedRun, node_counts: list[int]) -> str:
     run, ranks = settings.run, _data_parallel_size(settings, node_counts[0])
-    below, above = run.global_batch_size // ranks * ranks, -(-run.global_batch_size // ranks) * ranks
-    sizes = " or ".join(str(size) for size in (below, above) if size)
+    sizes = _multiples(run.global_batch_size, ranks)
     return (
         f"global_batch_size {run.global_batch_size} cannot be divided over {ranks} ranks "
         f"({node_counts[0]} nodes x {settings.hardware.processes_per_node}). Use {sizes}, or another number of nodes."
     )
 
 
+def _multiples(size: int, step: int) -> str:
+    """Return the multiples of ``step`` next to ``size``, as text."""
+    return " or ".join(str(multiple) for multiple in (size // step * step, -(-size // step) * step) if multiple)
+
+
 def _micro_batch_message(settings: ResolvedRun, usable: list[int]) -> str:
     run = settings.run
     ranks = _data_parallel_size(settings, usable[0])
-    step = ranks * int(run.micro_batch_size)
-    below, above = run.global_batch_size // step * step, -(-run.global_batch_size // step) * step
-    sizes = " or ".join(str(size) for size in (below, above) if size)
+    sizes = _multiples(run.global_batch_size, ranks * int(run.micro_batch_size))
     return (
         f"global_batch_size {run.global_batch_size} is not a multiple of {ranks} ranks x micro_batch_size "
         f"{run.micro_batch_size}. Use a global_batch_size of {sizes}, or micro_batch_size: auto."

@@ -1,10 +1,25 @@
 """The planner: the memory, verdict and time of each candidate of a run, in closed form or simulated."""
 
-from collections.abc import Iterable
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from multiprocessing import get_context
+from pathlib import Path
 
+from shardmake.core.atomic import write_json
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
-from shardmake.memory.estimate import COMFORT, Estimate, estimate_closed_form, estimate_simulated, events_of, verdict
+from shardmake.memory.cache import cached_path
+from shardmake.memory.estimate import (
+    COMFORT,
+    Estimate,
+    estimate_closed_form,
+    estimate_simulated,
+    events_of,
+    from_json,
+    verdict,
+)
 from shardmake.memory.events import StepEvents
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import trace_all
@@ -58,6 +73,51 @@ class Planner:
         seconds = step_time.step_time(scenario, hardware).total
         is_half_precision = choice.precision != self.settings.precision
         return Candidate(choice, memory, fits, low_headroom, reason, seconds, simulated, is_half_precision)
+
+
+class CachedPlanner(Planner):
+    """A `Planner` that keeps simulated estimates on disk and simulates missing ones on all cores."""
+
+    def simulate_all(self, possible: Sequence[Choice]) -> list[Candidate]:
+        """Return ``possible`` simulated. Neighbours share the events of a step, so each core takes a run of them."""
+        self.prepare(possible)
+        missing = [choice for choice in possible if not self._path_of(choice).is_file()]
+        cores = min(len(os.sched_getaffinity(0)), len(missing))
+        if cores > 1:
+            share = -(-len(missing) // cores)
+            parts = [missing[start : start + share] for start in range(0, len(missing), share)]
+            with get_context("fork").Pool(len(parts)) as pool:  # this process has no threads and no torch
+                pool.map(self._simulate_part, parts)
+        return [self.simulate(choice) for choice in possible]
+
+    def _simulate_part(self, part: Sequence[Choice]) -> None:
+        for choice in part:
+            self.simulate(choice)
+
+    def _simulated(self, scenario: Scenario, buckets: Buckets) -> Estimate:
+        path = self._path(scenario, buckets)
+        if path.is_file():
+            return from_json(json.loads(path.read_text()))
+        memory = super()._simulated(scenario, buckets)
+        write_json(path, memory.as_json())
+        return memory
+
+    def _path_of(self, choice: Choice) -> Path:
+        return self._path(scenario_of(self.settings, choice), buckets_of(self.settings, choice))
+
+    def _path(self, scenario: Scenario, buckets: Buckets) -> Path:
+        """Return the file of an estimate, named by everything that the estimate depends on."""
+        values = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
+        values["behavior"] = asdict(scenario.behavior)
+        values["calibration"] = scenario.calibration and asdict(scenario.calibration)
+        request = {
+            "model": scenario.model.key,
+            "settings": values,
+            "buckets": vars(buckets),
+            "kept": self._kept,
+            "capacity": self.settings.hardware.gpu_memory,
+        }
+        return cached_path("shardmake.plan.estimate", request)
 
 
 def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:

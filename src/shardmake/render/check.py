@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
@@ -31,15 +33,6 @@ class Files:
     deepspeed: dict[str, Any]
     training: TrainingSettings
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the files as JSON data, for a child process."""
-        return {"accelerate": self.accelerate, "deepspeed": self.deepspeed, "training": self.training.as_json()}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Files":
-        """Return the files that `as_json` made."""
-        return cls(values["accelerate"], values["deepspeed"], TrainingSettings.model_validate(values["training"]))
-
 
 @dataclass(frozen=True)
 class Rendering:
@@ -48,6 +41,9 @@ class Rendering:
     files: Files
     choice: Choice
     flags: list[str]
+
+
+_RENDERINGS = TypeAdapter(list[Rendering])
 
 
 def check_rendered(renderings: Sequence[Rendering], hidden_size: int, scratch: str) -> None:
@@ -78,10 +74,7 @@ def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scrat
         request = {
             "world_size": world_size,
             "hidden_size": hidden_size,
-            "renderings": [
-                {"files": one.files.as_json(), "choice": one.choice.as_json(), "flags": one.flags}
-                for one in group.values()
-            ],
+            "renderings": _RENDERINGS.dump_python(list(group.values()), mode="json"),
         }
         deepspeed = any(one.files.deepspeed for one in group.values())
         answers = ask_libraries("shardmake.render.check", request, world_size, deepspeed, scratch)
@@ -124,18 +117,19 @@ def problems_of(check: Callable[[], list[str]]) -> list[str]:
 
 def _check(request: dict[str, Any], folder: Path) -> list[list[str]]:
     parsers.pretend_world(request["world_size"])
-    return [_find_problems(one, request["hidden_size"], folder) for one in request["renderings"]]
+    renderings = _RENDERINGS.validate_python(request["renderings"])
+    return [_find_problems(one, request["hidden_size"], folder) for one in renderings]
 
 
-def _find_problems(rendering: Mapping[str, Any], hidden_size: int, folder: Path) -> list[str]:
+def _find_problems(rendering: Rendering, hidden_size: int, folder: Path) -> list[str]:
     """Return what the libraries find in the files of one rendering, whatever they left in the environment before."""
-    files, choice = Files.from_json(rendering["files"]), Choice.model_validate(rendering["choice"])
+    files, choice = rendering.files, rendering.choice
     for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
         del os.environ[name]
     if files.deepspeed:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
     return [
-        *problems_of(lambda: _check_accelerate(files, choice, rendering["flags"], folder)),
+        *problems_of(lambda: _check_accelerate(files, choice, rendering.flags, folder)),
         *problems_of(lambda: _check_deepspeed(files, choice)),
         *problems_of(lambda: _check_training(files, choice, hidden_size, folder)),
     ]

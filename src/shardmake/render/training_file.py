@@ -9,13 +9,15 @@ from shardmake.config.models import TORCH_DTYPES, Cluster, Run
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
-from shardmake.render.expected_engine import expected_engine
 from shardmake.run.plan import Choice, Plan
 from shardmake.run.timeouts import collective_timeout
 from shardmake.run.training_settings import (
     AdapterMethod,
     BaseModelSettings,
     CheckpointSettings,
+    ExpectedDeepSpeed,
+    ExpectedEngine,
+    ExpectedFsdp,
     FullMethod,
     LoopProgram,
     OptimizerSettings,
@@ -70,6 +72,29 @@ def load_dtype(choice: Choice, run: Run) -> str:
     return TORCH_DTYPES[choice.precision]
 
 
+def expected_engine(choice: Choice, fsdp_version: int) -> ExpectedEngine:
+    """Return what each rank compares with the engine that was built, before it trains."""
+    spec = choice.spec
+    common = ExpectedEngine(
+        engine=spec.library,
+        zero_stage=spec.zero_stage,
+        world_size=choice.world_size,
+        dtype=TORCH_DTYPES[choice.precision],
+        offload_optimizer=spec.offload_optimizer,
+        offload_param=spec.offload_param,
+    )
+    if spec.is_deepspeed:
+        return ExpectedDeepSpeed(**dict(common), tensor_parallel=choice.tensor_parallel)
+    if spec.is_fsdp:
+        return ExpectedFsdp(
+            **dict(common),
+            fsdp_version=fsdp_version,
+            reshard_after_forward=spec.reshard_after_forward,
+            replicas=choice.nodes if spec.hybrid else 1,
+        )
+    return common
+
+
 def cpu_optimizer(choice: Choice, run: Run, cluster: Cluster) -> OptimizerSettings | None:
     """Return DeepSpeed's vectorized Adam if a GPU's optimizer states are on the host, or None for that of ``optim``.
 
@@ -91,10 +116,14 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
     choice = plan.choice
     return {
         **_device_arguments(choice, cluster),
-        **_batch_arguments(choice),
+        "per_device_train_batch_size": choice.micro_batch_size,
+        "per_device_eval_batch_size": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        "average_tokens_across_devices": True,
         **_schedule_arguments(run),
         **_optimizer_arguments(run, cluster),
-        **_precision_arguments(choice),
+        "bf16": choice.precision == "bf16",
+        "fp16": choice.precision == "fp16",
         **_memory_arguments(choice, run, model),
         **_interval_arguments(run),
         "seed": run.seed,
@@ -117,15 +146,6 @@ def _device_arguments(choice: Choice, cluster: Cluster) -> dict[str, Any]:
     if choice.spec.is_ddp:
         values["ddp_find_unused_parameters"] = False
     return values
-
-
-def _batch_arguments(choice: Choice) -> dict[str, Any]:
-    return {
-        "per_device_train_batch_size": choice.micro_batch_size,
-        "per_device_eval_batch_size": choice.micro_batch_size,
-        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
-        "average_tokens_across_devices": True,
-    }
 
 
 def _schedule_arguments(run: Run) -> dict[str, Any]:
@@ -156,10 +176,6 @@ def _optimizer_arguments(run: Run, cluster: Cluster) -> dict[str, Any]:
         "max_grad_norm": run.max_grad_norm,
         "use_liger_kernel": run.loss == "fused",
     }
-
-
-def _precision_arguments(choice: Choice) -> dict[str, Any]:
-    return {"bf16": choice.precision == "bf16", "fp16": choice.precision == "fp16"}
 
 
 def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
