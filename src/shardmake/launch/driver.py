@@ -97,7 +97,10 @@ def adopt(training: Training) -> SubmittedJob | None:
         ShardmakeError: a job of other settings is still queued or running.
     """
     job = _find_job(training)
-    if job is None or _has_current_settings(training, job):
+    if job is None:
+        return None
+    folder = training.attempt_dir(job.attempt)
+    if folder.settings.exists() and folder.read().settings_digest == training.settings_digest:
         return job
     if training.jobs.status(job.id).state not in (JobState.ENDED, JobState.GONE):
         raise ShardmakeError(
@@ -108,11 +111,6 @@ def adopt(training: Training) -> SubmittedJob | None:
     logger.info("Job %s (attempt %d) of other settings has ended.", job.id, job.attempt)
     training.rundir.job.unlink(missing_ok=True)
     return None
-
-
-def _has_current_settings(training: Training, job: SubmittedJob) -> bool:
-    folder = training.attempt_dir(job.attempt)
-    return folder.settings.exists() and folder.read().settings_digest == training.settings_digest
 
 
 def _find_job(training: Training) -> SubmittedJob | None:

@@ -72,7 +72,9 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
         while (status := training.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):
             pause = POLL_SECONDS if status.state is not last else min(pause * 1.5, training.jobs.slowest_poll)
             if status.state is not last:
-                _report_state(status)
+                preposition = "on " if status.state is JobState.RUNNING else ""
+                nodes_or_reason = f" {preposition}{status.nodes}" if status.nodes else ""
+                logger.info("The job is %s%s.", status.state.value, nodes_or_reason)
             last = status.state
             if status.name == "PENDING" and pause >= LOW_MEMORY_WAIT_SECONDS:
                 # A pending job may wait for days: replace this process by one of little memory.
@@ -91,11 +93,6 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
         raise
     progress.poll()
     return status
-
-
-def _report_state(status: JobStatus) -> None:
-    preposition = "on " if status.state is JobState.RUNNING else ""
-    logger.info("The job is %s%s.", status.state.value, f" {preposition}{status.nodes}" if status.nodes else "")
 
 
 def _report_progress(training: Training, progress: ProgressPrinter, folder: AttemptDir, seconds: float) -> None:

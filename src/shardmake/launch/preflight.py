@@ -108,11 +108,9 @@ def check_scratch(scratch: Path) -> list[str]:
     if not os.access(scratch, os.W_OK | os.X_OK):
         return [f"the scratch folder {scratch} cannot be written"]
     free = shutil.disk_usage(scratch).free
-    return (
-        [f"the scratch folder {scratch} has {free / GIB:.2f} GiB free and needs {SCRATCH_BYTES / GIB:.0f} GiB"]
-        if free < SCRATCH_BYTES
-        else []
-    )
+    if free >= SCRATCH_BYTES:
+        return []
+    return [f"the scratch folder {scratch} has {free / GIB:.2f} GiB free and needs {SCRATCH_BYTES / GIB:.0f} GiB"]
 
 
 def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: int) -> list[str]:

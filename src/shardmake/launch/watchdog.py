@@ -183,7 +183,6 @@ class Watchdog:
         return path.read_text() if path.exists() else ""
 
     def _state_files(self) -> list[Path]:
-        """Return the files of process states, one per node."""
         return list(self.folder.stacks.glob("states-from-*.json"))
 
 
@@ -193,7 +192,6 @@ def _clocks() -> tuple[float, float]:
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    """Wait for ``condition``, at most ``seconds``."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.1)

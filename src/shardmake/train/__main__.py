@@ -22,24 +22,13 @@ _MODULES = {"trainer": "trainer", "loop": "loop", "script": "user_script"}
 """Module of each kind of program in ``training.json``."""
 
 
-def _die_with_launcher() -> None:
-    """End this rank when its launcher is killed; otherwise it would continue to write."""
-    die_with_parent()
-    if os.getppid() == 1:
-        sys.exit("The rank was not started, because its launcher has ended.")
-
-
-def _write_stacks_on_request(file: Path) -> None:
-    """On SIGUSR1, write the stacks of all threads to ``file``, even from inside a call that never returns."""
-    file.parent.mkdir(exist_ok=True)
-    faulthandler.register(signal.SIGUSR1, file=file.open("w"), all_threads=True)
-
-
 def main() -> None:
     """Run one rank, and keep the error that ends it for the driver."""
     for name in (signal.SIGTERM, signal.SIGUSR2):  # the worker handles them, and requests a stop by the stop file
         signal.signal(name, signal.SIG_IGN)
-    _die_with_launcher()
+    die_with_parent()  # without its launcher the rank would continue to write
+    if os.getppid() == 1:
+        sys.exit("The rank was not started, because its launcher has ended.")
     folder = Path(sys.argv[1]).resolve()
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank=rank)
@@ -47,7 +36,9 @@ def main() -> None:
     from shardmake.run.attempt import AttemptDir, record_error, write_heartbeat
 
     attempt = AttemptDir(folder)
-    _write_stacks_on_request(attempt.stack(rank))
+    # The worker requests the stacks with SIGUSR1; faulthandler answers even from inside a call that never returns.
+    attempt.stacks.mkdir(exist_ok=True)
+    faulthandler.register(signal.SIGUSR1, file=attempt.stack(rank).open("w"), all_threads=True)
     try:
         write_heartbeat(attempt, rank, "start", 0)
         _check_network(attempt)

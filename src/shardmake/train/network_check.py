@@ -112,7 +112,9 @@ def _check(on_cpu: bool, planned: float | None, deadline: float) -> list[Finding
     try:
         # NCCL may block beyond any deadline if a rank is absent.
         store.wait([f"joined-{other}" for other in range(world_size)], timedelta(seconds=deadline))
-        _init_process_group(store, rank, world_size, on_cpu, deadline)
+        group = {"backend": "gloo"} if on_cpu else {"backend": "nccl", "device_id": device_of_rank(on_cpu)}
+        timeout = timedelta(seconds=deadline)
+        dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout, **group)
         findings = measure_network(store, on_cpu, None if on_cpu else planned, deadline)
     except Exception as error:
         explained = _explain(error, store, world_size)
@@ -140,11 +142,6 @@ def _connect_store(deadline: float) -> Any:
     is_master = not launcher_serves and os.environ["RANK"] == "0"
     store = dist.TCPStore(address, port, is_master=is_master, timeout=timedelta(seconds=deadline))
     return dist.PrefixStore("shardmake-network-check", store)
-
-
-def _init_process_group(store: Any, rank: int, world_size: int, on_cpu: bool, deadline: float) -> None:
-    group = {"backend": "gloo"} if on_cpu else {"backend": "nccl", "device_id": device_of_rank(on_cpu)}
-    dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=deadline), **group)
 
 
 def _explain(error: Exception, store: Any, world_size: int) -> NetworkCheckError:

@@ -20,8 +20,6 @@ _PACKAGES: Final[Mapping[str, tuple[str, ...]]] = {
     "mlflow": ("mlflow",),
     "trackio": ("trackio",),
 }
-
-
 PROJECT: Final = "shardmake"
 
 
