@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, is_unfinished
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import tree_size
 from shardmake.core.units import GIB
 from shardmake.run.paths import RunDir

@@ -18,8 +18,7 @@ from shardmake.checkpoint.formats.contents import LoraUpdate, StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import locate
-from shardmake.consolidate.blocks import Block, page_aligned, read_into
-from shardmake.consolidate.convert import Converter
+from shardmake.consolidate.blocks import Block, Converter, page_aligned, read_into
 from shardmake.consolidate.jobs import BLOCK, CopyJob, MovePart, ReadBlock, plan_jobs, read_blocks
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.core.errors import CheckpointError

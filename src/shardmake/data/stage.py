@@ -55,7 +55,8 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
         "sources": {split: identity(source) for split, source in sources.items()},
-        "settings": _settings(run),
+        "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction"})
+        | run.model_dump(include={"sequence_length", "packing", "seed"}),
     }
     receipt = _current(rundir, inputs)
     if receipt is not None:
@@ -82,11 +83,6 @@ def _locate(run: Run) -> dict[str, Source]:
     if run.data.eval is not None:
         sources["eval"] = locate(run.data.eval, run.data, EVAL_SPLITS)
     return sources
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    data = run.data.model_dump(include={"format", "loss_on", "eval_fraction"})
-    return {**data, **run.model_dump(include={"sequence_length", "packing", "seed"})}
 
 
 def _load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":

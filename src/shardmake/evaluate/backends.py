@@ -69,7 +69,7 @@ def choose_backend(weights: int, machine: Machine) -> EvaluationBackend:
 
 
 def count_ranks(backend: EvaluationBackend, machine: Machine, wanted: int | None) -> int:
-    """Processes to start: as many as asked for, else one a GPU; `device-map` fills all devices from one process."""
+    """Return the number of ranks: ``wanted``, or one per GPU; `device-map` fills all devices from one process."""
     if backend == "device-map":
         return 1
     return wanted or max(1, machine.gpus)
@@ -83,7 +83,7 @@ def weights_size(folder: Path) -> int:
 
 @contextmanager
 def rendezvous_of(backend: EvaluationBackend, world_size: int) -> Iterator[str | None]:
-    """A file that ranks of one node find each other by, where ``backend`` needs them to."""
+    """Yield the path of a file for the ranks' rendezvous; None if ``backend`` needs none."""
     if backend not in PARTITIONED_INFERENCE:
         yield None
         return
@@ -181,7 +181,7 @@ def _load_partitioned(model: str, options: dict[str, Any], config: dict[str, Any
 
 
 def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBackend, nvme: str | None) -> dict[str, Any]:
-    """DeepSpeed's settings for inference: no optimizer, parameters partitioned and, where asked for, offloaded."""
+    """Return DeepSpeed's settings for inference: no optimizer, parameters partitioned and, for some, offloaded."""
     import torch
     from transformers import AutoConfig
 

@@ -66,7 +66,10 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         base=base.scores.as_record(),
         tuned=tuned.scores.as_record(),
         samples=_samples(tokenizer, prompts, base, tuned),
-        tasks=_side_by_side(base.tasks, tuned.tasks),
+        tasks=[
+            TaskScore(task=task, metric=metric, base=value, tuned=tuned.tasks[task, metric])
+            for (task, metric), value in sorted(base.tasks.items())
+        ],
     )
     for name, found in {"base": result.base, "tuned": result.tuned}.items():
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, {found.tokens:,} tokens")
@@ -162,13 +165,6 @@ def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) 
     del network
     torch.cuda.empty_cache()  # another process may load the next model on this GPU
     return Assessment(scores, answers, results)
-
-
-def _side_by_side(base: dict[tuple[str, str], float], tuned: dict[tuple[str, str], float]) -> list[TaskScore]:
-    return [
-        TaskScore(task=task, metric=metric, base=value, tuned=tuned[task, metric])
-        for (task, metric), value in sorted(base.items())
-    ]
 
 
 def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples) -> list[list[int]]:

@@ -1,10 +1,10 @@
 """Fetch the files of a model from the hub, at one commit, each compared with the hub's checksums."""
 
 import json
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
@@ -61,7 +61,11 @@ def _describe_once(api: "HfApi", repository: str, revision: str | None) -> Pinne
     tree = api.list_repo_tree(repository, recursive=True, revision=commit)
     listed = {entry.path: entry for entry in tree if isinstance(entry, RepoFile)}
     names = choose_files(listed)
-    large = {name: FileRecord(entry.size, entry.lfs.sha256) for name, entry in _weights(names, listed).items()}
+    large = {
+        name: FileRecord(entry.size, entry.lfs.sha256)
+        for name, entry in listed.items()
+        if name in names and is_weights(name) and entry.lfs  # files stored in git are small
+    }
     small = [name for name in names if name not in large]
     # by branch name, so that the cache resolves the name offline; a branch that moved meanwhile is fetched again
     folder = Path(api.snapshot_download(repository, revision=revision, allow_patterns=small))
@@ -70,11 +74,6 @@ def _describe_once(api: "HfApi", repository: str, revision: str | None) -> Pinne
     files = {name: large.get(name) or _checked(folder / name, listed[name]) for name in names}
     check_model_folder(folder, large)
     return PinnedSource(name=repository, revision=revision, commit=commit, path=str(folder), files=files)
-
-
-def _weights(names: Iterable[str], listed: Mapping[str, "RepoFile"]) -> dict[str, Any]:
-    """Return the hub's entries of the large weight files; files stored in git are small."""
-    return {name: listed[name] for name in names if is_weights(name) and listed[name].lfs}
 
 
 def is_weights(name: str) -> bool:

@@ -36,17 +36,12 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
     ``description`` is everything except the model's weights, ``weights`` the rest. Raises `ShardmakeError` if the hub
     refuses, a model folder is incomplete, or a file is missing and an offline switch is set.
     """
-    sources = _describe(run, rundir) if part != "weights" else _read(rundir)
+    sources = _describe(run, rundir) if part != "weights" else read_sources(rundir)
+    if sources is None:
+        raise ModelError(f"File not found: {rundir.sources}. Run first: shardmake fetch {rundir.name}")
     if part != "description":
         _fetch_weights(sources.model)
         WeightsReceipt(files=sources.model.files).write(rundir.weights_receipt)
-    return sources
-
-
-def _read(rundir: RunDir) -> Sources:
-    sources = read_sources(rundir)
-    if sources is None:
-        raise ModelError(f"File not found: {rundir.sources}. Run first: shardmake fetch {rundir.name}")
     return sources
 
 

@@ -70,7 +70,7 @@ class ExpectedFsdp(ExpectedEngine):
 
 
 class RetentionSettings(RunRecord):
-    """Which checkpoints stay (`shardmake.checkpoint.retention.Retention`)."""
+    """Which checkpoints stay (`shardmake.checkpoint.store.Retention`)."""
 
     keep: int = Field(description="Number of newest checkpoints.")
     best: bool = Field(description="Keep the checkpoint with the lowest evaluation loss as well.")

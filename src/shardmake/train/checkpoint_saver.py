@@ -34,7 +34,7 @@ from shardmake.checkpoint.record import (
     sync_file,
     wait_visible,
 )
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import DiskFullError, ShardmakeError

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import write_training_receipt
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.environment import leave_collectives_to_gloo

@@ -20,7 +20,7 @@ from pydantic import Field, TypeAdapter
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import BLOCK, FileEntry, list_files, wait_visible
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.core.atomic import write_json
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent

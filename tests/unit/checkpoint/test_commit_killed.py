@@ -9,7 +9,7 @@ import torch
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import find_problems
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.train.checkpoint_saver import Saver
 from tests.kill_at_write import Killer, points
 

@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from shardmake.checkpoint import record as record_module
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, FileEntry, fingerprint, list_files, read_record
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import TRAINER_STATE, is_final
 from shardmake.core.errors import CheckpointError
 

@@ -26,8 +26,7 @@ from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, torch_name
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.consolidate import blocks, jobs, stream, writer
-from shardmake.consolidate.blocks import PAGE, Block, page_aligned
-from shardmake.consolidate.convert import Converter
+from shardmake.consolidate.blocks import PAGE, Block, Converter, page_aligned
 from shardmake.consolidate.layout import PlannedTensor, parse_size, plan_shards
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError

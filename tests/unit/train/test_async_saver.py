@@ -15,7 +15,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import find_problems, list_files, read_record
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.config.models import Strategy
 from shardmake.core import disk
 from shardmake.core.disk import FreeSpace

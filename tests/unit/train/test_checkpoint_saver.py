@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
 from shardmake.train import checkpoint_saver

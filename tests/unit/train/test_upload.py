@@ -16,7 +16,7 @@ import pytest
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import FileEntry, find_problems, fingerprint
-from shardmake.checkpoint.retention import Retention
+from shardmake.checkpoint.store import Retention
 from shardmake.train import upload
 from shardmake.train.async_saver import ScratchFolder, upload_error
 from shardmake.train.upload import UploadRequest, merge_listings
