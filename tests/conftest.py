@@ -33,6 +33,7 @@ EXPENSIVE = ("forked", "shared_checkout")
 """Expensive fixtures of the session; the tests that share one run in one process of xdist."""
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests that ``make test`` leaves out, and keep tests that share something in one process of xdist."""
     for item in items:
