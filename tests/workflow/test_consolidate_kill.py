@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.consolidate import merge_plan, writer
+from shardmake.consolidate import merge, writer
 from shardmake.consolidate.loading import LoadingReport, load
 from shardmake.consolidate.merge import consolidate
 from tests.workflow.consolidate_checkpoints import trained
@@ -30,7 +30,7 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_loading_once(monkeypatch: pytest.MonkeyPatch, variant: Path) -> None:
     """Use one real report of transformers for all merges of this test."""
     report = report_of(variant / "base")
-    monkeypatch.setattr(merge_plan, "check_loading", lambda *_: report)
+    monkeypatch.setattr(merge, "check_loading", lambda *_: report)
 
 
 @functools.cache

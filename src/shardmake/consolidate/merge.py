@@ -1,17 +1,26 @@
-"""Merge a checkpoint into a verified Hugging Face folder."""
+"""Merge a checkpoint into a verified Hugging Face folder.
+
+Of tied weights that a checkpoint holds under both names, one is dropped if the bytes are equal.
+"""
 
 import logging
+import os
+import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from shardmake.checkpoint.formats.dtypes import Target, check_target
-from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL
+from shardmake.checkpoint.formats import huggingface, lora
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, check_target
+from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_model
 from shardmake.checkpoint.formats.unpickle import locate
-from shardmake.consolidate.layout import PlannedShard, parse_size
-from shardmake.consolidate.loading import LoadingReport
-from shardmake.consolidate.merge_plan import MergePlan
+from shardmake.consolidate.aux_files import config_folder, copy_aux_files
+from shardmake.consolidate.layout import PlannedShard, index_json, parse_size, plan_shards
+from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.consolidate.staging import (
     StagingLock,
     check_space,
@@ -23,11 +32,151 @@ from shardmake.consolidate.staging import (
 from shardmake.consolidate.stream import check_record
 from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
-from shardmake.core.errors import ConfigError
+from shardmake.core.atomic import write_json
+from shardmake.core.errors import CheckpointError, ConfigError
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
 
 logger = logging.getLogger(__name__)
+_MAX_LINES = 20
+_BLOCK = 1 << 20
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """The checkpoint to merge, the base model's folder, and the output files."""
+
+    contents: Contents
+    base: Path | None
+    dtype: Target
+    files: WeightFiles
+    max_shard_size: int
+    stored: dict[str, StoredTensor]
+    shards: list[PlannedShard]
+
+    @classmethod
+    def of(cls, contents: Contents, base: Path | None, dtype: Target, files: WeightFiles, size: int) -> "MergePlan":
+        """Plan the merge of every tensor that is not an alias."""
+        stored = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
+        shards = plan_shards(stored.values(), dtype, size, files)
+        if files == ADAPTER and len(shards) > 1:  # PEFT reads one file
+            shards = plan_shards(stored.values(), dtype, sum(shard.size for shard in shards), files)
+        return cls(contents, base, dtype, files, size, stored, shards)
+
+    @property
+    def sources(self) -> list[Path]:
+        """Folders to search for the small files, in order: the shards' folder, its parent, the base model's folder."""
+        folder = self.contents.folder
+        return [folder, folder.parent, *([self.base] if self.base is not None else [])]
+
+    @property
+    def is_adapter(self) -> bool:
+        """True if an adapter is written alone."""
+        return self.files == ADAPTER
+
+    def without_ties(self, loading: LoadingReport) -> "MergePlan":
+        """Return the plan in which each weight that transformers reports as tied is stored once."""
+        self.check(loading)
+        stored = without_aliases(self.stored, loading.ties)
+        if stored.keys() == self.stored.keys():
+            return self
+        shards = plan_shards(stored.values(), self.dtype, self.max_shard_size, self.files)
+        return replace(self, stored=stored, shards=shards)
+
+    def matches_base(self) -> bool:
+        """Return True if the base model's files hold the same tensors, so that no tied weight is stored twice.
+
+        Copying can then start before transformers, which takes seconds, has confirmed it.
+        """
+        if self.base is None or self.is_adapter or huggingface.find_weight_files(self.base) != MODEL:
+            return False
+        base = {name: tensor.shape for name, tensor in huggingface.read(self.base).tensors.items()}
+        return base == {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def check_skeleton(self, skeleton: Path, trust_remote_code: bool) -> LoadingReport:
+        """Load files with the headers of the merged model and without its bytes, and report what transformers finds.
+
+        This detects a checkpoint of another model before any weight is copied. The verification at the end sees the
+        same headers and need not load them again.
+        """
+        shutil.rmtree(skeleton, ignore_errors=True)
+        try:
+            self.write_small_files(skeleton)
+            for shard in self.shards:
+                with (skeleton / shard.name).open("wb") as file:
+                    file.truncate(shard.size)
+                    file.write(shard.header)
+            base = config_folder(self.sources) if self.is_adapter else None
+            return check_loading(skeleton, trust_remote_code, base)
+        finally:
+            shutil.rmtree(skeleton, ignore_errors=True)
+
+    def check(self, loading: LoadingReport) -> None:
+        """Raise `CheckpointError` if transformers reports a problem."""
+        problems = loading.problems()
+        if problems:
+            rest = len(problems) - _MAX_LINES
+            more = [f"... and {rest} more"] if rest > 0 else []
+            lines = (f"  {line}." for line in [*problems[:_MAX_LINES], *more])
+            headline = f"{self.contents.folder} does not fit the model's config.json:"
+            raise CheckpointError("\n".join([headline, *lines]))
+
+    def write_small_files(self, folder: Path) -> None:
+        """Write config, tokenizer, index and the like."""
+        dtypes = (planned.dtype for shard in self.shards for planned in shard.tensors)
+        adapter = lora.config_file(self.contents.folder) if self.is_adapter else None
+        copy_aux_files(self.sources, folder, dtypes, adapter)
+        if len(self.shards) > 1:
+            write_json(folder / self.files.index, index_json(self.shards))
+
+
+def without_aliases(tensors: dict[str, StoredTensor], ties: Iterable[tuple[str, str]]) -> dict[str, StoredTensor]:
+    """Return ``tensors`` without those that the model ties to another stored tensor.
+
+    Args:
+        tensors: Tensors by name.
+        ties: Name of each tied weight and of the weight that it shares.
+
+    Raises:
+        CheckpointError: Two tied weights are not equal, so that dropping one would lose it.
+    """
+    aliases = {alias: owner for alias, owner in ties if alias in tensors and owner in tensors and alias != owner}
+    for alias, owner in aliases.items():
+        if not have_same_bytes(tensors[alias], tensors[owner]):
+            raise CheckpointError(
+                f"The model's config ties {alias} to {owner}, but the checkpoint holds different values for them. Set "
+                "tie_word_embeddings to false in the config.json to keep both."
+            )
+    return {name: tensor for name, tensor in tensors.items() if name not in aliases}
+
+
+def have_same_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    """Return True if two tensors hold the same bytes; tensors with different pieces count as different."""
+    if (one.dtype, one.shape, len(one.pieces)) != (other.dtype, other.shape, len(other.pieces)):
+        return False
+    pairs = zip(_ordered(one), _ordered(other), strict=True)
+    return all(_is_same_piece(a, b, one.dtype) for a, b in pairs)
+
+
+def _ordered(tensor: StoredTensor) -> list[Piece]:
+    return sorted(tensor.pieces, key=lambda piece: piece.at)
+
+
+def _is_same_piece(one: Piece, other: Piece, dtype: str) -> bool:
+    if (one.at, one.count, one.runs, one.stride) != (other.at, other.count, other.runs, other.stride):
+        return False
+    places = [(locate(piece.record, dtype), piece.start) for piece in (one, other)]
+    files = [os.open(record.path, os.O_RDONLY) for record, _ in places]
+    try:
+        size = one.numel * ITEM_SIZE[dtype]
+        return all(
+            len({os.pread(file, min(_BLOCK, size - at), record.offset + start + at)
+                 for file, (record, start) in zip(files, places, strict=True)}) == 1
+            for at in range(0, size, _BLOCK)
+        )  # fmt: skip
+    finally:
+        for file in files:
+            os.close(file)
 
 
 def consolidate(
