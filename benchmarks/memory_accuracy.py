@@ -10,6 +10,7 @@ import argparse
 import csv
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +21,9 @@ from shardmake.config.models import Method
 from shardmake.core.units import GIB
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
+from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import gpu_memory
+from shardmake.memory.host import PROCESS
 from shardmake.memory.model import Model, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
@@ -263,11 +266,12 @@ def swift(row: Row) -> Case:
 
 def one_layer(row: Row) -> Case:
     """One layer's forward pass by itself: what it saved and its output (transformers of 2024)."""
-    from shardmake.memory.decoder import layer_forward_bytes
-
     model = models()[row["model"]]()
     behavior = LibraryBehavior(expands_keys=True, copies_attention=True)
-    size = layer_forward_bytes(base(row, model=model, strategy="zero2", split=split(model, "full"), behavior=behavior))
+    events = micro_step(base(row, model=model, strategy="zero2", split=split(model, "full"), behavior=behavior))
+    layer = events[events.index(("forward", 0)) : events.index(("forward end", 0))]
+    freed = {event[1] for event in layer if event[0] == "free"}
+    size = sum(event[2] for event in layer if event[0] == "alloc" and event[1] not in freed)
     return Case(size / GIB, "allocated")
 
 
@@ -277,11 +281,9 @@ def overhead(row: Row) -> Case:
 
 
 def host_load(row: Row) -> Case:
-    from shardmake.memory.host import loading_rank, waiting_rank
-
-    model = models()[row["model"]]()
-    size = loading_rank(model, 4, shard=5 * 10**9) if "rank 0" in row["strategy"] else waiting_rank()
-    return Case(size / GIB, "host")
+    """Under FSDP rank 0 holds all weights and the file that it reads; the other ranks receive theirs."""
+    weights_and_file = 4 * models()[row["model"]]().parameters + 5 * 10**9 if "rank 0" in row["strategy"] else 0
+    return Case((weights_and_file + PROCESS) / GIB, "host")
 
 
 def not_modelled(what: str) -> Callable[[Row], Case]:
@@ -326,6 +328,14 @@ def case_of(row: Row) -> Case:
 # Formulas that people use today
 
 
+def largest_module(model: Model) -> int:
+    """Elements of the module with the most parameters of its own, which DeepSpeed calls the largest layer."""
+    sizes: Counter[str] = Counter()
+    for tensor in model.tensors:
+        sizes[tensor.module] += tensor.numel
+    return max(sizes.values())
+
+
 def others(row: Row) -> dict[str, float]:
     """DeepSpeed's, accelerate's and the EleutherAI cookbook's figures for a full fine-tune, GiB."""
     if row["model"] not in models() or not row["params"].isdigit() or not row["seq_len"].isdigit():
@@ -334,7 +344,7 @@ def others(row: Row) -> dict[str, float]:
     p = model.parameters
     if "LoRA" in row["strategy"] or model.decoder is None or not row["micro_batch"].isdigit():
         return {}
-    deepspeed = 4 * model.largest_module + 18 * p / ranks
+    deepspeed = 4 * largest_module(model) + 18 * p / ranks
     accelerate = 2 * 4 * p if "bf16" in row["dtype"] else 4 * 4 * p
     s, b, h, layers = int(row["seq_len"]), int(row["micro_batch"]), model.hidden_size, len(model.blocks)
     per_layer = 34 if row["grad_ckpt"].startswith("yes") else 34 + 5 * model.decoder.a * s / h

@@ -123,10 +123,10 @@ def estimate(
 ) -> None:
     """Estimate the memory of every strategy, from a config.json alone."""
     from shardmake.commands import estimate
+    from shardmake.memory.hardware import ACCELERATORS
 
     if list_gpus:
-        for gpu in estimate.list_gpus():
-            typer.echo(gpu.name)
+        typer.echo("\n".join(ACCELERATORS))
         return
     answer = estimate.estimate(
         estimate.EstimateRequest(

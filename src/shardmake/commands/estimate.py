@@ -20,7 +20,6 @@ from shardmake.core.errors import ConfigError, ShardmakeError, nearest
 from shardmake.core.units import GIB
 from shardmake.memory import calibration
 from shardmake.memory.calibration import Calibration
-from shardmake.memory.hardware import ACCELERATORS, Accelerator
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.scenario import LibraryBehavior
@@ -312,8 +311,3 @@ def _print_terms(console: Any, rows: Iterable[Candidate]) -> None:
         for place, terms in (("host", row.memory.host), ("NVMe", row.memory.nvme), ("disk", row.memory.disk)):
             for term, size in terms.items():
                 console.print(f"  {size / GIB:9.3f} GiB  {place}: {term}")
-
-
-def list_gpus() -> list[Accelerator]:
-    """Return the catalogue of accelerators."""
-    return list(ACCELERATORS.values())

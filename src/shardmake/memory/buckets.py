@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from math import ceil
 from typing import Any, Final
 
@@ -31,26 +31,11 @@ class Buckets:
     buffer_count: int = 4
 
 
-SIZES = (
-    "reduce_bucket_size",
-    "allgather_bucket_size",
-    "stage3_prefetch_bucket_size",
-    "stage3_param_persistence_threshold",
-    "stage3_max_live_parameters",
-    "stage3_max_reuse_distance",
-    "sub_group_size",
-)
-
-
 def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
     """Return the sizes in the ``zero_optimization`` section of a DeepSpeed file."""
-    auto = {
-        "reduce_bucket_size": hidden_size * hidden_size,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        "stage3_param_persistence_threshold": 10 * hidden_size,
-    }
+    auto = auto_sizes(hidden_size)
     offload = zero.get("offload_optimizer") or {}
-    given = {name: value for name, value in zero.items() if name in SIZES}
+    given = {field.name: zero[field.name] for field in fields(Buckets) if field.type is int and field.name in zero}
     sizes: dict[str, Any] = {name: int(auto[name] if value == "auto" else value) for name, value in given.items()}
     return replace(
         Buckets(**sizes),
@@ -62,42 +47,42 @@ def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
 
 def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
     """Return the ``zero_optimization`` section, computed from the sizes of the model and the node."""
-    engine = choice.spec
+    engine, auto = choice.spec, auto_sizes(model.hidden_size)
     values: dict[str, Any] = {
         "stage": engine.zero_stage,
         "overlap_comm": not cluster.is_cpu,
         "contiguous_gradients": True,
         "reduce_scatter": True,
-        "reduce_bucket_size": reduce_bucket_size(model.hidden_size),
+        "reduce_bucket_size": auto["reduce_bucket_size"],
     }
-    values |= _stage3(choice, model, cluster) if engine.zero_stage == 3 else {"allgather_bucket_size": 500_000_000}
+    values |= _stage3(choice, auto, cluster) if engine.zero_stage == 3 else {"allgather_bucket_size": 500_000_000}
     if engine.offload_optimizer:
-        values["offload_optimizer"] = _offload_optimizer(engine.offload_optimizer, cluster, nvme_folder)
+        buffers = {"buffer_count": ADAM_STATES, "pipeline_read": False, "pipeline_write": False, "fast_init": False}
+        values["offload_optimizer"] = _offload(engine.offload_optimizer, cluster, nvme_folder, buffers)
     if engine.offload_param:
-        values["offload_param"] = _offload_param(engine.offload_param, choice, model, cluster, nvme_folder)
+        size, in_cpu = param_buffer_size(choice, model), params_in_cpu(choice, cluster)
+        buffers = {"buffer_count": 5, "buffer_size": size, "max_in_cpu": in_cpu}
+        values["offload_param"] = _offload(engine.offload_param, cluster, nvme_folder, buffers)
     return values
 
 
-def reduce_bucket_size(hidden_size: int) -> int:
-    """Return the elements reduced at once: h squared (Trainer's "auto"); DeepSpeed's default takes 1 GB in bf16."""
-    return hidden_size * hidden_size
+def auto_sizes(hidden_size: int) -> dict[str, int]:
+    """Return the elements that Trainer fills in for "auto": reduced at once, prefetched, and kept unsharded.
+
+    The reduce bucket is h squared; DeepSpeed's default takes 1 GB in bf16. The threshold covers norms and biases.
+    """
+    return {
+        "reduce_bucket_size": hidden_size * hidden_size,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        "stage3_param_persistence_threshold": 10 * hidden_size,
+    }
 
 
-def prefetch_bucket_size(hidden_size: int) -> int:
-    """Return the elements that ZeRO-3 prefetches: Trainer's "auto"."""
-    return int(0.9 * hidden_size * hidden_size)
-
-
-def param_persistence_threshold(hidden_size: int) -> int:
-    """Return the size up to which ZeRO-3 keeps tensors unsharded (norms, biases): Trainer's "auto"."""
-    return 10 * hidden_size
-
-
-def _stage3(choice: Choice, model: Model, cluster: Cluster) -> dict[str, Any]:
+def _stage3(choice: Choice, auto: Mapping[str, int], cluster: Cluster) -> dict[str, Any]:
     on_nvme = choice.spec.offload_optimizer == "nvme"
     return {
-        "stage3_prefetch_bucket_size": prefetch_bucket_size(model.hidden_size),
-        "stage3_param_persistence_threshold": param_persistence_threshold(model.hidden_size),
+        "stage3_prefetch_bucket_size": auto["stage3_prefetch_bucket_size"],
+        "stage3_param_persistence_threshold": auto["stage3_param_persistence_threshold"],
         "stage3_max_live_parameters": 1_000_000_000,
         "stage3_max_reuse_distance": 1_000_000_000,
         "sub_group_size": swapped_sub_group_size(choice, cluster) if on_nvme else 1_000_000_000,
@@ -119,29 +104,10 @@ def ram_per_rank(choice: Choice, cluster: Cluster) -> int:
     return int(cluster.memory_gib_per_node * GIB) // choice.processes_per_node
 
 
-def _offload_optimizer(device: Device, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
-    values: dict[str, Any] = {"device": device, "pin_memory": not cluster.is_cpu}
-    if device == "nvme":
-        values |= {
-            "nvme_path": nvme_folder,
-            "buffer_count": ADAM_STATES,
-            "pipeline_read": False,
-            "pipeline_write": False,
-            "fast_init": False,
-        }
-    return values
-
-
-def _offload_param(device: Device, choice: Choice, model: Model, cluster: Cluster, nvme_folder: str) -> dict[str, Any]:
-    values: dict[str, Any] = {"device": device, "pin_memory": not cluster.is_cpu}
-    if device == "nvme":
-        values |= {
-            "nvme_path": nvme_folder,
-            "buffer_count": 5,
-            "buffer_size": param_buffer_size(choice, model),
-            "max_in_cpu": params_in_cpu(choice, cluster),
-        }
-    return values
+def _offload(device: Device, cluster: Cluster, nvme_folder: str, buffers: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section ``offload_...``; ``buffers`` applies to NVMe."""
+    values = {"device": device, "pin_memory": not cluster.is_cpu}
+    return {**values, "nvme_path": nvme_folder, **buffers} if device == "nvme" else values
 
 
 def param_buffer_size(choice: Choice, model: Model) -> int:

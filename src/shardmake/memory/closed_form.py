@@ -5,7 +5,7 @@ layers. The rest is the arithmetic of `states`. Reserved memory here is allocate
 the chosen candidate, `estimate.gpu_memory` simulates the step and the allocator.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
@@ -14,9 +14,8 @@ from shardmake.memory.events import StepEvents
 from shardmake.memory.model import Decoder, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
-from shardmake.memory.states import Terms
+from shardmake.memory.states import EMBEDDING, HEAD, Terms, trained_units, units
 from shardmake.memory.trace import scaled
-from shardmake.memory.units import EMBEDDING, HEAD, trained_units, units
 
 RESERVED_SHARE = 1.08  # planning allowance for the allocator: replays give 1.01 to 1.20, most of them below this
 SHORT = (2, 3)  # layers of the two short steps
@@ -46,7 +45,7 @@ def _measure(scenario: Scenario) -> Profile:
         return of_events(micro_step(scenario) if shape else scaled(scenario), len(scenario.model.blocks))
     short, longer = (_with_layers(scenario, shape, layers) for layers in SHORT)
     return Profile(
-        *(a + (b - a) * (shape.layers - SHORT[0]) for a, b in zip(_figures(short), _figures(longer), strict=True))
+        *(a + (b - a) * (shape.layers - SHORT[0]) for a, b in zip(astuple(short), astuple(longer), strict=True))
     )
 
 
@@ -54,10 +53,6 @@ def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
     model = from_config({**scenario.model.config, "num_hidden_layers": layers})
     part = split(model, scenario.method, scenario.lora_rank, scenario.lora_targets)
     return of_events(micro_step(replace(scenario, model=model, split=part)), layers)
-
-
-def _figures(profile: Profile) -> tuple[int, int, int, int]:
-    return profile.forward, profile.loss, profile.last_layer, profile.first_layer
 
 
 def of_events(events: StepEvents, layers: int) -> Profile:

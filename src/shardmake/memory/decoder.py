@@ -272,18 +272,3 @@ class _DecoderStep:
         if self.tape.autocast:
             shifted = size_tensors.cast(shifted, 4)
         return size_tensors.nll_of_log_softmax(shifted, self.tokens), logits
-
-
-def layer_forward_bytes(scenario: Scenario) -> int:
-    """Return the bytes that one layer holds after its forward pass: saved tensors and its output."""
-    assert scenario.model.decoder is not None
-    step = _DecoderStep(scenario, scenario.model.decoder)
-    hidden = size_tensors.root(SizeTensor(step.tape, scenario.tokens * scenario.model.hidden_size, scenario.compute))
-    first = len(step.tape.events)
-    out = step._layer(hidden, 0)
-    sizes = {event[1]: event[2] for event in step.tape.events[first:] if event[0] == "alloc"}
-    for event in step.tape.events[first:]:
-        if event[0] == "free":
-            sizes.pop(event[1], None)
-    del out
-    return sum(sizes.values())

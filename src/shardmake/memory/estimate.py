@@ -121,7 +121,7 @@ def simulate(scenario: Scenario, buckets: Buckets, events: StepEvents) -> Timeli
     timeline.enter("load")
     for micro_steps in (1, min(scenario.accumulation, 2)):
         for _ in range(micro_steps):
-            replay(events, memory, timeline, last_block(scenario))
+            replay(events, memory, timeline, len(scenario.model.blocks) - 1)
         timeline.enter("optimizer step")
         memory.step()
     return timeline
@@ -133,11 +133,6 @@ def rank_memory(scenario: Scenario, buckets: Buckets, timeline: Timeline) -> Ddp
         return (Fsdp1Memory if scenario.fsdp_version == 1 else Fsdp2Memory)(scenario, buckets, timeline)
     by_stage = {0: DdpMemory, 1: Zero12Memory, 2: Zero12Memory, 3: Zero3Memory}
     return by_stage[scenario.zero_stage](scenario, buckets, timeline)
-
-
-def last_block(scenario: Scenario) -> int:
-    """Return the index of the last layer."""
-    return len(scenario.model.blocks) - 1
 
 
 def outside(scenario: Scenario) -> int:

@@ -19,11 +19,9 @@ class Family:
     tied: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
-    norms: int = 2
     head_dim: int | None = None
     kv_heads: int | None = None
     plus_one_norm: bool = False
-    gelu: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -31,23 +29,20 @@ FAMILIES: dict[str, Family] = {
     "mistral": Family("MistralForCausalLM", "MistralDecoderLayer", kv_heads=8),
     "qwen2": Family("Qwen2ForCausalLM", "Qwen2DecoderLayer", qkv_bias=True, kv_heads=32),
     "qwen3": Family("Qwen3ForCausalLM", "Qwen3DecoderLayer", qk_norm=True, head_dim=128, kv_heads=32),
-    "gemma": Family(
-        "GemmaForCausalLM", "GemmaDecoderLayer", tied=True, head_dim=256, kv_heads=16, plus_one_norm=True, gelu=True
-    ),
+    "gemma": Family("GemmaForCausalLM", "GemmaDecoderLayer", tied=True, head_dim=256, kv_heads=16, plus_one_norm=True),
 }
 
 
 def written_down(family: Family, config: Mapping[str, Any], source: str) -> Model:
     """Return the model of ``family`` that ``config`` describes."""
-    tied = bool(config.get("tie_word_embeddings", family.tied))
     decoder = _decoder(family, config)
-    tensors = tuple(_decoder_tensors(decoder, _biases(family, config), tied))
+    tensors = tuple(_decoder_tensors(decoder, family, config))
     rotary = 4 * (decoder.d // 2) * 2  # inv_freq and its original, fp32
     return Model(
         model_type=config["model_type"],
         architecture=family.architecture,
         tensors=tensors,
-        tied=tied,
+        tied=_tied(family, config),
         buffer_bytes=rotary + (4 if family.plus_one_norm else 0),
         block_classes=(family.block_class,),
         hidden_size=decoder.h,
@@ -57,6 +52,10 @@ def written_down(family: Family, config: Mapping[str, Any], source: str) -> Mode
         config=config,
         source=source,
     )
+
+
+def _tied(family: Family, config: Mapping[str, Any]) -> bool:
+    return bool(config.get("tie_word_embeddings", family.tied))
 
 
 def _decoder(family: Family, config: Mapping[str, Any]) -> Decoder:
@@ -70,46 +69,34 @@ def _decoder(family: Family, config: Mapping[str, Any]) -> Decoder:
         d=config.get("head_dim") or family.head_dim or config["hidden_size"] // heads,
         layers=config["num_hidden_layers"],
         v=config["vocab_size"],
-        norms=family.norms,
         qk_norm=family.qk_norm,
         plus_one_norm=family.plus_one_norm,
-        gelu=family.gelu,
         scaled_embedding=family.plus_one_norm,
     )
 
 
-@dataclass(frozen=True)
-class _Biases:
-    qkv: bool
-    out: bool
-    mlp: bool
-
-
-def _biases(family: Family, config: Mapping[str, Any]) -> _Biases:
-    attention = bool(config.get("attention_bias", False)) and not family.qkv_bias
-    return _Biases(attention or family.qkv_bias, attention, bool(config.get("mlp_bias", False)))
-
-
-def _decoder_tensors(shape: Decoder, biases: _Biases, tied: bool) -> Iterator[ParameterSpec]:
+def _decoder_tensors(shape: Decoder, family: Family, config: Mapping[str, Any]) -> Iterator[ParameterSpec]:
     yield ParameterSpec("model.embed_tokens.weight", (shape.v, shape.h), "embedding")
     for block in range(shape.layers):
-        yield from _block_tensors(shape, biases, block)
+        yield from _block_tensors(shape, family, config, block)
     yield ParameterSpec("model.norm.weight", (shape.h,), "norm")
-    if not tied:
+    if not _tied(family, config):
         yield ParameterSpec("lm_head.weight", (shape.v, shape.h), "linear")
 
 
-def _block_tensors(shape: Decoder, biases: _Biases, block: int) -> Iterator[ParameterSpec]:
+def _block_tensors(shape: Decoder, family: Family, config: Mapping[str, Any], block: int) -> Iterator[ParameterSpec]:
     prefix = f"model.layers.{block}"
+    out_bias = bool(config.get("attention_bias", False)) and not family.qkv_bias
+    qkv_bias, mlp_bias = out_bias or family.qkv_bias, bool(config.get("mlp_bias", False))
     q, kv = shape.a * shape.d, shape.k * shape.d
     linears = [
-        ("self_attn.q_proj", q, shape.h, biases.qkv),
-        ("self_attn.k_proj", kv, shape.h, biases.qkv),
-        ("self_attn.v_proj", kv, shape.h, biases.qkv),
-        ("self_attn.o_proj", shape.h, q, biases.out),
-        ("mlp.gate_proj", shape.f, shape.h, biases.mlp),
-        ("mlp.up_proj", shape.f, shape.h, biases.mlp),
-        ("mlp.down_proj", shape.h, shape.f, biases.mlp),
+        ("self_attn.q_proj", q, shape.h, qkv_bias),
+        ("self_attn.k_proj", kv, shape.h, qkv_bias),
+        ("self_attn.v_proj", kv, shape.h, qkv_bias),
+        ("self_attn.o_proj", shape.h, q, out_bias),
+        ("mlp.gate_proj", shape.f, shape.h, mlp_bias),
+        ("mlp.up_proj", shape.f, shape.h, mlp_bias),
+        ("mlp.down_proj", shape.h, shape.f, mlp_bias),
     ]
     for name, rows, columns, bias in linears:
         yield ParameterSpec(f"{prefix}.{name}.weight", (rows, columns), "linear", block)

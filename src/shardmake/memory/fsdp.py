@@ -10,8 +10,8 @@ from math import ceil
 from shardmake.core.units import MIB
 from shardmake.memory import states
 from shardmake.memory.ddp import DdpMemory
+from shardmake.memory.states import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
 from shardmake.memory.timeline import COMMUNICATION, REDUCTION, Pending
-from shardmake.memory.units import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
 
 BROADCAST_BUCKET = 250 * MIB  # PARAM_BROADCAST_BUCKET_SIZE in FSDP1's _init_utils.py
 IN_FLIGHT = 2  # _FreeEventQueue._max_num_inflight_all_gathers in FSDP1's _limiter_utils.py

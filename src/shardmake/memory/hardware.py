@@ -114,11 +114,12 @@ def from_cluster(cluster: Cluster) -> Hardware:
     """Return the hardware that a cluster file describes."""
     accelerator = find_accelerator(cluster.accelerator)
     host = int(cluster.memory_gib_per_node * GIB)
+    nvme = int(cluster.nvme_gib_per_node * GIB) if cluster.nvme_gib_per_node else 1 << 62
     return Hardware(
         accelerator=accelerator,
         gpu_memory=_gpu_memory(accelerator, cluster, host),
         host_memory=host,
-        nvme=_nvme(cluster),
+        nvme=None if cluster.nvme_path is None else nvme,
         processes_per_node=cluster.processes_per_node,
         cpus_per_node=cluster.cpus_per_node,
         max_nodes=cluster.max_nodes,
@@ -138,9 +139,3 @@ def _gpu_memory(accelerator: Accelerator, cluster: Cluster, host: int) -> int:
             "(nvidia-smi prints MiB: divide by 1024)."
         )
     return int(cluster.gpu_memory_gib * GIB)
-
-
-def _nvme(cluster: Cluster) -> int | None:
-    if cluster.nvme_path is None:
-        return None
-    return int(cluster.nvme_gib_per_node * GIB) if cluster.nvme_gib_per_node else 1 << 62

@@ -3,7 +3,6 @@
 from math import ceil
 
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.model import Model
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.states import Terms, largest_trained, optimizer_bytes
 
@@ -103,13 +102,3 @@ def disk_terms(scenario: Scenario, kept: int, final_bytes: int = 2) -> Terms:
         "checkpoints": (kept + 1) * checkpoint_bytes(scenario),
         "final model": final_bytes * scenario.model.parameters,
     }
-
-
-def loading_rank(model: Model, item: int, shard: int) -> int:
-    """Return the peak of the rank that loads under FSDP: all weights, the file being read, the process itself."""
-    return item * model.parameters + shard + PROCESS
-
-
-def waiting_rank() -> int:
-    """Return the memory of a rank that receives its weights from another rank."""
-    return PROCESS

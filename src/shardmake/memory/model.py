@@ -1,7 +1,7 @@
 """A model as the estimates see it: its tensors, their shapes and layers, and which of them train."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -48,14 +48,10 @@ class Decoder:
     d: int
     layers: int
     v: int
-    norms: int = 2
-    """Norms per layer on the residual stream."""
     qk_norm: bool = False
     plus_one_norm: bool = False
     """Gemma's norm multiplies by its weight in fp32, then casts back."""
-    gelu: bool = False
     scaled_embedding: bool = False
-    softcap: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,14 +100,6 @@ class Model:
     def embedding(self) -> int:
         """Elements of all embeddings and of an untied output head."""
         return sum(tensor.numel for tensor in self.tensors if tensor.kind == "embedding" or is_head(tensor))
-
-    @cached_property
-    def largest_module(self) -> int:
-        """Elements of the module with the most parameters of its own, which DeepSpeed calls the largest layer."""
-        sizes: dict[str, int] = {}
-        for tensor in self.tensors:
-            sizes[tensor.module] = sizes.get(tensor.module, 0) + tensor.numel
-        return max(sizes.values())
 
     @property
     def key(self) -> str:
@@ -199,10 +187,5 @@ def inventory_request(config: Mapping[str, Any], source: str, trust_remote_code:
 
 
 def tensors_from_json(values: Iterable[Mapping[str, Any]]) -> tuple[ParameterSpec, ...]:
-    """Return the tensors that `tensor_json` wrote."""
+    """Return the tensors that `dataclasses.asdict` made data of."""
     return tuple(ParameterSpec(t["name"], tuple(t["shape"]), t["kind"], t["block"]) for t in values)
-
-
-def tensor_json(tensor: ParameterSpec) -> dict[str, Any]:
-    """Return ``tensor`` as JSON data."""
-    return asdict(tensor)

@@ -5,12 +5,13 @@ report an error that the user can fix.
 """
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
-from shardmake.memory.model import ParameterSpec, tensor_json
+from shardmake.memory.model import ParameterSpec
 
 if TYPE_CHECKING:
     from torch import nn
@@ -72,7 +73,7 @@ def inventory(model: "nn.Module") -> dict[str, Any]:
     return {
         "model_type": config.model_type,
         "architecture": type(model).__name__,
-        "tensors": [tensor_json(tensor) for tensor in unique],
+        "tensors": [asdict(tensor) for tensor in unique],
         "tied": named > len(unique),
         "buffer_bytes": sum(b.numel() * b.element_size() for b in model.buffers()),
         "block_classes": sorted({type(model.get_submodule(path)).__name__ for path in blocks}),
@@ -95,7 +96,7 @@ def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[di
     except ValueError as error:
         raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
     found = {plain_name(n): tuple(p.shape) for n, p in adapted.named_parameters() if p.requires_grad}
-    return [tensor_json(ParameterSpec(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
+    return [asdict(ParameterSpec(name, shape, "linear", _block_of(name, blocks))) for name, shape in found.items()]
 
 
 def plain_name(name: str) -> str:

@@ -48,7 +48,11 @@ def probe(model: Model) -> Calibration:
     found = _run(short, ranks)
     shape = from_config(short)
     observations = [
-        Observation(tokens=tokens, predicted_reserved=_predicted(shape, ranks, tokens), **step)
+        Observation(
+            tokens=tokens,
+            predicted_reserved=gpu_memory(scenario(shape, ranks, tokens), Buckets()).reserved,
+            **step,
+        )
         for tokens, step in zip(TOKENS, found["steps"], strict=True)
     ]
     return fit(observations, found["nccl"], occupied[0], found["gpu"], socket.gethostname(), str(date.today()))
@@ -67,10 +71,6 @@ def scenario(shape: Model, ranks: int, tokens: int) -> Scenario:
         attention="sdpa",
         optimizer="sgd",
     )
-
-
-def _predicted(shape: Model, ranks: int, tokens: int) -> int:
-    return gpu_memory(scenario(shape, ranks, tokens), Buckets()).reserved
 
 
 def _occupied() -> list[int]:
@@ -160,18 +160,12 @@ def main() -> int:
     return 0
 
 
-def _device_used() -> int:
+def _outside_allocator() -> int:
     import torch
 
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
-    return total - free
-
-
-def _outside_allocator() -> int:
-    import torch
-
-    return _device_used() - torch.cuda.memory_reserved()
+    return total - free - torch.cuda.memory_reserved()
 
 
 def _observe(model: Any, vocabulary: int, tokens: int) -> dict[str, int]:

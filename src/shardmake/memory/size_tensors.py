@@ -156,11 +156,11 @@ def root(tensor: SizeTensor) -> SizeTensor:
     return tensor
 
 
-def backward(tape: Tape, loss: SizeTensor, first: int = 0) -> None:
-    """Run the graph backwards from ``loss`` down to node ``first``."""
+def backward(tape: Tape, loss: SizeTensor) -> None:
+    """Run the whole graph backwards from ``loss``."""
     assert loss.node is not None
     loss.node.grad = new(loss)
-    run_backward(tape, first)
+    run_backward(tape)
 
 
 def run_backward(tape: Tape, first: int = 0) -> None:

@@ -7,10 +7,13 @@ sets it up, torch's ``DistributedDataParallel`` reducer, bitsandbytes' optimizer
 from math import ceil
 
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.model import ParameterSpec
+from shardmake.memory.model import ParameterSpec, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 
 Terms = dict[str, int]
+HEAD = "head"
+EMBEDDING = "embedding"
+Unit = int | str  # weights that ZeRO-3 and FSDP gather at once: a layer, the embedding, or norm with head
 NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 and a 32-bit one per 64 * 256 (double quant)
 CONTEXT = int(0.5 * 2**30)  # CUDA context and kernels, lazily loaded: 0.45 to 0.55 GiB (facts: A100, torch 2)
 CUBLAS = 2 * 8_519_680  # a workspace for the forward and one for the backward thread (CUDABlas.cpp: 4096:2:16:8 KiB)
@@ -191,3 +194,37 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
     if scenario.is_fsdp and scenario.method == "full":
         return 2 * scenario.compute * scenario.model.largest_block
     return 0
+
+
+def unit_of(tensor: ParameterSpec, tied: bool) -> Unit:
+    """Return the group of ``tensor``: its layer, the embedding, or the tail, which also holds tied weights."""
+    if tensor.block is not None:
+        return tensor.block
+    if tensor.kind == "embedding":
+        return HEAD if tied else EMBEDDING
+    return HEAD
+
+
+def units(scenario: Scenario) -> dict[Unit, int]:
+    """Return the elements of each group; 4-bit weights count as the 16-bit elements that store them."""
+    return {unit: sum(parts) for unit, parts in unit_tensors(scenario).items()}
+
+
+def unit_tensors(scenario: Scenario) -> dict[Unit, list[int]]:
+    """Return the elements of each tensor of each group."""
+    sizes: dict[Unit, list[int]] = {}
+    model = scenario.model
+    for tensor in (*model.tensors, *scenario.split.adapters):
+        quantized = scenario.method == "qlora" and is_quantized(tensor) and "lora_" not in tensor.name
+        numel = ceil(tensor.numel * NF4_BYTES / scenario.compute) if quantized else tensor.numel
+        sizes.setdefault(unit_of(tensor, model.tied), []).append(numel)
+    return sizes
+
+
+def trained_units(scenario: Scenario) -> dict[Unit, int]:
+    """Return the trained elements of each group."""
+    sizes: dict[Unit, int] = {}
+    for tensor in trained_tensors(scenario):
+        unit = unit_of(tensor, scenario.model.tied)
+        sizes[unit] = sizes.get(unit, 0) + tensor.numel
+    return sizes

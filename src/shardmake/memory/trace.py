@@ -1,6 +1,5 @@
 """The events of a micro step from a fake-tensor trace, for architectures outside `families`."""
 
-import json
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import takewhile
@@ -19,17 +18,17 @@ TRACER = "shardmake.memory.tracer"
 
 def trace_all(scenarios: Iterable[Scenario]) -> None:
     """Trace the steps that `scaled` needs for ``scenarios``, in one process, and cache them on disk."""
-    wanted: dict[str, dict[str, Any]] = {}
-    for scenario in scenarios:
-        for size in _sizes(scenario):
-            request = _request(replace(scenario, micro_batch=size))
-            path = cached_path(TRACER, request)
-            if not path.is_file():
-                wanted[str(path)] = request
-    if wanted:
-        traces = run_helper(TRACER, {"requests": list(wanted.values())})
-        for request, events in zip(wanted.values(), traces, strict=True):
-            write_json(cached_path(TRACER, request), events)
+    _trace(_request(replace(scenario, micro_batch=size)) for scenario in scenarios for size in _sizes(scenario))
+
+
+def _trace(requests: Iterable[dict[str, Any]]) -> None:
+    """Trace the steps of ``requests`` that are not on disk."""
+    by_path = {cached_path(TRACER, request): request for request in requests}
+    missing = {path: request for path, request in by_path.items() if not path.is_file()}
+    if missing:
+        traces = run_helper(TRACER, {"requests": list(missing.values())})
+        for path, events in zip(missing, traces, strict=True):
+            write_json(path, events)
 
 
 def scaled(scenario: Scenario) -> StepEvents:
@@ -41,11 +40,11 @@ def scaled(scenario: Scenario) -> StepEvents:
     trace_all([scenario])
     one, *more = (read_cached(TRACER, _request(replace(scenario, micro_batch=size))) for size in _sizes(scenario))
     if more and not _same_events(one, more[0]):
-        return _traced(scenario, None)
+        return _traced(scenario)
     events = [_at_batch(scenario.micro_batch, *pair) for pair in zip(one, more[0], strict=True)] if more else one
     if _kept_layers(scenario.model) is None:
         return events
-    return unrolled(events, len(scenario.model.blocks), _prefix(scenario.model)) or _traced(scenario, None)
+    return unrolled(events, len(scenario.model.blocks), _prefix(scenario.model)) or _traced(scenario)
 
 
 def _kept_layers(model: Model) -> int | None:
@@ -70,12 +69,11 @@ def _sizes(scenario: Scenario) -> tuple[int, ...]:
     return (1,) if scenario.micro_batch == 1 else (2, 3)
 
 
-def _traced(scenario: Scenario, layers: int | None) -> StepEvents:
-    request = {**_request(scenario), "layers": layers}
-    path = cached_path(TRACER, request)
-    if not path.is_file():
-        write_json(path, run_helper(TRACER, {"requests": [request]})[0])
-    events: StepEvents = json.loads(path.read_text())
+def _traced(scenario: Scenario) -> StepEvents:
+    """Return the events of all layers, traced at the scenario's own size."""
+    request = {**_request(scenario), "layers": None}
+    _trace([request])
+    events: StepEvents = read_cached(TRACER, request)
     return events
 
 

@@ -70,7 +70,10 @@ def prepare(request: Mapping[str, Any]) -> nn.Module:
         model = _with_adapters(model, request)
     model.train()
     if request["checkpointing"]:
-        _enable_checkpointing(model, request["method"] != "full")
+        hooked: Any = model
+        hooked.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if request["method"] != "full":
+            hooked.enable_input_require_grads()
     return model
 
 
@@ -81,12 +84,6 @@ def _keep_layers(model: nn.Module, count: int) -> None:
     layers = model.get_submodule(path)
     assert isinstance(layers, nn.ModuleList)
     setattr(model.get_submodule(parent), name, layers[:count])
-
-
-def _enable_checkpointing(model: Any, adapters: bool) -> None:
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    if adapters:
-        model.enable_input_require_grads()
 
 
 def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:

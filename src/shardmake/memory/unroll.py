@@ -54,7 +54,7 @@ def _layers_alike(segments: dict[Place, list[Sequence[Any]]], origins: dict[int,
             list(_relative(segments.get((kind, layer), []), layer, origins, prefix))
             for layer in (TEMPLATE, TEMPLATE + 1)
         )
-        if one != two or any(abs(delta) > 1 for event in one for delta in _deltas(event)):
+        if one != two or any(event[0] == "free" and abs(event[2]) > 1 for event in one):
             return False
     return True
 
@@ -79,10 +79,6 @@ def _relative(
 def _reference(origin: Origin, layer: int) -> tuple[str, int, int]:
     (kind, index), ordinal = origin
     return kind, index - layer if kind in ("forward", "backward") else 0, ordinal
-
-
-def _deltas(event: Sequence[Any]) -> list[int]:
-    return [event[2]] if event[0] == "free" else []
 
 
 class _Unroller:

@@ -8,8 +8,8 @@ from math import ceil
 
 from shardmake.memory import states
 from shardmake.memory.ddp import DdpMemory
+from shardmake.memory.states import EMBEDDING, HEAD, Unit, units
 from shardmake.memory.timeline import COMMUNICATION, Pending
-from shardmake.memory.units import EMBEDDING, HEAD, Unit, units
 
 PENDING = 2  # fetches in flight (``PartitionedParameterCoordinator.__max_ongoing_fetch_events``)
 

@@ -54,24 +54,16 @@ def _may_fit(candidate: Candidate, hardware: Hardware) -> bool:
     return candidate.fits or (
         not hardware.is_cpu
         and candidate.memory.gpu.device < ALMOST * hardware.gpu_memory
-        and _host_fits(candidate, hardware)
+        and candidate.memory.host_total <= hardware.host_memory
     )
 
 
-def _host_fits(candidate: Candidate, hardware: Hardware) -> bool:
-    return candidate.memory.host_total <= hardware.host_memory
-
-
-def _order_of_trial(candidate: Candidate) -> tuple[int, tuple[float, tuple[bool, int], bool, int]]:
-    return candidate.choice.nodes, _speed_then_simplicity(candidate)
-
-
-def _speed_then_simplicity(candidate: Candidate) -> tuple[float, tuple[bool, int], bool, int]:
-    """Sort by speed; within a percent by simplicity, checkpointing and micro batch."""
+def _order_of_trial(candidate: Candidate) -> tuple[int, float, tuple[bool, int], bool, int]:
+    """Sort by nodes and speed; within a percent by simplicity, checkpointing and micro batch."""
     choice = candidate.choice
     simplicity = choice.is_fsdp, 0 if choice.is_fsdp else choice.spec.fallback_order
     rounded = float(f"{candidate.step_seconds:.2g}")
-    return rounded, simplicity, choice.gradient_checkpointing, choice.micro_batch_size
+    return choice.nodes, rounded, simplicity, choice.gradient_checkpointing, choice.micro_batch_size
 
 
 def reason_of(chosen: Candidate, candidates: list[Candidate]) -> str:

@@ -39,18 +39,13 @@ def _wrong_run(run: Run) -> Iterator[str]:
 
 
 def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:
+    from transformers import CONFIG_MAPPING
+
     if cluster.processes_per_node % size:
         yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
     heads = model.config.get("num_attention_heads", 0)
     for name, count in (("attention", heads), ("key-value", model.config.get("num_key_value_heads") or heads)):
         if count % size:
             yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
-    if not _has_plan(model.model_type):
+    if model.model_type not in CONFIG_MAPPING or not CONFIG_MAPPING[model.model_type].base_model_tp_plan:
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
-
-
-def _has_plan(model_type: str) -> bool:
-    """Return True if transformers has a tensor-parallel plan for this model type."""
-    from transformers import CONFIG_MAPPING
-
-    return model_type in CONFIG_MAPPING and bool(CONFIG_MAPPING[model_type].base_model_tp_plan)

@@ -27,7 +27,9 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
         "main_training_function": "main",
     }
     if spec.is_deepspeed:
-        return values | {"deepspeed_config": _deepspeed_section(choice)}
+        # `standard` is torchrun: the default for several nodes is pdsh, which needs ssh.
+        section = {"deepspeed_multinode_launcher": "standard", "zero3_init_flag": choice.zero_stage == 3}
+        return values | {"deepspeed_config": section}
     # Accelerate refuses this key beside a DeepSpeed file, which holds the precision itself.
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
     if spec.is_fsdp:
@@ -35,14 +37,6 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
         if run.fsdp_version == 2 and (spec.hybrid or choice.tensor_parallel > 1):
             values["parallelism_config"] = _mesh(choice)
     return values
-
-
-def _deepspeed_section(choice: Choice) -> dict[str, Any]:
-    """Return the section for torchrun (`standard`): the default for several nodes is pdsh, which needs ssh."""
-    return {
-        "deepspeed_multinode_launcher": "standard",
-        "zero3_init_flag": choice.zero_stage == 3,
-    }
 
 
 def _mesh(choice: Choice) -> dict[str, Any]:

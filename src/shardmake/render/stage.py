@@ -122,6 +122,7 @@ def launch_flags(plan: Plan, folder: Path, machine_rank: int | str, address: str
 
     ``folder`` is the folder of the rendered files.
     """
+    threads = max(1, plan.resources["train"].cpus // plan.choice.processes_per_node)  # for DeepSpeed's CPU optimizer
     return [
         *(("--deepspeed_config_file", str(folder.absolute() / DEEPSPEED)) if plan.choice.is_deepspeed else ()),
         *("--machine_rank", str(machine_rank)),
@@ -129,13 +130,8 @@ def launch_flags(plan: Plan, folder: Path, machine_rank: int | str, address: str
         *("--main_process_port", str(port)),
         *("--rdzv_backend", "static", "--same_network"),
         *("--max_restarts", "0"),
-        *("--num_cpu_threads_per_process", str(threads_per_process(plan))),
+        *("--num_cpu_threads_per_process", str(threads)),
     ]
-
-
-def threads_per_process(plan: Plan) -> int:
-    """Return the cores of a node per rank, on which DeepSpeed's CPU optimizer runs."""
-    return max(1, plan.resources["train"].cpus // plan.choice.processes_per_node)
 
 
 def _check_hybrid(choice: Choice) -> None:
