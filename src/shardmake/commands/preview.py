@@ -49,15 +49,13 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, configuration: Iterable[
     """
     try:
         local = localize(run, rundir)
-        is_current = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(map(_changed, configuration))
+        is_current = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(
+            path.stat().st_mtime for path in configuration
+        )
         plan = Plan.read(rundir.plan) if is_current else make_plan(rundir.name, local, cluster)[0]
         return _page(_submitted(plan, cluster, rundir)) + f"# --- the files: shardmake render {rundir.name} --show\n"
     except (ShardmakeError, OSError) as error:
         return f"# The submission is not known yet: {error}\n"
-
-
-def _changed(path: Path) -> float:
-    return path.stat().st_mtime
 
 
 def _folder(rundir: RunDir) -> AttemptDir:

@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass, replace
 
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
+from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.events import StepEvents
 from shardmake.memory.model import Decoder, split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario

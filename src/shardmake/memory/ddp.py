@@ -2,17 +2,23 @@
 
 `DdpMemory` puts the states of one rank on a `Timeline`. Its methods are called before and after a layer, when a
 gradient is complete, at the end of a backward pass and at the optimizer's step. ZeRO and FSDP override them.
-Source: torch's ``reducer.cpp``.
+`replay` calls them in the order of the events of a micro step, simulated or traced. Source: torch's ``reducer.cpp``.
+
+Events, in order: ``alloc number bytes``, ``free number``, ``forward block``, ``forward end block``, ``loss``,
+``backward``, ``backward block block``, ``grad number name`` (a weight's gradient is complete; number is its storage).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from typing import Any
 
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import COMPUTE, Timeline
 
+StepEvents = Sequence[Sequence[Any]]
 FLAT = ("model buffers", "cuBLAS workspaces", "communication buffers", "persistent weights", "gradients")
 
 
@@ -102,3 +108,41 @@ class DdpMemory:
         for key in self.gradients.values():
             self.timeline.free(key)
         self.gradients.clear()
+
+
+def replay(events: StepEvents, memory: DdpMemory, timeline: Timeline, last_block: int) -> None:
+    """Add one forward and backward pass to ``timeline``."""
+    keys: dict[int, int] = {}
+    sizes: dict[int, int] = {}
+    kept: set[int] = set()
+    term = "activations"
+    timeline.enter("forward")
+    for event in events:
+        match event[0]:
+            case "alloc":
+                keys[event[1]] = timeline.alloc(event[2], term)
+                sizes[event[1]] = event[2]
+            case "free":
+                if event[1] not in kept:
+                    timeline.free(keys.pop(event[1]))
+            case "grad":
+                number, name = event[1], event[2]
+                key = keys.get(number) if number is not None else None
+                if memory.gradient(name, sizes.get(number, 0), key):
+                    kept.add(number)
+            case "forward":
+                memory.before_forward(event[1])
+            case "forward end":
+                memory.after_forward(event[1])
+                if event[1] == last_block:
+                    memory.before_head()
+                    term = "logits and loss"
+                    timeline.enter("cross entropy")
+            case "backward":
+                memory.start_backward()
+            case "backward block":
+                term = "backward temporaries"
+                if event[1] == last_block:
+                    timeline.enter("backward")
+                memory.before_backward(event[1])
+    memory.end_backward()

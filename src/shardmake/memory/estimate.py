@@ -6,9 +6,8 @@ from typing import Any
 from shardmake.core.units import GIB
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.ddp import DdpMemory
+from shardmake.memory.ddp import DdpMemory, StepEvents, replay
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.events import StepEvents, replay
 from shardmake.memory.fsdp import Fsdp1Memory, Fsdp2Memory
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import Scenario

@@ -13,7 +13,7 @@ TensorEvent = tuple[Any, ...]
 
 
 class Tape:
-    """The events of a step in order, in the form of `shardmake.memory.events`."""
+    """The events of a step in order, in the form of `shardmake.memory.ddp`."""
 
     def __init__(self) -> None:
         self.events: list[TensorEvent] = []

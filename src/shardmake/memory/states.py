@@ -148,14 +148,10 @@ def _masters(scenario: Scenario) -> int:
 
 
 def _optimizer(scenario: Scenario) -> int:
-    trained, n = scenario.split.trainable, scenario.shards
     if scenario.offloads_optimizer:
         return 0
-    if scenario.zero_stage:
-        return ceil(optimizer_bytes(scenario) * ceil(trained / n))
-    if scenario.is_fsdp:
-        return ceil(optimizer_bytes(scenario, trained_bytes(scenario)) * ceil(trained / n))
-    return ceil(optimizer_bytes(scenario, trained_bytes(scenario)) * trained)
+    held = ceil(scenario.split.trainable / (1 if scenario.spec.is_ddp else scenario.shards))
+    return ceil(optimizer_bytes(scenario, 4 if scenario.zero_stage else trained_bytes(scenario)) * held)
 
 
 def _communication(scenario: Scenario, buckets: Buckets) -> int:

@@ -1,19 +1,27 @@
-"""The events of a micro step from a fake-tensor trace, for architectures outside `families`."""
+"""The events of a micro step from a fake-tensor trace, for architectures outside `families`.
 
-from collections.abc import Iterable
+A few layers are traced, and the events of a middle one are repeated. Their references move along: to the layer's own
+allocations, to those of its neighbours, and to those outside the layers. That is right only if layers are alike, which
+is checked.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from shardmake.core.atomic import write_json
 from shardmake.memory.cache import cached_path, read_cached, run_helper
+from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import weight_bytes
-from shardmake.memory.events import StepEvents
 from shardmake.memory.model import Model
 from shardmake.memory.scenario import Scenario
-from shardmake.memory.unroll import KEPT, unrolled
 
 TRACER = "shardmake.memory.tracer"
+KEPT = 4  # layers that are traced: the first, two that must be alike, the last
+Place = tuple[str, int]  # a segment: "forward" or "backward" of a layer, or "start" and "loss" with 0
+Origin = tuple[Place, int]  # the segment of an allocation and its ordinal there
+TEMPLATE = 1
 
 
 def trace_all(scenarios: Iterable[Scenario]) -> None:
@@ -109,3 +117,128 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "targets": scenario.lora_targets,
         "dropout": scenario.lora_dropout,
     }
+
+
+def unrolled(events: StepEvents, layers: int, prefix: str) -> list[list[Any]] | None:
+    """Return the events of `KEPT` layers extended to ``layers``; weights' names begin with ``prefix`` and an index.
+
+    The result is None if the two middle layers differ, or refer to layers further away than the next.
+    """
+    segments, origins = _segments(events)
+    if not _layers_alike(segments, origins, prefix):
+        return None
+    return _Unroller(segments, origins, layers, prefix).run()
+
+
+def _segments(events: StepEvents) -> tuple[dict[Place, list[Sequence[Any]]], dict[int, Origin]]:
+    """Return the events by place, in order, and the place in which each number was allocated."""
+    place: Place = ("start", 0)
+    segments: dict[Place, list[Sequence[Any]]] = {place: []}
+    origins: dict[int, Origin] = {}
+    counts: dict[Place, int] = {}
+    for event in events:
+        if event[0] in ("forward", "backward block"):
+            place = (event[0].split()[0], event[1])
+        elif event[0] == "loss" or (event[0] == "alloc" and place == ("forward", KEPT - 1) and _ended(segments[place])):
+            place = ("loss", 0)
+        segments.setdefault(place, []).append(event)
+        if event[0] == "alloc":
+            origins[event[1]] = (place, counts.get(place, 0))
+            counts[place] = counts.get(place, 0) + 1
+    return segments, origins
+
+
+def _ended(segment: Sequence[Sequence[Any]]) -> bool:
+    return any(event[0] == "forward end" for event in segment)
+
+
+def _layers_alike(segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], prefix: str) -> bool:
+    for kind in ("forward", "backward"):
+        one, two = (
+            list(_relative(segments.get((kind, layer), []), layer, origins, prefix))
+            for layer in (TEMPLATE, TEMPLATE + 1)
+        )
+        if one != two or any(event[0] == "free" and abs(event[2]) > 1 for event in one):
+            return False
+    return True
+
+
+def _relative(
+    segment: Sequence[Sequence[Any]], layer: int, origins: dict[int, Origin], prefix: str
+) -> Iterator[tuple[Any, ...]]:
+    """Yield a layer's events without its own index and without numbers."""
+    for event in segment:
+        match event[0]:
+            case "alloc":
+                yield "alloc", event[2]
+            case "free":
+                yield "free", *_reference(origins[event[1]], layer)
+            case "grad":
+                reference = None if event[1] is None else _reference(origins[event[1]], layer)
+                yield "grad", reference, event[2].replace(f"{prefix}{layer}.", f"{prefix}?.")
+            case _:
+                yield event[0], event[1] - layer
+
+
+def _reference(origin: Origin, layer: int) -> tuple[str, int, int]:
+    (kind, index), ordinal = origin
+    return kind, index - layer if kind in ("forward", "backward") else 0, ordinal
+
+
+class _Unroller:
+    """Writes the longer events, and numbers anew."""
+
+    def __init__(
+        self, segments: dict[Place, list[Sequence[Any]]], origins: dict[int, Origin], layers: int, prefix: str
+    ) -> None:
+        self.segments = segments
+        self.origins = origins
+        self.layers = layers
+        self.prefix = prefix
+        self.numbers: dict[Origin, int] = {}
+        self.events: list[list[Any]] = []
+
+    def run(self) -> list[list[Any]]:
+        self._write("start", 0, 0)
+        for layer in range(self.layers):
+            self._write("forward", self._kept(layer), layer)
+        self._write("loss", 0, 0)
+        for layer in reversed(range(self.layers)):
+            self._write("backward", self._kept(layer), layer)
+        return self.events
+
+    def _kept(self, layer: int) -> int:
+        """Return the traced layer that ``layer`` is a copy of."""
+        from_end = self.layers - layer
+        return KEPT - from_end if from_end < KEPT - TEMPLATE else min(layer, TEMPLATE)
+
+    def _write(self, kind: str, kept: int, layer: int) -> None:
+        count = 0
+        for event in self.segments.get((kind, kept), []):
+            match event[0]:
+                case "alloc":
+                    number = len(self.numbers)
+                    self.numbers[(kind, layer), count] = number
+                    count += 1
+                    self.events.append(["alloc", number, event[2]])
+                case "free":
+                    self.events += [["free", number] for number in self._moved(event[1], kind, kept, layer)]
+                case "grad":
+                    name = event[2].replace(f"{self.prefix}{kept}.", f"{self.prefix}{layer}.")
+                    numbers = [] if event[1] is None else self._moved(event[1], kind, kept, layer)
+                    self.events.append(["grad", numbers[0] if numbers else None, name])
+                case "forward" | "forward end" | "backward block":
+                    self.events.append([event[0], layer])
+                case _:
+                    self.events.append(list(event))
+
+    def _moved(self, number: int, kind: str, kept: int, layer: int) -> list[int]:
+        """Return the new numbers for ``number``; several if a place outside the layers frees it for all layers."""
+        (its_kind, its_layer), ordinal = self.origins[number]
+        if its_kind in ("start", "loss"):
+            places = [0]
+        elif kind in ("start", "loss"):
+            places = [copy for copy in range(self.layers) if self._kept(copy) == its_layer]
+        else:
+            places = [layer + its_layer - kept]
+        return [self.numbers[(its_kind, place), ordinal] for place in places]

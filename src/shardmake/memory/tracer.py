@@ -41,7 +41,7 @@ def _trace_or_explain(request: Mapping[str, Any]) -> list[Event]:
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
-    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.events`."""
+    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.ddp`."""
     emulate_gpu_kernels(request["softmax_saves_input"])
     model = prepare(request)
     recorder = Recorder()

@@ -11,6 +11,7 @@ from shardmake.core.atomic import write_json
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.cache import cached_path
+from shardmake.memory.ddp import StepEvents
 from shardmake.memory.estimate import (
     COMFORT,
     Estimate,
@@ -20,12 +21,11 @@ from shardmake.memory.estimate import (
     from_json,
     verdict,
 )
-from shardmake.memory.events import StepEvents
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import trace_all
-from shardmake.plan import step_time
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.resolve import ResolvedRun
+from shardmake.plan.step_time import step_time
 from shardmake.run.plan import Choice
 
 
@@ -70,7 +70,7 @@ class Planner:
         hardware = self.settings.hardware
         fits, reason = verdict(memory, scenario, hardware)
         low_headroom = not hardware.is_cpu and memory.gpu.device * COMFORT > hardware.gpu_memory
-        seconds = step_time.step_time(scenario, hardware).total
+        seconds = step_time(scenario, hardware)
         is_half_precision = choice.precision != self.settings.precision
         return Candidate(choice, memory, fits, low_headroom, reason, seconds, simulated, is_half_precision)
 

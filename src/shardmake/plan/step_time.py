@@ -4,8 +4,6 @@ This is a roofline: each part is bytes or FLOP over a rate, times the share of i
 candidates and is not a prediction of time.
 """
 
-from dataclasses import dataclass
-
 from shardmake.core.units import GB
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES, Scenario
@@ -18,33 +16,13 @@ NVME_RATE = 3 * GB  # read or write, one good drive
 SMALL_BATCH = 256  # tokens at which kernels reach half their speed
 
 
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds by part."""
-
-    compute: float
-    recomputation: float
-    communication: float
-    offload: float
-    optimizer: float
-
-    @property
-    def total(self) -> float:
-        """Seconds per optimizer step."""
-        return self.compute + self.recomputation + self.communication + self.offload + self.optimizer
-
-
-def step_time(scenario: Scenario, hardware: Hardware) -> StepTime:
+def step_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of one optimizer step of ``scenario`` on ``hardware``."""
     forward = _forward_seconds(scenario, hardware) * scenario.accumulation
     backward = forward * (2 if scenario.method == "full" else 1.1)
-    return StepTime(
-        compute=forward + backward,
-        recomputation=forward if scenario.checkpointing else 0.0,
-        communication=_communication(scenario, hardware),
-        offload=_offload(scenario, hardware),
-        optimizer=_optimizer(scenario, hardware),
-    )
+    recomputation = forward if scenario.checkpointing else 0.0
+    communication, offload = _communication(scenario, hardware), _offload(scenario, hardware)
+    return forward + backward + recomputation + communication + offload + _optimizer(scenario, hardware)
 
 
 def forward_flops(scenario: Scenario) -> float:

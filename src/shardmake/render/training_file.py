@@ -51,14 +51,10 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         expected=expected_engine(choice, run.fsdp_version),
         loss=run.loss,
         checkpoints=_checkpoints(choice, run, cluster),
-        program=_program(run),
+        program=LoopProgram(kind=run.engine)
+        if run.script is None
+        else ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(Path(run.script))),
     )
-
-
-def _program(run: Run) -> LoopProgram | ScriptProgram:
-    if run.script is None:
-        return LoopProgram(kind=run.engine)
-    return ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(Path(run.script)))
 
 
 def load_dtype(choice: Choice, run: Run) -> str:

@@ -10,14 +10,13 @@ import pytest
 
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import Profile, of_events
+from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.estimate import gpu_memory
-from shardmake.memory.events import StepEvents
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
-from shardmake.memory.trace import _prefix, _request
-from shardmake.memory.unroll import unrolled
+from shardmake.memory.trace import _prefix, _request, unrolled
 from tests.unit.memory.test_model import OTHERS
 
 SIZES = {

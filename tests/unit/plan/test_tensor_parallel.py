@@ -6,8 +6,7 @@ import pytest
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import choices
-from shardmake.plan.resolve import resolve
-from shardmake.plan.tensor_parallel import check_tensor_parallel
+from shardmake.plan.resolve import check_tensor_parallel, resolve
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
