@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 BIN := .venv/bin
-PYTEST := $(BIN)/pytest -n 2 --dist loadgroup --no-loadscope-reorder
+PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
 EXTRA := not nvme and not trackers and not two_users and not faults and not sweep
 export DS_BUILD_OPS := 0

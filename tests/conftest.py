@@ -4,12 +4,14 @@ import logging
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.scheduler import LoadScopeScheduling
 
 from shardmake.demo import make_inputs
-from tests.tiers import belongs_to_make_test
+from tests.tiers import belongs_to_make_test, group_of
 from tests.workflow.checkout import Checkout
 
 # No deadline for an example: tests share two cores with trainings.
@@ -29,23 +31,23 @@ def default_logging() -> Iterator[None]:
     logger.propagate = True
 
 
-EXPENSIVE = ("forked", "shared_checkout")
-"""Expensive fixtures of the session; the tests that share one run in one process of xdist."""
-
-
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that ``make test`` leaves out, and keep tests that share something in one process of xdist."""
+    """Mark the tests that ``make test`` leaves out."""
     for item in items:
         if not belongs_to_make_test(item.nodeid):
             item.add_marker(pytest.mark.full)
-        fixtures = getattr(item, "fixturenames", ())
-        groups = [fixture for fixture in EXPENSIVE if fixture in fixtures]
-        if item.path.name.startswith("test_consolidate"):
-            groups = ["consolidate"]
-        if item.path.parent.name == "cluster":
-            groups = ["cluster"]  # there is only one three-node Slurm at a time
-        item.add_marker(pytest.mark.xdist_group(groups[0] if groups else str(item.path)))
+
+
+class GroupScheduling(LoadScopeScheduling):
+    """Send the tests of one group to one process of xdist, because they share an expensive fixture."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return group_of(nodeid)
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    """Take the groups of `group_of`; xdist's own groups by marker need an older pytest."""
+    return GroupScheduling(config, log)
 
 
 @pytest.fixture(scope="session")

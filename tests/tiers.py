@@ -44,3 +44,24 @@ def belongs_to_make_test(node: str) -> bool:
     if file.startswith("unit/"):
         return not (file in SLOW_UNIT and re.search(SLOW_UNIT[file], name))
     return bool(file in QUICK and re.search(QUICK[file], name))
+
+
+GROUPS = {
+    "cluster/": "cluster",  # there is only one three-node Slurm at a time
+    "workflow/test_consolidate": "consolidate",
+    **{
+        f"workflow/test_{name}.py": "forked"
+        for name in ("asynchronous", "loop", "reshard", "resume", "saving", "trackers")
+    },
+    **{
+        f"workflow/test_{name}.py": "shared checkout"
+        for name in ("nvme", "offloaded_adam", "script", "strategies", "submission_limit")
+    },
+}
+"""Groups of tests that share an expensive fixture, by the beginning of their files below ``tests``."""
+
+
+def group_of(node: str) -> str:
+    """Return the group of the test with the pytest id ``node``: tests of a group run in one process."""
+    file = node.removeprefix("tests/").partition("::")[0]
+    return next((group for start, group in GROUPS.items() if file.startswith(start)), file)
