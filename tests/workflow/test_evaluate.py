@@ -299,7 +299,7 @@ def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Pa
 
 
 def test_a_misspelt_task_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
-    with pytest.raises(ShardmakeError, match=r"lm_eval has no task 'lab_sumz'\. Did you mean 'lab_sums'"):
+    with pytest.raises(ShardmakeError, match=r"unknown task 'lab_sumz'\. Did you mean 'lab_sums'"):
         evaluate(a_run(folder, tmp_path, lm_eval=["lab_sumz"], lm_eval_path=str(task)), rundir)
 
 

@@ -83,5 +83,5 @@ def texts(folder: Path) -> list[str]:
 def test_a_data_set_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:
     done = run_fetch(hub, tmp_path)
     assert done.returncode == 1
-    assert "Asking the hub for the data set lab/talk failed: Repository not found" in done.stderr
+    assert "Requesting the data set lab/talk from the hub failed: Repository not found" in done.stderr
     assert "hf auth login" in done.stderr
