@@ -1,5 +1,6 @@
 """``from shardmake import estimate, consolidate, verify``, without the cost of torch at ``import shardmake``."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -44,3 +45,15 @@ def test_consolidate_and_verify_can_be_called_after_their_package_was_imported(t
         consolidate(tmp_path / "missing", tmp_path / "out")
     with pytest.raises(ShardmakeError, match="missing"):
         verify(tmp_path / "missing")
+
+
+def test_main_guards_are_the_last_statement_of_their_module() -> None:
+    """A function below the guard does not exist yet when the module runs as a program."""
+    for path in Path(shardmake.__file__).parent.rglob("*.py"):
+        statements = ast.parse(path.read_text()).body
+        guards = [
+            node
+            for node in statements
+            if ast.unparse(node).startswith("if __name__ ==") and "main(" in ast.unparse(node)
+        ]
+        assert all(node is statements[-1] for node in guards), path

@@ -248,10 +248,6 @@ def _heading(
     )
 
 
-if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), WorkerNode(rank=int(sys.argv[2]), start=0)))
-
-
 def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
     """Return how many processes in this job's cgroup the kernel killed for lack of memory; 0 without a cgroup."""
     kills = 0
@@ -267,3 +263,7 @@ def oom_kills(processes: Path = Path("/proc/self/cgroup"), mount: Path = Path("/
 def _count(file: Path) -> int:
     found = re.search(r"^oom_kill (\d+)$", file.read_text(), re.MULTILINE) if file.is_file() else None
     return int(found[1]) if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), WorkerNode(rank=int(sys.argv[2]), start=0)))
