@@ -109,7 +109,7 @@ def assert_three_nodes_merge_the_same(checkout: ClusterCheckout) -> None:
         ({"global_batch_size": 6, "micro_batch_size": "auto"}, "global_batch_size"),
         ({"strategy": "zerro3"}, "'zerro3' is not allowed. Did you mean 'zero3'?"),
         ({"learning_rat": 1e-3}, "there is no such key. Did you mean 'learning_rate'?"),
-        ({"model": "resources/demo"}, "it has no config.json"),
+        ({"model": "resources/demo"}, "It has no config.json"),
         ({"data": {"train": "resources/demo/broken.jsonl"}}, "broken.jsonl, line 3 is not valid JSON"),
     ],
 )
