@@ -6,7 +6,6 @@ workers of all nodes then collect the stacks of their ranks and end them, so tha
 """
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -20,9 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from shardmake.core.atomic import write_json
 from shardmake.core.process import wait_for_output
-from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Hang, Heartbeat
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Hang, Heartbeat, ProcessStates
 from shardmake.run.timeouts import PATIENCE
 
 MEDIAN_STEPS = 5
@@ -163,14 +161,14 @@ class Watchdog:
         _wait_for(lambda: all(self._read_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
         for rank in self.local_ranks:
             _flush(self.folder.stack(rank))
-        write_json(self.folder.stacks / f"states-from-{self.local_ranks.start}.json", states)
+        ProcessStates(states=states).write(self.folder.stacks / f"states-from-{self.local_ranks.start}.json")
         if self.missed is None:
             _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS)
             return
         nodes = self.world_size // len(self.local_ranks)
         _wait_for(lambda: len(self._state_files()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
-        written = [json.loads(path.read_text()) for path in self._state_files()]
-        processes = {int(rank): state for states in written for rank, state in states.items()}
+        nodes_states = [ProcessStates.read(path).states for path in self._state_files()]
+        processes = {rank: state for states in nodes_states for rank, state in states.items()}
         ranks = [
             RankState(self._beat(rank), self._read_stack(rank), processes.get(rank, ""))
             for rank in range(self.world_size)

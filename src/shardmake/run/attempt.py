@@ -119,6 +119,19 @@ class Heartbeat(RunRecord):
     median_step_seconds: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
 
 
+class RequestedStop(RunRecord):
+    """``stopped.json``: the ranks saved and stopped because they were asked to; a user's script may leave it empty."""
+
+    step: int = Field(description="Step of the newest checkpoint.")
+    time: float = Field(description="Unix time.")
+
+
+class ProcessStates(RunRecord):
+    """The state of each rank's process on one node when the ranks hung."""
+
+    states: dict[int, str] = Field(description="psutil's name of the state, by global rank; `gone` without a process.")
+
+
 class Hang(RunRecord):
     """The workers' finding after all ranks stopped making progress."""
 

@@ -13,10 +13,10 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from shardmake.checkpoint import store
 from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import write_training_receipt
-from shardmake.core.atomic import read_json, write_json
+from shardmake.core.atomic import read_json
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.data.dataset import Collator, check_isolation
-from shardmake.run.attempt import rank_report
+from shardmake.run.attempt import RequestedStop, rank_report
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.async_saver import ScratchFolder, share_of_node
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
@@ -127,7 +127,7 @@ def record_completion(context: RankContext, state: TrainerState, *, stopped: boo
     step = newest[0].step if newest else 0
     if state.global_step < state.max_steps:
         assert stopped, f"training ended at step {state.global_step} of {state.max_steps}, but no stop was requested"
-        write_json(context.folder.stopped, {"step": step, "time": time.time()})
+        RequestedStop(step=step, time=time.time()).write(context.folder.stopped)
         return
     if newest is None or step != state.global_step:
         raise RuntimeError(f"The last step {state.global_step} was not saved. The newest checkpoint is of step {step}.")

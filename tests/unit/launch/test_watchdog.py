@@ -131,7 +131,7 @@ def test_stacks_are_synced_before_the_states_are_written(tmp_path: Path, monkeyp
     folder.hang.touch()
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(watchdog.os, "fsync", sync)
-    monkeypatch.setattr(watchdog, "write_json", lambda path, states: synced.append(path))
+    monkeypatch.setattr(watchdog.ProcessStates, "write", lambda states, path: synced.append(path))
     Watchdog(folder, range(2), 2, 600).collect(tmp_path)
     assert synced == [folder.stack(0), folder.stacks / "states-from-0.json"]
 

@@ -1,0 +1,72 @@
+"""Records are read back equal, and a file that is not such a record is reported with the command that writes it."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmake.core.errors import ShardmakeError
+from shardmake.run.attempt import Heartbeat, ProcessStates, RequestedStop
+from shardmake.run.record import read_record
+
+
+@given(beat=st.builds(Heartbeat, median_step_seconds=st.floats(allow_nan=False)))
+def test_a_record_is_read_back_equal(beat: Heartbeat, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = tmp_path_factory.mktemp("record") / "beat.json"
+    beat.write(path)
+    assert Heartbeat.read(path) == beat == Heartbeat.read_if_exists(path)
+
+
+def test_ranks_stay_numbers_through_json(tmp_path: Path) -> None:
+    ProcessStates(states={3: "stopped"}).write(tmp_path / "states.json")
+    assert ProcessStates.read(tmp_path / "states.json").states == {3: "stopped"}
+
+
+def test_writing_the_same_record_again_changes_no_file(tmp_path: Path) -> None:
+    """Snakemake would rerun what depends on it."""
+    path, record = tmp_path / "stopped.json", RequestedStop(step=4, time=1.5)
+    assert record.write(path)
+    before = path.stat()
+    assert not record.write(path)
+    assert (path.stat().st_ino, path.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
+
+
+def test_a_missing_record_names_the_command_that_writes_it(tmp_path: Path) -> None:
+    path = tmp_path / "runs/chat/train/attempts/001/stopped.json"
+    assert RequestedStop.read_if_exists(path) is None
+    with pytest.raises(ShardmakeError, match=r"does not exist yet\. Write it with: shardmake train chat"):
+        RequestedStop.read(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "EOF"),
+        ('{"step": 4', "EOF"),
+        ('{"step": 4}', "time: Field required"),
+        ('{"step": "four", "time": 1}', "step: Input should be a valid integer"),
+        ('{"step": 4, "time": 1, "epoch": 2}', "epoch: Extra inputs are not permitted"),
+        ("{}{}", "trailing"),
+    ],
+)
+def test_a_damaged_record_names_file_field_and_command(tmp_path: Path, content: str, problem: str) -> None:
+    path = tmp_path / "runs/chat/stopped.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with pytest.raises(ShardmakeError, match=problem) as error:
+        RequestedStop.read_if_exists(path)
+    assert str(path) in str(error.value) and "shardmake train chat" in str(error.value)
+
+
+def test_only_the_first_problems_are_listed(tmp_path: Path) -> None:
+    path = tmp_path / "beat.json"
+    path.write_text("{}")
+    with pytest.raises(ShardmakeError, match="and 3 more"):
+        Heartbeat.read(path)
+
+
+def test_any_type_of_pydantic_can_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "history.json"
+    path.write_text('[{"step": 1, "time": 2}]')
+    assert read_record(path, list[RequestedStop], "shardmake train NAME") == [RequestedStop(step=1, time=2)]
