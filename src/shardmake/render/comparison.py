@@ -1,0 +1,81 @@
+"""One comparison of the settings of Trainer, DeepSpeed and Accelerate, behind `render` and `shardmake check`.
+
+`compare_settings` takes what one training is started with, and returns a `Row` for every setting that more than one
+of the three libraries has: the value of each side, or the library's default if its key is missing, what will run, and
+a verdict. The libraries themselves decide what will run: `shardmake.render.engine_settings` passes the settings
+through their own code up to DeepSpeed's config, in a process of its own. `shardmake.render.settings_table` has one
+entry for each setting.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Final, Literal
+
+Library = Literal["Trainer", "DeepSpeed", "Accelerate"]
+LIBRARIES: Final[tuple[Library, ...]] = ("Trainer", "DeepSpeed", "Accelerate")
+Verdict = Literal["equal", "stops", "differs"]
+"""``stops``: a library ends the run with an error. ``differs``: a written value is not what will run, silently."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that one training is started with; None for a library whose file it does not have.
+
+    ``trainer`` holds keyword arguments of TrainingArguments, ``flags`` options of `accelerate launch`. With
+    ``named_by_trainer`` the training arguments name the DeepSpeed file, otherwise only Accelerate does. ``steps`` is
+    the number of optimizer steps if it is known without the data.
+    """
+
+    trainer: dict[str, Any] | None = None
+    deepspeed: dict[str, Any] | None = None
+    accelerate: dict[str, Any] | None = None
+    flags: list[str] = field(default_factory=list)
+    world_size: int = 1
+    named_by_trainer: bool = True
+    steps: int | None = None
+
+
+@dataclass(frozen=True)
+class Value:
+    """The value of a setting in one library: what its file says, or the library's default."""
+
+    value: Any
+    written: bool
+    key: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting: the value of each library that has it, what will run, and the verdict.
+
+    ``runs`` is the value that trains, or None if the run stops. ``effect`` is a sentence, empty if all is equal.
+    """
+
+    setting: str
+    values: dict[Library, Value]
+    runs: Any
+    verdict: Verdict
+    effect: str = ""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A key that a library refuses (``error``) or silently ignores (``warning``)."""
+
+    library: Library
+    key: str
+    value: Any
+    level: Literal["error", "warning"]
+    effect: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All settings of one training, and the keys that no comparison can be made of."""
+
+    rows: list[Row]
+    problems: list[Problem]
+
+    @property
+    def contradictions(self) -> list[Row]:
+        """Return the rows that stop the run or train something else than what is written."""
+        return [row for row in self.rows if row.verdict != "equal"]
