@@ -32,8 +32,8 @@ QUICK = {
 
 
 SLOW_UNIT = {
-    "unit/memory/test_decoder.py": "traced.(phi3|gpt_neox|mixtral|t5)|grow_into_the_whole_trace.(gpt2-.*lora|mixtral)",
-    "unit/memory/test_estimate.py": "without_a_closed_form_is_traced",
+    "unit/memory/test_trace.py": "can_be_traced.(phi3|gpt_neox|mixtral|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
+    "unit/memory/test_estimate.py": "outside_the_families_is_traced",
 }
 """Unit tests that take many seconds while others of their kind stay in ``make test``."""
 

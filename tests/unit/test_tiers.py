@@ -1,8 +1,9 @@
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.tiers import QUICK, belongs_to_make_test
+from tests.tiers import QUICK, SLOW_UNIT, belongs_to_make_test
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -12,6 +13,13 @@ def test_the_names_in_the_table_exist(file: str) -> None:
     source = (TESTS / file).read_text()
     names = [name for name in QUICK[file].split("|") if name.isidentifier()]
     assert [name for name in names if name not in source] == []
+
+
+@pytest.mark.parametrize("file", SLOW_UNIT)
+def test_the_slow_unit_tests_exist(file: str) -> None:
+    source = (TESTS / file).read_text()
+    names = re.sub(r"\([^)]*\)", "", SLOW_UNIT[file]).split("|")
+    assert [name for name in names if name.split(".")[0] not in source] == []
 
 
 def test_the_tier_follows_from_file_and_name() -> None:

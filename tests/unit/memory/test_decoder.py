@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 
-from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import Profile, of_events
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import gpu_memory
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
-from shardmake.memory.trace import _prefix, _request, unrolled
-from tests.unit.memory.test_model import OTHERS
+from shardmake.memory.trace import _request
 
 SIZES = {
     "model_type": "llama",
@@ -28,6 +25,8 @@ SIZES = {
     "num_key_value_heads": 4,
     "vocab_size": 4000,
 }
+
+
 LAYERS = 3
 
 
@@ -46,6 +45,8 @@ def scenario(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
 
 
 AUTOCAST = {"strategy": "ddp"}
+
+
 CASES: dict[str, Scenario] = {
     "bf16": scenario(),
     "checkpointing": scenario(checkpointing=True),
@@ -67,22 +68,6 @@ CASES: dict[str, Scenario] = {
     "tied": scenario({"tie_word_embeddings": True}),
     "output held": scenario(behavior=LibraryBehavior(keeps_output=True)),
 }
-
-
-@pytest.fixture(scope="module")
-def tracer() -> Any:
-    """The tracer in this process: one start of torch for all cases. It replaces functions of torch."""
-    from torch import nn, softmax
-
-    from shardmake.memory import gpu_kernels, tracer
-
-    kept = {name: getattr(nn.functional, name) for name in (*gpu_kernels.ORIGINALS, "dropout", "grouped_mm")}
-    yield tracer
-    for name, function in kept.items():
-        setattr(nn.functional, name, function)
-    import torch
-
-    torch.softmax = softmax
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,53 +102,9 @@ def gradients(events: StepEvents) -> set[str]:
     return {event[2] for event in events if event[0] == "grad"}
 
 
-@pytest.mark.parametrize("config", [config for config, _ in OTHERS], ids=lambda config: config["model_type"])
-def test_any_architecture_can_be_traced(config: dict[str, Any], tracer: Any) -> None:
-    """Encoders, encoder-decoders, mixtures of experts: marks for each layer and a gradient for each weight."""
-    model = from_config(config)
-    case = scenario(model=model, split=split(model, "full"), sequence_length=32, attention="sdpa", masked=True)
-    events = tracer.trace(_request(case))
-    blocks = len(model.blocks)
-    assert [event[1] for event in events if event[0] == "forward"] == list(range(blocks))
-    assert gradients(events) >= {tensor.name for tensor in model.tensors if tensor.block is not None} - UNUSED
-    assert gpu_memory(replace(case, strategy="zero3", ranks_per_node=2), Buckets(4096), events).allocated > 0
-
-
-SEVEN = {
-    "gpt2": {"n_embd": 64, "n_layer": 7, "n_head": 4},
-    "mixtral": {**SIZES, "hidden_size": 64, "intermediate_size": 112, "num_hidden_layers": 7, "num_local_experts": 4},
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "more"), [("gpt2", {"method": "lora"}), ("gpt2", {"checkpointing": True}), ("mixtral", {})], ids=str
-)
-def test_a_few_layers_unroll_to_the_full_trace(kind: str, more: dict[str, Any], tracer: Any) -> None:
-    """Event for event, but for the order of those that fall together and the numbers."""
-    model = from_config({"model_type": kind, "vocab_size": 320, **SEVEN[kind]})
-    case = scenario(model=model, sequence_length=32, **more)
-    grown = unrolled(tracer.trace(_request(case)), 7, _prefix(model))
-    whole = tracer.trace({**_request(case), "layers": None})
-    assert grown is not None
-    assert sorted(map(plain, grown)) == sorted(map(plain, whole))
-    assert of_events(grown, 7) == of_events(whole, 7)
-
-
 def plain(event: Any) -> str:
     """An event without its storage's number."""
     return repr((event[0], *event[2:]) if event[0] in ("alloc", "free", "grad") else tuple(event))
-
-
-def test_a_model_with_different_layers_is_not_unrolled() -> None:
-    config = {**SIZES, "model_type": "llama", "num_hidden_layers": 8}
-    events = micro_step(scenario(config))
-    prefix = "model.layers."
-    two = [list(event) for event in events if not (event[0] == "grad" and f"{prefix}2." in event[2])]
-    assert unrolled(two, 8, prefix) is None
-
-
-# T5's relative attention bias is an embedding that the stand-in for fused attention does not read.
-UNUSED = {f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight" for side in ("encoder", "decoder")}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.candidates import choices
-from shardmake.plan.resolve import check_tensor_parallel, resolve
+from shardmake.plan.resolve import check_tensor_parallel
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -45,15 +44,3 @@ def test_a_group_is_one_data_parallel_rank() -> None:
     choice = make_plan("zero1", tensor_parallel=2).choice
     assert (choice.world_size, choice.data_parallel, choice.global_batch_size) == (4, 2, 8)
     assert choice.readers == "2 groups of 2 ranks"
-
-
-def test_choices_keep_the_global_batch(tmp_path: Any) -> None:
-    import json
-
-    from tests.unit.plans import LLAMA
-
-    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    run = make_run(model=str(tmp_path), strategy="zero1", tensor_parallel=2)
-    found = list(choices(resolve(run, make_cluster(processes_per_node=4))))
-    assert found and {choice.global_batch_size for choice in found} == {16}
-    assert {choice.data_parallel for choice in found} == {2}

@@ -1,0 +1,18 @@
+"""The closed form agrees with the simulated step."""
+
+import pytest
+
+from shardmake.config.models import STRATEGIES
+from shardmake.memory import closed_form
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory
+from tests.unit.memory.llama_8b import BUCKETS, scenario
+
+
+@pytest.mark.parametrize("strategy", [s for s in STRATEGIES if s != "fsdp-hybrid"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_closed_form_and_simulation_agree(strategy: str, checkpointing: bool) -> None:
+    case = scenario(strategy=strategy, checkpointing=checkpointing, accumulation=2)
+    simulated = gpu_memory(case, BUCKETS)
+    scanned = estimate_closed_form(case, BUCKETS, closed_form.profile(case, {})).gpu
+    assert scanned.allocated == pytest.approx(simulated.allocated, rel=0.08)
+    assert simulated.allocated <= simulated.reserved <= simulated.device

@@ -1,0 +1,30 @@
+"""Host RAM and NVMe: what offload keeps there."""
+
+from dataclasses import replace
+
+import pytest
+
+from shardmake.memory import host
+from tests.unit.memory.llama_8b import BUCKETS, P, scenario
+
+
+def test_pinned_buffers_are_powers_of_two() -> None:
+    assert [host.pinned(n) for n in (0, 1, 2, 3, 1 << 20, (1 << 20) + 1)] == [0, 1, 2, 4, 1 << 20, 1 << 21]
+
+
+def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
+    plain = replace(BUCKETS, pin_memory=False)
+    for strategy, per_weight in (
+        ("zero1-offload", 18),
+        ("zero2-offload", 18),
+        ("zero3-offload-optimizer", 18),
+        ("zero3-offload", 20),
+    ):
+        terms = host.host_terms(scenario(strategy=strategy), plain)
+        held = sum(size for name, size in terms.items() if name not in ("processes", "loading", "largest gradient"))
+        assert held == pytest.approx(per_weight * P, rel=1e-6)
+
+
+def test_nvme_holds_the_swapped_states() -> None:
+    terms = host.nvme_bytes(scenario(strategy="zero3-nvme", nodes=2))
+    assert terms == {"optimizer states": 16 * P // 2, "parameters": 2 * P // 2}

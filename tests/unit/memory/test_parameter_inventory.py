@@ -1,0 +1,42 @@
+"""The inventory of parameters of architectures outside the families."""
+
+import pytest
+
+from shardmake.memory import parameter_inventory
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+
+
+OTHERS = [
+    ({"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 320}, 3),
+    ({"model_type": "mixtral", **SIZES, "num_local_experts": 4}, 2),
+    ({"model_type": "qwen3_moe", **SIZES, "num_experts": 4, "num_experts_per_tok": 2,
+      "moe_intermediate_size": 32, "head_dim": 32}, 2),
+    ({"model_type": "bert", **SIZES, "architectures": ["BertForSequenceClassification"]}, 2),
+    ({"model_type": "t5", "d_model": 64, "d_ff": 96, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 320,
+      "architectures": ["T5ForConditionalGeneration"]}, 4),
+    ({"model_type": "gpt_neox", **SIZES}, 2),
+    ({"model_type": "phi3", **SIZES, "pad_token_id": 0}, 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("config", "blocks"), OTHERS, ids=lambda value: str(value)[:24])
+def test_inventory_of_other_architectures(config: dict, blocks: int) -> None:
+    built = parameter_inventory.build(config, "test")
+    values = parameter_inventory.inventory(built)
+    assert sum(_numel(t["shape"]) for t in values["tensors"]) == sum(p.numel() for p in built.parameters())
+    assert sorted({t["block"] for t in values["tensors"]} - {None}) == list(range(blocks))
+
+
+def _numel(shape: list[int]) -> int:
+    size = 1
+    for side in shape:
+        size *= side
+    return size

@@ -1,0 +1,60 @@
+"""Configurations that cannot be estimated are rejected with the key."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.errors import ShardmakeError
+from shardmake.memory.model import split
+from shardmake.memory.read_config import from_config, read_model
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 320,
+}
+
+
+BAD = [
+    ({}, "no model_type"),
+    ({**SIZES, "model_type": "llama", "hidden_size": 0}, "hidden_size is 0"),
+    ({**SIZES, "model_type": "llama", "vocab_size": -5}, "vocab_size is -5"),
+    ({**SIZES, "model_type": "llama", "num_hidden_layers": 1 << 40}, "num_hidden_layers is"),
+    ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
+    ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
+]
+
+
+@pytest.mark.parametrize(("config", "sentence"), BAD, ids=lambda value: str(value)[:30])
+def test_bad_configs_are_rejected(config: dict, sentence: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    with pytest.raises(ShardmakeError, match=sentence):
+        read_model(str(path))
+
+
+def test_missing_models_are_rejected(tmp_path: Path) -> None:
+    with pytest.raises(ShardmakeError, match=r"no config\.json"):
+        read_model(str(tmp_path))
+    with pytest.raises(ShardmakeError, match="no model at"):
+        read_model("./nowhere")
+    with pytest.raises(ShardmakeError, match="Adapter target not found"):
+        split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, ["q_prjo"])
+
+
+BAD_SIZES = [
+    ({"num_hidden_layers": None}, "num_hidden_layers is missing"),
+    ({"num_attention_heads": 7, "num_key_value_heads": 7}, "hidden_size is not a multiple of 7"),
+    ({"num_key_value_heads": 3}, "4 num_attention_heads cannot share 3"),
+    ({"model_type": "olmo2", "vocab_size": None}, "vocab_size is missing"),
+]
+
+
+@pytest.mark.parametrize(("change", "sentence"), BAD_SIZES, ids=str)
+def test_missing_or_contradictory_sizes_are_rejected(change: dict, sentence: str) -> None:
+    with pytest.raises(ShardmakeError, match=sentence):
+        from_config({"model_type": "llama", **SIZES, **change}, source="config.json")
