@@ -10,6 +10,8 @@ from pathlib import Path
 import datasets
 import pytest
 
+from shardmake.config.models import Data
+from shardmake.data.sources import TRAIN_SPLITS, example_in, locate, read
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import Sources, localize
 from tests.finished_run import make_run
@@ -76,8 +78,8 @@ def test_splits_come_as_parquet_pinned_to_the_commit_and_stay_offline(hub: FakeH
 
 
 def texts(folder: Path) -> list[str]:
-    (file,) = folder.iterdir()
-    return datasets.Dataset.from_parquet(str(file))["text"][:]
+    rows = read(locate(str(folder), Data(train=str(folder)), TRAIN_SPLITS), folder.with_name("cache"))
+    return [example_in(row)["text"] for row in rows]
 
 
 def test_a_data_set_that_is_not_there(hub: FakeHub, tmp_path: Path) -> None:

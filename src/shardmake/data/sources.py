@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,7 +127,7 @@ def read(source: Source, cache: Path) -> "datasets.Dataset":
     Raises `DataError` for a file that is not Parquet, a hub data set that cannot be loaded, and an empty source.
     """
     if isinstance(source, HubDataset):
-        return _numbered(source, _read_hub(source))
+        return _numbered(source, read_hub(source))
     return _read_jsonl(source, cache) if source.are_jsonl else _numbered(source, _read_parquet(source, cache))
 
 
@@ -137,6 +138,29 @@ def check(source: Source) -> None:
             example_in(row)
     elif isinstance(source, Files):
         _check_parquet(source.paths)
+
+
+def first_rows(source: Source, limit: int) -> Iterator[Mapping[str, Any]]:
+    """Yield the first ``limit`` rows of ``source`` as `read` returns them, without reading the rest of a file."""
+    if isinstance(source, HubDataset):
+        yield from islice(_numbered(source, read_hub(source)), limit)
+    elif source.are_jsonl:
+        yield from islice(_json_lines([str(path) for path in source.paths]), limit)
+    else:
+        _check_parquet(source.paths)
+        yield from islice(_parquet_rows(source.paths, limit), limit)
+
+
+def _parquet_rows(paths: tuple[Path, ...], batch_size: int) -> Iterator[dict[str, Any]]:
+    import pyarrow.parquet
+
+    number = 0
+    for path in paths:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield {**row, _NUMBER: number}
 
 
 def _read_jsonl(source: Files, cache: Path) -> "datasets.Dataset":
@@ -195,7 +219,8 @@ def _check_parquet(paths: tuple[Path, ...]) -> None:
             )
 
 
-def _read_hub(source: HubDataset) -> "datasets.Dataset":
+def read_hub(source: HubDataset) -> "datasets.Dataset":
+    """Return the first existing split of ``source`` with its own columns; raise `DataError` if there is none."""
     import datasets
 
     with _hub_errors(source):

@@ -10,14 +10,16 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
+from shardmake.config.objectives import DataFormat
 from shardmake.core.atomic import digest, fsync_directory
 from shardmake.core.errors import DataError, ModelError, ShardmakeError
-from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
-from shardmake.data.packing import KEPT, columns_of, count_outcomes, count_tokens, fit, pack
+from shardmake.data.encode import Encoder, Tokens, detect_format, loss_on_assistant
+from shardmake.data.packing import KEPT, Outcome, columns_of, count_outcomes, count_tokens, fit, pack
 from shardmake.data.sources import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
@@ -25,6 +27,7 @@ from shardmake.data.sources import (
     check,
     example_in,
     file_record,
+    first_rows,
     identity,
     locate,
     place_of,
@@ -76,6 +79,27 @@ def check_sources(run: Run) -> None:
     """Read the run's local files to the end; raise `DataError` with file and line for unreadable content."""
     for source in _locate(run).values():
         check(source)
+
+
+def check_first_rows(run: Run, limit: int = 64) -> DataFormat:
+    """Encode the first ``limit`` rows of the training and the evaluation data; return their format.
+
+    The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
+    before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
+    """
+    tokenizer = _load_tokenizer(run)
+    rows = {split: _first_rows(source, limit) for split, source in _locate(run).items()}
+    encoder = _make_encoder(run, tokenizer, rows["train"][0])
+    encoded = [_encode_row(row, encoder, run.sequence_length) for row in chain(*rows.values())]
+    _check_vocabulary(run, max((max(ids) for pieces in encoded for (ids, _), _ in pieces if ids), default=0))
+    return encoder.format
+
+
+def _first_rows(source: Source, limit: int) -> list[Mapping[str, Any]]:
+    rows = list(first_rows(source, limit))
+    if not rows:
+        raise DataError(f"No examples in {source}. Name a source with data.")
+    return rows
 
 
 def _locate(run: Run) -> dict[str, Source]:
@@ -139,12 +163,16 @@ def _build(
     rows = {split: read(source, work / "cache" / split) for split, source in sources.items()}
     if "eval" not in rows:
         rows = _split_off_evaluation(rows["train"], run)
-    first = rows["train"][0]
-    format = detect_format(run.data, run.objective, example_in(first), place_of(first))
-    encoder = Encoder(tokenizer, format, loss_on_assistant(run.data, format))
+    encoder = _make_encoder(run, tokenizer, rows["train"][0])
     results = {split: _build_split(split, rows[split], encoder, run, work, cpus) for split in ("train", "eval")}
     _check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
-    return {"format": format, "loss_on_assistant": encoder.assistant_only, **results}
+    return {"format": encoder.format, "loss_on_assistant": encoder.assistant_only, **results}
+
+
+def _make_encoder(run: Run, tokenizer: "PreTrainedTokenizerBase", first: Mapping[str, Any]) -> Encoder:
+    """Return the encoder for data whose first row is ``first``."""
+    format = detect_format(run.data, run.objective, example_in(first), place_of(first))
+    return Encoder(tokenizer, format, loss_on_assistant(run.data, format))
 
 
 def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
@@ -203,9 +231,12 @@ def _encode(rows: "datasets.Dataset", encoder: Encoder, length: int, cache_file:
 def _encode_rows(batch: Mapping[str, list[Any]], encoder: Encoder, length: int) -> dict[str, list[Any]]:
     pieces = []
     for values in zip(*batch.values(), strict=True):
-        row = dict(zip(batch, values, strict=True))
-        pieces += fit(encoder(example_in(row), place_of(row)), length, split=encoder.format == "text")
+        pieces += _encode_row(dict(zip(batch, values, strict=True)), encoder, length)
     return columns_of(pieces)
+
+
+def _encode_row(row: Mapping[str, Any], encoder: Encoder, length: int) -> list[tuple[Tokens, Outcome]]:
+    return fit(encoder(example_in(row), place_of(row)), length, split=encoder.format == "text")
 
 
 def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, Any]:

@@ -92,7 +92,7 @@ def _model(run: Run, before: PinnedSource | None) -> PinnedSource:
 
 def _examples(name: str, run: Run, rundir: RunDir, split: str, before: PinnedSource | None) -> PinnedSource:
     """Write one split of a hub data set as a Parquet file with all its columns into the run's folder."""
-    from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read
+    from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read_hub
 
     source = locate(name, run.data, TRAIN_SPLITS if split == "train" else EVAL_SPLITS)
     if not isinstance(source, HubDataset):
@@ -103,7 +103,7 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: PinnedSou
         return before
     logger.info(f"Fetching data {name}.")
     commit = _commit_of_data(_connect(), source.repository, source.revision)
-    rows = read(replace(source, revision=commit), rundir.fetched / "cache")
+    rows = read_hub(replace(source, revision=commit))
     path = rundir.fetched / split / f"{split}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(str(path))

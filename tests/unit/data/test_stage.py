@@ -5,6 +5,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import datasets
 import pytest
 import torch
 from transformers import LlamaConfig
@@ -13,7 +14,7 @@ from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256
 from shardmake.core.errors import ShardmakeError
-from shardmake.data import check_sources, prepare, stage
+from shardmake.data import check_first_rows, check_sources, prepare, stage
 from shardmake.data.dataset import IGNORED, collator, load
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
@@ -193,6 +194,29 @@ def test_sources_are_checked_without_a_model(tmp_path: Path) -> None:
     path.write_text(path.read_text() + "{\n")
     with pytest.raises(ShardmakeError, match=r"e\.jsonl, line 3 is not valid JSON: "):
         check_sources(run)
+
+
+def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_path: Path) -> None:
+    train, held_out = tmp_path / "t.jsonl", tmp_path / "e.jsonl"
+    write_jsonl(train, conversations(3))
+    train.write_text(train.read_text() + "{\n")
+    write_jsonl(held_out, [*conversations(1), {"text": "a"}])
+    run = make_run(model, {"train": str(train)})
+    assert check_first_rows(run, limit=3) == "chat"
+    with pytest.raises(ShardmakeError, match=r"t\.jsonl, line 4 is not valid JSON: "):
+        check_first_rows(run)
+    with pytest.raises(ShardmakeError, match=r"e\.jsonl, line 2: this example \(chat\) has no messages"):
+        check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
+    held_out.write_text("\n")
+    with pytest.raises(ShardmakeError, match=r"No examples in .*e\.jsonl\."):
+        check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 64])
+def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
+    for name, text in (("a", "x"), ("b", "y")):
+        datasets.Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / f"{name}.parquet"))
+    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit) == "text"
 
 
 def test_data_with_nothing_to_learn_is_refused(model: Path, tmp_path: Path) -> None:
