@@ -11,6 +11,7 @@ from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import TrainingReceipt
+from shardmake.run.trained_engine import TrainedEngine
 
 TRAINER_STATE = "trainer_state.json"
 
@@ -45,19 +46,22 @@ def write_training_receipt(rundir: RunDir, record: CheckpointRecord, checkpoint:
 def write_script_receipt(rundir: RunDir, attempt: int, settings_digest: str) -> None:
     """Write ``train/receipt.json`` for a user's script that finished in ``attempt``.
 
-    Steps, tokens and loss are the last ones in the script's metrics, if it wrote any.
+    Steps, tokens and loss are the last ones in the script's metrics, if it wrote any. The world size is the one that
+    the ranks found, if the script built an engine.
     """
     folder = AttemptDir(rundir.attempts / f"{attempt:03d}")
     choice, lines = Plan.read(folder.plan).choice, read_metrics(rundir.metrics)
+    trained = TrainedEngine.read_if_exists(folder.trained)
     TrainingReceipt(
         steps=lines[-1].step if lines else None,
         tokens=next((line.tokens for line in reversed(lines) if line.tokens is not None), None),
         loss=next((line.loss for line in reversed(lines) if line.loss is not None), None),
         checkpoint=str(rundir.script_output.relative_to(rundir.root)),
         strategy=choice.strategy,
-        world_size=choice.world_size,
+        world_size=trained.world_size if trained else choice.world_size,
         settings_digest=settings_digest,
         attempts=attempt,
         versions=library_versions(),
         finished_at=max(node.ended for node in folder.exits()),
+        trained=trained,
     ).write(rundir.train_receipt)

@@ -156,6 +156,9 @@ class AttemptDir:
     stopped = BelowRoot(
         "stopped.json", "Written by rank 0 when the ranks saved and stopped because they were asked to."
     )
+    trained = BelowRoot(
+        "trained.json", "The engine that a user's script trained with (`shardmake.run.trained_engine.TrainedEngine`)."
+    )
     rendezvous = BelowRoot(
         "rendezvous", "Folder of the published addresses, one file per start of the job (Slurm may requeue it)."
     )

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from shardmake.core.manifest import FileRecord
 from shardmake.run.record import RunRecord
+from shardmake.run.trained_engine import TrainedEngine
 
 
 def _is_none(value: object) -> bool:
@@ -81,6 +82,9 @@ class TrainingReceipt(RunRecord):
     attempts: int = Field(description="Attempts.")
     versions: dict[str, str] = Field(description="Versions of the libraries.")
     finished_at: float = Field(description="Unix time.")
+    trained: TrainedEngine | None = Field(
+        None, exclude_if=_is_none, description="What a user's script trained with; None if it built no engine."
+    )
 
 
 class Verification(RunRecord):

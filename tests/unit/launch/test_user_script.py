@@ -16,6 +16,7 @@ from shardmake.render.stage import render_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
+from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.rank_context import RankContext
 from shardmake.train.user_script import run_script, script_environment
@@ -112,11 +113,14 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
     assert empty is not None and empty.end is EndReason.USER_ERROR and "SHARDMAKE_OUTPUT" in empty.message
     (rundir.script_output / "model.safetensors").touch()
     rundir.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0, "tokens": 64}\n')
+    trained = TrainedEngine(api="trainer", engine="deepspeed", zero_stage=2, world_size=3, dtype="float32")
+    trained.write(folder.trained)
     outcome = user_script.finished_outcome(rundir, folder, "r")
     assert outcome is not None and outcome.end is EndReason.FINISHED
     receipt = json.loads(rundir.train_receipt.read_text())
     assert (receipt["steps"], receipt["loss"], receipt["tokens"], receipt["attempts"]) == (2, 2.0, 64, 2)
     assert receipt["checkpoint"] == "train/output"
+    assert receipt["world_size"] == 3 and TrainedEngine(**receipt["trained"]) == trained
     rundir.train_receipt.unlink()
     assert not user_script.is_finished(rundir, "other")
     assert user_script.is_finished(rundir, "r")
