@@ -1,9 +1,9 @@
 """A campaign of random faults over one training: ``python -m benchmarks.faults --work FOLDER``.
 
-The same training runs twice on this machine, with two ranks: once undisturbed, once with a fault every few steps, drawn
-from a seed. Nothing is simulated: processes are killed or stopped, files are damaged on disk. At the end the losses of
-every step and the last checkpoint of both trainings must be equal. The driver gives up after three attempts without a
-new checkpoint, so the campaign lets one in three attempts get as far as a checkpoint.
+The same training runs twice on this machine, with two ranks: once uninterrupted, once with a fault every few steps,
+drawn from a seed. Nothing is simulated: processes are killed or stopped, files are damaged on disk. At the end the
+losses of every step and the last checkpoint of both trainings must be equal. The driver gives up after three attempts
+without a new checkpoint, so the campaign lets one in three attempts get as far as a checkpoint.
 """
 
 import argparse

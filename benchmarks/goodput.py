@@ -1,12 +1,12 @@
 """Effective training time ratio at 16 to 16,384 GPUs: ``python -m benchmarks.goodput``.
 
 Failures are drawn at published rates and handled by the code that drives real runs: `shardmake.launch.outcome.decide`
-says what follows each end, with the same cap and the same story. Everything that costs time stands in `Costs`, with its
-source; nothing of it was measured on such a cluster. Checkpoints come at the interval that ``every_steps: auto`` takes.
+decides what follows each end, with the same cap and attempt history. `Costs` holds everything that costs time, with its
+source; nothing of it was measured on such a cluster. The checkpoint interval is that of ``every_steps: auto``.
 
-Each training is simulated twice, against the same chances: with saves that training waits for, and with
-``checkpoints: {asynchronous: true}``, where it waits until the checkpoint lies on the nodes' scratch and loses what was
-still on its way to the shared folder when something fails.
+Each training is simulated twice with the same failures. The first waits for its saves. The second has
+``checkpoints: {asynchronous: true}``: it waits only until the checkpoint is on the nodes' scratch, and a failure loses
+the upload that is under way.
 
 The ratio is the published one (2410.21680): time spent on steps that were kept, by wall time without queueing.
 """

@@ -1,14 +1,15 @@
-"""SIGKILL a rank at every write of one save, for three engines and each rank; how many times training came back.
+"""Kill a rank at every write of one save, for three strategies and each rank, and count the trainings that recover.
 
     python -m benchmarks.kill_sweep            # all points, 48 minutes on two busy cores
     python -m benchmarks.kill_sweep fsdp       # one strategy
 
-What a case (a strategy and the rank that dies) gives goes to results/kill_sweep.json when the case is done, in place of
-what stood there for it.
+A case is a strategy and the rank that is killed. When a case is done, its rows replace those of the same case in
+results/kill_sweep.json.
 
-Came back means: the newest checkpoint that counts is whole, and training resumed from it ends with the losses and, bit
-for bit, the weights and optimizer states of a training that nothing disturbed. The method is tests/workflow/sweep.py.
-The figure to compare with is Hugging Face's Trainer resumed by ``resume_from_checkpoint=True``: 2 of 52.
+A training recovers if its newest committed checkpoint is complete and the resumed training ends as an uninterrupted
+one: with the same losses and, bit for bit, the same weights and optimizer states. The method is that of
+tests/workflow/sweep.py.
+For comparison, Hugging Face's Trainer with ``resume_from_checkpoint=True`` recovers at 2 of 52 points.
 """
 
 import json

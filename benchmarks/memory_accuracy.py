@@ -1,4 +1,4 @@
-"""How far the estimates are from published measurements, row by row, beside the formulas that people use today.
+"""Compare the estimates, and the formulas that people use today, with published measurements, row by row.
 
     python -m benchmarks.memory_accuracy [--csv FILE]
 

@@ -1,4 +1,4 @@
-"""How long a save holds training up, at once and in the background: ``python -m benchmarks.saving``.
+"""Measure how long training waits for a save, synchronous and asynchronous: ``python -m benchmarks.saving``.
 
 Two ranks train a Llama of 57 million weights on the CPU, under ZeRO-3 and under FSDP2, and save after every step: in
 turn straight to a folder on disk, through a scratch in ``/dev/shm``, and through one on the same disk. Each save begins
