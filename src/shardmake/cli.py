@@ -1,11 +1,14 @@
 """The command line: one subcommand per stage, no logic. Heavy libraries are imported by the stage that needs them."""
 
+import contextlib
 import json
 import logging
 import os
 import sys
+import traceback
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
@@ -13,7 +16,8 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Attention, Cluster, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.environment import hub_environment, kernel_caches
-from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.core.errors import ConfigError
+from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
 from shardmake.run.paths import RUNS, RunDir
@@ -36,6 +40,13 @@ Weights = Literal["bf16", "fp32"]
 FetchPart = Literal["all", "description", "weights"]
 LossKind = Literal["plain", "fused", "chunked"]
 CONFIG = [Path("config/config.yaml")]
+OUTPUT_CLOSED: Final = 1
+USER_ERROR: Final = 2
+BUG: Final = 70
+"""Exit statuses besides 0; 70 is ``EX_SOFTWARE`` of sysexits.h."""
+
+_folder: ContextVar[Path] = ContextVar("folder", default=Path())
+"""Folder that the command writes to, for error messages."""
 
 
 @app.callback()
@@ -51,6 +62,7 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
     """Return the run's configuration, its cluster and its folder; ``on_node``: for a stage that may run on a node."""
     config = load_config(*files)
     run, cluster, rundir = get_run(config, name), load_cluster(Path(config.cluster)), RunDir(runs / name)
+    _folder.set(rundir.root)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
     if on_node:
         os.environ.update(kernel_caches(cluster.scratch))
@@ -357,9 +369,31 @@ def status(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 
 
 def main() -> None:
-    """Run the command line: exit with 2 and one message for an error that the user can fix."""
+    """Run the command line and exit; docs/reference/commands.md lists the exit statuses."""
     try:
         app()
-    except ShardmakeError as error:
-        typer.secho(f"Error: {error}", fg="red", err=True)
-        sys.exit(2)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 0
+    except Exception as error:
+        status = _print_error(error)
+    sys.exit(_flush_output(status))
+
+
+def _print_error(error: Exception) -> int:
+    """Print the message of ``error``, with ``--verbose`` also its traceback, and return the exit status."""
+    if logger.isEnabledFor(logging.DEBUG):
+        traceback.print_exception(error)
+    known = explain(error, _folder.get())
+    with contextlib.suppress(OSError):  # standard error may be closed as well
+        typer.secho(f"Error: {known or describe_unexpected(error)}", fg="red", err=True)
+    return BUG if known is None else USER_ERROR
+
+
+def _flush_output(status: int) -> int:
+    """Write the buffered output; return another status if its reader has ended (``| head``) or its disk is full."""
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
+        return status or (OUTPUT_CLOSED if isinstance(error, BrokenPipeError) else _print_error(error))
+    return status

@@ -9,6 +9,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, is_unfinished
 from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import tree_size
+from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, PushReceipt
@@ -44,6 +45,11 @@ def clean(runs: Path, *, remove: bool) -> list[Removable]:
 
 def find_removable(runs: Path) -> Iterator[Removable]:
     """Yield old checkpoints, caches and incomplete files of runs whose model was pushed."""
+    if not runs.is_dir():
+        raise ConfigError(
+            f"No folder of runs: {runs.absolute()}. No run has started here, or the working directory is another one. "
+            "Name the folder with --runs."
+        )
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         rundir = RunDir(folder)
         if is_pushed(rundir):

@@ -4,6 +4,7 @@ A reader sees the complete old file or the complete new one, also after a power 
 modification time, so Snakemake does not rerun the rules that read it.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -22,11 +23,18 @@ def write_bytes(path: Path, content: bytes) -> bool:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.uname().nodename}.{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.rename(path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # a failed write names no file
     fsync_directory(path.parent)
     return True
 

@@ -40,6 +40,12 @@ class PushError(ShardmakeError):
     """The final model could not be pushed, or what arrived is not what was sent."""
 
 
+def is_user_error(name: str) -> bool:
+    """Return whether ``name`` is a class of this tree, whose message needs no traceback."""
+    kind = globals().get(name)
+    return isinstance(kind, type) and issubclass(kind, ShardmakeError)
+
+
 def nearest(word: str, allowed: Iterable[str]) -> str:
     """Return ``" Did you mean 'zero3'?"`` if ``word`` is similar to one of ``allowed``, else an empty string."""
     matches = difflib.get_close_matches(word, list(allowed), n=1, cutoff=0.6)

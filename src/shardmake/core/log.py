@@ -17,6 +17,11 @@ class _StreamHandler(logging.StreamHandler[TextIO]):
         self.stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
+        """Drop a line that cannot be written, for example to a closed pipe or a full disk; the work continues."""
+        if not isinstance(sys.exception(), OSError):
+            super().handleError(record)
+
 
 class _Formatter(logging.Formatter):
     """Print the message alone at INFO; name the level of everything else."""

@@ -7,10 +7,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from shardmake.core import errors
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.failures import explain
 
 _PR_SET_PDEATHSIG = 1
 _USER_ERROR = 2
@@ -46,8 +48,11 @@ def answer_request(handler: Callable[[Any], Any]) -> None:
     with output:
         try:
             output.write(json.dumps(handler(json.load(sys.stdin))))
-        except ShardmakeError as error:
-            output.write(f"{type(error).__name__}\n{error}")
+        except Exception as error:
+            known = explain(error, Path())
+            if known is None:
+                raise
+            output.write(f"{type(known).__name__}\n{known}")
             sys.exit(_USER_ERROR)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ShardmakeError, is_user_error
 from shardmake.launch import user_script
 from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.slurm_states import JobStatus
@@ -156,9 +156,9 @@ def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Acti
     parts = [f"Training of {run} stopped: {outcome.message}"]
     if action is Action.GIVE_UP:
         parts.append(f"{idle_attempts} attempts in a row brought no new checkpoint.")
-    if outcome.error:
+    if outcome.error and not is_user_error(outcome.error.kind):
         parts.append(outcome.error.traceback.rstrip())
-    elif log_end := _tail(folder.log(0)):
+    elif outcome.error is None and (log_end := _tail(folder.log(0))):
         parts.append(log_end)
     parts.append(f"The output of all ranks is in {short_path(folder.root)}. {_ADVICE.get(outcome.end, _RUN_AGAIN)}")
     return "\n".join(parts)

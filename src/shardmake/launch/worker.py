@@ -21,6 +21,7 @@ from typing import IO
 from shardmake.core.atomic import read_json
 from shardmake.core.disk import remove_swap_files
 from shardmake.core.environment import kernel_caches
+from shardmake.core.failures import explain
 from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
@@ -123,8 +124,8 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
         message, culprit = str(error), host_name() if error.absent is None else node_name(error.absent)
     except PreflightError as error:
         phase, message = "run preflight" if error.blames_run else "preflight", str(error)
-    except Exception:  # the driver must get every error
-        message = traceback.format_exc()
+    except Exception as error:  # the driver must get every error
+        message = _describe_error(error, folder, node.rank)
     record = NodeExit(
         node_rank=node.rank,
         host=host_name(),
@@ -157,6 +158,15 @@ def archive_start(folder: AttemptDir, start: int) -> None:
     for path in [*records, folder.heartbeat(0).parent, *folder.root.glob("node-*.json")]:
         if path.exists():
             path.replace(archive / path.name)
+
+
+def _describe_error(error: Exception, folder: AttemptDir, node_rank: int) -> str:
+    """Return the message for the driver; the traceback of an unexpected error goes to the node's log."""
+    if known := explain(error, folder.root):
+        return str(known)
+    with folder.log(node_rank).open("a") as log:
+        traceback.print_exception(error, file=log)
+    return f"Unexpected error: {type(error).__name__}: {error}"
 
 
 def _run_ranks(

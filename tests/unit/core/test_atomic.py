@@ -1,5 +1,6 @@
 """Atomic writes: files are complete, durable, and unchanged if the content is equal."""
 
+import errno
 import json
 import multiprocessing
 import os
@@ -50,6 +51,16 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
             write_text(path, "new")
     assert path.read_text() == "old"
     assert write_text(path, "new") and path.read_text() == "new"
+
+
+def test_a_full_disk_is_reported_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fill_up(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fill_up)
+    with pytest.raises(OSError, match="No space left on device") as found:
+        write_text(tmp_path / "file", "text")
+    assert found.value.filename == str(tmp_path / "file") and not list(tmp_path.iterdir())
 
 
 def _write_often(path: Path, letter: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.core.errors import ModelError
+from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.process import run_module, wait_for_output
 
 MODULE = r"""
@@ -19,6 +19,8 @@ from shardmake.core.process import answer_request
 def handle(request):
     if request == "refuse":
         raise ModelError("not a model\nUse another one.")
+    if request == "denied":
+        raise PermissionError(13, "Permission denied", "base/config.json")
     if request == "crash":
         sys.exit("out of memory")
     print("a library's banner")
@@ -47,6 +49,11 @@ def test_the_result_is_separate_from_what_libraries_print(environment: dict[str,
 def test_an_error_of_the_user_keeps_its_class_and_message(environment: dict[str, str]) -> None:
     with pytest.raises(ModelError, match=r"^not a model\nUse another one\.$"):
         run("refuse", environment)
+
+
+def test_an_error_of_the_system_becomes_one_of_the_user(environment: dict[str, str]) -> None:
+    with pytest.raises(ShardmakeError, match=r"Cannot use base/config\.json\. Permission was denied"):
+        run("denied", environment)
 
 
 def test_a_crash_shows_standard_error(environment: dict[str, str]) -> None:

@@ -124,6 +124,13 @@ PREEMPTED = exits(stop_signal="SIGTERM", returncode=0)
 BROKEN = fails("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")
 
 
+@pytest.mark.parametrize(("kind", "shown"), [("KeyError", True), ("DataError", False), ("ConfigError", False)])
+def test_an_error_that_the_user_can_fix_has_no_traceback(demo: FakeRun, kind: str, shown: bool) -> None:
+    with pytest.raises(ShardmakeError, match="use another file") as found:
+        drive(demo.load(FakeJobs(fails(kind, "line 3 is empty; use another file"))))
+    assert ("Traceback" in str(found.value)) == shown
+
+
 def test_it_gives_up_after_three_attempts_without_a_new_checkpoint(demo: FakeRun) -> None:
     for start in (1, 2):
         with pytest.raises(ShardmakeError, match="3 attempts in a row brought no new checkpoint"):

@@ -68,6 +68,31 @@ def test_a_record_that_cannot_be_written_is_printed(
     assert "No space left on device" in printed and '"phase":"rendezvous"' in printed and "no node connected" in printed
 
 
+@pytest.mark.parametrize(
+    ("error", "message", "kept"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/scratch/x"),
+            "Cannot use /scratch/x. No space is left",
+            False,
+        ),
+        (KeyError("rank"), "Unexpected error: KeyError: 'rank'", True),
+    ],
+)
+def test_an_error_of_the_worker_has_a_message_and_its_traceback_a_file(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch, error: Exception, message: str, kept: bool
+) -> None:
+    def fail(*args: object) -> None:
+        raise error
+
+    monkeypatch.setattr(worker, "run_rendezvous", fail)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    assert worker.main(folder.root, worker.WorkerNode(rank=1, start=0)) == 1
+    record = NodeExit.read(folder.exit_record(1))
+    assert record.message.startswith(message) and "Traceback" not in record.message
+    assert folder.log(1).exists() == kept and (not kept or "KeyError" in folder.log(1).read_text())
+
+
 def test_a_waiting_node_blames_the_missing_one(
     folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,211 @@
+"""The command line ends with one message and a status, never with a traceback."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmake import cli
+from shardmake.core.errors import DiskFullError, ShardmakeError
+from shardmake.core.failures import explain_os_error
+
+COMMANDS = {
+    "fetch": ["fetch", "chat"],
+    "plan": ["plan", "chat"],
+    "render": ["render", "chat"],
+    "show": ["render", "chat", "--show"],
+    "data": ["data", "chat"],
+    "train": ["train", "chat"],
+    "consolidate": ["consolidate", "chat"],
+    "merge": ["consolidate", "checkpoint", "out"],
+    "evaluate": ["evaluate", "chat"],
+    "push": ["push", "chat"],
+    "report": ["report", "chat"],
+    "status": ["status", "chat"],
+    "reshard": ["reshard", "checkpoint", "out", "--ranks", "2"],
+    "verify": ["verify", "model"],
+    "check": ["check", "ds.json"],
+    "estimate": ["estimate", "model"],
+    "clean": ["clean"],
+}
+OF_A_RUN = [name for name, words in COMMANDS.items() if words[1:2] == ["chat"]]
+RUN = {
+    "model": "base",
+    "data": {"train": "train.jsonl", "eval": "eval.jsonl"},
+    "sequence_length": 32,
+    "global_batch_size": 2,
+    "max_steps": 2,
+    "learning_rate": 1e-3,
+    "push": {"to": "file:published"},
+}
+CLUSTER = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 4}
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty working folder."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def configure() -> None:
+    Path("config").mkdir()
+    Path("cluster.yaml").write_text(json.dumps(CLUSTER))
+    Path("config/config.yaml").write_text(json.dumps({"cluster": "cluster.yaml", "runs": {"chat": RUN}}))
+
+
+def run(words: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    """Run the command line in this process; return its status and what it printed."""
+    monkeypatch.setattr(sys, "argv", ["shardmake", *words])
+    with pytest.raises(SystemExit) as end:
+        cli.main()
+    printed = "".join(capfd.readouterr())
+    assert "Traceback" not in printed, printed
+    return int(end.value.code or 0), printed
+
+
+def test_the_table_has_every_command_but_demo() -> None:
+    named = {command.name or command.callback.__name__ for command in cli.app.registered_commands if command.callback}
+    assert named == {words[0] for words in COMMANDS.values()} | {"demo"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_an_empty_folder(name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    status, printed = run(COMMANDS[name], monkeypatch, capfd)
+    assert status == 2 and "Error: " in printed and "Unexpected" not in printed
+
+
+@pytest.mark.parametrize("name", [name for name in OF_A_RUN if name != "status"])
+def test_a_run_whose_inputs_are_missing(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure()
+    status, printed = run(COMMANDS[name], monkeypatch, capfd)
+    assert status == 2 and "Error: " in printed and "Unexpected" not in printed
+
+
+@pytest.mark.parametrize("name", [*(name for name in OF_A_RUN if name != "status"), "clean"])
+def test_a_file_in_place_of_the_runs(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure()
+    Path("runs").write_text("a file")
+    status, printed = run(COMMANDS[name], monkeypatch, capfd)
+    assert status == 2 and "Error: " in printed and "Unexpected" not in printed
+
+
+@pytest.mark.parametrize("name", ["check", "estimate", "verify", "merge", "reshard", "fetch", "plan"])
+def test_files_of_other_encodings(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure()
+    for file in ("ds.json", "model/config.json", "base/config.json", "checkpoint/latest", "train.jsonl"):
+        Path(file).parent.mkdir(exist_ok=True)
+        Path(file).write_bytes(b'{"caf\xe9": 1}\n')
+    status, printed = run(COMMANDS[name], monkeypatch, capfd)
+    assert status in (1, 2) and "Unexpected" not in printed
+    assert "\nError: " in f"\n{printed}" or "error: " in printed
+
+
+def test_a_configuration_of_another_encoding(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    configure()
+    Path("config/config.yaml").write_bytes(b"cluster: caf\xe9.yaml\n")
+    status, printed = run(["status", "chat"], monkeypatch, capfd)
+    assert status == 2 and "config/config.yaml" in printed
+
+
+def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clean(runs: Path, *, remove: bool) -> None:
+        raise error
+
+    monkeypatch.setattr("shardmake.commands.clean.clean", clean)
+
+
+def test_an_unexpected_error_is_kept_in_a_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Path("logs").mkdir()
+    monkeypatch.setenv("HF_TOKEN", "secret-value-1234")
+    fail_with(TypeError("bad value\nTraceback (most recent call last): secret-value-1234"), monkeypatch)
+    status, printed = run(["clean"], monkeypatch, capfd)
+    assert status == 70
+    assert "Unexpected error: TypeError: bad value\nThis is a bug in Shardmake or in a library." in printed
+    (kept,) = Path("logs").iterdir()
+    assert f"The traceback is in {kept}." in printed
+    assert "def clean" not in printed and "raise error" in kept.read_text() and "secret-value" not in kept.read_text()
+
+
+def test_verbose_prints_the_traceback(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    fail_with(OSError(errno.EACCES, "Permission denied", "runs/x"), monkeypatch)
+    monkeypatch.setattr(sys, "argv", ["shardmake", "--verbose", "clean"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main()
+    printed = capfd.readouterr().err
+    assert "Traceback" in printed and "Error: Cannot use runs/x. Permission was denied." in printed
+
+
+def test_an_interrupt_ends_with_its_status(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    fail_with(KeyboardInterrupt(), monkeypatch)
+    assert run(["clean"], monkeypatch, capfd) == (130, "")
+
+
+MAIN = [sys.executable, "-c", "from shardmake.cli import main; main()"]
+
+
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [(["estimate", "--list-gpus"], 1), (["--help"], 1), (["clean", "--runs", "."], 0)],  # the last one only logs
+)
+def test_a_closed_pipe_ends_quietly(words: list[str], status: int) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*MAIN, *words], stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+def test_a_full_disk_for_the_output_is_reported() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run([*MAIN, "estimate", "--list-gpus"], stdout=full, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "No space is left" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.ENOSPC, "No space is left on its file system. Free some space"),
+        (errno.EDQUOT, "Your disk quota is used up. Free some space"),
+        (errno.EROFS, "Its file system is read-only. Use a folder that you can write to."),
+        (errno.EACCES, "Permission was denied. Check its owner and mode"),
+        (errno.ENOENT, "It does not exist. Check the path"),
+        (errno.ENOTDIR, "A part of the path is a file"),
+    ],
+)
+def test_errors_of_the_system_have_path_reason_and_advice(number: int, words: str) -> None:
+    with_path = explain_os_error(OSError(number, os.strerror(number), "runs/chat/x"), Path("runs/chat"))
+    assert str(with_path).startswith(f"Cannot use runs/chat/x. {words}")
+    assert isinstance(with_path, DiskFullError) == (number in (errno.ENOSPC, errno.EDQUOT))
+
+
+def test_a_full_disk_without_a_path_names_the_folder_of_the_command(folder: Path) -> None:
+    found = explain_os_error(OSError(errno.ENOSPC, "No space left on device"), Path("runs/chat"))
+    assert str(found).startswith(f"Cannot use {folder}/runs/chat. No space is left")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (OSError("org/base has no file named config.json"), "failed. org/base has no file named config.json. Check"),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out"), "failed. Connection timed out. Check the place"),
+        (OSError(errno.ENXIO, "No such device", "/dev/x"), "failed: /dev/x. No such device. Check the place"),
+    ],
+)
+def test_other_errors_keep_their_text(error: OSError, words: str) -> None:
+    found = explain_os_error(error, Path())
+    assert type(found) is ShardmakeError and words in str(found)
