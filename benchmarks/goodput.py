@@ -22,7 +22,7 @@ from typing import Any
 
 from shardmake.checkpoint.interval import interval_seconds
 from shardmake.launch.outcome import Action, Outcome, RetryState, decide
-from shardmake.run.attempt_history import AttemptRecord, EndReason, failing_nodes, hung_before, idle_attempts
+from shardmake.run.attempt_history import AttemptRecord, EndReason, failed_alike, failing_nodes, idle_attempts
 
 RESULTS = Path(__file__).parent / "results/goodput.json"
 HOUR, DAY = 3600.0, 86400.0
@@ -138,7 +138,7 @@ class Training:
         history = RetryState(
             idle_attempts=idle_attempts(self.story),
             has_fallback=False,
-            host_hung_before=hung_before(self.story),
+            host_failed_alike=failed_alike(self.story),
             failing_nodes=failing_nodes(self.story),
         )
         action = decide(outcome, history)

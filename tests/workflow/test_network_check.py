@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from shardmake.launch.outcome import error_end
+from shardmake.launch.error_texts import error_end
 from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
 from shardmake.train import network_check

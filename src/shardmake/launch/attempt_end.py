@@ -8,6 +8,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
 from shardmake.core.errors import ShardmakeError, is_user_error
 from shardmake.launch import user_script
+from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.slurm_states import JobStatus
 from shardmake.launch.training import Training
@@ -15,8 +16,8 @@ from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import (
     AttemptRecord,
     EndReason,
+    failed_alike,
     failing_nodes,
-    hung_before,
     idle_attempts,
     may_rewind,
     next_fallback,
@@ -36,6 +37,8 @@ _ADVICE = {
     EndReason.NON_FINITE: "Lower the learning rate or check the data of that step. The newest checkpoint is from "
     "before that step. With non_finite: rewind the driver resumes from it, which helps after a transient GPU error.",
     EndReason.PREFLIGHT: "Fix what the check found and run the same command again. Nothing was trained.",
+    EndReason.GPU_FAULT: "If the fault follows the run to other nodes, a kernel of the training is the cause: try "
+    "attention: eager and loss: plain.",
     EndReason.HANG: "The folder's stacks/ has the stacks of all ranks. If a step may take longer, increase "
     "hang_seconds in the cluster file.",
 }
@@ -128,7 +131,7 @@ def _retry_state(training: Training, outcome: Outcome, fallback: int | None) -> 
         has_fallback=fallback is not None,
         has_other_nodes=training.uses_slurm,
         has_memory=training.uses_slurm and not outcome.error and requested < training.node_memory_gib,
-        host_hung_before=hung_before(training.attempts),
+        host_failed_alike=failed_alike(training.attempts),
         failing_nodes=failing_nodes(training.attempts),
         may_rewind=training.run.non_finite == "rewind" and may_rewind(training.attempts),
     )
@@ -160,7 +163,8 @@ def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Acti
         parts.append(outcome.error.traceback.rstrip())
     elif outcome.error is None and (log_end := _tail(folder.log(0))):
         parts.append(log_end)
-    parts.append(f"The output of all ranks is in {short_path(folder.root)}. {_ADVICE.get(outcome.end, _RUN_AGAIN)}")
+    advice = (outcome.error and error_advice(outcome.error)) or _ADVICE.get(outcome.end, _RUN_AGAIN)
+    parts.append(f"The output of all ranks is in {short_path(folder.root)}. {advice}")
     return "\n".join(parts)
 
 

@@ -1,10 +1,10 @@
 """Determine why an attempt ended, and decide what follows: two pure functions over the attempt's records."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
+from shardmake.launch.error_texts import error_end
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
 
@@ -60,22 +60,6 @@ IDLE_ATTEMPTS = 3
 """Idle attempts after which the training stops."""
 FAILING_NODES = 5
 """Nodes in a row that may fail the preflight; with more, the run itself is assumed to be at fault."""
-_ERROR_PATTERNS: tuple[tuple[EndReason, str], ...] = (
-    (EndReason.GPU_OUT_OF_MEMORY, r"OutOfMemoryError|CUDA out of memory|HIP out of memory|CUBLAS_STATUS_ALLOC_FAILED"),
-    (EndReason.HOST_OUT_OF_MEMORY, r"^MemoryError|can't allocate memory|Cannot allocate memory|unable to mmap"),
-    (EndReason.NON_FINITE, r"NonFinite"),
-    (EndReason.PREFLIGHT, r"^NetworkCheckError: Rank"),
-    (
-        EndReason.NODE_FAILURE,
-        r"uncorrectable (ECC|NVLink)|GPU is lost|fallen off the bus|CUDA-capable device\(s\) is/are busy"
-        r"|Stale file handle|Input/output error|Remote I/O error|Transport endpoint is not connected",
-    ),
-    (
-        EndReason.COMMUNICATION,
-        r"^NetworkCheckError|DistNetworkError|DistBackendError|DistStoreError|NCCL|[Gg]loo|Connection (closed|reset)"
-        r"|Broken pipe|recvValue failed|Timed out waiting|heartbeat|timed out after",
-    ),
-)
 _BY_SLURM_STATE = {
     "CANCELLED": EndReason.CANCELLED,
     "TIMEOUT": EndReason.TIME_LIMIT,
@@ -87,12 +71,6 @@ _BY_SLURM_STATE = {
     "OUT_OF_MEMORY": EndReason.HOST_OUT_OF_MEMORY,
 }
 _BY_SIGNAL = {"SIGUSR2": EndReason.TIME_LIMIT, "SIGTERM": EndReason.PREEMPTED, "SIGINT": EndReason.CANCELLED}
-
-
-def error_end(error: RankError) -> EndReason:
-    """Return the end that a rank's exception indicates."""
-    text = f"{error.kind}: {error.message}"
-    return next((end for end, pattern in _ERROR_PATTERNS if re.search(pattern, text)), EndReason.USER_ERROR)
 
 
 def classify(evidence: Evidence) -> Outcome:
@@ -242,8 +220,8 @@ class RetryState:
     """The plan has a further fallback that needs less of the memory that ran out."""
     has_memory: bool = False
     """A node has more host RAM than the job requested, and the job was killed at its limit."""
-    host_hung_before: bool = False
-    """The node that held up the others did so in an earlier attempt too."""
+    host_failed_alike: bool = False
+    """The blamed node ended an earlier attempt for the same reason."""
     failing_nodes: int = 0
     """Attempts in a row that failed the preflight, the last one included."""
     has_other_nodes: bool = True
@@ -263,7 +241,7 @@ def decide(outcome: Outcome, state: RetryState) -> Action:
             return Action.EXCLUDE_AND_RESUME if others else Action.STOP
         case EndReason.FINISHED:
             return Action.FINISH
-        case EndReason.STOP_REQUESTED | EndReason.CANCELLED | EndReason.USER_ERROR:
+        case EndReason.STOP_REQUESTED | EndReason.CANCELLED | EndReason.SETUP | EndReason.USER_ERROR:
             return Action.STOP
         case EndReason.NON_FINITE if not state.may_rewind:
             return Action.STOP
@@ -273,6 +251,6 @@ def decide(outcome: Outcome, state: RetryState) -> Action:
     excludes = (
         outcome.end is EndReason.RENDEZVOUS
         or (outcome.end is EndReason.NODE_FAILURE and outcome.error is not None)
-        or (outcome.end is EndReason.HANG and state.host_hung_before)
+        or (outcome.end in (EndReason.HANG, EndReason.GPU_FAULT) and state.host_failed_alike)
     )
     return Action.EXCLUDE_AND_RESUME if excludes else Action.RESUME

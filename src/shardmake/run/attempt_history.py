@@ -20,7 +20,9 @@ class EndReason(Enum):
     CANCELLED = "cancelled by a person"
     GPU_OUT_OF_MEMORY = "GPU out of memory"
     HOST_OUT_OF_MEMORY = "host out of memory"
+    GPU_FAULT = "GPU fault"
     NODE_FAILURE = "node failure"
+    SETUP = "unsuitable setup"
     PREFLIGHT = "preflight failure"
     RENDEZVOUS = "rendezvous failed"
     COMMUNICATION = "communication failure"
@@ -102,12 +104,10 @@ def failing_nodes(history: Sequence[AttemptRecord]) -> int:
     return next((failed for failed, has_trained in enumerate(trained) if has_trained), len(drive))
 
 
-def hung_before(history: Sequence[AttemptRecord]) -> bool:
-    """Return whether the node that the last record blames also caused an earlier hang."""
+def failed_alike(history: Sequence[AttemptRecord]) -> bool:
+    """Return whether the node that the last record blames ended an earlier attempt for the same reason."""
     *earlier, last = history
-    return last.host is not None and any(
-        record.host == last.host and record.end == EndReason.HANG.value for record in earlier
-    )
+    return last.host is not None and any((record.host, record.end) == (last.host, last.end) for record in earlier)
 
 
 def may_rewind(history: Sequence[AttemptRecord]) -> bool:

@@ -135,7 +135,7 @@ def state(**values: object) -> RetryState:
         (EndReason.CANCELLED, state(has_fallback=True), Action.STOP),
         (EndReason.STOP_REQUESTED, state(has_fallback=True), Action.STOP),
         (EndReason.HANG, state(), Action.RESUME),
-        (EndReason.HANG, state(host_hung_before=True), Action.EXCLUDE_AND_RESUME),
+        (EndReason.HANG, state(host_failed_alike=True), Action.EXCLUDE_AND_RESUME),
         (EndReason.HANG, state(idle_attempts=3), Action.GIVE_UP),
         (EndReason.PREFLIGHT, state(idle_attempts=9, failing_nodes=5), Action.EXCLUDE_AND_RESUME),
         (EndReason.PREFLIGHT, state(failing_nodes=6), Action.STOP),
@@ -181,7 +181,7 @@ def test_no_outcome_is_retried_forever(end: EndReason, has: tuple[bool, ...]) ->
         has_fallback=fallback,
         has_memory=memory,
         failing_nodes=6,
-        host_hung_before=hung,
+        host_failed_alike=hung,
         may_rewind=rewind,
     )
     action = decide(Outcome(end, "why", host="c2"), before)

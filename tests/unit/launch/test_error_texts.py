@@ -1,0 +1,137 @@
+"""Error texts as users of torch, NCCL, DeepSpeed and Slurm report them, and the decision that follows each."""
+
+import pytest
+
+from shardmake.launch.error_texts import ERROR_TEXTS, error_advice, error_end, find_error_text
+from shardmake.launch.outcome import Action, Evidence, RetryState, classify, decide
+from shardmake.run.attempt import RankError
+from shardmake.run.attempt_history import EndReason
+
+GPU, HOST, SETUP = EndReason.GPU_OUT_OF_MEMORY, EndReason.HOST_OUT_OF_MEMORY, EndReason.SETUP
+FAULT, NODE, PEERS = EndReason.GPU_FAULT, EndReason.NODE_FAILURE, EndReason.COMMUNICATION
+NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled {} error, NCCL version 2.29.7\n{}: {}"
+CASES = [
+    ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB", GPU),
+    ("OutOfMemoryError", "HIP out of memory. Tried to allocate 20.00 MiB", GPU),
+    ("RuntimeError", "CUDA out of memory. Tried to allocate 256.00 MiB (GPU 3; 39.59 GiB total capacity)", GPU),
+    ("AcceleratorError", "CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported", GPU),
+    ("RuntimeError", "CUDA driver error: out of memory", GPU),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", GPU),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`", GPU),
+    ("RuntimeError", "cuDNN error: CUDNN_STATUS_ALLOC_FAILED", GPU),
+    ("RuntimeError", 'NVML_SUCCESS == r INTERNAL ASSERT FAILED at "../c10/cuda/CUDACachingAllocator.cpp":838', GPU),
+    ("DistBackendError", NCCL.format("cuda", "ncclUnhandledCudaError", "Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'"), GPU),
+    ("DistBackendError", NCCL.format("cuda", "ncclUnhandledCudaError", "Last error:\nFailed to CUDA calloc async 608 bytes"), GPU),
+    ("RuntimeError", "Triton Error [CUDA]: CUDA_ERROR_OUT_OF_MEMORY", GPU),
+    ("RuntimeError", "[enforce fail at alloc_cpu.cpp:121] DefaultCPUAllocator: can't allocate memory: you tried to allocate 536870912 bytes", HOST),
+    ("MemoryError", "", HOST),
+    ("MemoryError", "std::bad_alloc", HOST),
+    ("RuntimeError", "std::bad_alloc", HOST),
+    ("OSError", "[Errno 12] Cannot allocate memory", HOST),
+    ("RuntimeError", "unable to mmap 4949453456 bytes from file <model.safetensors>: Cannot allocate memory (12)", HOST),
+    ("RuntimeError", "DataLoader worker (pid 4177) is killed by signal: Killed.", HOST),
+    ("DistBackendError", NCCL.format("system", "ncclSystemError", "Last error:\nCall to ibv_reg_mr_iova2 failed with error Cannot allocate memory"), SETUP),
+    ("DistBackendError", NCCL.format("system", "ncclSystemError", "Last error:\nCall to ibv_create_qp failed with error Cannot allocate memory"), SETUP),
+    ("NetworkCheckError", "All ranks joined, but the network check failed: DistBackendError: ncclSystemError: ibv_reg_mr failed with error Cannot allocate memory", SETUP),
+    ("RuntimeError", "fi_mr_reg failed, ret is:-12, Cannot allocate memory", SETUP),
+    ("RuntimeError", "The NVIDIA driver on your system is too old (found version 12040). Please update your GPU driver", SETUP),
+    ("NetworkCheckError", "Rank 0 cannot use its GPU: The NVIDIA driver on your system is too old (found version 12020).", SETUP),
+    ("RuntimeError", "CUDA driver version is insufficient for CUDA runtime version", SETUP),
+    ("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Error 804: forward compatibility was attempted on non supported HW", SETUP),
+    ("AcceleratorError", "CUDA error: no kernel image is available for execution on the device", SETUP),
+    ("NetworkCheckError", "Rank 3 cannot use its GPU: CUDA error: no kernel image is available for execution on the device", SETUP),
+    ("AcceleratorError", "CUDA error: the provided PTX was compiled with an unsupported toolchain.", SETUP),
+    ("AcceleratorError", "CUDA error: invalid device ordinal", SETUP),
+    ("DistBackendError", NCCL.format("cuda", "ncclInvalidUsage", "Last error:\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 1b000"), SETUP),
+    ("AssertionError", "Torch not compiled with CUDA enabled", SETUP),
+    ("RuntimeError", "Distributed package doesn't have NCCL built in", SETUP),
+    ("ValueError", "Your assigned backend nccl is not available", SETUP),
+    ("RuntimeError", "DataLoader worker (pid 9) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared memory.", SETUP),
+    ("DistBackendError", NCCL.format("system", "ncclSystemError", "Last error:\nError while creating shared memory segment /dev/shm/nccl-Xy3kQm (size 9637888), error: No space left on device (28)"), SETUP),
+    ("ImportError", "flash_attn_2_cuda.cpython-311-x86_64-linux-gnu.so: undefined symbol: _ZN3c105ErrorC2ENS_14SourceLocationE", SETUP),
+    ("ImportError", "/lib64/libstdc++.so.6: version `GLIBCXX_3.4.29' not found", SETUP),
+    ("ImportError", "libcudart.so.12: cannot open shared object file: No such file or directory", SETUP),
+    ("MissingCUDAException", "CUDA_HOME does not exist, unable to compile CUDA op(s)", SETUP),
+    ("RuntimeError", "Error building extension 'cpu_adam'", SETUP),
+    ("RuntimeError", "Ninja is required to load C++ extensions", SETUP),
+    ("AcceleratorError", "CUDA error: unspecified launch failure", FAULT),
+    ("AcceleratorError", "CUDA error: an illegal memory access was encountered", FAULT),
+    ("AcceleratorError", "CUDA error: misaligned address", FAULT),
+    ("AcceleratorError", "CUDA error: an illegal instruction was encountered", FAULT),
+    ("AcceleratorError", "CUDA error: hardware stack error", FAULT),
+    ("AcceleratorError", "CUDA error: Memory error contained: the error is contained to the faulting process", FAULT),
+    ("AcceleratorError", "CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error", FAULT),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(handle, opa, opb)`", FAULT),
+    ("DistBackendError", NCCL.format("cuda", "ncclUnhandledCudaError", "Last error:\nCuda failure 700 'an illegal memory access was encountered'"), FAULT),
+    ("AcceleratorError", "CUDA error: uncorrectable ECC error encountered", NODE),
+    ("AcceleratorError", "CUDA error: uncorrectable NVLink error detected during the execution", NODE),
+    ("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized", NODE),
+    ("RuntimeError", "CUDA unknown error - this may be due to an incorrectly set up environment", NODE),
+    ("RuntimeError", "No CUDA GPUs are available", NODE),
+    ("AcceleratorError", "CUDA error: CUDA-capable device(s) is/are busy or unavailable", NODE),
+    ("RuntimeError", "Unable to determine the device handle for GPU 0000:3B:00.0: GPU is lost. Reboot the system to recover this GPU", NODE),
+    ("RuntimeError", "Failed to initialize NVML: Driver/library version mismatch", NODE),
+    ("OSError", "[Errno 116] Stale file handle: 'train.bin'", NODE),
+    ("OSError", "[Errno 5] Input/output error", NODE),
+    ("NetworkCheckError", "Rank 2 cannot use its GPU: CUDA error: uncorrectable ECC error encountered", EndReason.PREFLIGHT),
+    ("NetworkCheckError", "Rank 2 found no free memory on its GPU", EndReason.PREFLIGHT),
+    ("NetworkCheckError", "All ranks joined, but the network check failed: Cuda failure 2 'out of memory'", PEERS),
+    ("DistBackendError", NCCL.format("system", "ncclRemoteError", "A call failed possibly due to a network error or a remote process exiting prematurely.\nLast error:\nsocketProgress: Connection closed by remote peer"), PEERS),
+    ("DistBackendError", NCCL.format("internal", "ncclInternalError", "Internal check failed."), PEERS),
+    ("DistBackendError", NCCL.format("system", "ncclSystemError", "Last error:\nCannot allocate memory"), PEERS),
+    ("DistBackendError", "Watchdog caught collective operation timeout: WorkNCCL(SeqNum=42, OpType=ALLREDUCE, Timeout(ms)=600000)", PEERS),
+    ("RuntimeError", "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:40321", PEERS),
+    ("DistNetworkError", "The client socket has timed out after 300000ms while trying to connect to (c1, 29500).", PEERS),
+    ("BrokenPipeError", "[Errno 32] Broken pipe", PEERS),
+    ("NonFiniteError", "Step 7: the loss of rank 1 is nan.", EndReason.NON_FINITE),
+    ("AcceleratorError", "CUDA error: device-side assert triggered", EndReason.USER_ERROR),
+    ("OutOfResources", "out of resource: shared memory, Required: 262144, Hardware limit: 232448.", EndReason.USER_ERROR),
+    ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied (8x4096 and 2048x4096)", EndReason.USER_ERROR),
+    ("ValueError", "labels are missing", EndReason.USER_ERROR),
+]  # fmt: skip
+
+
+def error(kind: str, message: str) -> RankError:
+    return RankError(rank=0, host="c1", culprit="c1", time=1.0, kind=kind, message=message, traceback="Traceback ...")
+
+
+@pytest.mark.parametrize(("kind", "message", "end"), CASES, ids=lambda value: str(value)[:40])
+def test_a_text_indicates_its_cause(kind: str, message: str, end: EndReason) -> None:
+    assert error_end(error(kind, message)) is end
+
+
+def test_every_pattern_has_a_case() -> None:
+    found = {known for kind, message, _ in CASES if (known := find_error_text(error(kind, message)))}
+    assert found == set(ERROR_TEXTS)
+
+
+def test_an_unsuitable_setup_comes_with_advice_of_its_own() -> None:
+    advice = {known.advice for known in ERROR_TEXTS if known.end is SETUP}
+    assert "" not in advice and len(advice) == sum(known.end is SETUP for known in ERROR_TEXTS)
+    assert "ulimit -l" in error_advice(error("RuntimeError", "fi_mr_reg failed, ret is:-12, Cannot allocate memory"))
+    assert error_advice(error("ValueError", "labels are missing")) == ""
+
+
+ACTIONS = {
+    GPU: (Action.NEXT_FALLBACK, Action.NEXT_FALLBACK),
+    HOST: (Action.NEXT_FALLBACK, Action.NEXT_FALLBACK),
+    SETUP: (Action.STOP, Action.STOP),
+    FAULT: (Action.RESUME, Action.EXCLUDE_AND_RESUME),
+    NODE: (Action.EXCLUDE_AND_RESUME, Action.EXCLUDE_AND_RESUME),
+    PEERS: (Action.RESUME, Action.RESUME),
+    EndReason.PREFLIGHT: (Action.EXCLUDE_AND_RESUME, Action.EXCLUDE_AND_RESUME),
+    EndReason.NON_FINITE: (Action.STOP, Action.STOP),
+    EndReason.USER_ERROR: (Action.STOP, Action.STOP),
+}
+"""Actions after a text: for the first time, and for the second time on the same node."""
+
+
+@pytest.mark.parametrize(("kind", "message", "end"), CASES, ids=lambda value: str(value)[:40])
+def test_the_driver_answers_the_cause(kind: str, message: str, end: EndReason) -> None:
+    exits: list[object] = []
+    outcome = classify(
+        Evidence(finished=False, stop_file=False, stopped=False, slurm_state="FAILED", exits=exits, errors=[error(kind, message)])  # type: ignore[arg-type]
+    )  # fmt: skip
+    for failed_alike, action in zip((False, True), ACTIONS[end], strict=True):
+        state = RetryState(idle_attempts=1, has_fallback=True, failing_nodes=1, host_failed_alike=failed_alike)
+        assert decide(outcome, state) is action
