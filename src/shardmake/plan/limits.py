@@ -2,6 +2,7 @@
 
 import re
 import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from shardmake.config.models import Cluster
@@ -10,39 +11,81 @@ from shardmake.run.plan import Plan
 
 
 @dataclass(frozen=True)
+class NodeGroup:
+    """Nodes of one partition that are alike."""
+
+    nodes: int
+    cpus: int
+    """Cores of a node."""
+    memory_mib: int
+    """RAM of a node."""
+    gpus: Mapping[str, int]
+    """GPUs of a node by type; the type is empty if Slurm's configuration names none."""
+    features: frozenset[str]
+
+    def gpus_of(self, gpu_type: str | None) -> int:
+        """Return the GPUs of a node that a request for ``gpu_type`` can get, of any type for None."""
+        return sum(count for name, count in self.gpus.items() if gpu_type is None or name.lower() == gpu_type.lower())
+
+
+@dataclass(frozen=True)
 class Partition:
     """One partition as ``sinfo`` reports it."""
 
     name: str
     is_default: bool
-    nodes: int
-    cpus: int
-    """Cores of its smallest node."""
-    memory_mib: int
-    """RAM of its smallest node."""
     time_limit_minutes: int | None
     """None if there is no limit."""
+    groups: tuple[NodeGroup, ...]
+
+
+_SINFO_FORMAT = "%P|%D|%c|%m|%l|%G|%f"
 
 
 def parse_partitions(text: str) -> dict[str, Partition]:
-    """Return partitions by name from rows ``NAME|NODES|CPUS|MEMORY|TIMELIMIT``; a ``*`` marks the default.
+    """Return partitions by name from rows ``NAME|NODES|CPUS|MEMORY|TIMELIMIT|GRES|FEATURES``; ``*`` marks the default.
 
-    A partition of different nodes has several rows; a ``+`` means that a node has at least that much.
+    sinfo prints one row for nodes that are alike; a ``+`` means that a node has at least that much.
     """
     found: dict[str, Partition] = {}
     for line in text.splitlines():
-        name, nodes, cpus, memory, limit = line.strip().split("|")
+        name, nodes, cpus, memory, limit, gres, features = line.strip().split("|")
+        group = NodeGroup(int(nodes), _number(cpus), _number(memory), parse_gpus(gres), _features(features))
         bare = name.rstrip("*")
-        before = found.get(bare)
-        found[bare] = Partition(
-            name=bare,
-            is_default=name.endswith("*"),
-            nodes=int(nodes) + (before.nodes if before else 0),
-            cpus=min(_number(cpus), before.cpus if before else _number(cpus)),
-            memory_mib=min(_number(memory), before.memory_mib if before else _number(memory)),
-            time_limit_minutes=_minutes(limit),
-        )
+        earlier = found[bare].groups if bare in found else ()
+        found[bare] = Partition(bare, name.endswith("*"), _minutes(limit), (*earlier, group))
     return found
+
+
+def parse_gpus(gres: str) -> dict[str, int]:
+    """Return the GPUs by type of a node's generic resources, such as ``gpu:a100:4(S:0-1),nvme:1`` or ``(null)``."""
+    found: dict[str, int] = {}
+    for entry in re.sub(r"\([^)]*\)", "", gres).split(","):
+        kind, *parts = entry.split(":")
+        if kind == "gpu":
+            count = int(parts.pop()) if parts and parts[-1].isdigit() else 1
+            gpu_type = parts[0] if parts else ""
+            found[gpu_type] = found.get(gpu_type, 0) + count
+    return found
+
+
+def _features(text: str) -> frozenset[str]:
+    return frozenset() if text == "(null)" else frozenset(text.split(","))
+
+
+def satisfies(features: Set[str], constraint: str | None) -> bool:
+    """Return whether a node with ``features`` may satisfy ``constraint``.
+
+    ``&`` and ``,`` mean and, ``|`` means or, read from left to right as Slurm does. Counts and brackets concern the
+    nodes of a job together, so any node may satisfy them.
+    """
+    if not constraint or re.search(r"[][()*]", constraint):
+        return True
+    first, *rest = re.split(r"([&,|])", constraint)
+    holds = first in features
+    for operator, feature in zip(rest[::2], rest[1::2], strict=True):
+        holds = holds or feature in features if operator == "|" else holds and feature in features
+    return holds
 
 
 def _number(text: str) -> int:
@@ -60,7 +103,7 @@ def _minutes(limit: str) -> int | None:
 
 def query_partitions() -> dict[str, Partition]:
     """Return the partitions of this cluster."""
-    command = ["sinfo", "--noheader", "--format=%P|%D|%c|%m|%l"]
+    command = ["sinfo", "--noheader", f"--format={_SINFO_FORMAT}"]
     try:
         answer = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     except FileNotFoundError:
@@ -75,30 +118,77 @@ def query_partitions() -> dict[str, Partition]:
 
 
 def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]) -> None:
-    """Raise a `ConfigError` that names the key to change, if the partition can never run the plan."""
-    partition = _find(cluster.slurm.partition, partitions)
-    wanted = plan.resources["train"]
-    if plan.choice.nodes > partition.nodes:
-        raise ConfigError(
-            f"runs.{plan.run}.nodes: the plan takes {plan.choice.nodes} nodes, but partition {partition.name!r} has "
-            f"{partition.nodes}. Take fewer nodes or another slurm.partition in the cluster file."
-        )
-    if wanted.memory_gib * 1024 > partition.memory_mib:
-        raise ConfigError(
-            f"The plan needs {wanted.memory_gib} GiB per node, but a node of partition {partition.name!r} has "
-            f"{partition.memory_mib / 1024:.0f} GiB. Set memory_gib_per_node in the cluster file to what it has."
-        )
-    if wanted.cpus > partition.cpus:
-        raise ConfigError(
-            f"The plan asks for {wanted.cpus} cores per node, but a node of partition {partition.name!r} has "
-            f"{partition.cpus}. Set cpus_per_node in the cluster file to what it has."
-        )
+    """Raise a `ConfigError` that names the key to change, if too few nodes of the partition can ever run the plan."""
+    partition, nodes = _find(cluster.slurm.partition, partitions), plan.choice.nodes
+    groups = list(partition.groups)
+    for requirement in _requirements(plan, cluster):
+        suitable = [group for group in groups if requirement.is_met(group)]
+        if (count := sum(group.nodes for group in suitable)) < nodes:
+            raise ConfigError(
+                f"The plan takes {nodes} node{'' if nodes == 1 else 's'}{requirement.text}, but "
+                f"partition {partition.name!r} has {count}{requirement.describe(groups)}. {requirement.advice}"
+            )
+        groups = suitable
     limit = partition.time_limit_minutes
     if limit is not None and cluster.slurm.time_limit_minutes > limit:
         raise ConfigError(
             f"slurm.time_limit: {cluster.slurm.time_limit} is longer than the {limit} minutes that partition "
             f"{partition.name!r} allows. Shorten it; training resumes in a new job by itself."
         )
+
+
+@dataclass(frozen=True)
+class _Requirement:
+    """A property that each node of the job must have."""
+
+    text: str
+    """The end of ``N nodes``."""
+    is_met: Callable[[NodeGroup], bool]
+    describe: Callable[[Sequence[NodeGroup]], str]
+    """Describe the nodes that met the requirements before this one."""
+    advice: str
+
+
+def _requirements(plan: Plan, cluster: Cluster) -> Iterator[_Requirement]:
+    """Yield what the nodes must have, in the order in which a person would correct it."""
+    slurm, wanted = cluster.slurm, plan.resources["train"]
+    yield _Requirement(
+        "", lambda group: True, lambda groups: "",
+        f"Set runs.{plan.run}.nodes to fewer nodes, or slurm.partition in the cluster file to another partition.",
+    )  # fmt: skip
+    yield _Requirement(
+        f" with the features {slurm.constraint}",
+        lambda group: satisfies(group.features, slurm.constraint),
+        lambda groups: f"; its nodes have {_list({feature for group in groups for feature in group.features})}",
+        "Correct slurm.constraint in the cluster file.",
+    )
+    if cluster.accelerator != "cpu" and slurm.gpu_request != "none":
+        yield _Requirement(
+            f" with {plan.choice.processes_per_node} GPUs{f' of type {slurm.gpu_type}' if slurm.gpu_type else ''} each",
+            lambda group: group.gpus_of(slurm.gpu_type) >= plan.choice.processes_per_node,
+            lambda groups: f"; its nodes have {_list(_describe_gpus(group) for group in groups)}",
+            "Correct processes_per_node or slurm.gpu_type in the cluster file.",
+        )
+    yield _Requirement(
+        f" with {wanted.memory_gib} GiB of memory each",
+        lambda group: group.memory_mib >= wanted.memory_gib * 1024,
+        lambda groups: f"; its nodes have up to {max(group.memory_mib for group in groups) / 1024:.0f} GiB",
+        "Set memory_gib_per_node in the cluster file to what its nodes have.",
+    )
+    yield _Requirement(
+        f" with {wanted.cpus} cores each",
+        lambda group: group.cpus >= wanted.cpus,
+        lambda groups: f"; its nodes have up to {max(group.cpus for group in groups)}",
+        "Set cpus_per_node in the cluster file to what its nodes have.",
+    )
+
+
+def _describe_gpus(group: NodeGroup) -> str:
+    return " and ".join(f"{count} {name or 'GPUs without a type'}" for name, count in group.gpus.items()) or "no GPUs"
+
+
+def _list(words: Iterable[str]) -> str:
+    return ", ".join(sorted(set(words))) or "none"
 
 
 def _find(name: str | None, partitions: dict[str, Partition]) -> Partition:

@@ -1,13 +1,20 @@
-"""A request that can never run is refused, by the words of sinfo."""
+"""A request that can never run is refused, with what sinfo reports."""
 
 import pytest
 
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.limits import check_request, parse_partitions
+from shardmake.plan.limits import NodeGroup, check_request, parse_gpus, parse_partitions, satisfies
 from shardmake.run.plan import Choice, Plan, Resources, Workload
 
-SINFO = "gpu*|3|2|8000|infinite\nurgent|3|2|8000|1-00:00:00\nmixed|2|64|515000+|2:30\nmixed|1|32|257000|2:30\n"
+SINFO = """\
+gpu*|3|2|8000|infinite|(null)|(null)
+urgent|3|2|8000|1-00:00:00|(null)|(null)
+mixed|16|96|1031000|2:30|gpu:h100:8(S:0-1),nvme:1|h100,ib
+mixed|8|40|385000+|2:30|gpu:v100:4|v100,ib
+mixed|4|64|515000|2:30|gpu:nvidia_a100-sxm4-80gb:8|a100
+mixed|2|128|2063000|2:30|(null)|highmem
+"""
 PARTITIONS = parse_partitions(SINFO)
 
 
@@ -26,10 +33,11 @@ def plan(nodes: int = 2, memory_gib: int = 4, cpus: int = 2) -> Plan:
     )  # fmt: skip
 
 
-def cluster(**slurm: object) -> Cluster:
+def cluster(accelerator: str = "cpu", **slurm: object) -> Cluster:
     return Cluster.model_validate(
         {
             "executor": "slurm",
+            "accelerator": accelerator,
             "processes_per_node": 2,
             "cpus_per_node": 2,
             "memory_gib_per_node": 7,
@@ -38,32 +46,96 @@ def cluster(**slurm: object) -> Cluster:
     )
 
 
-def test_parse_sinfo() -> None:
+def test_rows_of_sinfo_become_groups_of_nodes() -> None:
     assert PARTITIONS["gpu"].is_default and PARTITIONS["gpu"].time_limit_minutes is None
     assert PARTITIONS["urgent"].time_limit_minutes == 1440
     mixed = PARTITIONS["mixed"]
-    assert (mixed.nodes, mixed.cpus, mixed.memory_mib, mixed.time_limit_minutes) == (3, 32, 257000, 2)
-
-
-def test_a_request_within_the_limits_passes() -> None:
-    check_request(plan(), cluster(), PARTITIONS)
-    check_request(plan(nodes=3), cluster(partition=None), PARTITIONS)
+    assert not mixed.is_default and mixed.time_limit_minutes == 2
+    assert mixed.groups[1] == NodeGroup(8, 40, 385000, {"v100": 4}, frozenset({"v100", "ib"}))
+    assert mixed.groups[3].gpus == {} and mixed.groups[3].features == {"highmem"}
 
 
 @pytest.mark.parametrize(
-    ("asked", "slurm", "words"),
+    ("gres", "gpus"),
     [
-        (plan(), {"partition": "gpus"}, r"no partition 'gpus'. Did you mean 'gpu'\? This cluster has: gpu, urgent"),
-        (plan(nodes=4), {}, r"runs.demo.nodes: the plan takes 4 nodes, but partition 'gpu' has 3"),
-        (plan(memory_gib=9), {}, r"needs 9 GiB per node, but a node of partition 'gpu' has 8 GiB"),
-        (plan(cpus=9), {}, r"asks for 9 cores per node.*has 2"),
-        (
-            plan(),
-            {"partition": "urgent", "time_limit": "2-00:00:00"},
-            r"time_limit: 2-00:00:00 is longer than the 1440",
-        ),
+        ("(null)", {}),
+        ("gpu:4", {"": 4}),
+        ("gpu", {"": 1}),
+        ("gpu:a100:8", {"a100": 8}),
+        ("gpu:a100", {"a100": 1}),
+        ("gpu:a100:8(S:0-1)", {"a100": 8}),
+        ("gpu:nvidia_a100-sxm4-80gb:8(S:0,2,4,6)", {"nvidia_a100-sxm4-80gb": 8}),
+        ("gpu:a100_1g.5gb:7,gpu:a100_3g.20gb:2", {"a100_1g.5gb": 7, "a100_3g.20gb": 2}),
+        ("shard:16,gpu:l40s:4,nvme:2", {"l40s": 4}),
     ],
 )
-def test_a_request_beyond_the_limits_is_rejected(asked: Plan, slurm: dict[str, object], words: str) -> None:
+def test_gpus_of_generic_resources(gres: str, gpus: dict[str, int]) -> None:
+    assert parse_gpus(gres) == gpus
+
+
+@pytest.mark.parametrize(
+    ("constraint", "may_match"),
+    [
+        (None, True),
+        ("h100", True),
+        ("a100", False),
+        ("h100&ib", True),
+        ("h100,ib", True),
+        ("h100&a100", False),
+        ("a100|h100", True),
+        ("a100|v100", False),
+        ("a100|v100&ib", False),
+        ("a100&v100|ib", True),
+        ("[rack1|rack2]", True),
+        ("a100*2&ib*4", True),
+    ],
+)
+def test_features_against_a_constraint(constraint: str | None, may_match: bool) -> None:
+    assert satisfies({"h100", "ib"}, constraint) is may_match
+
+
+@pytest.mark.parametrize(
+    ("asked", "slurm"),
+    [
+        (plan(), {}),
+        (plan(nodes=3), {"partition": None}),
+        (plan(nodes=16, cpus=96, memory_gib=1000), {"partition": "mixed", "constraint": "h100"}),
+        (plan(nodes=2, cpus=128, memory_gib=2000), {"partition": "mixed", "constraint": "highmem"}),
+        (plan(nodes=18, cpus=96), {"partition": "mixed"}),
+    ],
+)
+def test_a_request_within_the_limits_passes(asked: Plan, slurm: dict[str, object]) -> None:
+    check_request(asked, cluster(**{"time_limit": "0:02:00", **slurm}), PARTITIONS)
+
+
+def test_the_gpu_type_decides_which_nodes_count() -> None:
+    """Small old nodes in the same partition do not matter."""
+    slurm = {"partition": "mixed", "time_limit": "0:02:00"}
+    check_request(plan(nodes=16, cpus=96), cluster("h100", gpu_type="h100", **slurm), PARTITIONS)
+    check_request(plan(nodes=4), cluster("a100-80gb", gpu_type="nvidia_a100-sxm4-80gb", **slurm), PARTITIONS)
+    check_request(plan(nodes=28), cluster("h100", **slurm), PARTITIONS)
+    check_request(plan(nodes=30), cluster("h100", gpu_request="none", **slurm), PARTITIONS)
+
+
+MIXED = {"partition": "mixed", "time_limit": "0:02:00"}
+
+
+@pytest.mark.parametrize(
+    ("asked", "on", "words"),
+    [
+        (plan(), cluster(partition="gpus"), r"no partition 'gpus'. Did you mean 'gpu'\? This cluster has: gpu, urgent"),
+        (plan(nodes=4), cluster(), r"takes 4 nodes, but partition 'gpu' has 3. Set runs.demo.nodes"),
+        (plan(memory_gib=9), cluster(), r"2 nodes with 9 GiB of memory each.*has 0; its nodes have up to 8 GiB"),
+        (plan(cpus=9), cluster(), r"2 nodes with 9 cores each.*has 0; its nodes have up to 2. Set cpus_per_node"),
+        (plan(nodes=17, cpus=96), cluster("h100", gpu_type="h100", **MIXED), r"17 nodes with 2 GPUs of type h100 each.*has 16"),
+        (plan(), cluster("h200", gpu_type="h200", **MIXED), r"has 0; its nodes have 4 v100, 8 h100, 8 nvidia_a100-sxm4-80gb, no GPUs"),
+        (plan(), cluster("h100"), r"2 GPUs each, but partition 'gpu' has 0; its nodes have no GPUs. Correct processes_per_node"),
+        (plan(), cluster(constraint="b200", **MIXED), r"the features b200, but .* has 0; its nodes have a100, h100, highmem, ib"),
+        (plan(nodes=9), cluster(constraint="v100", **MIXED), r"9 nodes with the features v100, but partition 'mixed' has 8"),
+        (plan(cpus=64), cluster(constraint="v100", **MIXED), r"64 cores each.*has 0; its nodes have up to 40"),
+        (plan(), cluster(partition="urgent", time_limit="2-00:00:00"), r"time_limit: 2-00:00:00 is longer than the 1440"),
+    ],
+)  # fmt: skip
+def test_a_request_beyond_the_limits_is_rejected(asked: Plan, on: Cluster, words: str) -> None:
     with pytest.raises(ShardmakeError, match=words):
-        check_request(asked, cluster(**slurm), PARTITIONS)
+        check_request(asked, on, PARTITIONS)
