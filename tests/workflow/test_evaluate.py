@@ -166,7 +166,7 @@ def test_both_models_are_measured_on_the_same_tokens(
 ) -> None:
     caplog.set_level("INFO", "shardmake")
     result = evaluate(a_run(folder, tmp_path), rundir).as_json()
-    assert caplog.messages[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank(s)."
+    assert caplog.messages[0] == "Measuring the base and the tuned model on 2 sequences, whole on 1 rank."
     assert [line.partition(":")[0] for line in caplog.messages[1:]] == ["base", "tuned"]
     assert result == read_json(rundir.evaluation, "")
     assert result["tokens"] == result["base"]["tokens"] == result["tuned"]["tokens"] == 8, "four times 2 and <end>"

@@ -61,7 +61,7 @@ def test_three_nodes_measure_their_links() -> None:
 def test_all_ranks_name_the_missing_rank() -> None:
     """Rank 0, whose process serves the store, times out first."""
     for code, _, errors in check_network(3, [8, 11]):
-        assert code == 1 and "Rank(s) [2] did not join" in errors and "missing: [2]" in errors
+        assert code == 1 and "Rank 2 did not join" in errors and "missing: [2]" in errors
 
 
 @pytest.mark.parametrize(("planned", "warns"), [(50e9, True), (1e9, False), (None, False)])
@@ -77,7 +77,7 @@ def die() -> list[Finding]:
 
 
 def fail() -> list[Finding]:
-    raise NetworkCheckError("Rank(s) [3] did not join", [3], host="c4")
+    raise NetworkCheckError("Rank 3 did not join", [3], host="c4")
 
 
 def block() -> list[Finding]:

@@ -42,7 +42,7 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"] - 0.3
     card = (checkout.root / "published/demo/README.md").read_text()
     assert "| Trained by | `plain_script.py` |" in card
-    assert "Trained with zero2 on 2 ranks in 2 attempt(s)." in checkout("shardmake", "status", "demo").stdout
+    assert "Trained with zero2 on 2 ranks in 2 attempts." in checkout("shardmake", "status", "demo").stdout
     assert "Nothing to be done" in checkout("snakemake", "--profile", "profiles/local").stdout
 
 

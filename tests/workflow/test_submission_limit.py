@@ -109,7 +109,7 @@ def test_two_drivers_submit_one_training_at_a_time(runs: QueuedRuns) -> None:
         time.sleep(0.1)
     first, second = sorted(logs, key=lambda run: run not in runs.queue[0])
     wait_for(logs[first], "Attempt 1: job 1")
-    wait_for(logs[second], f"{second} waits: you have 1 training(s) in the queue ({first})")
+    wait_for(logs[second], f"{second} waits: you have 1 training in the queue ({first})")
     assert len(runs.queue) == 1
     runs.interrupt(list(logs).index(first))
     assert "the driver exits, job 1 keeps running" in logs[first].read_text()

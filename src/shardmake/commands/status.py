@@ -1,6 +1,7 @@
 """The progress and the results of a run, from the files in its folder."""
 
 from shardmake.config.models import Run
+from shardmake.core.units import plural
 from shardmake.run.attempt import SubmittedJob
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
@@ -33,9 +34,8 @@ def describe(run: Run, rundir: RunDir) -> str:
 def _training(receipt: TrainingReceipt) -> list[str]:
     length = "" if receipt.steps is None else f" {receipt.steps:,} steps"
     length += "" if receipt.tokens is None else f", {receipt.tokens:,} tokens,"
-    return [
-        f"\nTrained{length} with {receipt.strategy} on {receipt.world_size} ranks in {receipt.attempts} attempt(s)."
-    ]
+    ranks, attempts = plural(receipt.world_size, "rank"), plural(receipt.attempts, "attempt")
+    return [f"\nTrained{length} with {receipt.strategy} on {ranks} in {attempts}."]
 
 
 def _evaluation(evaluation: EvaluationResult) -> list[str]:

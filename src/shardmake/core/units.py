@@ -1,5 +1,6 @@
-"""Units of bytes, and sizes as text."""
+"""Units of bytes, and sizes and counts as text."""
 
+from collections.abc import Sequence
 from typing import Final
 
 MIB: Final = 1 << 20
@@ -8,5 +9,19 @@ GB: Final = 10**9
 
 
 def format_bytes(size: int) -> str:
-    """Return ``size`` in GiB, or in MiB if it is less than one GiB."""
-    return f"{size / GIB:.1f} GiB" if size >= GIB else f"{size / MIB:.0f} MiB"
+    """Return ``size`` in the largest unit of which it is at least one: GiB, MiB, KiB or bytes."""
+    if size >= GIB:
+        return f"{size / GIB:.1f} GiB"
+    if size >= MIB:
+        return f"{size / MIB:.0f} MiB"
+    return f"{size / 1024:.0f} KiB" if size >= 1024 else f"{size} bytes"
+
+
+def plural(count: int, noun: str) -> str:
+    """Return ``count`` with ``noun`` in the right number: ``1 attempt``, ``2 attempts``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def numbered(noun: str, numbers: Sequence[int]) -> str:
+    """Return ``noun`` with its numbers: ``rank 3``, ``ranks 1, 3``."""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"

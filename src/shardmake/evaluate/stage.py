@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Cluster, EvaluationBackend, Run
+from shardmake.core.units import plural
 from shardmake.evaluate.backends import (
     Machine,
     RankInfo,
@@ -86,7 +87,7 @@ class EvaluationSetup:
     nvme: str | None = None
 
     def __str__(self) -> str:
-        return f"{self.backend} on {self.ranks} rank(s)"
+        return f"{self.backend} on {plural(self.ranks, 'rank')}"
 
 
 def _choose_setup(run: Run, rundir: RunDir, machine: Machine) -> EvaluationSetup:

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 from pydantic import Field
 
+from shardmake.core.units import numbered
 from shardmake.run.record import RunRecord
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -150,7 +151,9 @@ def _accept_node(listener: socket.socket, deadline: float, missing: set[int]) ->
                 return int(words[1])
     except TimeoutError:
         if time.monotonic() >= deadline:
-            message = f"Node(s) {sorted(missing)} did not connect to {socket.gethostname()} before the deadline."
+            message = (
+                f"{numbered('Node', sorted(missing))} did not connect to {socket.gethostname()} before the deadline."
+            )
             raise RendezvousError(message, min(missing)) from None
     except OSError:
         pass

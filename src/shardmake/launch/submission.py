@@ -13,6 +13,7 @@ from typing import NoReturn
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
 from shardmake.launch.low_memory_wait import PREFIX, SECONDS, other_trainings, wait_until_slot
@@ -50,12 +51,12 @@ def submit(training: Training) -> SubmittedJob:
         job.write(training.rundir.job)
     training.has_waited = False
     logger.info(
-        "Attempt %d: job %s, %s on %d node(s) x %d rank(s), %s. Logs: %s",
+        "Attempt %d: job %s, %s on %s x %s, %s. Logs: %s",
         number,
         job.id,
         plan.choice.strategy,
-        plan.choice.nodes,
-        plan.choice.processes_per_node,
+        plural(plan.choice.nodes, "node"),
+        plural(plan.choice.processes_per_node, "rank"),
         f"resuming from {checkpoint.name}" if checkpoint else training.run.script or "from the base model",
         short_path(folder.root),
     )
@@ -177,6 +178,6 @@ def waiting_message(ahead: list[str] | None, run: str, limit: int) -> str:
         return f"{run} waits: Slurm does not answer. The driver submits the job once squeue works."
     runs = ", ".join(sorted(name.removeprefix(PREFIX).rpartition("-")[0] for name in ahead))
     return (
-        f"{run} waits: you have {len(ahead)} training(s) in the queue ({runs}), and trainings_per_user in the cluster "
-        f"file is {limit}. The driver submits the job when one of them has ended."
+        f"{run} waits: you have {plural(len(ahead), 'training')} in the queue ({runs}), and trainings_per_user in the "
+        f"cluster file is {limit}. The driver submits the job when one of them has ended."
     )

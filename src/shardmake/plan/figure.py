@@ -33,7 +33,7 @@ def draw(memory: MemoryEstimates, chosen: Choice) -> str:
             'font-family="sans-serif" font-size="11">',
             f'<rect width="100%" height="{height}" fill="white"/>',
             *parts,
-            _line(LEFT + capacity * unit, bottom, f"{capacity / GIB:.1f} GiB per GPU"),
+            _line(LEFT + capacity * unit, bottom, f"{capacity / GIB:.1f} GiB per rank"),
             *legend,
             "</svg>\n",
         ]

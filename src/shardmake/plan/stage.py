@@ -7,7 +7,7 @@ from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lo
 from shardmake.config.inputs import check_script
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import write_text
-from shardmake.core.units import GIB, format_bytes
+from shardmake.core.units import GIB, format_bytes, plural
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES
 from shardmake.plan.candidates import Candidate, describe_choice
@@ -126,8 +126,8 @@ def describe(plan: Plan, rundir: RunDir) -> str:
     checkpointing = "with" if choice.gradient_checkpointing else "without"
     return "\n".join(
         [
-            f"{plan.run}: {choice.strategy}, {choice.nodes} node(s) x {choice.processes_per_node} rank(s), "
-            f"{choice.precision}, {checkpointing} gradient checkpointing",
+            f"{plan.run}: {choice.strategy}, {plural(choice.nodes, 'node')} x "
+            f"{plural(choice.processes_per_node, 'rank')}, {choice.precision}, {checkpointing} gradient checkpointing",
             f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",

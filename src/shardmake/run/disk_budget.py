@@ -1,7 +1,7 @@
 """The disk space that a run will need, compared with the free space of the file system and the user's quota."""
 
 from shardmake.core.disk import require_space, tree_size
-from shardmake.core.units import GIB
+from shardmake.core.units import format_bytes
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, MemoryEstimates, Plan
 
@@ -18,8 +18,8 @@ def check_choice(rundir: RunDir, estimates: MemoryEstimates, choice: Choice) -> 
     """
     terms = estimates.of(choice).disk.terms
     needed = max(0, sum(terms.values()) - tree_size(rundir.checkpoints) - tree_size(rundir.model))
-    listed = ", ".join(f"{name} {size / GIB:.1f} GiB" for name, size in terms.items())
-    return require_space(rundir.root, needed, f"Run {rundir.name} will need {needed / GIB:.1f} GiB more ({listed})")
+    listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in terms.items())
+    return require_space(rundir.root, needed, f"Run {rundir.name} will need {format_bytes(needed)} more ({listed})")
 
 
 def checkpoint_size(rundir: RunDir, copies: int) -> int:

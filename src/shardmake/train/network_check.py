@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from shardmake.core.process import die_with_parent
+from shardmake.core.units import numbered
 from shardmake.run.attempt import host_name
 
 logger = logging.getLogger(__name__)
@@ -151,7 +152,7 @@ def _explain(error: Exception, store: Any, world_size: int) -> NetworkCheckError
     except dist.DistError:
         return NetworkCheckError(f"The store of node 0 cannot be reached: {error}")
     if missing:
-        return NetworkCheckError(f"Rank(s) {missing} did not join: {error}", missing)
+        return NetworkCheckError(f"{numbered('Rank', missing)} did not join: {error}", missing)
     return NetworkCheckError(f"All ranks joined, but the network check failed: {error}")
 
 

@@ -62,7 +62,7 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(exits=[node(), node(1, returncode=0)], errors=[PEER_GONE]), EndReason.COMMUNICATION),
         (evidence(exits=[node(oom_kills=1)], errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use: 40.0 GiB"), node(1, stop_signal="SIGTERM")]), EndReason.PREFLIGHT),
-        (evidence(errors=[error("NetworkCheckError", "Rank(s) [3] did not join: timeout")]), EndReason.PREFLIGHT),
+        (evidence(errors=[error("NetworkCheckError", "Rank 3 did not join: timeout")]), EndReason.PREFLIGHT),
         (evidence(errors=[error("NetworkCheckError", "All ranks joined, but the network check failed: timeout")]), EndReason.COMMUNICATION),
         (evidence(errors=[error("NonFiniteError", "Step 7: the loss of rank 1 is nan.")]), EndReason.NON_FINITE),
         (evidence(slurm_state="CANCELLED", cancelled_by="user root"), EndReason.CANCELLED),
@@ -151,7 +151,7 @@ def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
 
 
 def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:
-    waited = node(phase="rendezvous", returncode=None, message="Node(s) [1] did not connect", culprit="c2")
+    waited = node(phase="rendezvous", returncode=None, message="Node 1 did not connect", culprit="c2")
     outcome = classify(evidence(nodes=2, exits=[waited]))
     assert (outcome.end, outcome.host) == (EndReason.RENDEZVOUS, "c2")
     assert classify(evidence(nodes=2, exits=[waited.model_copy(update={"culprit": None})])).host is None
@@ -163,7 +163,7 @@ def test_a_node_with_a_hardware_error_is_excluded() -> None:
 
 
 def test_the_reporting_rank_is_not_blamed_for_missing_ranks() -> None:
-    unknown = error("NetworkCheckError", "Rank(s) [3] did not join: timeout").model_copy(update={"culprit": None})
+    unknown = error("NetworkCheckError", "Rank 3 did not join: timeout").model_copy(update={"culprit": None})
     outcome = classify(evidence(errors=[unknown]))
     assert (outcome.end, outcome.host) == (EndReason.PREFLIGHT, None)
 

@@ -92,7 +92,7 @@ def test_eight_drivers_at_once_take_two_slots(slurm: Path) -> None:
 def test_the_message_names_runs_and_setting() -> None:
     ahead = ["shardmake-docs-chat-1a2b3c4d", "shardmake-code-00000000"]
     assert waiting_message(ahead, "mine", 2) == (
-        "mine waits: you have 2 training(s) in the queue (code, docs-chat), and trainings_per_user in the cluster file "
+        "mine waits: you have 2 trainings in the queue (code, docs-chat), and trainings_per_user in the cluster file "
         "is 2. The driver submits the job when one of them has ended."
     )
     assert "Slurm does not answer" in waiting_message(None, "mine", 2)

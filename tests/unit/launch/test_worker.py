@@ -97,7 +97,7 @@ def test_a_waiting_node_blames_the_missing_one(
     folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def wait(*args: object) -> None:
-        raise RendezvousError("Node(s) [1] did not connect to c1 before the deadline.", absent=1)
+        raise RendezvousError("Node 1 did not connect to c1 before the deadline.", absent=1)
 
     program = tmp_path / "scontrol"
     program.write_text('#!/bin/sh\n[ "$*" = "show hostnames c[1-2]" ] && printf "c1\\nc2\\n"\n')

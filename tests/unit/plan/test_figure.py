@@ -38,7 +38,7 @@ def test_bars_show_terms_and_the_line_shows_gpu_memory(planned: tuple[Plan, Memo
     assert texts[rows[0].name] == "bold"
     assert all(row.name in texts for row in rows)
     assert set(rows[0].gpu.terms) <= set(texts)
-    assert "79.1 GiB per GPU" in texts
+    assert "79.1 GiB per rank" in texts
     assert len(root.findall(f"{SVG}line")) == 1
     titled = [rect for rect in root.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None]
     assert len(titled) == sum(len(row.gpu.terms) + 1 for row in rows)

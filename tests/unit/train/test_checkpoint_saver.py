@@ -87,7 +87,7 @@ def test_last_valid_checkpoints_are_never_removed(small: Path, caplog: pytest.Lo
     (small / "checkpoint-5/latest").write_bytes(b"x" * len(FILES["latest"]))
     assert not save(saver, 6)
     assert "checkpoint-6 is skipped. The next checkpoint needs" in caplog.text
-    with pytest.raises(ShardmakeError, match=r"The next checkpoint needs 0 MiB.*\(your quota\)"):
+    with pytest.raises(ShardmakeError, match=r"The next checkpoint needs 10 KiB.*\(your quota\)"):
         save(saver, 7, required=True)
     assert steps(small) == [5, 4, 3, 2, 1]
 

@@ -1,0 +1,16 @@
+from shardmake.core.units import format_bytes, numbered, plural
+
+
+def test_a_count_has_its_noun_in_the_right_number() -> None:
+    assert [plural(count, "attempt") for count in (0, 1, 2, 1234)] == [
+        "0 attempts",
+        "1 attempt",
+        "2 attempts",
+        "1,234 attempts",
+    ]
+    assert (numbered("Rank", [3]), numbered("Rank", [1, 3])) == ("Rank 3", "Ranks 1, 3")
+
+
+def test_sizes_have_a_unit_of_which_they_are_at_least_one() -> None:
+    sizes = [format_bytes(size) for size in (3 << 30, 5 << 20, 300_000, 12, 0)]
+    assert sizes == ["3.0 GiB", "5 MiB", "293 KiB", "12 bytes", "0 bytes"]
