@@ -7,8 +7,16 @@ through their own code up to DeepSpeed's config, in a process of its own. `shard
 entry for each setting.
 """
 
-from dataclasses import dataclass, field
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
+
+from pydantic import TypeAdapter
+
+from shardmake.core.environment import kernel_caches
+from shardmake.core.process import run_module
 
 Library = Literal["Trainer", "DeepSpeed", "Accelerate"]
 LIBRARIES: Final[tuple[Library, ...]] = ("Trainer", "DeepSpeed", "Accelerate")
@@ -79,3 +87,16 @@ class Comparison:
     def contradictions(self) -> list[Row]:
         """Return the rows that stop the run or train something else than what is written."""
         return [row for row in self.rows if row.verdict != "equal"]
+
+
+def compare_settings(settings: Sequence[Settings], scratch: str = "/tmp") -> list[Comparison]:
+    """Return the comparison for each of ``settings``; all of them share one process, which takes seconds to start.
+
+    It does not raise for any value in ``settings``: what a library cannot read becomes a `Problem`.
+    """
+    request = json.loads(json.dumps([asdict(one) for one in settings], default=str))
+    environment = {**os.environ, **kernel_caches(scratch), "CUDA_VISIBLE_DEVICES": ""}
+    return _COMPARISONS.validate_python(run_module("shardmake.render.settings_table", request, environment))
+
+
+_COMPARISONS: Final = TypeAdapter(list[Comparison])
