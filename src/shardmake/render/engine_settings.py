@@ -1,4 +1,4 @@
-"""What the libraries make of settings: pass them through the launcher, Trainer and Accelerate up to DeepSpeed's config.
+"""Settings as the libraries read them: pass them through the launcher, Trainer and Accelerate up to DeepSpeed's config.
 
 Everything here runs in a process of its own, without a GPU, without weights and without communication
 (`shardmake.render.parsers`). A value that a library refuses is recorded and removed, so that one mistake does not hide
@@ -61,7 +61,7 @@ HIDDEN_SIZE: Final = 64
 
 @dataclass
 class EngineSettings:
-    """What the libraries understood. ``stops`` maps a key of a file to the error with which it ends the run."""
+    """Settings as the libraries understood them; ``stops`` maps a key to a sentence, if the key ends the run."""
 
     arguments: Any = None
     launched: Namespace | None = None

@@ -51,7 +51,7 @@ def _engine_or_trainer(attribute: str, argument: str) -> Runs:
 
 
 def _trainer_or_engine(attribute: str, argument: str) -> Runs:
-    """Trainer's own loop decides: it reads the batches and tells the engine when to step."""
+    """Trainer's own loop decides: it reads the batches and decides when the engine steps."""
     return lambda found: (
         getattr(found.arguments, argument) if found.arguments else getattr(found.config, attribute, None)
     )
