@@ -248,13 +248,13 @@ EVALUATED = EvaluationResult(
 
 def make_data_receipt(digest: str) -> DataReceipt:
     split = SplitReceipt(
-        examples=1, truncated=0, split=0, dropped_without_loss=0, dropped_loss_truncated=0, sequences=1, tokens=1,
-        loss_tokens=1, files=[],
+        examples=1, truncated=0, split=0, dropped_without_loss=0, dropped_loss_truncated=0, first_dropped=[],
+        sequences=1, tokens=1, loss_tokens=1, files=[],
     )  # fmt: skip
     settings = DataSettings(
-        format="auto", loss_on="auto", eval_fraction=0.1, sequence_length=32, packing=True, seed=42
+        format="auto", columns={}, loss_on="auto", eval_fraction=0.1, sequence_length=32, packing=True, seed=42
     )  # fmt: skip
     return DataReceipt(
         digest=digest, layout=1, tokenizer="t", sources={}, settings=settings, pad_token_id=0, format="text",
-        loss_on_assistant=False, train=split, eval=split,
+        columns={"text": "text"}, loss_on_assistant=False, train=split, eval=split,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from shardmake.config.formats import data_kind
 from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ConfigError
@@ -25,9 +26,7 @@ def local_files(run: Run, *parts: str) -> list[str]:
 
 
 def _looks_local(name: str) -> bool:
-    return (
-        name.startswith((".", "/", "~")) or name.count("/") > 1 or Path(name).suffix in (".jsonl", ".json", ".parquet")
-    )
+    return name.startswith((".", "/", "~")) or name.count("/") > 1 or data_kind(name) is not None
 
 
 def check_inputs(name: str, run: Run) -> None:

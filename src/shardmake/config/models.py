@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 
@@ -18,10 +19,12 @@ if TYPE_CHECKING:
     Strategy = str
     EvaluationBackend = str
     Objective = str
+    Format = DataFormat
 else:
     Strategy = Literal[tuple(STRATEGY_SPECS)]
     EvaluationBackend = Literal["whole", "device-map", *PARTITIONED_INFERENCE]
     Objective = Literal[tuple(OBJECTIVES)]
+    Format = Literal[tuple(FORMATS)]
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -49,12 +52,38 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class Columns(Section):
+    """Names of the columns, if they differ from those that `format` reads."""
+
+    messages: str | None = Field(
+        None, description="List of messages. Without it, `messages` for chat and `conversations` for sharegpt."
+    )
+    role: str | None = Field(None, description="Key of a message's role. Without it, `role`, and `from` for sharegpt.")
+    content: str | None = Field(
+        None, description="Key of a message's text. Without it, `content`, and `value` for sharegpt."
+    )
+    tools: str | None = Field(None, description="List of tools for the chat template, also as JSON text.")
+    system: str | None = Field(None, description="Text of the system message, for sharegpt and alpaca.")
+    prompt: str | None = Field(None, description="Prompt, for prompt-completion.")
+    completion: str | None = Field(None, description="Completion, for prompt-completion.")
+    text: str | None = Field(None, description="Text, for text.")
+    instruction: str | None = Field(None, description="Instruction, for alpaca.")
+    input: str | None = Field(None, description="Input to the instruction, for alpaca.")
+    output: str | None = Field(None, description="Answer, for alpaca.")
+
+    @property
+    def named(self) -> dict[str, str]:
+        """Return the columns that have a name here."""
+        return self.model_dump(exclude_none=True)
+
+
 class Data(Section):
     """The source of the examples and their format."""
 
     train: str = Field(
-        description="JSONL or Parquet file, a folder of such files, or a hub data set: `org/name` (its split `train`) "
-        "or `org/name:split`."
+        description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
+        "`org/name:split`. Files: `.jsonl`, `.json` (an array, or one object per line), `.csv`, `.tsv` with a header, "
+        "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`)."
     )
     eval: str | None = Field(
         None,
@@ -64,18 +93,30 @@ class Data(Section):
     eval_fraction: Annotated[float, Field(gt=0, lt=0.5), AsNumber] = Field(
         0.02, description="Fraction of `train` that is held out for evaluation if `eval` is not set."
     )
-    format: Literal["auto", "chat", "prompt-completion", "text"] = Field(
+    format: Literal["auto"] | Format = Field(
         "auto",
-        description="`chat`: a `messages` column; `prompt-completion`: `prompt` and `completion`; `text`: a `text` "
-        "column; `auto`: detected from the columns.",
+        description="`chat`: `messages`, each with `role` and `content` (text, or a list of text parts, which are "
+        "joined); `sharegpt`: `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an "
+        "optional `input`, as a conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; `auto`: "
+        "the only one of these that the columns fit.",
     )
+    columns: Columns = Field(Columns(), description="Names of the columns, if they are other ones.")
     loss_on: Literal["auto", "assistant", "all"] = Field(
         "auto",
         description="Tokens that the loss counts: only the assistant's (or the completion's), or all. `auto`: "
-        "`assistant` for chat and prompt-completion, `all` for text.",
+        "`all` for text, `assistant` for all other formats.",
     )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
+
+    @model_validator(mode="after")
+    def _check_columns(self) -> "Data":
+        named = self.columns.named
+        formats = FORMATS if self.format == "auto" else {self.format: FORMATS[self.format]}
+        if not any(named.keys() <= spec.columns.keys() for spec in formats.values()):
+            reads = "; ".join(f"{name} reads {', '.join(spec.columns)}" for name, spec in formats.items())
+            raise ValueError(f"columns: no format reads {' and '.join(named)}. {reads}")
+        return self
 
 
 class Lora(Section):

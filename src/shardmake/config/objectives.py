@@ -1,9 +1,9 @@
 """The table of objectives: one row each. A new objective is one row here and the module that trains it."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
-DataFormat = Literal["chat", "prompt-completion", "text"]
+from shardmake.config.formats import FORMATS, DataFormat
 
 
 @dataclass(frozen=True)
@@ -12,7 +12,7 @@ class ObjectiveSpec:
 
     label: str
     data_formats: tuple[DataFormat, ...]
-    """In the order in which ``data.format: auto`` tries them."""
+    """Formats that ``data.format: auto`` may recognize."""
 
 
-OBJECTIVES: Final = {"sft": ObjectiveSpec("supervised fine-tuning", ("chat", "prompt-completion", "text"))}
+OBJECTIVES: Final = {"sft": ObjectiveSpec("supervised fine-tuning", tuple(FORMATS))}

@@ -9,41 +9,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from shardmake.config.models import Data, Objective
-from shardmake.config.objectives import OBJECTIVES, DataFormat
-from shardmake.core.errors import DataError
+from shardmake.config.formats import DataFormat
+from shardmake.config.models import Data
+from shardmake.core.errors import DataError, ModelError
+from shardmake.data.layout import Layout, Message
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = Mapping[str, Any]
 Tokens = tuple[list[int], list[bool]]
-COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
-    "chat": ("messages",),
-    "prompt-completion": ("prompt", "completion"),
-    "text": ("text",),
-}
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def detect_format(data: Data, objective: Objective, example: Mapping[str, Any], place: str) -> DataFormat:
-    """Return the format of ``data``, or for `auto` the one whose columns the first example has."""
-    if data.format != "auto":
-        return data.format
-    for format in OBJECTIVES[objective].data_formats:
-        if all(column in example for column in COLUMNS[format]):
-            return format
-    raise DataError(
-        f"{place}: unknown format. The columns are {', '.join(example)}. Use messages (chat), prompt and completion "
-        "(prompt-completion), or text (text)."
-    )
 
 
 def loss_on_assistant(data: Data, format: DataFormat) -> bool:
     """Return True if only the tokens of the assistant or the completion have loss."""
     if data.loss_on == "assistant" and format == "text":
         raise DataError(
-            "data.loss_on: 'assistant' needs examples in chat or prompt-completion format, but these are text. "
+            "data.loss_on: 'assistant' needs conversations, or prompts and completions, but the examples are text. "
             "Use all or auto."
         )
     return data.loss_on == "assistant" or (data.loss_on == "auto" and format != "text")
@@ -51,66 +33,44 @@ def loss_on_assistant(data: Data, format: DataFormat) -> bool:
 
 @dataclass(frozen=True)
 class Encoder:
-    """Tokenizes examples of one format."""
+    """Tokenizes examples of one layout."""
 
     tokenizer: "PreTrainedTokenizerBase"
-    format: DataFormat
+    layout: Layout
     assistant_only: bool
 
     def __call__(self, example: Mapping[str, Any], place: str) -> Tokens:
         """Return token ids and loss mask of ``example``, of equal length; ``place`` names it in errors.
 
-        Raises `DataError` if a column is missing or the tokenizer's chat template rejects the example.
+        Raises `DataError` if the example does not fit the layout or the tokenizer's chat template rejects it.
         """
-        missing = [column for column in COLUMNS[self.format] if column not in example]
-        if missing:
-            raise DataError(
-                f"{place}: this example ({self.format}) has no {' and no '.join(missing)}. "
-                f"Its keys: {', '.join(example) or 'none'}."
-            )
-        ids, mask = self._encode(example, place)
+        ids, mask = self._encode(self.layout.standardize(example, place), place)
         if not self.assistant_only:
             mask = [True] * len(ids)
         return ids, [False, *mask[1:]] if mask else []
 
     def _encode(self, example: Mapping[str, Any], place: str) -> Tokens:
-        if self.format == "text":
-            return encode_text(self.tokenizer, _text(example, "text", place))
-        if self.format == "chat":
-            return self._chat(_messages(example, "messages", place), 0, example, place)
-        if isinstance(example["prompt"], str):
-            return encode_completion(
-                self.tokenizer, _text(example, "prompt", place), _text(example, "completion", place)
-            )
-        prompt = _messages(example, "prompt", place)
-        return self._chat([*prompt, *_messages(example, "completion", place)], len(prompt), example, place)
+        if "text" in example:
+            return encode_text(self.tokenizer, example["text"])
+        if "messages" in example:
+            return self._chat(example["messages"], 0, example.get("tools"), place)
+        prompt, completion = example["prompt"], example["completion"]
+        if isinstance(prompt, str):
+            return encode_completion(self.tokenizer, prompt, completion)
+        return self._chat([*prompt, *completion], len(prompt), example.get("tools"), place)
 
-    def _chat(self, messages: list[Message], learn_from: int, example: Mapping[str, Any], place: str) -> Tokens:
+    def _chat(self, messages: list[Message], learn_from: int, tools: Any, place: str) -> Tokens:
         from jinja2 import TemplateError
 
-        tools = example.get("tools")
         try:
             if self.assistant_only:
                 return encode_chat(self.tokenizer, messages, learn_from, tools)
             ids = apply_template(self.tokenizer, messages, tools)
             return ids, [True] * len(ids)
-        except TemplateError as error:
+        except (TemplateError, TypeError) as error:
             raise DataError(f"{place}: the tokenizer's chat template rejects this conversation: {error}") from None
         except DataError as error:
             raise DataError(f"{place}: {error}") from None
-
-
-def _text(example: Mapping[str, Any], column: str, place: str) -> str:
-    if not isinstance(example[column], str):
-        raise DataError(f"{place}: {column} is {type(example[column]).__name__}, not text.")
-    return example[column]
-
-
-def _messages(example: Mapping[str, Any], column: str, place: str) -> list[Message]:
-    messages = example[column]
-    if not isinstance(messages, list) or not messages or not all(isinstance(m, dict) and "role" in m for m in messages):
-        raise DataError(f"{place}: {column} is not a list of messages, each with a role and a content.")
-    return messages
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:
@@ -194,8 +154,9 @@ def apply_template(
 
 def _template(tokenizer: "PreTrainedTokenizerBase", tools: Any) -> str:
     if tokenizer.chat_template is None:
-        raise DataError(
-            "the tokenizer has no chat template. Save the model's tokenizer with one, use that of an instruction-tuned "
-            "model, or provide the data as prompt and completion text."
+        raise ModelError(
+            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, and the data are conversations. Save "
+            "the model's tokenizer with one, use that of an instruction-tuned model, or provide the data as prompt and "
+            "completion text."
         )
     return tokenizer.get_chat_template(tools=tools)

@@ -1,7 +1,9 @@
 """Cut and pack examples into sequences of at most a given length, and count the results."""
 
+import heapq
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
 Outcome = Literal["whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated"]
 KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
 _TOKENS_PACKED_AT_ONCE = 2**25
+NAMED = 5
 
 
 def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outcome]]:
@@ -46,11 +49,14 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprin
     return pack_dataset(examples, length, strategy="bfd", map_kwargs=settings)
 
 
-def count_outcomes(encoded: "datasets.Dataset") -> dict[str, int]:
+def count_outcomes(outcomes: Iterable[Outcome]) -> dict[str, int]:
     """Count examples by outcome; ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
-    counts: Mapping[str, int] = Counter(encoded["outcome"])
+    counts: Mapping[str, int] = Counter(outcomes)
     reported = ("truncated", "split", "dropped_without_loss", "dropped_loss_truncated")
-    return {"examples": len(encoded) - counts["continued"], **{outcome: counts[outcome] for outcome in reported}}
+    return {
+        "examples": sum(counts.values()) - counts["continued"],
+        **{outcome: counts[outcome] for outcome in reported},
+    }
 
 
 def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
@@ -66,11 +72,23 @@ def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
     return {**totals, "largest_token_id": largest}
 
 
-def columns_of(pieces: list[tuple[Tokens, Outcome]]) -> dict[str, list[Any]]:
-    """Return pieces as the columns of a data set."""
+def columns_of(pieces: list[tuple[Tokens, Outcome]], places: list[str]) -> dict[str, list[Any]]:
+    """Return pieces as the columns of a data set; ``places`` has the example of each, kept for dropped ones."""
     return {
         "input_ids": [ids for (ids, _), _ in pieces],
         "loss_mask": [mask for (_, mask), _ in pieces],
         "seq_lengths": [[len(ids)] for (ids, _), _ in pieces],
         "outcome": [outcome for _, outcome in pieces],
+        "dropped": ["" if outcome in KEPT else place for (_, outcome), place in zip(pieces, places, strict=True)],
     }
+
+
+def first_dropped(encoded: "datasets.Dataset") -> list[str]:
+    """Return the places of the first dropped examples, in the order of the files."""
+    dropped = encoded.filter(bool, input_columns="dropped", keep_in_memory=True)
+    return heapq.nsmallest(NAMED, dropped["dropped"], key=_natural)
+
+
+def _natural(place: str) -> list[tuple[int, str]]:
+    """Return a key that sorts line 9 before line 10."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", place)]

@@ -1,31 +1,36 @@
-"""Sources of examples: JSONL or Parquet files, a folder of them, or a hub data set.
+"""Sources of examples: local files, a folder of them, or a hub data set.
 
-`read` returns a `datasets.Dataset` on disk for any source, and `example_in` converts one of its rows into the original
-example. JSON lines stay bytes until then, so Arrow needs no common type for all of them, and a broken line is reported
-by its number.
+`read` returns a memory-mapped `datasets.Dataset` for any source, and `example_in` converts one of its rows into the
+original example. Rows of text files stay the bytes of one JSON object until then (`shardmake.data.files`), so Arrow
+needs no common type for all of them. Parquet files and hub data sets are read by `datasets` itself.
 """
 
+import bisect
 import json
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from functools import lru_cache
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_kind
 from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError, ShardmakeError, nearest
+from shardmake.data.files import LINE, PLACE, text_rows
 
 if TYPE_CHECKING:
     import datasets
 
 TRAIN_SPLITS = ("train",)
 EVAL_SPLITS = ("validation", "test", "eval", "dev")
-_SUFFIXES = (".jsonl", ".parquet")
+FILE_KINDS = f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSION_SUFFIXES)} except for .parquet"
+_DESCRIPTIONS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<split>[\w.-]+))?")
-_LINE, _PLACE, _NUMBER = "__line__", "__place__", "__number__"
+_NUMBER = "__number__"
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,9 @@ class Files:
     paths: tuple[Path, ...]
 
     @property
-    def are_jsonl(self) -> bool:
-        """Return True for JSON lines, False for Parquet."""
-        return self.paths[0].suffix == ".jsonl"
+    def are_text(self) -> bool:
+        """Return False for Parquet, True for all other kinds."""
+        return data_kind(self.paths[0].name) != ".parquet"
 
     def __str__(self) -> str:
         return str(self.paths[0]) if len(self.paths) == 1 else f"{self.paths[0].parent} ({len(self.paths)} files)"
@@ -71,10 +76,9 @@ def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
     if path.is_file():
         return _one_file(path)
     match = _HUB_NAME.fullmatch(name)
-    if match is None or path.suffix in (*_SUFFIXES, ".json", ".csv", ".txt"):
+    if match is None or data_kind(name) or path.suffix == ".txt":
         raise DataError(
-            f"Data not found: {name!r} does not exist (working directory: {Path.cwd()}). Name a .jsonl or "
-            ".parquet file, a folder of such "
+            f"Data not found: {name!r} does not exist (working directory: {Path.cwd()}). Name a file, a folder of "
             "files, or a hub data set (org/name)."
         )
     chosen = (match["split"],) if match["split"] else splits
@@ -82,21 +86,28 @@ def locate(name: str, data: Data, splits: tuple[str, ...]) -> Source:
 
 
 def _one_file(path: Path) -> Files:
-    if path.suffix not in _SUFFIXES:
-        raise DataError(f"Unsupported data file: {path}. Use .jsonl (one JSON object per line) or .parquet.")
+    if data_kind(path.name) is None:
+        why = " A text file does not state where an example ends." if ".txt" in path.suffixes else ""
+        raise DataError(f"Unsupported data file: {path}.{why} Use {FILE_KINDS}.")
     return Files((path,))
 
 
 def _files_in(folder: Path) -> Files:
-    by_suffix = {suffix: sorted(folder.rglob(f"*{suffix}")) for suffix in _SUFFIXES}
-    found = [paths for paths in by_suffix.values() if paths]
-    if not found:
-        raise DataError(f"No data in {folder}: it has no .jsonl and no .parquet file. Name a folder with one of them.")
-    if len(found) > 1:
+    """Return the data files below ``folder``, without hidden ones and those that describe a data set."""
+    by_kind: dict[str, list[Path]] = {}
+    for path in sorted(folder.rglob("*")):
+        kind = data_kind(path.name)
+        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if kind and path.is_file() and not is_hidden and path.name not in _DESCRIPTIONS:
+            by_kind.setdefault(kind, []).append(path)
+    if not by_kind:
+        raise DataError(f"No data in {folder}: it has no file with examples. Use {FILE_KINDS}.")
+    if len(by_kind) > 1:
         raise DataError(
-            f"Ambiguous data folder: {folder} has both .jsonl and .parquet files. Keep one kind in a folder."
+            f"Ambiguous data folder: {folder} has both {' and '.join(sorted(by_kind))} files. Keep one kind in a "
+            "folder, or name a file."
         )
-    return Files(tuple(found[0]))
+    return Files(tuple(*by_kind.values()))
 
 
 def identity(source: Source) -> dict[str, Any]:
@@ -124,17 +135,32 @@ def file_record(path: Path, root: Path = Path()) -> dict[str, Any]:
 def read(source: Source, cache: Path) -> "datasets.Dataset":
     """Return all rows of ``source``, memory-mapped from ``cache`` or from the hub's own cache.
 
-    Raises `DataError` for a file that is not Parquet, a hub data set that cannot be loaded, and an empty source.
+    Raises `DataError` for a file that cannot be read, a hub data set that cannot be loaded, and an empty source.
     """
     if isinstance(source, HubDataset):
         return _numbered(source, read_hub(source))
-    return _read_jsonl(source, cache) if source.are_jsonl else _numbered(source, _read_parquet(source, cache))
+    with _generation_errors(source):
+        return _read_text(source, cache) if source.are_text else _numbered(source, _read_parquet(source, cache))
+
+
+@contextmanager
+def _generation_errors(source: Files) -> Iterator[None]:
+    """Raise what happened instead of the exception in which `datasets` wraps it."""
+    import datasets
+
+    try:
+        yield
+    except datasets.exceptions.DatasetGenerationError as error:
+        cause = error.__cause__ or error.__context__
+        if isinstance(cause, ShardmakeError) or getattr(cause, "errno", None) is not None:
+            raise cause from None
+        raise DataError(f"Cannot read {source}: {cause}. Write the file again.") from None
 
 
 def check(source: Source) -> None:
     """Raise `DataError` with file and line for local files that cannot be read; ignore hub data sets."""
-    if isinstance(source, Files) and source.are_jsonl:
-        for row in _json_lines([str(path) for path in source.paths]):
+    if isinstance(source, Files) and source.are_text:
+        for row in text_rows(_names(source)):
             example_in(row)
     elif isinstance(source, Files):
         _check_parquet(source.paths)
@@ -144,11 +170,15 @@ def first_rows(source: Source, limit: int) -> Iterator[Mapping[str, Any]]:
     """Yield the first ``limit`` rows of ``source`` as `read` returns them, without reading the rest of a file."""
     if isinstance(source, HubDataset):
         yield from islice(_numbered(source, read_hub(source)), limit)
-    elif source.are_jsonl:
-        yield from islice(_json_lines([str(path) for path in source.paths]), limit)
+    elif source.are_text:
+        yield from islice(text_rows(_names(source)), limit)
     else:
         _check_parquet(source.paths)
         yield from islice(_parquet_rows(source.paths, limit), limit)
+
+
+def _names(source: Files) -> list[str]:
+    return [str(path) for path in source.paths]
 
 
 def _parquet_rows(paths: tuple[Path, ...], batch_size: int) -> Iterator[dict[str, Any]]:
@@ -163,15 +193,15 @@ def _parquet_rows(paths: tuple[Path, ...], batch_size: int) -> Iterator[dict[str
                     yield {**row, _NUMBER: number}
 
 
-def _read_jsonl(source: Files, cache: Path) -> "datasets.Dataset":
+def _read_text(source: Files, cache: Path) -> "datasets.Dataset":
     import datasets
 
-    paths = [str(path) for path in source.paths]
-    if not any(_json_lines(paths)):
-        raise DataError(f"No examples in {source}. Name a source with data.")
-    features = datasets.Features({_PLACE: datasets.Value("string"), _LINE: datasets.Value("binary")})
+    paths = _names(source)
+    if not any(text_rows(paths)):
+        raise no_examples(source)
+    features = datasets.Features({PLACE: datasets.Value("string"), LINE: datasets.Value("binary")})
     return datasets.Dataset.from_generator(
-        _json_lines, features=features, cache_dir=str(cache), gen_kwargs={"paths": paths}
+        text_rows, features=features, cache_dir=str(cache), gen_kwargs={"paths": paths}
     )
 
 
@@ -179,7 +209,7 @@ def _read_parquet(source: Files, cache: Path) -> "datasets.Dataset":
     import datasets
 
     _check_parquet(source.paths)
-    return datasets.Dataset.from_parquet([str(path) for path in source.paths], cache_dir=str(cache))
+    return datasets.Dataset.from_parquet(_names(source), cache_dir=str(cache))
 
 
 def _numbered(source: Source, rows: "datasets.Dataset") -> "datasets.Dataset":
@@ -187,16 +217,13 @@ def _numbered(source: Source, rows: "datasets.Dataset") -> "datasets.Dataset":
     import numpy as np
 
     if not len(rows):
-        raise DataError(f"No examples in {source}. Name a source with data.")
+        raise no_examples(source)
     return rows.add_column(_NUMBER, np.arange(1, len(rows) + 1))
 
 
-def _json_lines(paths: list[str]) -> Iterator[dict[str, Any]]:
-    for path in paths:
-        with Path(path).open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    yield {_PLACE: f"{path}, line {number}", _LINE: line}
+def no_examples(source: Source) -> DataError:
+    """Return the error for an empty source."""
+    return DataError(f"No examples in {source}. Name a source with data.")
 
 
 def _check_parquet(paths: tuple[Path, ...]) -> None:
@@ -263,9 +290,23 @@ def _subset_mistake(source: HubDataset) -> str:
     return "" if source.subset in subsets else f"it has no subset {source.subset!r}.{suggestion} {existing}"
 
 
-def place_of(row: Mapping[str, Any]) -> str:
-    """Return the place of a row for messages: file and line, or the row's number counted from 1."""
-    return row[_PLACE] if _PLACE in row else f"row {row[_NUMBER]}"
+def place_of(row: Mapping[str, Any], source: Source) -> str:
+    """Return the place of a row of ``source`` for messages: the file with the line, or with the row counted from 1."""
+    if PLACE in row:
+        return row[PLACE]
+    if isinstance(source, HubDataset):
+        return f"{source}, row {row[_NUMBER]}"
+    ends = _last_numbers(source.paths)
+    file = bisect.bisect_left(ends, row[_NUMBER])
+    return f"{source.paths[file]}, row {row[_NUMBER] - (ends[file - 1] if file else 0)}"
+
+
+@lru_cache
+def _last_numbers(paths: tuple[Path, ...]) -> list[int]:
+    """Return the number of the last row of each Parquet file, counted over all of them."""
+    import pyarrow.parquet
+
+    return list(accumulate(pyarrow.parquet.read_metadata(path).num_rows for path in paths))
 
 
 def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -273,15 +314,23 @@ def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Arrow represents a key that only other rows have as None; such keys are removed, as in the file.
     """
-    if _LINE not in row:
+    if LINE not in row:
         return _without_nones({key: value for key, value in row.items() if key != _NUMBER})
     try:
-        example = json.loads(row[_LINE])
-    except ValueError as error:
-        raise DataError(f"{place_of(row)} is not valid JSON: {error}") from None
+        example = json.loads(row[LINE])
+    except json.JSONDecodeError as error:
+        where = f"at character {error.pos + 1}" if error.pos < len(error.doc.rstrip()) else "at the end of the line"
+        raise DataError(f"{row[PLACE]} is not valid JSON: {error.msg} {where}.") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{row[PLACE]} is not valid JSON: {error}.") from None
     if not isinstance(example, dict):
-        raise DataError(f"{place_of(row)} is not a JSON object but {type(example).__name__}.")
+        raise DataError(f"{row[PLACE]} is not a JSON object but {type(example).__name__}.")
     return example
+
+
+def columns_in(row: Mapping[str, Any]) -> list[str]:
+    """Return the columns of a row of `read`, also those without a value in this row."""
+    return list(example_in(row)) if LINE in row else [key for key in row if key != _NUMBER]
 
 
 def _without_nones(value: Any) -> Any:

@@ -8,28 +8,39 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
-from shardmake.config.objectives import DataFormat
 from shardmake.core.atomic import digest, fsync_directory
+from shardmake.core.disk import full_disk_errors
 from shardmake.core.errors import DataError, ModelError, ShardmakeError
-from shardmake.data.encode import Encoder, Tokens, detect_format, loss_on_assistant
-from shardmake.data.packing import KEPT, Outcome, columns_of, count_outcomes, count_tokens, fit, pack
+from shardmake.data.encode import Encoder, loss_on_assistant
+from shardmake.data.layout import Layout, check_named, recognize
+from shardmake.data.packing import (
+    KEPT,
+    NAMED,
+    columns_of,
+    count_outcomes,
+    count_tokens,
+    first_dropped,
+    fit,
+    pack,
+)
 from shardmake.data.sources import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
     Source,
     check,
+    columns_in,
     example_in,
     file_record,
     first_rows,
     identity,
     locate,
+    no_examples,
     place_of,
     read,
 )
@@ -42,6 +53,7 @@ if TYPE_CHECKING:
 
 _LAYOUT = 1
 _POOL_FROM_ROWS = 5_000
+FIRST_ROWS = 64
 logger = logging.getLogger(__name__)
 
 
@@ -59,13 +71,14 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         "tokenizer": tokenizer_digest(tokenizer),
         "sources": {split: identity(source) for split, source in sources.items()},
         "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction"})
+        | {"columns": run.data.columns.named}
         | run.model_dump(include={"sequence_length", "packing", "seed"}),
     }
     receipt = _current(rundir, inputs)
     if receipt is not None:
         logger.info(f"{rundir.data} is up to date.")
         return receipt
-    with _workspace(rundir) as work:
+    with full_disk_errors(rundir.root, f"Cannot write the data of {rundir.name}"), _workspace(rundir) as work:
         results = _build(run, tokenizer, sources, work, cpus)
         trained_on = digest({"files": results["train"]["files"], "length": run.sequence_length})
         receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
@@ -81,25 +94,26 @@ def check_sources(run: Run) -> None:
         check(source)
 
 
-def check_first_rows(run: Run, limit: int = 64) -> DataFormat:
-    """Encode the first ``limit`` rows of the training and the evaluation data; return their format.
+def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
+    """Encode the first ``limit`` rows of the training and the evaluation data; return their layout.
 
     The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
     before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
     """
-    tokenizer = _load_tokenizer(run)
-    rows = {split: _first_rows(source, limit) for split, source in _locate(run).items()}
-    encoder = _make_encoder(run, tokenizer, rows["train"][0])
-    encoded = [_encode_row(row, encoder, run.sequence_length) for row in chain(*rows.values())]
-    _check_vocabulary(run, max((max(ids) for pieces in encoded for (ids, _), _ in pieces if ids), default=0))
-    return encoder.format
-
-
-def _first_rows(source: Source, limit: int) -> list[Mapping[str, Any]]:
-    rows = list(first_rows(source, limit))
-    if not rows:
-        raise DataError(f"No examples in {source}. Name a source with data.")
-    return rows
+    tokenizer, sources = _load_tokenizer(run), _locate(run)
+    rows = {split: list(first_rows(source, limit)) for split, source in sources.items()}
+    for split, source in sources.items():
+        if not rows[split]:
+            raise no_examples(source)
+    encoder, largest = _make_encoder(run, tokenizer, sources["train"], rows["train"]), 0
+    for split, source in sources.items():
+        encoded = _encode_rows(rows[split], encoder, run.sequence_length, source)
+        largest = max([largest, *(max(ids) for ids in encoded["input_ids"] if ids)])
+        dropped = [place for place in encoded["dropped"] if place]
+        if len(rows[split]) < limit or len(dropped) < limit:  # else later rows may have something to learn
+            _check_learned(f"first rows of the {split}", count_outcomes(encoded["outcome"]), dropped[:NAMED], encoder)
+    _check_vocabulary(run, largest)
+    return encoder.layout
 
 
 def _locate(run: Run) -> dict[str, Source]:
@@ -161,18 +175,31 @@ def _build(
 ) -> dict[str, Any]:
     """Write both splits into ``work`` and return their entries of the receipt."""
     rows = {split: read(source, work / "cache" / split) for split, source in sources.items()}
+    first = [rows["train"][i] for i in range(min(FIRST_ROWS, len(rows["train"])))]
+    encoder = _make_encoder(run, tokenizer, sources["train"], first)
     if "eval" not in rows:
+        sources = dict.fromkeys(("train", "eval"), sources["train"])
         rows = _split_off_evaluation(rows["train"], run)
-    encoder = _make_encoder(run, tokenizer, rows["train"][0])
-    results = {split: _build_split(split, rows[split], encoder, run, work, cpus) for split in ("train", "eval")}
+    results = {
+        split: _build_split(split, rows[split], sources[split], encoder, run, work, cpus) for split in ("train", "eval")
+    }
     _check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
-    return {"format": encoder.format, "loss_on_assistant": encoder.assistant_only, **results}
+    layout = {"format": encoder.layout.format, "columns": dict(encoder.layout.columns)}
+    return {**layout, "loss_on_assistant": encoder.assistant_only, **results}
 
 
-def _make_encoder(run: Run, tokenizer: "PreTrainedTokenizerBase", first: Mapping[str, Any]) -> Encoder:
-    """Return the encoder for data whose first row is ``first``."""
-    format = detect_format(run.data, run.objective, example_in(first), place_of(first))
-    return Encoder(tokenizer, format, loss_on_assistant(run.data, format))
+def _make_encoder(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", source: Source, rows: Sequence[Mapping[str, Any]]
+) -> Encoder:
+    """Return the encoder for the data of ``source`` that begin with ``rows``, and log what was recognized."""
+    columns = list(dict.fromkeys(column for row in rows for column in columns_in(row)))
+    check_named(run.data, columns, str(source))
+    first = rows[0]
+    layout = recognize(run.data, run.objective, columns_in(first), example_in(first), place_of(first, source))
+    unused = [column for column in columns if column not in layout.columns.values()]
+    rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
+    logger.info(f"{source}: the examples are in the format {layout}.{rest}")
+    return Encoder(tokenizer, layout, loss_on_assistant(run.data, layout.format))
 
 
 def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
@@ -188,23 +215,39 @@ def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "data
 
 
 def _build_split(
-    split: str, rows: "datasets.Dataset", encoder: Encoder, run: Run, work: Path, cpus: int
+    split: str, rows: "datasets.Dataset", source: Source, encoder: Encoder, run: Run, work: Path, cpus: int
 ) -> dict[str, Any]:
-    encoded = _encode(rows, encoder, run.sequence_length, work / "cache" / f"{split}-encoded.arrow", cpus)
+    settings = {"encoder": encoder, "length": run.sequence_length, "source": source}
+    encoded = _encode(rows, settings, work / "cache" / f"{split}-encoded.arrow", cpus)
+    counts, dropped = count_outcomes(encoded["outcome"]), first_dropped(encoded)
+    _check_learned(split, counts, dropped, encoder)
     kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
-    if not len(kept):
-        raise DataError(
-            f"No example of the {split} data has a token to learn: {_outcomes(count_outcomes(encoded))}. "
-            "Check data.format and data.loss_on, or raise sequence_length."
-        )
-    kept = kept.remove_columns("outcome").shuffle(seed=run.seed, keep_in_memory=True)
+    kept = kept.remove_columns(["outcome", "dropped"]).shuffle(seed=run.seed, keep_in_memory=True)
     if run.packing:
         kept = kept.remove_columns("seq_lengths")
         kept = pack(kept, run.sequence_length, work / "cache" / f"{split}-packed.arrow", split)
-    return {**count_outcomes(encoded), **_save(split, kept, work)}
+    return {**counts, "first_dropped": dropped, **_save(split, kept, work)}
 
 
-def _encode(rows: "datasets.Dataset", encoder: Encoder, length: int, cache_file: Path, cpus: int) -> "datasets.Dataset":
+def _check_learned(part: str, counts: Mapping[str, int], dropped: Sequence[str], encoder: Encoder) -> None:
+    """Raise `DataError` if all examples were dropped; log a warning that names the first if some were."""
+    if not dropped:
+        return
+    roles = " Only messages with the role assistant are learned." if encoder.assistant_only else ""
+    count = counts["dropped_without_loss"] + counts["dropped_loss_truncated"]
+    if count < counts["examples"]:
+        logger.warning(
+            f"{count:,} of {counts['examples']:,} examples in the {part} data have nothing to learn and are dropped. "
+            f"The first: {'; '.join(dropped)}.{roles}"
+        )
+        return
+    raise DataError(
+        f"No example in the {part} data has a token to learn: {_outcomes(counts)}. The first: {'; '.join(dropped)}."
+        f"{roles} Check data.format and data.loss_on, or raise sequence_length."
+    )
+
+
+def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":
     import datasets
 
     features = {
@@ -212,12 +255,13 @@ def _encode(rows: "datasets.Dataset", encoder: Encoder, length: int, cache_file:
         "loss_mask": datasets.List(datasets.Value("bool")),
         "seq_lengths": datasets.List(datasets.Value("int32")),
         "outcome": datasets.Value("string"),
+        "dropped": datasets.Value("string"),
     }
     return rows.map(
-        _encode_rows,
+        _encode_batch,
         batched=True,
         batch_size=100,
-        fn_kwargs={"encoder": encoder, "length": length},
+        fn_kwargs=dict(settings),
         remove_columns=rows.column_names,
         features=datasets.Features(features),
         num_proc=cpus if cpus > 1 and len(rows) > _POOL_FROM_ROWS else None,
@@ -228,15 +272,21 @@ def _encode(rows: "datasets.Dataset", encoder: Encoder, length: int, cache_file:
     )
 
 
-def _encode_rows(batch: Mapping[str, list[Any]], encoder: Encoder, length: int) -> dict[str, list[Any]]:
-    pieces = []
-    for values in zip(*batch.values(), strict=True):
-        pieces += _encode_row(dict(zip(batch, values, strict=True)), encoder, length)
-    return columns_of(pieces)
+def _encode_batch(batch: Mapping[str, list[Any]], **settings: Any) -> dict[str, list[Any]]:
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    return _encode_rows(rows, **settings)
 
 
-def _encode_row(row: Mapping[str, Any], encoder: Encoder, length: int) -> list[tuple[Tokens, Outcome]]:
-    return fit(encoder(example_in(row), place_of(row)), length, split=encoder.format == "text")
+def _encode_rows(
+    rows: Sequence[Mapping[str, Any]], encoder: Encoder, length: int, source: Source
+) -> dict[str, list[Any]]:
+    pieces, places = [], []
+    for row in rows:
+        place = place_of(row, source)
+        found = fit(encoder(example_in(row), place), length, split=encoder.layout.format == "text")
+        pieces += found
+        places += [place] * len(found)
+    return columns_of(pieces, places)
 
 
 def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class DataSettings(RunRecord):
     """The settings that the data depends on."""
 
     format: str = Field(description="Format in the configuration; may be auto.")
+    columns: dict[str, str] = Field(description="Names of columns in the configuration.")
     loss_on: str = Field(description="Tokens with loss, in the configuration.")
     eval_fraction: float = Field(description="Part of the training data that is split off for evaluation.")
     sequence_length: int = Field(description="Tokens per sequence.")
@@ -47,6 +48,7 @@ class SplitReceipt(RunRecord):
     split: int = Field(description="Examples split into several pieces.")
     dropped_without_loss: int = Field(description="Examples without a token to learn.")
     dropped_loss_truncated: int = Field(description="Examples without a token to learn before the cut.")
+    first_dropped: list[str] = Field(description="The first dropped examples, each with its file and line.")
     sequences: int = Field(description="Sequences written.")
     tokens: int = Field(description="Tokens written, without padding.")
     loss_tokens: int = Field(description="Tokens that are learned.")
@@ -64,6 +66,7 @@ class DataReceipt(RunRecord):
     settings: DataSettings = Field(description="Settings that the data depends on.")
     pad_token_id: int = Field(description="Token id of padding.")
     format: str = Field(description="Format of the examples.")
+    columns: dict[str, str] = Field(description="Columns that this format reads, by their usual names.")
     loss_on_assistant: bool = Field(description="Only the assistant's tokens have loss.")
     train: SplitReceipt = Field(description="Training sequences.")
     eval: SplitReceipt = Field(description="Evaluation sequences.")

@@ -28,7 +28,7 @@ CLUSTER: dict[str, Any] = {
     "memory_gib_per_node": 480,
 }
 RUN_KEYS = ", ".join(Run.model_fields)
-DATA_KEYS = "train, eval, eval_fraction, format, loss_on, subset, revision"
+DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, subset, revision"
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
 
@@ -73,7 +73,18 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                              f"Allowed here: {RUN_KEYS}."]),
     ({"cuda": 5}, [f"cuda: there is no such key. Allowed here: {RUN_KEYS}."]),
     ({"data": {"train": "a", "format": "cat"}}, ["data.format: 'cat' is not allowed. Did you mean 'chat'? Allowed: "
-                                                 "auto, chat, prompt-completion, text."]),
+                                                 "auto, chat, sharegpt, alpaca, prompt-completion, text."]),
+    ({"data": {"train": "a", "columns": {"promt": "q"}}}, ["data.columns.promt: there is no such key. Did you mean "
+     "'prompt'? Allowed here: messages, role, content, tools, system, prompt, completion, text, instruction, input, "
+     "output."]),
+    ({"data": {"train": "a", "columns": {"prompt": 3}}}, ["data.columns.prompt: 3 is not allowed. Allowed: text. YAML "
+     "reads this as a number, also a time such as 12:00:00. Put it in quotes."]),
+    ({"data": {"train": "a", "columns": {"prompt": "q", "text": "t"}}}, ["data: columns: no format reads prompt and "
+     "text. chat reads messages, tools, role, content; sharegpt reads messages, tools, system, role, content; "
+     "alpaca reads instruction, output, input, system; prompt-completion reads prompt, completion, tools, role, "
+     "content; text reads text."]),
+    ({"data": {"train": "a", "format": "text", "columns": {"prompt": "q"}}}, ["data: columns: no format reads prompt. "
+     "text reads text."]),
     ({"data": {"train": "a", "evl": "b"}}, ["data.evl: there is no such key. Did you mean 'eval'? "
                                             f"Allowed here: {DATA_KEYS}."]),
     ({"data": {}}, ["data.train: this key is required and missing."]),

@@ -5,7 +5,8 @@ from typing import get_args
 import pytest
 
 from shardmake.config import objectives
-from shardmake.config.objectives import OBJECTIVES, DataFormat, ObjectiveSpec
+from shardmake.config.formats import DataFormat
+from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 from shardmake.core.errors import ConfigError
 from tests.unit.config.test_models import make_run
 

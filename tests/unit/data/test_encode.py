@@ -6,9 +6,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from shardmake.config.formats import FORMATS
 from shardmake.config.models import Data
 from shardmake.core.errors import ShardmakeError
-from shardmake.data.encode import Encoder, detect_format, loss_on_assistant
+from shardmake.data.encode import Encoder, loss_on_assistant
+from shardmake.data.layout import Layout
 
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>"
@@ -48,6 +50,10 @@ def shown(tokenizer: PreTrainedTokenizerFast, tokens: tuple[list[int], list[bool
     return "".join(words).replace("][", "")
 
 
+def make_encoder(tokenizer: PreTrainedTokenizerFast, format: Any, *, assistant_only: bool = True) -> Encoder:
+    return Encoder(tokenizer, Layout(format, FORMATS[format].columns), assistant_only)
+
+
 def chat(*turns: str) -> list[dict[str, str]]:
     roles = {"s": "system", "u": "user", "a": "assistant"}
     return [{"role": roles[turn[0]], "content": turn[2:]} for turn in turns]
@@ -77,20 +83,22 @@ PROMPTED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("example", "expected"), CONVERSATIONS + PROMPTED)
 def test_the_assistants_words_are_learned(template: str, example: dict[str, Any], expected: str) -> None:
     tokenizer = make_tokenizer(template)
-    encoder = Encoder(tokenizer, "chat" if "messages" in example else "prompt-completion", assistant_only=True)
+    encoder = make_encoder(tokenizer, "chat" if "messages" in example else "prompt-completion")
     assert shown(tokenizer, encoder(example, "here")) == expected
 
 
 def test_all_words_are_learned_but_the_first_token() -> None:
     tokenizer = make_tokenizer(REWRITING)
-    encoder = Encoder(tokenizer, "chat", assistant_only=False)
+    encoder = make_encoder(tokenizer, "chat", assistant_only=False)
     assert shown(tokenizer, encoder({"messages": chat("u:a", "a:b")}, "here")) == "<user>[cut</s><assistant>b</s>]"
 
 
 @pytest.mark.parametrize("text", ["ab", "ab</s>"])
 def test_text_ends_with_one_end_token(text: str) -> None:
     tokenizer = make_tokenizer()
-    assert shown(tokenizer, Encoder(tokenizer, "text", assistant_only=False)({"text": text}, "here")) == "<s>[ab</s>]"
+    assert (
+        shown(tokenizer, make_encoder(tokenizer, "text", assistant_only=False)({"text": text}, "here")) == "<s>[ab</s>]"
+    )
 
 
 def test_a_token_across_the_seam_is_learned() -> None:
@@ -98,14 +106,14 @@ def test_a_token_across_the_seam_is_learned() -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.BPE(vocabulary, [("a", "b")])), eos_token="</s>"
     )
-    encoder = Encoder(tokenizer, "prompt-completion", assistant_only=True)
+    encoder = make_encoder(tokenizer, "prompt-completion")
     assert shown(tokenizer, encoder({"prompt": "aa", "completion": "ba"}, "here")) == "a[aba</s>]"
 
 
 def test_tools_reach_the_template() -> None:
     tokenizer = make_tokenizer(WITH_TOOLS)
     example = {"messages": chat("u:a", "a:b"), "tools": [{"name": "clock"}]}
-    encoded = Encoder(tokenizer, "chat", assistant_only=True)(example, "here")
+    encoded = make_encoder(tokenizer, "chat")(example, "here")
     assert shown(tokenizer, encoded) == "clock</s><user>a</s><assistant>[b</s>]"
 
 
@@ -125,36 +133,19 @@ REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
      "messages differently when others follow, so the assistant's tokens cannot be determined. Give the tokenizer a "
      "template with {% generation %} marks, split the conversation so that it ends with its only assistant message, "
      "or set data.loss_on: all."),
-    (None, "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer has no chat template. Save the model's "
-     "tokenizer with one, use that of an instruction-tuned model, or provide the data as prompt and completion text."),
+    (None, "chat", {"messages": chat("u:a", "a:b")}, "The tokenizer of '' has no chat template, and the data are "
+     "conversations. Save the model's tokenizer with one, use that of an instruction-tuned model, or provide the data "
+     "as prompt and completion text."),
+    (MARKED.replace("m.role", "m.role + 1"), "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer's chat "
+     'template rejects this conversation: can only concatenate str (not "int") to str'),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("template", "format", "example", "message"), REFUSED)
 def test_what_cannot_be_encoded_is_refused(template: str | None, format: Any, example: Any, message: str) -> None:
     with pytest.raises(ShardmakeError) as error:
-        Encoder(make_tokenizer(template), format, assistant_only=True)(example, "here")
+        make_encoder(make_tokenizer(template), format)(example, "here")
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize(
-    ("columns", "format"),
-    [
-        ({"messages"}, "chat"),
-        ({"messages", "prompt", "completion"}, "chat"),
-        ({"prompt", "completion", "id"}, "prompt-completion"),
-        ({"text", "prompt"}, "text"),
-    ],
-)
-def test_the_columns_say_the_format(columns: set[str], format: str) -> None:
-    assert detect_format(Data(train="x"), "sft", dict.fromkeys(columns, ""), "here") == format
-
-
-def test_columns_that_say_nothing_are_listed() -> None:
-    with pytest.raises(
-        ShardmakeError, match=r"^f\.jsonl, line 1: unknown format\. The columns are question, answer\. "
-    ):
-        detect_format(Data(train="x"), "sft", {"question": "", "answer": ""}, "f.jsonl, line 1")
 
 
 @pytest.mark.parametrize(
@@ -172,5 +163,5 @@ def test_loss_is_where_the_config_says(loss_on: Any, format: Any, expected: bool
 
 
 def test_text_has_no_assistant() -> None:
-    with pytest.raises(ShardmakeError, match="these are text"):
+    with pytest.raises(ShardmakeError, match="the examples are text"):
         loss_on_assistant(Data(train="x", loss_on="assistant"), "text")

@@ -32,7 +32,7 @@ for name, splits, data in json.loads(sys.argv[1]):
         source = sources.locate(name, Data(train=name, **data), splits)
         commit = sources.identity(source)["commit"]
         rows = sources.read(source, Path("cache"))
-        print(json.dumps([commit, [[sources.place_of(row), sources.example_in(row)] for row in rows]]))
+        print(json.dumps([commit, [[sources.place_of(row, source), sources.example_in(row)] for row in rows]]))
     except ShardmakeError as error:
         print(json.dumps(str(error)))
 """
@@ -86,10 +86,10 @@ def test_splits_and_subsets_are_read_with_their_commit_also_offline(hub: FakeHub
     ]
     found = ask(hub, folder, *questions)
     assert found == [
-        [plain, [["row 1", {"text": "a"}], ["row 2", {"text": "b"}]]],
-        [plain, [["row 1", {"text": "c"}]]],
-        [plain, [["row 1", {"text": "c"}]]],
-        [parts, [["row 1", {"text": "c"}]]],
+        [plain, [["lab/plain, row 1", {"text": "a"}], ["lab/plain, row 2", {"text": "b"}]]],
+        [plain, [["lab/plain, row 1", {"text": "c"}]]],
+        [plain, [["lab/plain, row 1", {"text": "c"}]]],
+        [parts, [["lab/parts, row 1", {"text": "c"}]]],
     ]
     assert ask(hub, folder, *questions, HF_HUB_OFFLINE="1") == found
 

@@ -1,5 +1,6 @@
 """Finding and reading files: rows in order, and messages that name the file and the line."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,17 @@ import pytest
 
 from shardmake.config.models import Data
 from shardmake.core.errors import ShardmakeError
-from shardmake.data.sources import TRAIN_SPLITS, Files, HubDataset, example_in, identity, locate, place_of, read
+from shardmake.data.sources import (
+    TRAIN_SPLITS,
+    Files,
+    HubDataset,
+    example_in,
+    first_rows,
+    identity,
+    locate,
+    place_of,
+    read,
+)
 
 ROWS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]},
@@ -69,7 +80,7 @@ def test_json_of_any_shape_is_no_trouble_before_it_is_used(tmp_path: Path) -> No
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl")
     path.write_text(path.read_text() + '\n{"messages": [}\n')
-    expected = f"{path}, line 4 is not valid JSON: Expecting value: line 1 column 15 (char 14)"
+    expected = f"{path}, line 4 is not valid JSON: Expecting value at character 15."
     assert refusal(path, tmp_path / "cache") == expected
 
 
@@ -84,9 +95,24 @@ def test_a_line_that_is_no_object_is_named(tmp_path: Path) -> None:
     assert refusal(path, tmp_path / "cache") == f"{path}, line 2 is not a JSON object but list."
 
 
-def test_parquet_rows_are_named_by_number(tmp_path: Path) -> None:
-    rows = read(Files((write_parquet(tmp_path / "a.parquet"),)), tmp_path / "cache")
-    assert place_of(rows.shuffle(seed=0).filter(lambda id: id == 7, input_columns="id")[0]) == "row 2"
+def test_a_line_that_ends_too_early_has_one_line_number(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}])
+    path.write_text(path.read_text() + '{"text": "b"\n')
+    message = f"{path}, line 2 is not valid JSON: Expecting ',' delimiter at the end of the line."
+    assert refusal(path, tmp_path / "cache") == message
+
+
+def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
+    paths = tuple(write_parquet(tmp_path / f"{name}.parquet") for name in "abc")
+    source = Files(paths)
+    rows = read(source, tmp_path / "cache")
+    expected = [f"{path}, row {number}" for path in paths for number in (1, 2)]
+    assert [place_of(row, source) for row in rows] == expected
+    assert [place_of(row, source) for row in first_rows(source, 5)] == expected[:5]
+    shuffled = rows.shuffle(seed=0)
+    assert {place_of(row, source) for row in shuffled.filter(lambda id: id == 7, input_columns="id")} == {
+        f"{path}, row 2" for path in paths
+    }
 
 
 @pytest.mark.parametrize("content", ["", "\n\n"])
@@ -115,30 +141,44 @@ def test_parquet_files_of_a_folder_have_the_same_columns(tmp_path: Path) -> None
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert refusal("data/train.jsonl", tmp_path / "cache") == (
-        f"Data not found: 'data/train.jsonl' does not exist (working directory: {tmp_path}). Name a .jsonl or .parquet "
-        "file, a folder of such files, or a hub data set (org/name)."
+        f"Data not found: 'data/train.jsonl' does not exist (working directory: {tmp_path}). Name a file, a folder "
+        "of files, or a hub data set (org/name)."
     )
 
 
-@pytest.mark.parametrize("suffix", [".json", ".csv", ""])
+KINDS = ".jsonl, .json, .csv, .tsv, .parquet, compressed with .gz, .bz2, .xz, .zst except for .parquet"
+
+
+@pytest.mark.parametrize("suffix", [".arrow", ".parquet.gz", ".txt", ""])
 def test_other_kinds_of_files_are_refused(tmp_path: Path, suffix: str) -> None:
     path = tmp_path / f"a{suffix}"
     path.write_text("{}")
-    assert refusal(path, tmp_path / "cache") == (
-        f"Unsupported data file: {path}. Use .jsonl (one JSON object per line) or .parquet."
-    )
+    why = " A text file does not state where an example ends." if suffix == ".txt" else ""
+    assert refusal(path, tmp_path / "cache") == f"Unsupported data file: {path}.{why} Use {KINDS}."
 
 
 def test_a_folder_without_data_is_refused(tmp_path: Path) -> None:
-    assert refusal(tmp_path, tmp_path / "cache") == (
-        f"No data in {tmp_path}: it has no .jsonl and no .parquet file. Name a folder with one of them."
-    )
+    for name in ("dataset_info.json", ".hidden.jsonl", "README.md"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / ".cache").mkdir()
+    write_jsonl(tmp_path / ".cache" / "a.jsonl")
+    expected = f"No data in {tmp_path}: it has no file with examples. Use {KINDS}."
+    assert refusal(tmp_path, tmp_path / "cache") == expected
+
+
+def test_compressed_and_plain_files_of_one_kind_share_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    write_jsonl(tmp_path / "data" / "b.jsonl", [{"text": 2}])
+    content = write_jsonl(tmp_path / "plain.jsonl", [{"text": 1}]).read_bytes()
+    (tmp_path / "data" / "a.jsonl.gz").write_bytes(gzip.compress(content))
+    assert examples(tmp_path / "data", tmp_path / "cache") == [{"text": 1}, {"text": 2}]
 
 
 def test_a_folder_with_both_kinds_is_refused(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "a.jsonl")
     write_parquet(tmp_path / "b.parquet")
-    expected = f"Ambiguous data folder: {tmp_path} has both .jsonl and .parquet files. Keep one kind in a folder."
+    expected = f"Ambiguous data folder: {tmp_path} has both .jsonl and .parquet files. Keep one kind in a "
+    expected += "folder, or name a file."
     assert refusal(tmp_path, tmp_path / "cache") == expected
 
 

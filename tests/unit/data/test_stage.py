@@ -202,7 +202,7 @@ def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_pa
     train.write_text(train.read_text() + "{\n")
     write_jsonl(held_out, [*conversations(1), {"text": "a"}])
     run = make_run(model, {"train": str(train)})
-    assert check_first_rows(run, limit=3) == "chat"
+    assert check_first_rows(run, limit=3).format == "chat"
     with pytest.raises(ShardmakeError, match=r"t\.jsonl, line 4 is not valid JSON: "):
         check_first_rows(run)
     with pytest.raises(ShardmakeError, match=r"e\.jsonl, line 2: this example \(chat\) has no messages"):
@@ -216,14 +216,14 @@ def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_pa
 def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
     for name, text in (("a", "x"), ("b", "y")):
         datasets.Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / f"{name}.parquet"))
-    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit) == "text"
+    assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit).format == "text"
 
 
 def test_data_with_nothing_to_learn_is_refused(model: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [{"messages": chat("u:a")}] * 3)
     assert refusal(make_run(model, {"train": path, "eval": path}), RunDir(tmp_path / "run")) == (
-        "No example of the train data has a token to learn: 3 examples; 3 dropped, with nothing to learn. "
-        "Check data.format and data.loss_on, or raise sequence_length."
+        "No example in the train data has a token to learn: 3 examples; 3 dropped, with nothing to learn. The first: "
+        f"{path}, line 1; {path}, line 2; {path}, line 3. Only messages with the role assistant are learned. Check data.format and data.loss_on, or raise sequence_length."
     )
 
 

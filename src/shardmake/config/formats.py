@@ -1,0 +1,52 @@
+"""The tables of data formats and of data files: one row each.
+
+A format states which columns of an example it reads, and their names unless ``data.columns`` has others.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+DataFormat = Literal["chat", "sharegpt", "alpaca", "prompt-completion", "text"]
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """The columns of one format, each with its usual name."""
+
+    required: Mapping[str, str]
+    optional: Mapping[str, str] = field(default_factory=dict)
+    turn: Mapping[str, str] = field(default_factory=dict)
+    """Keys of one message of a conversation."""
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Return all names that ``data.columns`` may replace."""
+        return {**self.required, **self.optional, **self.turn}
+
+
+_MESSAGE: Final = {"role": "role", "content": "content"}
+FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
+    "chat": FormatSpec({"messages": "messages"}, {"tools": "tools"}, _MESSAGE),
+    "sharegpt": FormatSpec(
+        {"messages": "conversations"}, {"tools": "tools", "system": "system"}, {"role": "from", "content": "value"}
+    ),
+    "alpaca": FormatSpec({"instruction": "instruction", "output": "output"}, {"input": "input", "system": "system"}),
+    "prompt-completion": FormatSpec({"prompt": "prompt", "completion": "completion"}, {"tools": "tools"}, _MESSAGE),
+    "text": FormatSpec({"text": "text"}),
+}
+
+DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
+COMPRESSION_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
+
+
+def data_kind(name: str) -> str | None:
+    """Return the suffix of `DATA_SUFFIXES` that states what the file ``name`` holds, or None.
+
+    A suffix of compression is skipped, except for Parquet, which compresses itself.
+    """
+    stem = name
+    for suffix in COMPRESSION_SUFFIXES:
+        stem = stem.removesuffix(suffix)
+    kind = next((suffix for suffix in DATA_SUFFIXES if stem.endswith(suffix)), None)
+    return None if kind == ".parquet" and stem != name else kind

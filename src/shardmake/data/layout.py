@@ -1,0 +1,209 @@
+"""Layout of the examples: their format, and the columns that it reads.
+
+`recognize` determines the layout once, from the configuration and the first rows. The layout then converts each example
+into one of three standard forms: messages with role and content, prompt and completion, or text.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from shardmake.config.formats import FORMATS, DataFormat
+from shardmake.config.models import Data, Objective
+from shardmake.config.objectives import OBJECTIVES
+from shardmake.core.errors import DataError, nearest
+
+Example = Mapping[str, Any]
+Message = Mapping[str, Any]
+_ROLES: Final[Mapping[str, str]] = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Roles of ShareGPT, and the roles that chat templates use for them."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A format with the name of every column that it reads."""
+
+    format: DataFormat
+    columns: Mapping[str, str]
+
+    def __str__(self) -> str:
+        required = ", ".join(self.columns[column] for column in FORMATS[self.format].required)
+        return f"{self.format} ({required})"
+
+    def standardize(self, example: Example, place: str) -> dict[str, Any]:
+        """Return ``example`` with the columns messages and tools, prompt and completion, or text.
+
+        ``place`` names the example in errors. Raises `DataError` for a missing column and for a value of another type.
+        """
+        missing = [self.columns[c] for c in FORMATS[self.format].required if self.columns[c] not in example]
+        if missing:
+            raise DataError(
+                f"{place}: this example ({self.format}) has no {' and no '.join(missing)}. "
+                f"Its keys: {', '.join(example) or 'none'}."
+            )
+        if self.format == "text":
+            return {"text": self._text(example, "text", place)}
+        if self.format == "alpaca":
+            return {"messages": self._instruction(example, place)}
+        tools = _tools(example.get(self.columns["tools"]), f"{place}: {self.columns['tools']}")
+        if self.format == "prompt-completion":
+            return {**self._prompt_and_completion(example, place), "tools": tools}
+        messages = self._messages(example, "messages", place)
+        return {"messages": [*self._system(example, messages, place), *messages], "tools": tools}
+
+    def _text(self, example: Example, column: str, place: str) -> str:
+        name = self.columns[column]
+        if not isinstance(example[name], str):
+            raise DataError(f"{place}: {name} is {type(example[name]).__name__}, not text.")
+        return example[name]
+
+    def _optional_text(self, example: Example, column: str, place: str) -> str:
+        name = self.columns.get(column)
+        return self._text(example, column, place) if name and example.get(name) is not None else ""
+
+    def _instruction(self, example: Example, place: str) -> list[Message]:
+        """Return an Alpaca example as a conversation; the input follows the instruction after an empty line."""
+        asked, given = self._text(example, "instruction", place), self._optional_text(example, "input", place)
+        turns = [
+            {"role": "user", "content": f"{asked}\n\n{given}" if given else asked},
+            {"role": "assistant", "content": self._text(example, "output", place)},
+        ]
+        return [*self._system(example, turns, place), *turns]
+
+    def _system(self, example: Example, messages: Sequence[Message], place: str) -> list[Message]:
+        """Return the system message of a column of its own, if there is one."""
+        text = self._optional_text(example, "system", place)
+        if text and messages[0]["role"] == "system":
+            raise DataError(
+                f"{place}: there are two system messages, one in {self.columns['system']} and one in "
+                f"{self.columns['messages']}. Remove one."
+            )
+        return [{"role": "system", "content": text}] if text else []
+
+    def _prompt_and_completion(self, example: Example, place: str) -> dict[str, Any]:
+        columns = ("prompt", "completion")
+        if isinstance(example[self.columns["prompt"]], str):
+            return {column: self._text(example, column, place) for column in columns}
+        return {column: self._messages(example, column, place) for column in columns}
+
+    def _messages(self, example: Example, column: str, place: str) -> list[Message]:
+        name = self.columns[column]
+        role, content = self.columns["role"], self.columns["content"]
+        messages = example[name]
+        if (
+            not isinstance(messages, list)
+            or not messages
+            or not all(isinstance(m, dict) and role in m for m in messages)
+        ):
+            raise DataError(f"{place}: {name} is not a list of messages, each with a {role} and a {content}.")
+        return [self._message(message, f"{place}: {name}[{i}]") for i, message in enumerate(messages)]
+
+    def _message(self, message: Message, place: str) -> Message:
+        role, content = self.columns["role"], self.columns["content"]
+        rest = {key: value for key, value in message.items() if key not in (role, content)}
+        if message.get(content) is None and not rest.get("tool_calls"):
+            raise DataError(f"{place} has no {content}. Its keys: {', '.join(message)}.")
+        text = _join(message.get(content), f"{place}.{content}")
+        return {"role": self._role(message[role], f"{place}.{role}"), "content": text, **rest}
+
+    def _role(self, role: Any, place: str) -> str:
+        if not isinstance(role, str):
+            raise DataError(f"{place} is {type(role).__name__}, not text.")
+        if self.format != "sharegpt":
+            return role
+        if role not in _ROLES:
+            raise DataError(f"{place} is {role!r}.{nearest(role, _ROLES)} Allowed: {', '.join(_ROLES)}.")
+        return _ROLES[role]
+
+
+def _join(content: Any, place: str) -> str:
+    """Return the text of a message: text as it is, a list of text parts joined, nothing for a call of a tool."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    if not isinstance(content, list):
+        raise DataError(f"{place} is {type(content).__name__}. Write text, or a list of parts of type text.")
+    for index, part in enumerate(content):
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = f"of type {part.get('type')!r}" if isinstance(part, dict) else type(part).__name__
+            raise DataError(
+                f"{place}[{index}] is {kind}. Only text can be learned: write parts with the keys type (text) and text."
+            )
+    return "".join(part["text"] for part in content)
+
+
+def _tools(tools: Any, place: str) -> list[Any] | None:
+    """Return the descriptions of tools, which may be JSON in text."""
+    if isinstance(tools, str):
+        try:
+            tools = json.loads(tools) if tools.strip() else None
+        except ValueError as error:
+            raise DataError(f"{place} is not valid JSON: {error}. Write a list of tools.") from None
+    if tools is not None and not isinstance(tools, list):
+        raise DataError(f"{place} is {type(tools).__name__}. Write a list of tools.")
+    return tools or None
+
+
+def recognize(data: Data, objective: Objective, columns: Sequence[str], first: Example, place: str) -> Layout:
+    """Return the layout of examples with ``columns``, of which ``first`` at ``place`` is the first.
+
+    Raises `DataError` if no format fits, and if several do.
+    """
+    named = data.columns.named
+    allowed = OBJECTIVES[objective].data_formats if data.format == "auto" else (data.format,)
+    layouts = [
+        Layout(format, {**FORMATS[format].columns, **named})
+        for format in allowed
+        if named.keys() <= FORMATS[format].columns.keys()
+    ]
+    fitting = [layout for layout in layouts if data.format != "auto" or _fits(layout, columns, first)]
+    if len(fitting) > 1:
+        raise DataError(
+            f"{place}: the columns fit several formats: {', '.join(map(str, fitting))}. Set data.format to one of them."
+        )
+    if not fitting:
+        raise DataError(
+            f"{place}: unknown format. The columns are {_describe(columns, first)}. Known: "
+            f"{', '.join(map(str, layouts))}. Name other columns with data.columns."
+        )
+    return fitting[0]
+
+
+def check_named(data: Data, columns: Sequence[str], source: str) -> None:
+    """Raise `DataError` if ``data.columns`` names a column that is not among ``columns``, those of ``source``."""
+    for column, name in data.columns.named.items():
+        is_key = any(column in spec.turn for spec in FORMATS.values())
+        if not is_key and name not in columns:
+            raise DataError(
+                f"data.columns.{column}: {name!r} is not a column of {source}.{nearest(name, columns)} "
+                f"The columns are {', '.join(columns)}."
+            )
+
+
+def _fits(layout: Layout, columns: Sequence[str], first: Example) -> bool:
+    spec = FORMATS[layout.format]
+    if not all(layout.columns[column] in columns for column in spec.required):
+        return False
+    keys = _keys_of_messages(first.get(layout.columns.get("messages", "")))
+    return not keys or layout.columns["role"] in keys
+
+
+def _keys_of_messages(value: Any) -> list[str]:
+    """Return the keys of the first message, none for a value that is not a list of messages."""
+    return list(value[0]) if isinstance(value, list) and value and isinstance(value[0], dict) else []
+
+
+def _describe(columns: Sequence[str], first: Example) -> str:
+    """Return the columns, and for a list of messages the keys of a message."""
+    keys = {column: ", ".join(_keys_of_messages(first.get(column))) for column in columns}
+    return ", ".join(f"{column} (a list with {keys[column]})" if keys[column] else column for column in columns)
