@@ -30,7 +30,7 @@ COMPRESSORS: dict[str, Callable[[bytes], Any]] = {
 ROWS: list[dict[str, str]] = [{"prompt": 'a, "b"\n c', "completion": "ü\u2028😀"}, {"prompt": "", "completion": "007"}]
 
 
-def as_csv(rows: list[dict[str, str]], delimiter: str = ",") -> bytes:
+def as_csv(rows: list[dict[str, Any]], delimiter: str = ",") -> bytes:
     buffer = io.StringIO(newline="")
     writer = csv.DictWriter(buffer, list(rows[0]), delimiter=delimiter)
     writer.writeheader()

@@ -1,7 +1,10 @@
 """The data stage on real files with a real tokenizer: counts, files, reruns, refusals."""
 
+import errno
 import json
 import os
+import shutil
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,12 @@ from transformers import LlamaConfig
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import DiskFullError, ShardmakeError
 from shardmake.data import check_first_rows, check_sources, prepare, stage
 from shardmake.data.dataset import IGNORED, collator, load
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
+from tests.unit.data.test_files import COMPRESSORS, as_csv
 
 LENGTH = 64
 
@@ -217,6 +221,159 @@ def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path
     for name, text in (("a", "x"), ("b", "y")):
         datasets.Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / f"{name}.parquet"))
     assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit).format == "text"
+
+
+QUESTIONS = [(f'ask, "{i}"\n{i}', f"tell {i}") for i in range(30)]
+SHAREGPT = [
+    {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}], "id": i}
+    for i, (q, a) in enumerate(QUESTIONS)
+]
+CHAT = [{"messages": chat(f"u:{q}", f"a:{a}")} for q, a in QUESTIONS]
+PARTS = [
+    {"dialog": [{"speaker": m["role"], "said": [{"type": "text", "text": m["content"]}]} for m in row["messages"]]}
+    for row in CHAT
+]
+ALPACA = [{"instruction": q.partition("\n")[0], "input": "", "output": a, "source": "x"} for q, a in QUESTIONS]
+SAME: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "lines": ("t.jsonl", CHAT, {}),
+    "array": ("t.json", CHAT, {}),
+    "compressed": ("t.json.gz", CHAT, {}),
+    "parquet": ("t.parquet", CHAT, {}),
+    "sharegpt": ("t.jsonl.xz", SHAREGPT, {}),
+    "sharegpt-parquet": ("t.parquet", SHAREGPT, {"format": "sharegpt"}),
+    "mapped": ("t.json", PARTS, {"columns": {"messages": "dialog", "role": "speaker", "content": "said"},
+                                 "format": "chat"}),
+    "mapped-parquet": ("t.parquet", PARTS, {"columns": {"messages": "dialog", "role": "speaker", "content": "said"},
+                                            "format": "chat"}),
+}  # fmt: skip
+PROMPTED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "lines": ("t.jsonl", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),
+    "csv": ("t.csv", [{"prompt": q, "completion": a} for q, a in QUESTIONS], {}),
+    "tsv": ("t.tsv.bz2", [{"completion": a, "prompt": q} for q, a in QUESTIONS], {}),
+    "mapped": ("t.csv.zst", [{"id": i, "question": q, "answer": a} for i, (q, a) in enumerate(QUESTIONS)],
+               {"columns": {"prompt": "question", "completion": "answer"}}),
+}  # fmt: skip
+INSTRUCTED: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "chat": ("t.jsonl", [{"messages": chat(f"u:{row['instruction']}", f"a:{row['output']}")} for row in ALPACA], {}),
+    "lines": ("t.jsonl", ALPACA, {}),
+    "csv": ("t.csv.gz", ALPACA, {"format": "alpaca"}),
+    "parquet": ("t.parquet", ALPACA, {}),
+}
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Write rows in the kind of file and with the compression that the name states."""
+    kind = "".join(path.suffixes[:1])
+    if kind == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+        return str(path)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    if kind in (".csv", ".tsv"):
+        lines = as_csv(rows, "," if kind == ".csv" else "\t")
+    content = {".jsonl": lines, ".json": json.dumps(rows).encode()}.get(kind, lines)
+    path.write_bytes(COMPRESSORS["".join(path.suffixes[1:])](content))
+    return str(path)
+
+
+@pytest.mark.parametrize("family", [SAME, PROMPTED, INSTRUCTED], ids=["conversations", "prompts", "instructions"])
+def test_the_same_content_gives_the_same_data_in_every_format(model: Path, tmp_path: Path, family: Any) -> None:
+    receipts = {}
+    for name, (file, rows, settings) in family.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        run = make_run(model, {"train": write_rows(folder / file, rows), **settings})
+        check_sources(run)
+        check_first_rows(run)
+        receipts[name] = prepare(run, RunDir(folder / "run"))
+    assert len({receipt.digest for receipt in receipts.values()}) == 1
+    assert {receipt.train.examples for receipt in receipts.values()} == {29}
+    if "mapped" in family:
+        assert receipts["mapped"].settings.columns == family["mapped"][2]["columns"]
+        assert receipts["mapped"].columns.items() >= family["mapped"][2]["columns"].items()
+
+
+def test_what_was_recognized_is_logged(model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardmake")
+    path = write_rows(tmp_path / "t.jsonl", ALPACA)
+    receipt = prepare(make_run(model, {"train": path}), RunDir(tmp_path / "run"))
+    message = f"{path}: the examples are in the format alpaca (instruction, output). Columns that are not used: source."
+    assert message in caplog.messages
+    assert receipt.format == "alpaca" and receipt.loss_on_assistant
+    assert receipt.columns == {c: c for c in ("instruction", "output", "input", "system")}
+
+
+def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: Path) -> None:
+    rows = [{"messages": chat("u:a", "a:b")}, {"messages": chat("u:a", "a:b"), "functions": "[]"}]
+    path = write_rows(tmp_path / "t.jsonl", rows)
+    data = {"train": path, "columns": {"tools": "functions"}}
+    check_first_rows(make_run(model, data))
+    data["columns"] = {"tools": "function"}
+    message = rf"data\.columns\.tools: 'function' is not a column of {path}\. Did you mean 'functions'\?"
+    with pytest.raises(ShardmakeError, match=message):
+        check_first_rows(make_run(model, data))
+
+
+def test_a_missing_chat_template_is_not_about_a_line(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    run = make_run(tmp_path / "model", {"train": write_jsonl(tmp_path / "t.jsonl", conversations(5))})
+    start = f"The tokenizer of '{tmp_path}/model' has no chat template, and the data are conversations. "
+    assert refusal(run, RunDir(tmp_path / "run")).startswith(start)
+    with pytest.raises(ShardmakeError, match="has no chat template"):
+        check_first_rows(run)
+
+
+def test_examples_without_anything_to_learn_are_named(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = conversations(40)
+    for index in (3, 9, 10, 20, 21, 22, 23):
+        rows[index]["messages"][1]["role"] = "assistnat"
+    path = write_jsonl(tmp_path / "t.jsonl", rows)
+    run = make_run(model, {"train": path, "eval": write_jsonl(tmp_path / "e.jsonl", conversations(3))})
+    receipt = prepare(run, RunDir(tmp_path / "run"))
+    named = [f"{path}, line {number}" for number in (4, 10, 11, 21, 22)]
+    assert receipt.train.dropped_without_loss == 7 and receipt.train.first_dropped == named
+    words = "7 of 40 examples in the {} data have nothing to learn and are dropped. The first: "
+    words += f"{'; '.join(named)}. Only messages with the role assistant are learned."
+    assert words.format("train") in caplog.messages
+    check_first_rows(run)
+    assert words.format("first rows of the train") in caplog.messages
+
+
+def test_a_full_disk_is_reported(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = write_jsonl(tmp_path / "t.jsonl", conversations(5))
+    rundir = RunDir(tmp_path / "run")
+    for target in (datasets.Dataset, datasets.arrow_writer.ArrowWriter):
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "save_to_disk" if target is datasets.Dataset else "write_table", fail)
+            patch.setattr(datasets.arrow_writer.ArrowWriter, "write_examples_on_file", fail)
+            with pytest.raises(DiskFullError) as error:
+                prepare(make_run(model, {"train": path}), rundir)
+        assert str(error.value).startswith(f"Cannot write the data of run: No space left on device. {rundir.root} has ")
+        assert not list(tmp_path.glob("run/.data*"))
+
+
+def test_nothing_is_read_from_the_network_or_kept_outside_the_run(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError("a connection to the network")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, (file, rows, settings) in {**SAME, **{f"p-{key}": value for key, value in PROMPTED.items()}}.items():
+        (tmp_path / name).mkdir()
+        data = {"train": write_rows(tmp_path / name / file, rows), **settings}
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # writing a Parquet file made it
+        prepare(make_run(model, data), RunDir(tmp_path / name / "run"))
+        assert not (tmp_path / "cache").exists()
+        assert {path.name for path in (tmp_path / name).iterdir()} == {file, "run"}
+        assert {path.name for path in (tmp_path / name / "run").iterdir()} == {"data"}
 
 
 def test_data_with_nothing_to_learn_is_refused(model: Path, tmp_path: Path) -> None:

@@ -1,0 +1,149 @@
+"""Formats and columns: what is recognized, what the examples become, and what is refused."""
+
+from typing import Any
+
+import pytest
+
+from shardmake.config.formats import FORMATS
+from shardmake.config.models import Columns, Data
+from shardmake.core.errors import DataError
+from shardmake.data.layout import Layout, check_named, recognize
+from tests.unit.data.test_encode import chat
+
+PLACE = "f.jsonl, line 1"
+TURNS = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+def find(example: dict[str, Any], format: Any = "auto", **columns: str) -> Layout:
+    data = Data(train="x", format=format, columns=Columns(**columns))
+    check_named(data, list(example), "f.jsonl")
+    return recognize(data, "sft", list(example), example, PLACE)
+
+
+def refusal(example: dict[str, Any], format: Any = "auto", **columns: str) -> str:
+    with pytest.raises(DataError) as error:
+        find(example, format, **columns).standardize(example, PLACE)
+    return str(error.value)
+
+
+RECOGNIZED: list[tuple[dict[str, Any], dict[str, str], str]] = [
+    ({"messages": chat("u:a"), "id": 1}, {}, "chat (messages)"),
+    ({"messages": chat("u:a"), "prompt": "a"}, {}, "chat (messages)"),
+    ({"conversations": TURNS}, {}, "sharegpt (conversations)"),
+    ({"instruction": "a", "input": "", "output": "b"}, {}, "alpaca (instruction, output)"),
+    ({"prompt": "a", "completion": "b", "id": 1}, {}, "prompt-completion (prompt, completion)"),
+    ({"text": "a", "prompt": "b"}, {}, "text (text)"),
+    ({"dialog": chat("u:a")}, {"messages": "dialog"}, "chat (dialog)"),
+    ({"dialog": TURNS}, {"messages": "dialog"}, "sharegpt (dialog)"),
+    ({"conversations": chat("u:a")}, {"messages": "conversations"}, "chat (conversations)"),
+    ({"messages": TURNS}, {"role": "from", "content": "value"}, "chat (messages)"),
+    ({"q": "a", "a": "b"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
+    ({"q": "a", "a": "b", "text": "c"}, {"prompt": "q", "completion": "a"}, "prompt-completion (q, a)"),
+    ({"task": "a", "output": "b"}, {"instruction": "task"}, "alpaca (task, output)"),
+]
+
+
+@pytest.mark.parametrize(("example", "columns", "expected"), RECOGNIZED)
+def test_the_columns_say_the_format(example: dict[str, Any], columns: dict[str, str], expected: str) -> None:
+    assert str(find(example, **columns)) == expected
+
+
+UNCLEAR: list[tuple[dict[str, Any], str, dict[str, str], str]] = [
+    (
+        {"messages": chat("u:a"), "text": "a"}, "auto", {},
+        f"{PLACE}: the columns fit several formats: chat (messages), text (text). Set data.format to one of them.",
+    ),
+    (
+        {"instruction": "a", "output": "b", "text": "c"}, "auto", {},
+        f"{PLACE}: the columns fit several formats: alpaca (instruction, output), text (text). Set data.format to one "
+        "of them.",
+    ),
+    (
+        {"dialog": [{"who": "human", "said": "a"}]}, "auto", {"messages": "dialog", "role": "who", "content": "said"},
+        f"{PLACE}: the columns fit several formats: chat (dialog), sharegpt (dialog). Set data.format to one of them.",
+    ),
+    (
+        {"question": "a", "conversations": chat("u:a")}, "auto", {},
+        f"{PLACE}: unknown format. The columns are question, conversations (a list with role, content). Known: chat "
+        "(messages), sharegpt (conversations), alpaca (instruction, output), prompt-completion (prompt, completion), "
+        "text (text). Name other columns with data.columns.",
+    ),
+    (
+        {"question": "a", "reply": "b"}, "auto", {"prompt": "questoin", "completion": "reply"},
+        "data.columns.prompt: 'questoin' is not a column of f.jsonl. Did you mean 'question'? The columns are question, "
+        "reply.",
+    ),
+    ({"prompt": "a"}, "chat", {}, f"{PLACE}: this example (chat) has no messages. Its keys: prompt."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("example", "format", "columns", "message"), UNCLEAR)
+def test_what_is_not_clear_is_refused(
+    example: dict[str, Any], format: str, columns: dict[str, str], message: str
+) -> None:
+    assert refusal(example, format, **columns) == message
+
+
+def test_a_format_of_the_configuration_ends_the_doubt() -> None:
+    example = {"instruction": "a", "output": "b", "text": "c"}
+    assert find(example, "text").standardize(example, PLACE) == {"text": "c"}
+
+
+CALL = {"role": "assistant", "tool_calls": [{"name": "clock"}]}
+STANDARD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    (
+        "sharegpt",
+        {"conversations": [{"from": "system", "value": "s"}, *TURNS, {"from": "function", "value": "t", "id": 1}]},
+        {"messages": [*chat("s:s", "u:a", "a:b"), {"role": "tool", "content": "t", "id": 1}], "tools": None},
+    ),
+    ("sharegpt", {"conversations": TURNS, "system": "s"}, {"messages": chat("s:s", "u:a", "a:b"), "tools": None}),
+    ("sharegpt", {"conversations": TURNS, "system": ""}, {"messages": chat("u:a", "a:b"), "tools": None}),
+    ("alpaca", {"instruction": "a", "input": "b", "output": "c"}, {"messages": chat("u:a\n\nb", "a:c")}),
+    ("alpaca", {"instruction": "a", "input": "", "output": "c"}, {"messages": chat("u:a", "a:c")}),
+    ("alpaca", {"instruction": "a", "system": "s", "output": "c"}, {"messages": chat("s:s", "u:a", "a:c")}),
+    ("chat", {"messages": chat("u:a"), "tools": '[{"name": "clock"}]'}, {"messages": chat("u:a"),
+                                                                         "tools": [{"name": "clock"}]}),
+    (
+        "chat",
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        {"messages": chat("u:ab"), "tools": None},
+    ),
+    ("chat", {"messages": [CALL]}, {"messages": [{**CALL, "content": ""}], "tools": None}),
+    ("chat", {"messages": [{**CALL, "content": None}]}, {"messages": [{**CALL, "content": ""}], "tools": None}),
+    ("prompt-completion", {"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": "b", "tools": None}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "example", "expected"), STANDARD)
+def test_every_format_becomes_a_standard_one(format: Any, example: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert Layout(format, FORMATS[format].columns).standardize(example, PLACE) == expected
+
+
+WRONG: list[tuple[str, dict[str, Any], str]] = [
+    ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content is int. Write text, or a list of "
+     "parts of type text."),
+    ("chat", {"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content[0] is str. Only text can be "
+     "learned: write parts with the keys type (text) and text."),
+    ("chat", {"messages": [*chat("u:a"), {"role": "user", "content": [{"type": "image", "url": "u"}]}]},
+     "messages[1].content[0] is of type 'image'. Only text can be learned: write parts with the keys type (text) and "
+     "text."),
+    ("chat", {"messages": [{"role": "user"}]}, "messages[0] has no content. Its keys: role."),
+    ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0] has no content. Its keys: role, content."),
+    ("chat", {"messages": [{"role": 1, "content": "a"}]}, "messages[0].role is int, not text."),
+    ("chat", {"messages": chat("u:a"), "tools": "{"}, "tools is not valid JSON: Expecting property name enclosed in "
+     "double quotes: line 1 column 2 (char 1). Write a list of tools."),
+    ("chat", {"messages": chat("u:a"), "tools": {"name": "clock"}}, "tools is dict. Write a list of tools."),
+    ("sharegpt", {"conversations": [{"from": "gtp", "value": "a"}]}, "conversations[0].from is 'gtp'. Did you mean "
+     "'gpt'? Allowed: system, human, user, gpt, assistant, chatgpt, tool, function, observation."),
+    ("sharegpt", {"conversations": chat("u:a")}, "conversations is not a list of messages, each with a from and a "
+     "value."),
+    ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "there are two system messages, "
+     "one in system and one in conversations. Remove one."),
+    ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input is int, not text."),
+    ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("format", "example", "message"), WRONG)
+def test_a_wrong_value_is_named_with_its_place(format: Any, example: dict[str, Any], message: str) -> None:
+    assert refusal(example, format) == f"{PLACE}: {message}"
