@@ -223,7 +223,7 @@ def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path
     assert check_first_rows(make_run(model, {"train": str(tmp_path)}), limit=limit).format == "text"
 
 
-QUESTIONS = [(f'ask, "{i}"\n{i}', f"tell {i}") for i in range(30)]
+QUESTIONS = [(f'ask, "{i}"\n{i}', f"say {i}") for i in range(30)]
 SHAREGPT = [
     {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}], "id": i}
     for i, (q, a) in enumerate(QUESTIONS)
