@@ -29,19 +29,27 @@ class Buckets:
     overlap_comm: bool = True
     pin_memory: bool = True
     buffer_count: int = 4
+    pin_parameters: bool = True
+    param_buffer_count: int = 5
+    param_buffer_size: int = 100_000_000
+    max_in_cpu: int = 1_000_000_000
 
 
 def read_buckets(zero: Mapping[str, Any], hidden_size: int) -> Buckets:
     """Return the sizes in the ``zero_optimization`` section of a DeepSpeed file."""
     auto = auto_sizes(hidden_size)
-    offload = zero.get("offload_optimizer") or {}
+    optimizer, parameters = zero.get("offload_optimizer") or {}, zero.get("offload_param") or {}
     given = {field.name: zero[field.name] for field in fields(Buckets) if field.type is int and field.name in zero}
     sizes: dict[str, Any] = {name: int(auto[name] if value == "auto" else value) for name, value in given.items()}
     return replace(
         Buckets(**sizes),
         overlap_comm=bool(zero.get("overlap_comm", zero.get("stage") == 3)),
-        pin_memory=bool(offload.get("pin_memory", True)),
-        buffer_count=int(offload.get("buffer_count", 4)),
+        pin_memory=bool(optimizer.get("pin_memory", True)),
+        buffer_count=int(optimizer.get("buffer_count", 4)),
+        pin_parameters=bool(parameters.get("pin_memory", True)),
+        param_buffer_count=int(parameters.get("buffer_count", 5)),
+        param_buffer_size=int(parameters.get("buffer_size", 100_000_000)),
+        max_in_cpu=int(parameters.get("max_in_cpu", 1_000_000_000)),
     )
 
 

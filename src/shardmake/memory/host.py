@@ -33,12 +33,17 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     if not scenario.offloads_optimizer:
         return {}
     hold = pinned if buckets.pin_memory and not scenario.on_cpu else int
+    hold_parameters = pinned if buckets.pin_parameters and not scenario.on_cpu else int
     part = ceil(scenario.split.trainable / scenario.world_size)
+    whole = ceil(scenario.split.total / scenario.world_size)
     if scenario.spec.uses_nvme:
         group = min(buckets.sub_group_size, part)
+        swapped = buckets.param_buffer_count * buckets.param_buffer_size
         return {
             "optimizer swap buffers": hold(4 * buckets.buffer_count * group),
             "gradients": hold(4 * group) + hold(2 * part),
+            "parameters": hold_parameters(scenario.compute * min(buckets.max_in_cpu, whole)),
+            "parameter swap buffers": hold_parameters(scenario.compute * swapped),
         }
     states = {
         "optimizer states": int(optimizer_bytes(scenario) * part),
@@ -51,7 +56,7 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     if scenario.zero_stage < 3:
         states["largest gradient"] = hold(scenario.compute * largest_trained(scenario))
     if scenario.offloads_parameters:
-        states["parameters"] = hold(scenario.compute * ceil(scenario.split.total / scenario.world_size))
+        states["parameters"] = hold_parameters(scenario.compute * whole)
     return states
 
 

@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from shardmake.config.models import Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
 from shardmake.plan.resolve import ResolvedRun, unsuitable
+from shardmake.run.own_files import check_choice, fits_own_files, number_of_conflicts
 from shardmake.run.plan import CandidateEstimate, Choice
 
 
@@ -79,7 +81,14 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
     ]
     if not found:
         raise ConfigError(_micro_batch_message(settings, usable))
-    yield from found
+    fitting = [choice for choice in found if fits_own_files(settings.user_files, choice, run)]
+    if not fitting:
+        check_choice(settings.user_files, min(found, key=partial(_conflicts, settings)), run)
+    yield from fitting
+
+
+def _conflicts(settings: ResolvedRun, choice: Choice) -> int:
+    return number_of_conflicts(settings.user_files, choice, settings.run)
 
 
 def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+from shardmake.config.user_file_keys import estimated_values
 from shardmake.core.atomic import write_json
+from shardmake.core.nested import overlay
 from shardmake.memory import calibration, closed_form
 from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.cache import cached_path
@@ -152,7 +155,10 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
 
 
 def buckets_of(settings: ResolvedRun, choice: Choice) -> Buckets:
-    """Return DeepSpeed's buffer sizes for ``choice``, as they are rendered."""
+    """Return DeepSpeed's buffer sizes for ``choice``, as they are rendered with the run's own file."""
     if not choice.is_deepspeed:
         return Buckets()
-    return read_buckets(zero_optimization(choice, settings.model, settings.cluster, ""), settings.model.hidden_size)
+    section: dict[str, Any] = zero_optimization(choice, settings.model, settings.cluster, "")
+    if own := settings.user_files.deepspeed:
+        section = overlay({"zero_optimization": section}, estimated_values(own))["zero_optimization"]
+    return read_buckets(section, settings.model.hidden_size)

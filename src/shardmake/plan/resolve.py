@@ -6,11 +6,13 @@ from importlib.util import find_spec
 
 from shardmake.config.models import Attention, Cluster, Precision, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, split
 from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
+from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
 
 
@@ -29,6 +31,8 @@ class ResolvedRun:
     """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
     behavior: LibraryBehavior = field(default_factory=LibraryBehavior)
     """How the libraries behave; only `shardmake estimate` changes it."""
+    user_files: UserFiles = field(default_factory=UserFiles)
+    """The run's own DeepSpeed and Accelerate files."""
 
     @property
     def workload(self) -> Workload:
@@ -63,6 +67,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         hardware=hardware,
         precision=_precision(run, hardware),
         attention=_attention(run, hardware),
+        user_files=read_user_files(run),
     )
 
 
@@ -85,6 +90,7 @@ def check(settings: ResolvedRun) -> None:
     if run.strategy != "auto":
         check_strategy(run, run.strategy)
     check_tensor_parallel(run, cluster, model)
+    check_refused(settings.user_files, run)
     _check_packages(run)
 
 

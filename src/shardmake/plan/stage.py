@@ -18,6 +18,7 @@ from shardmake.plan.planner import Planner
 from shardmake.plan.resolve import ResolvedRun, check, resolve
 from shardmake.plan.suggestions import suggest
 from shardmake.run.disk_budget import check_choice, checkpoint_size
+from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, MemoryEstimates, Plan, Resources
 
@@ -71,6 +72,7 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstima
         fallbacks=[as_fallback(candidate, settings.hardware) for candidate in fallbacks],
         host_memory=host_need(chosen, settings.hardware),
         resources=resources(settings, chosen),
+        own_files=describe_own_files(settings.user_files, chosen.choice, run),
     )
     return plan, memory_estimates(settings, candidates)
 
@@ -132,6 +134,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
+            *(f"  {line}" for line in plan.own_files),
             f"  {check_choice(rundir, MemoryEstimates.read(rundir.memory), plan.choice)}",
             f"  after an out-of-memory: {below or 'no candidate needs less'}",
             f"  {len(plan.rejected)} other candidates, each with its reason, are in {rundir.plan}",

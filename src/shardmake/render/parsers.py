@@ -6,12 +6,13 @@ They keep global state and read the environment. All of this therefore runs in a
 
 import json
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from shardmake.core.environment import leave_collectives_to_gloo
+from shardmake.core.nested import leaves
 from shardmake.render.accelerate_file import IGNORED_IN_FILE
 
 SECTIONS = ("deepspeed_config", "fsdp_config", "parallelism_config")
@@ -134,12 +135,3 @@ def mismatches(arguments: Any, hidden_size: int) -> list[str]:
         found.append(str(error))
     left = [key for key, value in leaves(read.config) if value == "auto"]
     return [*found, *(f'deepspeed.json: nothing fills in the "auto" of {key}' for key in left)]
-
-
-def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value of nested dictionaries with its dotted key."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from leaves(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -1,5 +1,6 @@
 """The plan of a run, ``plan/plan.json``, and the memory of every candidate, ``plan/memory.json``."""
 
+import operator
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
@@ -105,6 +106,11 @@ class Plan(RunRecord):
     fallbacks: list[Fallback] = Field(description="Choices after each out-of-memory error, in order.")
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
     resources: dict[str, Resources] = Field(description="By stage: train, consolidate, evaluate, data.")
+    own_files: list[str] = Field(
+        default_factory=list,
+        exclude_if=operator.not_,
+        description="Settings of the run's own files that limit the choice or that the memory estimate counts.",
+    )
 
     @property
     def digest(self) -> str:

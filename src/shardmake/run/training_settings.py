@@ -119,6 +119,11 @@ class TrainingSettings(RunRecord):
     loss: Loss = Field(description="Cross entropy: plain or fused.")
     checkpoints: CheckpointSettings = Field(description="How training saves.")
     program: LoopProgram | ScriptProgram = Field(description="What the ranks run.")
+    own_files: dict[str, Any] = Field(
+        default_factory=dict,
+        exclude_if=operator.not_,
+        description="Values that the run's own DeepSpeed and Accelerate files add to the plan's or change, by key.",
+    )
 
     def with_arguments(self, **changes: Any) -> "TrainingSettings":
         """Return these settings with other training arguments."""

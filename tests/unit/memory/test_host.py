@@ -13,7 +13,7 @@ def test_pinned_buffers_are_powers_of_two() -> None:
 
 
 def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
-    plain = replace(BUCKETS, pin_memory=False)
+    plain = replace(BUCKETS, pin_memory=False, pin_parameters=False)
     for strategy, per_weight in (
         ("zero1-offload", 18),
         ("zero2-offload", 18),
@@ -28,3 +28,12 @@ def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
 def test_nvme_holds_the_swapped_states() -> None:
     terms = host.nvme_bytes(scenario(strategy="zero3-nvme", nodes=2))
     assert terms == {"optimizer states": 16 * P // 2, "parameters": 2 * P // 2}
+
+
+def test_parameters_on_nvme_have_buffers_and_a_part_in_ram() -> None:
+    """DeepSpeed pins ``buffer_count`` buffers, and keeps the first ``max_in_cpu`` elements of a rank's part in RAM."""
+    sizes = replace(BUCKETS, pin_parameters=False, param_buffer_count=3, param_buffer_size=1000, max_in_cpu=500)
+    terms = host.host_terms(scenario(strategy="zero3-nvme", nodes=2, ranks_per_node=1), sizes)
+    assert (terms["parameters"], terms["parameter swap buffers"]) == (2 * 500, 2 * 3 * 1000)
+    whole = host.host_terms(scenario(strategy="zero3-nvme", nodes=2, ranks_per_node=1), replace(sizes, max_in_cpu=P))
+    assert whole["parameters"] == 2 * -(-P // 2)

@@ -1,0 +1,95 @@
+"""Read a run's own DeepSpeed and Accelerate files (``deepspeed_config``, ``accelerate_config``)."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from shardmake.config.load import read_yaml
+from shardmake.config.models import Run
+from shardmake.core.errors import ConfigError
+
+Kind = Literal["deepspeed", "accelerate"]
+TITLES: Final[dict[Kind, str]] = {"deepspeed": "a DeepSpeed file", "accelerate": "an Accelerate file"}
+SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
+    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+    "accelerate": ("distributed_type", "compute_environment"),
+}
+"""Keys that identify each kind of file."""
+
+
+@dataclass(frozen=True)
+class UserFile:
+    """One file of the user's, as text and as the library reads it."""
+
+    kind: Kind
+    name: str
+    text: str
+    values: dict[str, Any]
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """Return the section ``key``, empty if the file has none."""
+        section = self.values.get(key)
+        return section if isinstance(section, Mapping) else {}
+
+
+@dataclass(frozen=True)
+class UserFiles:
+    """The files that one run names."""
+
+    deepspeed: UserFile | None = None
+    accelerate: UserFile | None = None
+    found: tuple[UserFile, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        found = tuple(file for file in (self.deepspeed, self.accelerate) if file is not None)
+        object.__setattr__(self, "found", found)
+
+
+def read_user_files(run: Run) -> UserFiles:
+    """Return the files that ``run`` names. Raises `ConfigError` if one cannot be read or is of the other kind."""
+    return UserFiles(
+        deepspeed=_read("deepspeed", run.deepspeed_config), accelerate=_read("accelerate", run.accelerate_config)
+    )
+
+
+def _read(kind: Kind, name: str | None) -> UserFile | None:
+    if name is None:
+        return None
+    path = Path(name)
+    values: Any = _read_json(f"{kind}_config", path) if path.suffix == ".json" else read_yaml(path)
+    if not isinstance(values, dict):
+        raise ConfigError(f"{kind}_config: {name} holds no keys. Name {TITLES[kind]}.")
+    other: Kind = "accelerate" if kind == "deepspeed" else "deepspeed"
+    if not any(sign in values for sign in SIGNS[kind]) and any(sign in values for sign in SIGNS[other]):
+        raise ConfigError(
+            f"{kind}_config: {name} looks like {TITLES[other]}. Name it under {other}_config, or name {TITLES[kind]}."
+        )
+    return UserFile(kind, name, path.read_text(), values)
+
+
+def _read_json(key: str, path: Path) -> Any:
+    """Return the content of a JSON file; DeepSpeed refuses a key that occurs twice, and so does this."""
+    try:
+        return json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise ConfigError(f"{key}: {path} does not exist in {Path.cwd()}. Name an existing file.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error}.") from None
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{key}: {path}, line {error.lineno} is not valid JSON: {error.msg}.") from None
+    except _DuplicateKeyError as error:
+        raise ConfigError(f"{key}: {path} is ambiguous. The key {error} occurs twice. Remove one of them.") from None
+
+
+class _DuplicateKeyError(ValueError):
+    """A key of a JSON object occurs twice."""
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise _DuplicateKeyError(repr(next(name for name in names if names.count(name) > 1)))
+    return values

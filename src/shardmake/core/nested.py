@@ -1,0 +1,35 @@
+"""Nested dictionaries by dotted keys such as ``zero_optimization.stage``."""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from typing import Any
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value of nested dictionaries with its dotted key."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def overlay(base: Mapping[str, Any], added: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``base`` with the values of ``added``, whose keys are dotted."""
+    merged: dict[str, Any] = deepcopy(dict(base))
+    for key, value in added.items():
+        place = merged
+        *path, last = key.split(".")
+        for part in path:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return merged
+
+
+def same(one: object, other: object) -> bool:
+    """Return True for equal values; a boolean is not a number, a list equals a tuple."""
+    if isinstance(one, bool) is not isinstance(other, bool):
+        return False
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return list(one) == list(other)
+    return one == other

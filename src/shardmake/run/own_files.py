@@ -1,0 +1,167 @@
+"""Compare a run's own DeepSpeed and Accelerate files with a choice of the plan."""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from shardmake.config.models import Run
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.config.user_file_keys import ACCELERATE_STOPS, contradictions, estimated_values, refusals
+from shardmake.config.user_files import UserFile, UserFiles
+from shardmake.core.errors import ConfigError
+from shardmake.core.key_removal import removal_diff
+from shardmake.core.nested import leaves, same
+from shardmake.run.plan import Choice
+
+Planned = Mapping[str, Any]
+"""The planned value of each dotted key of one file."""
+_STAGE_AND_OFFLOAD: Final = (
+    "zero_optimization.stage",
+    "zero_optimization.offload_optimizer.device",
+    "zero_optimization.offload_param.device",
+)
+
+
+def deepspeed_values(choice: Choice, run: Run) -> dict[str, Any]:
+    """Return the planned values of a DeepSpeed file that do not depend on the model or the cluster."""
+    spec = choice.spec
+    return {
+        "train_micro_batch_size_per_gpu": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        "train_batch_size": choice.global_batch_size,
+        "gradient_clipping": run.max_grad_norm,
+        "bf16.enabled": choice.precision == "bf16",
+        "fp16.enabled": choice.precision == "fp16",
+        "zero_optimization.stage": spec.zero_stage,
+        "zero_optimization.offload_optimizer.device": spec.offload_optimizer or "none",
+        "zero_optimization.offload_param.device": spec.offload_param or "none",
+        "tensor_parallel.autotp_size": choice.tensor_parallel,
+    }
+
+
+def accelerate_values(choice: Choice, run: Run) -> dict[str, Any]:
+    """Return the planned values of an Accelerate file that do not depend on the model."""
+    spec = choice.spec
+    values: dict[str, Any] = {
+        "distributed_type": spec.distributed_type,
+        "num_machines": choice.nodes,
+        "num_processes": choice.world_size,
+        "use_cpu": False,
+    }
+    compiled = "INDUCTOR" if run.torch_compile else "NO"
+    values |= dict.fromkeys(("dynamo_backend", "dynamo_config.dynamo_backend"), compiled)
+    if spec.is_deepspeed:
+        return values | {"deepspeed_config.zero3_init_flag": choice.zero_stage == 3}
+    values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
+    if spec.is_fsdp:
+        values["fsdp_config.fsdp_version"] = run.fsdp_version
+        values["fsdp_config.fsdp_offload_params"] = spec.offload_param is not None
+        values["fsdp_config.fsdp_activation_checkpointing"] = choice.gradient_checkpointing
+    return values
+
+
+def fits_own_files(own: UserFiles, choice: Choice, run: Run) -> bool:
+    """Return True if ``choice`` does not contradict the run's own files, as far as the model does not matter."""
+    return number_of_conflicts(own, choice, run) == 0
+
+
+def number_of_conflicts(own: UserFiles, choice: Choice, run: Run) -> int:
+    """Return how many keys of the run's own files contradict ``choice``."""
+    if own.deepspeed and not choice.is_deepspeed:
+        return 1000  # the other library: every key
+    planned = {"deepspeed": deepspeed_values(choice, run), "accelerate": accelerate_values(choice, run)}
+    is_script = run.script is not None
+    return sum(
+        key in planned[file.kind] for file in own.found for key in contradictions(file, planned[file.kind], is_script)
+    )
+
+
+def check_choice(own: UserFiles, choice: Choice, run: Run) -> None:
+    """Raise a `ConfigError` if the run's own files have a key that cannot be taken, or contradict ``choice``."""
+    check_library(own, choice)
+    planned = {"deepspeed": deepspeed_values(choice, run), "accelerate": accelerate_values(choice, run)}
+    check_own_files(own, planned, run, is_complete=False)
+
+
+def check_refused(own: UserFiles, run: Run) -> None:
+    """Raise a `ConfigError` if the run's own files have a key that no plan can take."""
+    check_own_files(own, {"deepspeed": {}, "accelerate": {}}, run, is_complete=False)
+
+
+def describe_own_files(own: UserFiles, choice: Choice, run: Run) -> list[str]:
+    """Return a line for each file: the keys that limit the choice, and those that the memory estimate counts."""
+    planned = {"deepspeed": deepspeed_values(choice, run), "accelerate": accelerate_values(choice, run)}
+    lines = []
+    for file in own.found:
+        values = {key: value for key, value in leaves(file.values) if value != "auto" and key in planned[file.kind]}
+        limits = ", ".join(f"{key} {value!r}" for key, value in values.items())
+        counted = ", ".join(f"{key} {value!r}" for key, value in estimated_values(file).items() if value != "auto")
+        lines += [f"{file.name} limits the choice: {limits}"] if limits else []
+        lines += [f"the memory estimate counts from {file.name}: {counted}"] if counted else []
+    return lines
+
+
+def check_library(own: UserFiles, choice: Choice) -> None:
+    """Raise a `ConfigError` if the run has a DeepSpeed file and ``choice`` another library."""
+    if own.deepspeed and not choice.is_deepspeed:
+        raise ConfigError(
+            f"deepspeed_config names {own.deepspeed.name}, but strategy {choice.strategy} does not use DeepSpeed. "
+            "Remove deepspeed_config, or set strategy to one of DeepSpeed's (zero1, zero2, zero3 ...)."
+        )
+
+
+def check_own_files(own: UserFiles, planned: Mapping[str, Planned], run: Run, *, is_complete: bool = True) -> None:
+    """Raise a `ConfigError` that lists the keys of the user's files that do not fit, with a diff for each file.
+
+    ``planned`` holds the planned values by kind of file. Unless it ``is_complete``, a planned key that is not in it is
+    not compared.
+    """
+    lines, diffs = [], []
+    for file in own.found:
+        wrong = _wrong_keys(file, planned[file.kind], run, is_complete)
+        lines += [f"  {line}" for line in wrong.values()]
+        if wrong:
+            diffs.append(removal_diff(file.name, file.text, wrong))
+    if lines:
+        raise ConfigError("\n".join([_TITLE, *lines, *_strategy_hint(own, planned), _ADVICE, *diffs]).rstrip())
+
+
+_TITLE: Final = "Your own files contradict the run and its plan:"
+_ADVICE: Final = (
+    'Change the run to match, or remove these keys from your file (or write "auto" for a planned value in a DeepSpeed '
+    "file). This diff removes them; save it as fix.diff and run `patch FILE < fix.diff`:"
+)
+
+
+def _wrong_keys(file: UserFile, planned: Planned, run: Run, is_complete: bool) -> dict[str, str]:
+    """Return a line for each key of ``file`` that does not fit, with the effect of its value."""
+    is_script, values = run.script is not None, dict(leaves(file.values))
+    wrong = {}
+    for key, rule in contradictions(file, planned, is_script).items():
+        if key in planned:
+            wrong[key] = f"{key}: {values[key]!r} in {file.name}, {planned[key]!r} in the plan. {rule.effect}"
+        elif is_complete:
+            effect = ACCELERATE_STOPS if key == "mixed_precision" else rule.effect
+            wrong[key] = f"{key}: {values[key]!r} in {file.name}, not set in the plan. {effect}"
+    for key, reason in refusals(file, is_script).items():
+        wrong[key] = f"{key}: {values[key]!r} in {file.name}. {reason}"
+    return {key: wrong[key] for key in values if key in wrong}
+
+
+def _strategy_hint(own: UserFiles, planned: Mapping[str, Planned]) -> list[str]:
+    """Return a line with the strategy that has the stage and the offload of the user's DeepSpeed file."""
+    if own.deepspeed is None:
+        return []
+    values, plan = dict(leaves(own.deepspeed.values)), planned["deepspeed"]
+    has = [plan.get(key, values.get(key, "auto")) for key in _STAGE_AND_OFFLOAD]
+    wanted = [
+        value if values.get(key, "auto") == "auto" else values[key]
+        for key, value in zip(_STAGE_AND_OFFLOAD, has, strict=True)
+    ]
+    if all(same(one, other) for one, other in zip(wanted, has, strict=True)):
+        return []
+    return [
+        f"  The strategy with the stage and the offload of your file is {name}."
+        for name, spec in STRATEGY_SPECS.items()
+        if spec.is_deepspeed
+        and [spec.zero_stage, spec.offload_optimizer or "none", spec.offload_param or "none"] == wanted
+    ]
