@@ -1,5 +1,6 @@
 rule plan_run:
     input:
+        inputs_of("own_files"),
         sources=PATHS.sources,
     output:
         memory=PATHS.memory,

@@ -1,6 +1,6 @@
 rule render_run:
     input:
-        inputs_of("script"),
+        inputs_of("script", "own_files"),
         plan=PATHS.plan,
     output:
         accelerate=PATHS.accelerate,

@@ -10,15 +10,17 @@ from shardmake.core.errors import ConfigError
 
 
 def local_files(run: Run, *parts: str) -> list[str]:
-    """Return the files and folders on this machine that a run names; ``parts`` are ``model``, ``data`` and ``script``.
+    """Return the files and folders on this machine that a run names.
 
-    A hub id is not among them. A name counts as a path if it exists, ends in a data suffix, starts with ``.``, ``/``
-    or ``~``, or has more than one ``/``.
+    ``parts`` are ``model``, ``data``, ``script`` and ``own_files`` (`deepspeed_config`, `accelerate_config`). A hub id
+    is not among them. A name counts as a path if it exists, ends in a data suffix, starts with ``.``, ``/`` or ``~``,
+    or has more than one ``/``.
     """
     named = {
         "model": [run.model],
         "data": [run.data.train, *([run.data.eval] if run.data.eval else [])],
         "script": [run.script] if run.script else [],
+        "own_files": [name for name in (run.deepspeed_config, run.accelerate_config) if name],
     }
     files = [Path(name) for part in parts for name in named[part] if Path(name).exists() or _looks_local(name)]
     # config.json represents the model folder
@@ -33,6 +35,10 @@ def check_inputs(name: str, run: Run) -> None:
     """Raise a `ConfigError` if the model folder, a data file or the script of the run does not exist."""
     if run.script:
         check_script(f"runs.{name}.script", Path(run.script))
+    for key in ("deepspeed_config", "accelerate_config"):
+        file = getattr(run, key)
+        if file and not Path(file).is_file():
+            raise ConfigError(f"runs.{name}.{key}: {file!r} is not a file in {Path.cwd()}. Name an existing file.")
     for file in local_files(run, "model", "data"):
         if Path(file).exists():
             continue

@@ -292,7 +292,8 @@ class Run(Section):
         description='`auto`: deepspeed.json holds "auto" wherever Trainer fills in its value. The result is the same.',
     )
     deepspeed_config: str | None = Field(
-        None, description="Your own DeepSpeed file. It may add settings to the plan's, but not contradict them."
+        None,
+        description="Your own DeepSpeed file (docs/how-to/own-files.md). Each key is taken and reported, or refused.",
     )
     accelerate_config: str | None = Field(
         None, description="Your own Accelerate file, with the same rule as for `deepspeed_config`."

@@ -365,6 +365,14 @@ def test_destinations_are_a_list(to: Any, destinations: list[str]) -> None:
     assert push is not None and push.destinations == destinations
 
 
+def test_the_own_files_of_a_run_are_inputs(tmp_path: Path) -> None:
+    own = write(tmp_path / "ds.json", "{}")
+    run = make_run(deepspeed_config=str(own), accelerate_config=str(tmp_path / "none.yaml"))
+    assert local_files(run, "own_files") == [str(own), str(tmp_path / "none.yaml")]
+    with pytest.raises(ShardmakeError, match=r"^runs\.chat\.accelerate_config: '.*none\.yaml' is not a file in "):
+        check_inputs("chat", run)
+
+
 def test_local_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()

@@ -66,6 +66,57 @@ def plan(model: str, cluster: Cluster, **more: Any) -> Plan:
     return make_plan("run", run_of(model, **more), cluster)[0]
 
 
+def own_file(tmp_path: Path, values: dict[str, Any]) -> str:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"train_batch_size": "auto"} | values))
+    return str(path)
+
+
+def test_an_own_file_limits_the_choice_and_its_fallbacks(folders: dict[str, str], tmp_path: Path) -> None:
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
+    own = own_file(tmp_path, {"zero_optimization": offload, "train_micro_batch_size_per_gpu": 2})
+    made = plan(folders["eight"], gpus(), deepspeed_config=own)
+    choices = [made.choice, *(fallback.choice for fallback in made.fallbacks)]
+    assert {(choice.strategy, choice.micro_batch_size) for choice in choices} == {("zero3-offload", 2)}
+    assert made.own_files == [
+        f"{own} limits the choice: zero_optimization.stage 3, zero_optimization.offload_optimizer.device 'cpu', "
+        "zero_optimization.offload_param.device 'cpu', train_micro_batch_size_per_gpu 2"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "settings", "words"),
+    [
+        ({"zero_optimization": {"stage": 3}}, {"strategy": "zero2"}, "the offload of your file is zero3"),
+        ({"zero_optimization": {"stage": 3}}, {"strategy": "ddp"}, "strategy ddp does not use DeepSpeed"),
+        ({"train_micro_batch_size_per_gpu": 3}, {}, "train_micro_batch_size_per_gpu: 3 in"),
+        ({"gradient_clipping": 0.5}, {}, "gradient_clipping: 0.5 in .*, 1.0 in the plan"),
+        ({"scheduler": {"type": "WarmupLR"}}, {}, "The run decides it"),
+    ],
+)
+def test_an_own_file_that_no_choice_fits_is_refused_by_the_plan(
+    folders: dict[str, str], tmp_path: Path, values: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ShardmakeError, match=words):
+        plan(folders["tiny"], gpus(), deepspeed_config=own_file(tmp_path, values), **settings)
+
+
+def test_the_memory_estimate_counts_the_sizes_of_an_own_file(folders: dict[str, str], tmp_path: Path) -> None:
+    zero = {"reduce_bucket_size": 2e9, "overlap_comm": True, "offload_optimizer": {"pin_memory": False}}
+    own = own_file(tmp_path, {"zero_optimization": zero})
+    asked = {"strategy": "zero2-offload", "micro_batch_size": 1, "gradient_checkpointing": True}
+    (_, plain), (made, larger) = (
+        make_plan("run", run_of(folders["eight"], **asked, **more), gpus()) for more in ({}, {"deepspeed_config": own})
+    )
+    before, after = (one.candidates[0] for one in (plain, larger))
+    assert after.gpu.allocated - before.gpu.allocated > 2 * 2 * 1.9e9
+    assert after.host.terms["master weights"] < before.host.terms["master weights"]
+    assert made.own_files == [
+        f"the memory estimate counts from {own}: zero_optimization.reduce_bucket_size 2000000000.0, "
+        "zero_optimization.overlap_comm True, zero_optimization.offload_optimizer.pin_memory False"
+    ]
+
+
 def test_a_tiny_model_on_two_processes_is_plain_ddp(folders: dict[str, str]) -> None:
     made = plan(folders["tiny"], CPU)
     assert (made.choice.strategy, made.choice.precision, made.workload.attention) == ("ddp", "fp32", "sdpa")

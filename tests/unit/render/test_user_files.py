@@ -1,6 +1,7 @@
 """A user's own DeepSpeed or Accelerate file under a plan."""
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,9 @@ import pytest
 import yaml
 
 from shardmake.config.models import Strategy
+from shardmake.config.user_file_keys import TABLES
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.nested import leaves, overlay
 from shardmake.render.check import Files, Rendering, check_rendered
 from shardmake.render.stage import launch_flags, render_files
 from shardmake.render.user_files import merge_own_files
@@ -28,7 +31,16 @@ QUESTIONNAIRE = {
     "debug": False,
     "distributed_type": "FSDP",
     "downcast_bf16": "no",
-    "fsdp_config": {"fsdp_version": 2, "fsdp_state_dict_type": "SHARDED_STATE_DICT", "fsdp_min_num_params": 7},
+    "enable_cpu_affinity": False,
+    "fsdp_config": {
+        "fsdp_version": 2,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+        "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "fsdp_reshard_after_forward": True,
+        "fsdp_offload_params": False,
+        "fsdp_cpu_ram_efficient_loading": True,
+        "fsdp_activation_checkpointing": False,
+    },
     "machine_rank": 0,
     "main_training_function": "main",
     "mixed_precision": "bf16",
@@ -36,20 +48,85 @@ QUESTIONNAIRE = {
     "num_processes": 4,
     "rdzv_backend": "static",
     "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
     "use_cpu": False,
+}
+"""As `accelerate config` writes it."""
+HF_ZERO2 = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "allgather_partitions": True,
+        "allgather_bucket_size": 2e8,
+        "overlap_comm": True,
+        "reduce_scatter": True,
+        "reduce_bucket_size": 2e8,
+        "contiguous_gradients": True,
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+"""The sample files of Hugging Face's documentation."""
+HF_ZERO3 = HF_ZERO2 | {
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": True,
+    }
 }
 
 
-def merge(strategy: Strategy, **settings: str) -> tuple[Files, list[str]]:
-    plan, run = make_plan(strategy), make_run(**settings)
+def merge(strategy: Strategy, choice: dict[str, Any] | None = None, **settings: Any) -> tuple[Files, list[str]]:
+    plan, run = make_plan(strategy, **(choice or {})), make_run(**settings)
     files = render_files(plan, run, make_cluster(), make_model(), Path("plan"))
     return merge_own_files(files, run, plan.choice)
 
 
 def written(tmp_path: Path, name: str, values: Any) -> str:
     path = tmp_path / name
-    path.write_text(json.dumps(values) if name.endswith("json") else yaml.safe_dump(values))
+    path.write_text(json.dumps(values, indent=4) if name.endswith("json") else yaml.safe_dump(values))
     return str(path)
+
+
+def refusal(strategy: Strategy, **settings: Any) -> list[str]:
+    """Return the lines of the error from the first key to the last one."""
+    with pytest.raises(ShardmakeError) as error:
+        merge(strategy, **settings)
+    title, *lines = str(error.value).splitlines()
+    assert title == "Your own files contradict the run and its plan:"
+    return [line.strip() for line in lines[: next(n for n, line in enumerate(lines) if line.startswith("Change "))]]
 
 
 def test_what_the_plan_leaves_open_is_taken_over_and_reported(tmp_path: Path) -> None:
@@ -61,58 +138,59 @@ def test_what_the_plan_leaves_open_is_taken_over_and_reported(tmp_path: Path) ->
     assert files.deepspeed["train_micro_batch_size_per_gpu"] == 2
     assert "train_batch_size" not in files.deepspeed
     assert changes == [
-        f"{own}: zero_optimization.reduce_bucket_size is 500000000 instead of 4096",
-        f"{own}: zero_optimization.round_robin_gradients is True",
-        f"{own}: communication_data_type is 'fp32'",
+        f"{own}: zero_optimization.reduce_bucket_size is 500000000 instead of 4096. The memory estimate counts it.",
+        f"{own}: zero_optimization.round_robin_gradients is True. The result is the same.",
+        f"{own}: communication_data_type is 'fp32'. Gradients are averaged in this data type.",
     ]
+    assert files.training.own_files == {
+        "zero_optimization.reduce_bucket_size": 500_000_000,
+        "zero_optimization.round_robin_gradients": True,
+        "communication_data_type": "fp32",
+    }
 
 
 def test_every_contradiction_is_listed_with_both_values_and_the_winner(tmp_path: Path) -> None:
     values = ZERO2 | {
         "train_batch_size": 99,
         "gradient_accumulation_steps": "2",
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": "auto"}},
         "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
     }
     own = written(tmp_path, "ds.json", values)
-    with pytest.raises(ShardmakeError) as refusal:
-        merge("zero2", deepspeed_config=own)
-    lines = str(refusal.value).splitlines()
-    assert lines[1:-1] == [
-        f"  train_batch_size: 99 in {own}, 16 in the plan. DeepSpeed would have stopped on the product of the others.",
-        f"  gradient_accumulation_steps: '2' in {own}, 2 in the plan. Transformers would have stopped, once the model "
+    assert refusal("zero2", deepspeed_config=own) == [
+        f"train_batch_size: 99 in {own}, 16 in the plan. DeepSpeed would have stopped on the product of the others.",
+        f"gradient_accumulation_steps: '2' in {own}, 2 in the plan. Transformers would have stopped, once the model "
         "is loaded on every rank.",
-        f"  zero_optimization.stage: 3 in {own}, 2 in the plan. Your file would have won, and another training than "
+        f"zero_optimization.stage: 3 in {own}, 2 in the plan. Your file would have won, and another training than "
         "the planned one would have run.",
-        f"  zero_optimization.offload_optimizer.device: 'cpu' in {own}, 'none' in the plan. Your file would have won, "
+        f"zero_optimization.offload_optimizer.device: 'cpu' in {own}, 'none' in the plan. Your file would have won, "
         "and another training than the planned one would have run.",
-        f"  optimizer.params.lr: 0.5 in {own}, 0.001 in the plan. Transformers would have stopped, once the model is "
-        "loaded on every rank.",
+        "The strategy with the stage and the offload of your file is zero3-offload-optimizer.",
     ]
 
 
-def test_an_optimizer_of_its_own_keeps_the_learning_rate_of_the_run(tmp_path: Path) -> None:
+def test_only_a_script_uses_an_optimizer_of_the_file(tmp_path: Path) -> None:
     optimizer = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "torch_adam": True}}
     own = written(tmp_path, "ds.json", ZERO2 | {"optimizer": optimizer})
-    files, _ = merge("zero2", deepspeed_config=own)
+    assert all("would decay norms and biases too" in line for line in refusal("zero2", deepspeed_config=own))
+    script = tmp_path / "train.py"
+    script.write_text("")
+    files, lines = merge("zero2", deepspeed_config=own, script=str(script))
     assert files.deepspeed["optimizer"]["params"] == {"lr": 1e-3, "betas": "auto", "torch_adam": True}
+    assert f"{own}: optimizer.type is 'AdamW'. The script decides whether it uses this section." in lines
 
 
 def test_the_questionnaires_accelerate_file_fits(tmp_path: Path) -> None:
     own = written(tmp_path, "accelerate.yaml", QUESTIONNAIRE)
     files, changes = merge("fsdp", accelerate_config=own)
-    assert files.accelerate["fsdp_config"]["fsdp_min_num_params"] == 7
-    assert files.training.arguments["fsdp_config"]["min_num_params"] == 7
-    assert not set(files.accelerate) & {"machine_rank", "rdzv_backend", "same_network"}
-    assert f"{own}: machine_rank is left out; it stands on the command line" in changes
+    assert files.accelerate == merge("fsdp")[0].accelerate | {"debug": False}
+    assert f"{own}: machine_rank is left out; the command line of the launch sets it" in changes
+    assert f"{own}: rdzv_backend is left out; 'static' has no effect" in changes
 
 
 def test_contradictions_of_an_accelerate_file(tmp_path: Path) -> None:
     fsdp = {"fsdp_version": 1, "fsdp_offload_params": True}
     own = written(tmp_path, "a.yaml", QUESTIONNAIRE | {"num_processes": 8, "use_cpu": True, "fsdp_config": fsdp})
-    with pytest.raises(ShardmakeError) as refusal:
-        merge("fsdp", accelerate_config=own)
-    assert [line.split(":")[0].strip() for line in str(refusal.value).splitlines()[1:-1]] == [
+    assert [line.split(":")[0] for line in refusal("fsdp", accelerate_config=own)] == [
         "fsdp_config.fsdp_offload_params",
         "fsdp_config.fsdp_version",
         "num_processes",
@@ -125,23 +203,216 @@ def test_keys_that_accelerate_refuses_beside_a_deepspeed_file(tmp_path: Path) ->
     values = QUESTIONNAIRE | {"distributed_type": "DEEPSPEED", "deepspeed_config": section}
     del values["fsdp_config"]
     own = written(tmp_path, "a.yaml", values)
-    with pytest.raises(ShardmakeError) as refusal:
-        merge("zero2", accelerate_config=own)
-    message = str(refusal.value)
+    message = "\n".join(refusal("zero2", accelerate_config=own))
     assert "deepspeed_config.gradient_accumulation_steps: 2" in message
-    assert "mixed_precision: 'bf16' in" in message
+    assert f"mixed_precision: 'bf16' in {own}, not set in the plan. Accelerate would have stopped" in message
     assert "To use that file, name it in the run" in message
+    both = QUESTIONNAIRE | {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": "mine.json"}}
+    del both["fsdp_config"], both["mixed_precision"]
+    ours = {
+        "accelerate_config": written(tmp_path, "b.yaml", both),
+        "deepspeed_config": written(tmp_path, "d.json", ZERO2),
+    }
+    assert "deepspeed_config_file" not in merge("zero2", **ours)[0].accelerate["deepspeed_config"]
 
 
-def test_a_file_of_the_wrong_kind_or_engine_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("ds.json", '{"bf16": {"enabled": true}, "bf16": {}}', "The key 'bf16' occurs twice"),
+        ("ds.json", '{"bf16": {"enabled": true},}', "line 1 is not valid JSON"),
+        ("ds.json", "[]", "holds no keys"),
+        ("ds.json", '{"compute_environment": "LOCAL_MACHINE"}', "looks like an Accelerate file"),
+        ("ds.yaml", "a: [", "is not valid YAML"),
+        ("none.json", None, "none.json does not exist"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused(tmp_path: Path, name: str, text: str | None, words: str) -> None:
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ShardmakeError, match=words):
+        merge("zero2", deepspeed_config=str(tmp_path / name))
+
+
+def test_a_deepspeed_file_needs_a_strategy_of_deepspeed(tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match="does not use DeepSpeed"):
         merge("ddp", deepspeed_config=written(tmp_path, "ds.json", ZERO2))
-    with pytest.raises(ShardmakeError, match="looks like Accelerate file"):
-        merge("zero2", deepspeed_config=written(tmp_path, "a.yaml", QUESTIONNAIRE))
 
 
-def test_merged_files_are_understood(tmp_path: Path) -> None:
-    plan = make_plan("zero2")
-    files, _ = merge("zero2", deepspeed_config=written(tmp_path, "ds.json", ZERO2))
-    flags = launch_flags(plan, Path("plan"), machine_rank=0, address="localhost", port=1)
-    check_rendered([Rendering(files, plan.choice, flags)], make_model().hidden_size, "/tmp")
+REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
+    ("scheduler.type", "WarmupLR", "The run decides it (scheduler, warmup_ratio)"),
+    ("scheduler.params.warmup_num_steps", 500, "The run decides it (scheduler, warmup_ratio)"),
+    ("scheduler.params.total_num_steps", 1000, "The run decides it (scheduler, warmup_ratio)"),
+    ("optimizer.type", "SGD", "The run decides it (optimizer, learning_rate, weight_decay)"),
+    ("optimizer.params.betas", [0.9, 0.95], "norms and biases"),
+    ("optimizer.params.lr", 1e-3, "engine: loop fails"),
+    ("torch_autocast.enabled", True, "would have trained in another one"),
+    ("fp16.auto_cast", True, "would have trained in another one"),
+    ("amp.enabled", True, "would have trained in another one"),
+    ("checkpoint.load_universal", True, "could not use them"),
+    ("checkpoint.use_node_local_storage", True, "could not use them"),
+    ("zero_optimization.elastic_checkpoint", True, "could not use them"),
+    ("zero_optimization.load_from_fp32_weights", False, "could not use them"),
+    ("zero_optimization.cpu_offload", True, "The name is deprecated"),
+    ("zero_optimization.cpu_offload_param", True, "The name is deprecated"),
+    ("zero_optimization.stage", 3, "2 in the plan"),
+    ("zero_optimization.stage", "2", "2 in the plan"),
+    ("zero_optimization.stage", True, "2 in the plan"),
+    ("zero_optimization", True, "A section with keys is needed here"),
+    ("zero_optimization.offload_optimizer.device", "cpu", "'none' in the plan"),
+    ("zero_optimization.offload_optimizer.ratio", 0.5, "memory estimate does not know"),
+    ("zero_optimization.offload_param.device", "cpu", "'none' in the plan"),
+    ("zero_optimization.contiguous_gradients", False, "True in the plan"),
+    ("zero_optimization.reduce_scatter", False, "True in the plan"),
+    ("zero_optimization.allgather_partitions", False, "memory estimate does not know"),
+    ("zero_optimization.zero_quantized_weights", True, "memory estimate does not know"),
+    ("zero_optimization.zero_hpz_partition_size", 8, "memory estimate does not know"),
+    ("zero_optimization.reduce_bucket_size", "2e8", "must be a number"),
+    ("zero_optimization.reduce_bucket_size", -1, "must be a number that is not negative"),
+    ("zero_optimization.overlap_comm", 1, "must be true or false"),
+    ("zero_optimization.reduce_bucket_sise", 1, "Did you mean 'zero_optimization.reduce_bucket_size'?"),
+    ("zero_optimization.mics_shard_size", 4, "does not know its effect"),
+    ("bf16.bf16_master_weights_and_grads", True, "memory estimate does not know"),
+    ("data_types.grad_accum_dtype", "fp32", "memory estimate does not know"),
+    ("activation_checkpointing.cpu_checkpointing", True, "Set gradient_checkpointing in the run"),
+    ("compile.enabled", True, "Set torch_compile in the run"),
+    ("tensorboard.enabled", True, "Set report_to in the run"),
+    ("elasticity.enabled", True, "decide the number of ranks"),
+    ("curriculum_learning.enabled", True, "changes what is trained"),
+    ("gradient_predivide_factor", 2.0, "changes what is trained"),
+    ("gradient_clipping", 0.5, "1.0 in the plan"),
+    ("gradient_clipping", 0, "1.0 in the plan"),
+    ("gradient_clipping", None, "1.0 in the plan"),
+    ("gradient_accumulation_steps", 4, "2 in the plan"),
+    ("train_micro_batch_size_per_gpu", 4, "2 in the plan"),
+    ("train_batch_size", 64, "16 in the plan"),
+    ("bf16.enabled", False, "True in the plan"),
+    ("fp16.enabled", True, "False in the plan"),
+    ("zero_allow_untested_optimizer", False, "True in the plan"),
+    ("zero_force_ds_cpu_optimizer", True, "False in the plan"),
+    ("tensor_parallel.autotp_size", 2, "1 in the plan"),
+    ("pipeline.stages", 2, "does not know its effect"),
+]
+
+
+@pytest.mark.parametrize(("key", "value", "words"), REFUSED_DEEPSPEED)
+def test_a_planted_contradiction_in_a_deepspeed_file_is_refused(
+    tmp_path: Path, key: str, value: Any, words: str
+) -> None:
+    own = written(tmp_path, "ds.json", overlay({"train_batch_size": "auto"}, {key: value}))
+    lines = refusal("zero2", deepspeed_config=own)
+    assert lines[0].startswith(f"{key}: {value!r} in {own}")
+    assert words in lines[0]
+
+
+REFUSED_ACCELERATE: list[tuple[Strategy, str, Any, str]] = [
+    ("fsdp", "distributed_type", "MULTI_GPU", "'FSDP' in the plan"),
+    ("fsdp", "num_processes", 8, "4 in the plan"),
+    ("fsdp", "num_machines", 1, "2 in the plan"),
+    ("fsdp", "use_cpu", True, "silently starts one plain process"),
+    ("fsdp", "mixed_precision", "fp16", "'bf16' in the plan"),
+    ("zero2", "mixed_precision", "bf16", "it refuses this key beside a DeepSpeed file"),
+    ("fsdp", "dynamo_backend", "INDUCTOR", "The run decides it (torch_compile)"),
+    ("fsdp", "dynamo_config.dynamo_backend", "INDUCTOR", "The run decides it (torch_compile)"),
+    ("fsdp", "dynamo_config.dynamo_mode", "max-autotune", "does not know its effect"),
+    ("fsdp", "fsdp_config.fsdp_transformer_layer_cls_to_wrap", "BertLayer", "'LlamaDecoderLayer' in the plan"),
+    ("fsdp", "fsdp_config.fsdp_auto_wrap_policy", "NO_WRAP", "counts the blocks of the model as units"),
+    ("fsdp", "fsdp_config.fsdp_min_num_params", 7, "counts the blocks of the model as units"),
+    ("fsdp", "fsdp_config.fsdp_state_dict_type", "FULL_STATE_DICT", "'SHARDED_STATE_DICT' in the plan"),
+    ("fsdp", "fsdp_config.fsdp_offload_params", "true", "False in the plan"),
+    ("fsdp", "fsdp_config.fsdp_backward_prefetch", "BACKWARD_PRE", "Only FSDP1 has this setting"),
+    ("fsdp", "fsdp_config.offload_params", True, "Did you mean 'fsdp_config.fsdp_offload_params'?"),
+    ("fsdp", "fsdp_config", "fsdp.yaml", "A section with keys is needed here"),
+    ("zero2", "deepspeed_config", "ds.json", "name it under deepspeed_config of the run"),
+    ("zero2", "deepspeed_config.zero_stage", 2, "it refuses this key beside a DeepSpeed file"),
+    ("zero3", "deepspeed_config.zero3_init_flag", False, "True in the plan"),
+    ("zero2", "deepspeed_config.deepspeed_hostfile", "hosts", "does not know its effect"),
+    ("fsdp", "downcast_bf16", True, "It is for TPUs only"),
+    ("fsdp", "enable_cpu_affinity", True, "Accelerate ignores it in a file"),
+    ("fsdp", "rdzv_backend", "c10d", "always uses a static rendezvous"),
+    ("fsdp", "same_network", False, "always uses one network"),
+    ("fsdp", "gpu_ids", "0,1", "decides the GPUs of a node"),
+    ("fsdp", "parallelism_config.parallelism_config_tp_size", 2, "not set in the plan"),
+    ("fsdp", "megatron_lm_config.megatron_lm_tp_degree", 2, "does not know its effect"),
+    ("fsdp", "fp8_config.backend", "TE", "does not know its effect"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "key", "value", "words"), REFUSED_ACCELERATE)
+def test_a_planted_contradiction_in_an_accelerate_file_is_refused(
+    tmp_path: Path, strategy: Strategy, key: str, value: Any, words: str
+) -> None:
+    own = written(tmp_path, "a.yaml", overlay({"compute_environment": "LOCAL_MACHINE"}, {key: value}))
+    lines = refusal(strategy, accelerate_config=own)
+    assert lines[0].startswith(f"{key}: {value!r} in {own}")
+    assert words in lines[0]
+
+
+@pytest.mark.parametrize(("strategy", "values"), [("zero2-offload", HF_ZERO2), ("zero3-offload", HF_ZERO3)])
+def test_the_diff_makes_hugging_faces_samples_fit(tmp_path: Path, strategy: Strategy, values: dict[str, Any]) -> None:
+    """`patch` applies the diff of the message, and the file then passes and keeps every other line."""
+    own = Path(written(tmp_path, "ds.json", values))
+    before = own.read_text()
+    with pytest.raises(ShardmakeError) as error:
+        merge(strategy, deepspeed_config=str(own))
+    diff = str(error.value)[str(error.value).index("--- ") :] + "\n"
+    subprocess.run(["patch", "--quiet", own], input=diff, text=True, check=True)
+    rest = {key: value for key, value in values.items() if key not in ("optimizer", "scheduler")}
+    assert json.loads(own.read_text()) == rest
+    assert set(own.read_text().splitlines()) <= set(before.splitlines())
+    _, lines = merge(strategy, deepspeed_config=str(own))
+    assert f"{own}: steps_per_print is 2000. The result is the same." in lines
+
+
+def test_every_row_of_the_tables_has_a_full_stop() -> None:
+    rules = [(key, rule) for table in TABLES.values() for key, rule in table.items()]
+    assert [key for key, rule in rules if not rule.effect.endswith(".")] == []
+    assert {rule.use for _, rule in rules} == {"planned", "estimated", "result", "inert", "launch", "refused"}
+
+
+def test_the_page_about_own_files_names_every_key_that_is_not_refused() -> None:
+    page = Path("docs/how-to/own-files.md").read_text()
+    sections = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "comms_logger", "aio")
+    for table in TABLES.values():
+        for key, rule in table.items():
+            section, _, last = key.rpartition(".")
+            name = section if section.startswith(sections) else last
+            assert rule.use == "refused" or name.replace("dynamo_config", "dynamo_backend") in page, key
+
+
+EVERYTHING_TAKEN = {
+    "zero2": {
+        "zero_optimization": {
+            "reduce_bucket_size": 1e6,
+            "allgather_bucket_size": 1e6,
+            "overlap_comm": False,
+            "round_robin_gradients": True,
+            "ignore_unused_parameters": False,
+            "cpu_offload": False,
+        },
+        "communication_data_type": "fp32",
+        "steps_per_print": 5,
+        "wall_clock_breakdown": True,
+        "memory_breakdown": True,
+        "dump_state": True,
+        "comms_logger": {"enabled": True},
+        "torch_autocast": {"enabled": False, "dtype": "bfloat16"},
+        "checkpoint": {"load_universal": False},
+    },
+    "zero3-offload": HF_ZERO3 | {"optimizer": {}, "scheduler": {}},
+}
+"""Files of which every key is taken, by strategy."""
+
+
+def test_everything_that_is_taken_is_understood(tmp_path: Path) -> None:
+    """The libraries' parsers accept the merged files."""
+    renderings = []
+    for strategy, values in EVERYTHING_TAKEN.items():
+        plan = make_plan(strategy)  # type: ignore[arg-type]
+        own = written(tmp_path, f"{strategy}.json", values)
+        files, _ = merge(strategy, deepspeed_config=own)  # type: ignore[arg-type]
+        kept = dict(leaves(files.deepspeed))
+        assert not any(key.startswith(("torch_autocast", "checkpoint", "optimizer")) for key in kept)
+        flags = launch_flags(plan, Path("plan"), machine_rank=0, address="localhost", port=1)
+        renderings.append(Rendering(files, plan.choice, flags))
+    check_rendered(renderings, make_model().hidden_size, "/tmp")
