@@ -121,6 +121,45 @@ YAML converts some values:
 - `5e-4` is text in YAML 1.1. Shardmake reads it as a number; `5.0e-4` is a number everywhere.
 """
 
+_DATA = """\
+## Formats of the data
+
+| format | columns | the model learns |
+|---|---|---|
+| `chat` | `messages`, each with `role` and `content`; `tools` if there are any | messages of the role `assistant` |
+| `sharegpt` | `conversations`, each with `from` and `value`; `system`, `tools` if there are any | messages from `gpt` |
+| `alpaca` | `instruction`, `output`; `input`, `system` if there are any | `output` |
+| `prompt-completion` | `prompt`, `completion`: two texts, or two lists of messages | `completion` |
+| `text` | `text` | all of it |
+
+The format follows from the columns. If they fit several formats, `format` must name one. Other names of columns go into
+`columns`:
+
+```yaml
+data:
+  train: questions.csv.gz
+  columns: {prompt: question, completion: answer}
+```
+
+```yaml
+data:
+  train: dialogs.json
+  columns: {messages: dialog, role: speaker, content: said}
+  format: sharegpt          # speakers are human and gpt; for user and assistant it is chat
+```
+
+- Conversations go through the tokenizer's chat template. Roles of `sharegpt` become `user` (`human`, `user`),
+  `assistant` (`gpt`, `assistant`, `chatgpt`), `system` and `tool` (`tool`, `function`, `observation`).
+- The content of a message is text, or a list of parts with `type: text`, which are joined. Other parts are refused.
+- `input` follows `instruction` after an empty line, as one message of the user.
+- Cells of a `.csv` or `.tsv` file are text exactly as written. The first row names the columns.
+- All files of a folder have one kind. Hidden files and descriptions such as `dataset_info.json` are skipped.
+- `.txt` files are refused, because they do not state where an example ends. Write one JSON object per line.
+- The plan encodes the first rows of `train` and `eval`, and reads text files to the end. Messages name file and line.
+- Examples without a token to learn are dropped. Their number and first lines are logged and kept in the data receipt,
+  with the format and the columns.
+"""
+
 
 def schema_text(model: type[Section]) -> str:
     """Return the JSON schema of ``model`` as a file."""
@@ -137,6 +176,7 @@ def readme_text() -> str:
         *_example(LAPTOP_CONFIG, "config/clusters/local.yaml", LAPTOP_CLUSTER),
         "### A cluster with four nodes of four A100s\n",
         *_example(A100_CONFIG, "config/clusters/a100.yaml", A100_CLUSTER),
+        _DATA,
         "## Every key of `config/config.yaml`\n",
         *_tables(Schema(Config)),
         "## Every key of a cluster file\n",

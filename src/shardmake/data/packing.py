@@ -85,8 +85,11 @@ def columns_of(pieces: list[tuple[Tokens, Outcome]], places: list[str]) -> dict[
 
 def first_dropped(encoded: "datasets.Dataset") -> list[str]:
     """Return the places of the first dropped examples, in the order of the files."""
-    dropped = encoded.filter(bool, input_columns="dropped", keep_in_memory=True)
-    return heapq.nsmallest(NAMED, dropped["dropped"], key=_natural)
+    import pyarrow.compute as pc
+
+    places = encoded.data.column("dropped")
+    dropped = (place.as_py() for place in places.filter(pc.not_equal(places, "")))
+    return heapq.nsmallest(NAMED, dropped, key=_natural)
 
 
 def _natural(place: str) -> list[tuple[int, str]]:

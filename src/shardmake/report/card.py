@@ -18,7 +18,7 @@ from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
-from shardmake.run.receipts import TrainingReceipt
+from shardmake.run.receipts import DataReceipt, TrainingReceipt
 from shardmake.run.sources import PinnedSource, Sources, localize, read_sources
 
 if TYPE_CHECKING:
@@ -107,10 +107,12 @@ def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: Training
     """Return the rows of the table "Training"."""
     plan, history = Plan.read(rundir.plan), read_history(rundir)
     choice, used = plan.choice, utilization(run, rundir, history)
+    data = DataReceipt.read_if_exists(rundir.data_receipt)
     loss = "not logged" if training.loss is None else f"{training.loss:.4f}"
     return {
         "Base model": _named(run.model, _commit(sources.model if sources else None, run.revision)),
         "Data": _named(run.data.train, _commit(sources.train if sources else None, run.data.revision)),
+        **({"Data format": data.describe_format()} if data else {}),
         "Objective": OBJECTIVES[run.objective].label,
         "Method": _METHODS[run.method],
         "Strategy": f"{choice.strategy}. {plan.reason}",

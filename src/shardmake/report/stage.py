@@ -16,7 +16,7 @@ from shardmake.report.history import TrainingHistory, read_history
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
-from shardmake.run.receipts import PushedTo, PushReceipt, TrainingReceipt
+from shardmake.run.receipts import DataReceipt, PushedTo, PushReceipt, TrainingReceipt
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
@@ -87,6 +87,7 @@ def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> 
         name=rundir.name,
         base=public_name(run.model),
         data=public_name(run.data.train),
+        data_receipt=DataReceipt.read_if_exists(rundir.data_receipt),
         run=run,
         tiles=_tiles(facts),
         figures=drawings,

@@ -4,6 +4,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
+from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.core.manifest import FileRecord
 from shardmake.run.record import RunRecord
 from shardmake.run.trained_engine import TrainedEngine
@@ -65,11 +66,17 @@ class DataReceipt(RunRecord):
     sources: dict[str, dict[str, Any]] = Field(description="Identity of the source of each split.")
     settings: DataSettings = Field(description="Settings that the data depends on.")
     pad_token_id: int = Field(description="Token id of padding.")
-    format: str = Field(description="Format of the examples.")
+    format: DataFormat = Field(description="Format of the examples.")
     columns: dict[str, str] = Field(description="Columns that this format reads, by their usual names.")
     loss_on_assistant: bool = Field(description="Only the assistant's tokens have loss.")
     train: SplitReceipt = Field(description="Training sequences.")
     eval: SplitReceipt = Field(description="Evaluation sequences.")
+
+    def describe_format(self) -> str:
+        """Return format, columns and learned tokens for readers."""
+        columns = ", ".join(self.columns[column] for column in FORMATS[self.format].required)
+        learned = "the assistant's tokens" if self.loss_on_assistant else "all tokens"
+        return f"{self.format} ({columns}), loss on {learned}"
 
 
 class TrainingReceipt(RunRecord):

@@ -6,9 +6,22 @@ from huggingface_hub import ModelCard
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.report.card import public_name, render_card
-from shardmake.report.stage import card_plots
+from shardmake.report.stage import card_plots, write_report
 from shardmake.run.sources import PinnedSource, Sources
-from tests.finished_run import PLOTS, make_run, make_rundir, write_history
+from tests.finished_run import PLOTS, make_data_receipt, make_run, make_rundir, write_history
+
+
+def test_card_and_report_describe_the_data_that_were_recognized(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    made = make_data_receipt("d")
+    layout = {"format": "sharegpt", "columns": {"messages": "dialog"}, "loss_on_assistant": True}
+    made.model_copy(update=layout).write(rundir.data_receipt)
+    words = "sharegpt (dialog), loss on the assistant's tokens"
+    assert f"| Data format | {words} |" in render_card(make_run(), rundir)
+    write_report(make_run(), rundir)
+    assert f"train.jsonl: {words.replace(chr(39), '&#39;')}</p>" in rundir.report.read_text()
+    made.write(rundir.data_receipt)
+    assert "| Data format | text (text), loss on all tokens |" in render_card(make_run(), rundir)
 
 
 def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
