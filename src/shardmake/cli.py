@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -21,6 +22,7 @@ from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
 from shardmake.run.paths import RUNS, RunDir
+from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
 
 app = typer.Typer(
@@ -71,10 +73,14 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
     return run, cluster, rundir
 
 
-def _open_fetched(name: str, files: list[Path], runs: Path, *, on_node: bool = False) -> tuple[Run, Cluster, RunDir]:
-    """Return the same as `_open`, with hub ids replaced by the fetched files."""
+@contextlib.contextmanager
+def _stage(
+    stage: str, name: str, files: list[Path], runs: Path, *, on_node: bool = False
+) -> Iterator[tuple[Run, Cluster, RunDir]]:
+    """Open a run as `_open`, and record the settings of ``stage`` after its success."""
     run, cluster, rundir = _open(name, files, runs, on_node=on_node)
-    return localize(run, rundir), cluster, rundir
+    with recorded_settings(stage, run, cluster, rundir):
+        yield run, cluster, rundir
 
 
 @app.command()
@@ -97,8 +103,8 @@ def fetch(
     """Download model and data and pin them to their commits; needs internet access."""
     from shardmake.fetch.stage import fetch as bring
 
-    run, cluster, rundir = _open(name, config, runs)
-    bring(run, rundir, part)
+    with _stage("fetch", name, config, runs) as (run, cluster, rundir):
+        bring(run, rundir, part)
     if cluster.shared and cluster.cache:
         share_tree(Path(cluster.cache))
 
@@ -180,11 +186,12 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.plan.stage import describe, describe_checkpoints, plan_run
     from shardmake.train.trackers import check_trackers
 
-    run, cluster, rundir = _open_fetched(name, config, runs)
-    check_sources(run)
-    check_trackers(run.report_to)
-    prepare_tasks(run.evaluation)
-    made = plan_run(run, cluster, rundir)
+    with _stage("plan", name, config, runs) as (named, cluster, rundir):
+        run = localize(named, rundir)
+        check_sources(run)
+        check_trackers(run.report_to)
+        prepare_tasks(run.evaluation)
+        made = plan_run(run, cluster, rundir)
     typer.echo(describe(made, rundir))
     typer.echo(describe_checkpoints(made, run, cluster, rundir))
 
@@ -201,12 +208,13 @@ def render(
     from shardmake.render.stage import render as render_run
     from shardmake.run.plan import Plan
 
-    run, cluster, rundir = _open_fetched(name, config, runs)
     if show:
-        typer.echo(preview(Plan.read(rundir.plan), run, cluster, rundir))
+        run, cluster, rundir = _open(name, config, runs)
+        typer.echo(preview(Plan.read(rundir.plan), localize(run, rundir), cluster, rundir))
         return
-    for line in render_run(Plan.read(rundir.plan), run, cluster, rundir):
-        logger.info("%s", line)
+    with _stage("render", name, config, runs) as (run, cluster, rundir):
+        for line in render_run(Plan.read(rundir.plan), localize(run, rundir), cluster, rundir):
+            logger.info("%s", line)
     logger.info("Rendered %s, %s and %s.", rundir.accelerate, rundir.deepspeed, rundir.training)
 
 
@@ -235,8 +243,8 @@ def data(
     """Tokenize and pack the data."""
     from shardmake.data import prepare
 
-    run, _, rundir = _open_fetched(name, config, runs, on_node=True)
-    prepare(run, rundir, cpus=cpus)
+    with _stage("data", name, config, runs, on_node=True) as (run, _, rundir):
+        prepare(localize(run, rundir), rundir, cpus=cpus)
 
 
 @app.command()
@@ -244,9 +252,9 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Adopt the run's training job or submit one, and resume it until training finishes."""
     from shardmake.launch.driver import train as drive
 
-    run, cluster, rundir = _open_fetched(name, config, runs)
-    require_weights(rundir)
-    drive(run, cluster, rundir)
+    with _stage("train", name, config, runs) as (run, cluster, rundir):
+        require_weights(rundir)
+        drive(localize(run, rundir), cluster, rundir)
 
 
 @app.command()
@@ -289,8 +297,8 @@ def consolidate(
     if out is None:
         if tasks > 1 or adapter:
             raise ConfigError("--tasks and --adapter need the folders of a checkpoint and a model. Name both folders.")
-        run, _, rundir = _open_fetched(source, config, runs, on_node=True)
-        consolidate_run(run, rundir, workers=workers)
+        with _stage("consolidate", source, config, runs, on_node=True) as (run, _, rundir):
+            consolidate_run(localize(run, rundir), rundir, workers=workers)
         return
     merge(
         Path(source),
@@ -310,8 +318,8 @@ def evaluate(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> Non
     """Measure the loss of the base and the tuned model, and generate answers with both."""
     from shardmake.evaluate.stage import evaluate as measure
 
-    run, cluster, rundir = _open(name, config, runs, on_node=True)
-    measure(run, rundir, cluster)
+    with _stage("evaluate", name, config, runs, on_node=True) as (run, cluster, rundir):
+        measure(run, rundir, cluster)
 
 
 @app.command()
@@ -319,8 +327,8 @@ def push(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Push the model and verify the pushed files."""
     from shardmake.push.stage import push as send
 
-    run, _, rundir = _open(name, config, runs)
-    send(run, rundir)
+    with _stage("push", name, config, runs) as (run, _, rundir):
+        send(run, rundir)
 
 
 @app.command()

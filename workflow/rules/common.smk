@@ -1,17 +1,21 @@
 """The configuration, checked before anything is queued, and what the rules share."""
 
+import ast
+import functools
 import json
 import sys
 from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
+from snakemake.io import IOFile
 
 from shardmake.commands.preview import dry_run
-from shardmake.config.inputs import check_inputs, local_files, stage_digest
+from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import load_cluster, parse_config
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import share_tree
 from shardmake.run.paths import RunDir
+from shardmake.run.settings import compared_keys, rerun_settings
 
 # The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
 # default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
@@ -69,16 +73,26 @@ STEPS = {
 }
 
 
+@functools.cache
+def settings_of(run, stage):
+    """Return the settings by which Snakemake decides whether a stage of a run is run again."""
+    paths = RunDir(Path("runs", run))
+    made = {"plan": paths.plan, "render": paths.training}.get(stage, paths.settings)
+    recorded = (ast.literal_eval(text) for text in workflow.persistence.params(IOFile(str(made))) or ())
+    pairs = dict(text.partition(": ")[::2] for text in recorded if isinstance(text, str))
+    return rerun_settings(stage, RUNS[run], CLUSTER, paths, pairs)
+
+
 def command_params(stage):
     """Return the parameters of a stage's rule; a rule runs again if one of them changes.
 
-    ``settings`` is a digest of the settings that the stage reads: an edited comment, or another stage's key, reruns
-    nothing.
+    One parameter per setting, because a dry run shows those that changed, before and now.
     """
-    return {
-        "config": CONFIG_FLAGS,
-        "settings": lambda wildcards: stage_digest(RUNS[wildcards.run], CLUSTER, stage),
-    }
+
+    def setting(key):
+        return lambda wildcards: f"{key}: {settings_of(wildcards.run, stage)[key]}"
+
+    return {"config": CONFIG_FLAGS} | {key.replace(".", "_"): setting(key) for key in compared_keys(stage)}
 
 
 def inputs_of(*parts):

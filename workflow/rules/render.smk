@@ -14,7 +14,7 @@ rule render_run:
     conda:
         ENVIRONMENT
     params:
-        **command_params("plan"),
+        **command_params("render"),
     message:
         "{wildcards.run}: rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers"
     shell:

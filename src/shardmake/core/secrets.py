@@ -1,5 +1,6 @@
 """Secrets: detect known secrets and text in the form of a token before files leave the cluster."""
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable
@@ -11,6 +12,12 @@ _SHAPES = re.compile(
 )
 _SHORTEST = 12
 _USER = re.compile(r"(?<=://)[^/@\s]+@")
+_ASSIGNED = re.compile(
+    r"""([\w-]*(?:token(?!s|iz|_id)|secret|passw(?:or)?d|(?:access|api|wandb)[_-]?key|credential|signature)[\w-]*"""
+    r"""(?:["']?\s*[=:,]\s*["']?|\s+))([^\s"',;&]+)""",
+    re.IGNORECASE,
+)
+"""A value beside a name like a secret's: ``HF_TOKEN=...``, ``--password ...``, ``"api_key": "..."``."""
 
 
 def find_secrets(text: str) -> list[str]:
@@ -28,6 +35,15 @@ def redact(text: str) -> str:
 def public_url(url: str) -> str:
     """Return ``url`` without user and password."""
     return _USER.sub("", url)
+
+
+def mask(text: str) -> str:
+    """Return a setting without its secrets, with a digest if it has any, by which a changed secret is noticed.
+
+    The result depends on the text alone, not on the environment, because settings of different days are compared.
+    """
+    masked = _ASSIGNED.sub(r"\1[removed]", _USER.sub("[removed]@", _SHAPES.sub("[removed]", text)))
+    return masked if masked == text else f"{masked} #{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
 def _known() -> Iterable[str]:

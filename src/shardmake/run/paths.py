@@ -80,6 +80,9 @@ class RunDir:
     model_receipt = BelowRoot("model/receipt.json", "Origin and checks of the model; not pushed with it.")
     evaluation = BelowRoot("evaluation.json", "Losses and samples of the base and the tuned model.")
     push_receipt = BelowRoot("push/receipt.json", "Destinations that were read back and compared.")
+    settings = BelowRoot(
+        "settings", "Folder of the settings with which each stage last ran (`shardmake.run.settings.StageSettings`)."
+    )
     figures = BelowRoot("figures", "Folder of the report's figures, for `snakemake --report`.")
     report = BelowRoot("report.html", "The run on one page.")
 
@@ -96,6 +99,10 @@ class RunDir:
     def rendered_files(self, fallback: int) -> Path:
         """Return the folder of the rendered files of ``fallback``; 0 is the plan's choice."""
         return self.fallbacks / str(fallback) if fallback else self.plan_folder
+
+    def stage_settings(self, stage: str) -> Path:
+        """Return the path of the settings of a stage."""
+        return self.settings / f"{stage}.json"
 
     def figure(self, name: str) -> Path:
         """Return the path of one of the report's figures."""

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.config.inputs import check_inputs, local_files, stage_digest
+from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import get_run, load_cluster, load_config, parse_config, read_yaml
 from shardmake.config.models import STRATEGIES, Cluster, Config, Run
 from shardmake.core.errors import ShardmakeError
@@ -321,23 +321,6 @@ def test_a_config_is_equal_after_writing_and_reading(values: Any, tmp_path_facto
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(yaml.safe_dump(config.model_dump()))
     assert load_config(path) == config
-
-
-def test_only_settings_that_a_stage_reads_change_its_digest() -> None:
-    cluster, bigger = Cluster(**CLUSTER), Cluster(**{**CLUSTER, "max_nodes": 4})
-    run = make_run()
-    changes = {
-        "data": make_run(data={"train": "other/data"}),
-        "consolidate": make_run(dtype="fp32"),
-        "evaluate": make_run(evaluation={"batch_size": 2}),
-        "push": make_run(push={"to": "file:a"}),
-        "plan": make_run(strategy="zero3"),
-    }
-    for changed, other in changes.items():
-        differing = {s for s in changes if stage_digest(run, cluster, s) != stage_digest(other, cluster, s)}
-        assert differing == {changed}
-    differing = {s for s in changes if stage_digest(run, cluster, s) != stage_digest(run, bigger, s)}
-    assert differing == {"plan"}
 
 
 def test_an_unknown_run_is_rejected() -> None:

@@ -33,6 +33,7 @@ PATHS = {
     "model_receipt": "model/receipt.json",
     "evaluation": "evaluation.json",
     "push_receipt": "push/receipt.json",
+    "settings": "settings",
     "figures": "figures",
     "report": "report.html",
 }
@@ -46,6 +47,7 @@ def test_the_layout_is_the_documented_one() -> None:
     assert found == {name: Path("runs/docs-chat") / path for name, path in PATHS.items()}
     assert rundir.name == "docs-chat"
     assert [rundir.rendered_files(fallback) for fallback in (0, 2)] == [rundir.plan_folder, rundir.fallbacks / "2"]
+    assert rundir.stage_settings("plan") == Path("runs/docs-chat/settings/plan.json")
     assert rundir.figure("loss") == Path("runs/docs-chat/figures/loss.svg")
 
 

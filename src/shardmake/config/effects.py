@@ -1,0 +1,155 @@
+"""Which stages read each setting, and whose results the setting can change: one table for every key.
+
+A finished stage runs again only if a setting changed that can change its result. A plan of a training that has not
+finished is also made again after any other change that it reads, so that the change takes effect.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, get_args
+
+from shardmake.config.models import Cluster, Run, Section
+from shardmake.core.secrets import mask
+
+STAGES: Final = ("fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push", "report")
+CLUSTER: Final = "cluster."
+"""Start of the keys of the cluster file."""
+
+
+@dataclass(frozen=True)
+class Effect:
+    """One row of the table: keys, and what a change of them affects."""
+
+    changes: tuple[str, ...]
+    """Stages whose result can change. The stages after them follow through their input files."""
+    reads: tuple[str, ...]
+    """Further stages that read the keys, to check them or to choose how to run."""
+    keys: tuple[str, ...]
+    """Keys of a run, and of the cluster with `CLUSTER` before them. A key that ends with a dot is a whole section."""
+
+
+_TRAINING = ("plan", "render", "train")
+EFFECTS: Final = (
+    Effect(
+        changes=("fetch", "data", *_TRAINING),
+        reads=("consolidate", "evaluate"),
+        keys=("model", "revision", "data.train", "data.eval", "data.subset", "data.revision"),
+    ),
+    Effect(
+        changes=("data", *_TRAINING),
+        reads=("consolidate", "evaluate"),
+        keys=("data.", "objective", "sequence_length", "packing", "seed", "trust_remote_code"),
+    ),
+    Effect(
+        changes=_TRAINING,
+        reads=(),
+        keys=(
+            *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
+            *("weight_decay", "max_grad_norm", "optimizer", "precision", "method", "lora."),
+            *("script", "script_args", "deepspeed_config", "accelerate_config"),
+        ),
+    ),
+    # How the training is spread over the hardware, watched and saved.
+    Effect(
+        changes=(),
+        reads=_TRAINING,
+        keys=(
+            *("micro_batch_size", "strategy", "tensor_parallel", "nodes", "fsdp_version", "gradient_checkpointing"),
+            *("attention", "loss", "engine", "deepspeed_values", "torch_compile", "non_finite"),
+            *("checkpoints.", "eval_every_steps", "report_to"),
+            *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),
+            *("cluster.nvme_gib_per_node", "cluster.intra_node_gbps", "cluster.inter_node_gbps"),
+            *("cluster.network_interface", "cluster.hang_seconds", "cluster.node_mtbf_hours"),
+        ),
+    ),
+    Effect(
+        changes=(),
+        reads=(*_TRAINING, "data", "consolidate", "evaluate"),
+        keys=(
+            *("cluster.accelerator", "cluster.gpu_memory_gib", "cluster.processes_per_node", "cluster.nvme_path"),
+            *("cluster.internet_on_compute_nodes", "cluster.scratch", "cluster.slurm."),
+        ),
+    ),
+    Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),
+    Effect(changes=(), reads=("train",), keys=("cluster.trainings_per_user",)),
+    Effect(changes=("consolidate",), reads=("plan",), keys=("dtype", "max_shard_size")),
+    Effect(
+        changes=(),
+        reads=("plan", "evaluate"),
+        keys=("evaluation.batch_size", "evaluation.backend", "evaluation.processes"),
+    ),
+    Effect(changes=("evaluate",), reads=("plan",), keys=("evaluation.",)),
+    Effect(changes=("push",), reads=("plan",), keys=("push.",)),
+)
+"""Every key in one row. A key that is named stands before the section that has it."""
+
+
+def effect_of(key: str) -> Effect:
+    """Return the row of ``key``; raise `KeyError` if the table has none."""
+    named = next((row for row in EFFECTS if key in row.keys), None)
+    found = named or next(
+        (row for row in EFFECTS for part in row.keys if part[-1] == "." and key.startswith(part)), None
+    )
+    if found is None:
+        raise KeyError(f"{key} is in no row of shardmake.config.effects.EFFECTS. Add it to the row of its stages.")
+    return found
+
+
+def leaf_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a section's values, those of nested sections included."""
+    for name, field in section.model_fields.items():
+        nested = [
+            kind
+            for kind in (field.annotation, *get_args(field.annotation))
+            if isinstance(kind, type) and issubclass(kind, Section)
+        ]
+        if nested:
+            yield from leaf_keys(nested[0], f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+KEYS: Final = (*leaf_keys(Run), *leaf_keys(Cluster, CLUSTER))
+"""Every key of a run and of a cluster file."""
+
+
+def result_keys(stage: str) -> tuple[str, ...]:
+    """Return the keys that can change the result of ``stage``."""
+    return tuple(key for key in KEYS if stage in effect_of(key).changes)
+
+
+def read_keys(stage: str) -> tuple[str, ...]:
+    """Return the keys that ``stage`` reads."""
+    return tuple(key for key in KEYS if stage in (*effect_of(key).changes, *effect_of(key).reads))
+
+
+def values_of(run: Run, cluster: Cluster) -> dict[str, str]:
+    """Return every setting as text, without secrets."""
+    run_values, cluster_values = run.model_dump(mode="json"), cluster.model_dump(mode="json")
+    return {
+        key: as_text(_value(cluster_values, key.removeprefix(CLUSTER)))
+        if key.startswith(CLUSTER)
+        else as_text(_value(run_values, key))
+        for key in KEYS
+    }
+
+
+def _value(values: Any, key: str) -> Any:
+    """Return the value of a dotted key; None if a section on the way is not set."""
+    for part in key.split("."):
+        values = None if values is None else values[part]
+    return values
+
+
+def as_text(value: Any) -> str:
+    """Return a setting as text. A secret is replaced, with a digest that shows whether it changed."""
+    return mask(value if isinstance(value, str) else json.dumps(value))
+
+
+def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+    """Return ``key: old -> new`` for each key of ``old`` and ``new`` that differs."""
+    keys = [*new, *(key for key in old if key not in new)]
+    return [
+        f"{key}: {old.get(key, 'not set')} -> {new.get(key, 'not set')}" for key in keys if old.get(key) != new.get(key)
+    ]

@@ -1,0 +1,120 @@
+"""The settings with which a run's finished stages ran, and what has changed since.
+
+Each stage writes ``settings/STAGE.json`` after its success. It is not an output of the workflow's rules, because
+Snakemake removes outputs before it runs a rule again.
+"""
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from shardmake.config.effects import differences, read_keys, result_keys, values_of
+from shardmake.config.models import Cluster, Run
+from shardmake.core.errors import ConfigError
+from shardmake.run.paths import RunDir
+from shardmake.run.record import RunRecord
+
+logger = logging.getLogger(__name__)
+_BEFORE: Mapping[str, tuple[str, ...]] = {
+    "plan": ("fetch",),
+    "render": ("plan",),
+    "data": ("fetch",),
+    "train": ("fetch", "plan", "render", "data"),
+    "consolidate": ("train",),
+    "evaluate": ("train", "consolidate"),
+    "push": ("train", "consolidate", "evaluate"),
+    "report": ("train", "consolidate", "evaluate"),
+}
+"""Stages whose results a stage uses."""
+_UNTIL_TRAINED = ("plan", "render")
+"""Stages that prepare the training, and run again after any change that they read until it has finished."""
+
+
+class StageSettings(RunRecord):
+    """``settings/STAGE.json``: the settings with which a stage ran to its end."""
+
+    made_by: ClassVar[str] = "shardmake STAGE NAME"
+    stage: str = Field(description="Name of the stage.")
+    values: dict[str, str] = Field(description="Settings that the stage reads, as text and without secrets, by key.")
+
+    def results(self) -> dict[str, str]:
+        """Return the settings that can change the stage's result."""
+        return _part(self.values, result_keys(self.stage))
+
+
+def current(stage: str, run: Run, cluster: Cluster) -> StageSettings:
+    """Return the settings that ``stage`` reads in the configuration."""
+    return StageSettings(stage=stage, values=_part(values_of(run, cluster), read_keys(stage)))
+
+
+def read_settings(stage: str, rundir: RunDir) -> StageSettings | None:
+    """Return the settings with which ``stage`` last ran to its end; None if it never did."""
+    return StageSettings.read_if_exists(rundir.stage_settings(stage))
+
+
+def changed_results(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
+    """Return ``key: old -> new`` for every setting that makes the result of ``stage`` outdated."""
+    before = read_settings(stage, rundir)
+    return differences(before.results(), current(stage, run, cluster).results()) if before else []
+
+
+def is_trained(run: Run, cluster: Cluster, rundir: RunDir) -> bool:
+    """Return whether the training has finished with the current settings."""
+    before = read_settings("train", rundir)
+    return bool(before and rundir.train_receipt.exists() and not changed_results("train", run, cluster, rundir))
+
+
+def compared_keys(stage: str) -> tuple[str, ...]:
+    """Return the keys by which Snakemake decides whether ``stage`` runs again."""
+    return read_keys(stage) if stage in _UNTIL_TRAINED else result_keys(stage)
+
+
+def rerun_settings(
+    stage: str, run: Run, cluster: Cluster, rundir: RunDir, recorded: Mapping[str, str]
+) -> Mapping[str, str]:
+    """Return the settings of `compared_keys`; ``recorded`` are those of the stage's last job.
+
+    A plan depends on settings that cannot change the result, such as the memory of a node. Once the training has
+    finished, these count as unchanged.
+    """
+    now = current(stage, run, cluster)
+    settings = _part(now.values, compared_keys(stage))
+    is_same = all(recorded.get(key) == value for key, value in now.results().items())
+    if stage in _UNTIL_TRAINED and is_same and is_trained(run, cluster, rundir):
+        return {key: recorded.get(key, value) for key, value in settings.items()}
+    return settings
+
+
+@contextlib.contextmanager
+def recorded_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> Iterator[None]:
+    """Log which settings changed since ``stage`` ran; after its success, record the settings.
+
+    A training is recorded with the settings that its files were rendered from.
+    """
+    before, now = read_settings(stage, rundir), current(stage, run, cluster)
+    if before and (changes := differences(before.values, now.values)):
+        logger.info("Settings changed since the last %s of %s: %s.", stage, rundir.name, "; ".join(changes))
+    _check_stages_before(stage, run, cluster, rundir)
+    yield
+    now.write(rundir.stage_settings(stage))
+
+
+def _check_stages_before(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> None:
+    """Raise `ConfigError` if a training would use files of other settings; warn where a later stage does."""
+    for earlier in _BEFORE.get(stage, ()):
+        changes = changed_results(earlier, run, cluster, rundir)
+        if not changes:
+            continue
+        what = f"the {earlier} stage of {rundir.name} ran with other settings: {'; '.join(changes)}"
+        if stage == "train":
+            raise ConfigError(
+                f"Training was not started: {what}. Run the stage again: shardmake {earlier} {rundir.name}"
+            )
+        logger.warning("%s uses old results: %s. To renew them: shardmake %s %s", stage, what, earlier, rundir.name)
+
+
+def _part(values: Mapping[str, str], keys: tuple[str, ...]) -> dict[str, str]:
+    return {key: values[key] for key in keys}

@@ -1,0 +1,78 @@
+"""The table of the keys and the stages whose results they can change."""
+
+import contextlib
+from collections import Counter
+
+import pytest
+
+from shardmake.config.effects import EFFECTS, KEYS, STAGES, differences, effect_of, read_keys, result_keys, values_of
+from tests.unit.plans import make_cluster, make_run
+
+
+def test_every_key_of_the_configuration_has_a_row() -> None:
+    """Fails for a new key: decide which stages read it, and whose results it can change."""
+    assert [key for key in KEYS if not find_row(key)] == []
+    assert len(KEYS) > 90 and {"data.train", "lora.rank", "cluster.slurm.extra"} <= set(KEYS)
+
+
+def find_row(key: str) -> bool:
+    with contextlib.suppress(KeyError):
+        return bool(effect_of(key))
+    return False
+
+
+def test_every_row_names_keys_and_stages_that_exist_and_no_key_twice() -> None:
+    named = [key for row in EFFECTS for key in row.keys]
+    assert [key for key, count in Counter(named).items() if count > 1] == []
+    assert [
+        key for key in named if not any(found == key or found.startswith(f"{key.rstrip('.')}.") for found in KEYS)
+    ] == []
+    assert {stage for row in EFFECTS for stage in (*row.changes, *row.reads)} <= set(STAGES)
+    assert all(row.changes or row.reads for row in EFFECTS), "a key that nothing reads should not exist"
+
+
+@pytest.mark.parametrize("key", ["nonsense", "cluster.nonsense", "checkpoint.keep"])
+def test_an_unknown_key_is_refused_with_the_place_of_the_table(key: str) -> None:
+    with pytest.raises(KeyError, match=r"Add it to the row"):
+        effect_of(key)
+
+
+def test_a_section_of_one_row_can_have_keys_in_another() -> None:
+    assert effect_of("evaluation.batch_size").changes == ()
+    assert effect_of("evaluation.max_new_tokens").changes == ("evaluate",)
+    assert effect_of("data.train").changes[0] == "fetch" and effect_of("data.format").changes[0] == "data"
+
+
+def test_stages_whose_result_an_edit_changes() -> None:
+    changed = {
+        "learning_rate": {"plan", "render", "train"},
+        "sequence_length": {"data", "plan", "render", "train"},
+        "data.train": {"fetch", "data", "plan", "render", "train"},
+        "dtype": {"consolidate"},
+        "evaluation.prompts": {"evaluate"},
+        "push.to": {"push"},
+        "report_to": set(),
+        "checkpoints.keep": set(),
+        "cluster.hang_seconds": set(),
+        "cluster.memory_gib_per_node": set(),
+        "cluster.trainings_per_user": set(),
+    }
+    assert {key: {stage for stage in STAGES if key in result_keys(stage)} for key in changed} == changed
+    assert "cluster.memory_gib_per_node" in read_keys("plan")
+    assert "cluster.trainings_per_user" not in read_keys("plan")
+
+
+def test_settings_are_text_and_differences_name_key_and_both_values() -> None:
+    old = values_of(make_run(report_to=["wandb"]), make_cluster())
+    new = values_of(make_run(learning_rate=5e-4, push={"to": "file:out"}), make_cluster(hang_seconds=60.0))
+    assert set(old) == set(KEYS)
+    assert differences(old, new) == [
+        "learning_rate: 0.001 -> 0.0005",
+        'report_to: ["wandb"] -> []',
+        "push.to: null -> file:out",
+        "push.private: null -> true",
+        "push.pull_request: null -> false",
+        "cluster.hang_seconds: 600.0 -> 60.0",
+    ]
+    assert differences({"a": "1"}, {"b": "2"}) == ["b: not set -> 2", "a: 1 -> not set"]
+    assert differences(old, old) == []

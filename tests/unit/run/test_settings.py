@@ -1,0 +1,116 @@
+"""Recorded settings of the stages: what changed, what is refused, and what reruns."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config.models import Cluster, Run
+from shardmake.core.errors import ConfigError
+from shardmake.run.paths import RunDir
+from shardmake.run.settings import (
+    changed_results,
+    compared_keys,
+    current,
+    is_trained,
+    read_settings,
+    recorded_settings,
+    rerun_settings,
+)
+from tests.unit.plans import make_cluster, make_run
+
+CLUSTER = make_cluster()
+MORE_MEMORY = make_cluster(memory_gib_per_node=64.0)
+
+
+@pytest.fixture
+def rundir(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> RunDir:
+    caplog.set_level("INFO", "shardmake")
+    return RunDir(tmp_path / "runs/demo")
+
+
+def finish(rundir: RunDir, *stages: str, cluster: Cluster = CLUSTER, **changes: Any) -> None:
+    for stage in stages:
+        with recorded_settings(stage, make_run(**changes), cluster, rundir):
+            pass
+        if stage == "train":
+            rundir.train.mkdir(exist_ok=True)
+            rundir.train_receipt.touch()
+
+
+def test_a_stage_logs_what_changed_and_records_the_settings_only_after_its_success(
+    rundir: RunDir, caplog: pytest.LogCaptureFixture
+) -> None:
+    finish(rundir, "plan")
+    assert caplog.messages == []
+    with pytest.raises(RuntimeError), recorded_settings("plan", make_run(learning_rate=5e-4), CLUSTER, rundir):
+        raise RuntimeError
+    changed = "Settings changed since the last plan of demo: learning_rate: 0.001 -> 0.0005."
+    assert caplog.messages == [changed]
+    finish(rundir, "plan", learning_rate=5e-4)
+    finish(rundir, "plan", learning_rate=5e-4)
+    assert caplog.messages == [changed, changed]
+
+
+def test_a_training_with_files_of_other_settings_is_refused(rundir: RunDir) -> None:
+    finish(rundir, "fetch", "plan", "render", "data", "train")
+    refused = pytest.raises(
+        ConfigError, match=r"(?s)the plan stage.*learning_rate: 0.001 -> 0.0005.*shardmake plan demo"
+    )
+    with refused:
+        finish(rundir, "train", learning_rate=5e-4)
+    finish(rundir, "plan", learning_rate=5e-4)
+    with pytest.raises(ConfigError, match=r"Run the stage again: shardmake render demo"):
+        finish(rundir, "train", learning_rate=5e-4)
+    finish(rundir, "render", "train", learning_rate=5e-4)
+    finish(rundir, "train", learning_rate=5e-4, checkpoints={"keep": 3})
+
+
+def test_a_later_stage_warns_that_it_uses_old_results(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
+    finish(rundir, "train", "consolidate")
+    finish(rundir, "push", seed=7)
+    assert caplog.messages[-1].startswith(
+        "push uses old results: the train stage of demo ran with other settings: seed: 42 -> 7"
+    )
+
+
+def rerun(stage: str, run: Run, cluster: Cluster, rundir: RunDir, recorded: dict[str, str]) -> list[str]:
+    """Return the keys whose parameters Snakemake would find changed."""
+    now = rerun_settings(stage, run, cluster, rundir, recorded)
+    assert set(now) == set(compared_keys(stage))
+    return [key for key, value in now.items() if recorded.get(key) != value]
+
+
+def test_settings_that_cannot_change_the_result_count_until_the_training_has_finished(rundir: RunDir) -> None:
+    recorded = current("plan", make_run(), CLUSTER).values
+    assert rerun("plan", make_run(), MORE_MEMORY, rundir, recorded) == ["cluster.memory_gib_per_node"]
+    finish(rundir, "train")
+    assert is_trained(make_run(), MORE_MEMORY, rundir)
+    assert rerun("plan", make_run(), MORE_MEMORY, rundir, recorded) == []
+    assert rerun("render", make_run(report_to=["wandb"]), MORE_MEMORY, rundir, recorded) == []
+    both = rerun("plan", make_run(learning_rate=1.0), MORE_MEMORY, rundir, recorded)
+    assert both == ["learning_rate", "cluster.memory_gib_per_node"], "the new training takes every setting as it is"
+
+
+def test_a_receipt_of_other_settings_is_not_a_finished_training(rundir: RunDir) -> None:
+    """The plan of the new training was made, its training has not run, and the old receipt is still there."""
+    finish(rundir, "train")
+    recorded = current("plan", make_run(learning_rate=1.0), CLUSTER).values
+    assert not is_trained(make_run(learning_rate=1.0), CLUSTER, rundir)
+    assert rerun("plan", make_run(learning_rate=1.0), MORE_MEMORY, rundir, recorded) == ["cluster.memory_gib_per_node"]
+    rundir.train_receipt.unlink()
+    assert not is_trained(make_run(), CLUSTER, rundir)
+
+
+def test_no_secret_is_stored(rundir: RunDir) -> None:
+    def run(password: str) -> Run:
+        words = ["--hub_token", password]
+        return make_run(push={"to": f"s3://ada:{password}@bucket/x"}, script="train.py", script_args=words)
+
+    with recorded_settings("plan", run("hunter2hunter2"), CLUSTER, rundir):
+        pass
+    assert "hunter2" not in rundir.stage_settings("plan").read_text()
+    assert [line.split(":")[0] for line in changed_results("plan", run("another"), CLUSTER, rundir)] == ["script_args"]
+    assert changed_results("plan", run("hunter2hunter2"), CLUSTER, rundir) == []
+    found = read_settings("plan", rundir)
+    assert found and found.values["push.to"].startswith("s3://[removed]@bucket/x #")

@@ -1,0 +1,112 @@
+"""What `snakemake -n` would run again after each kind of edit, on a run whose files stand in for finished stages."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.core.atomic import write_json
+from shardmake.run.paths import RunDir
+from shardmake.run.settings import current
+from tests.workflow.checkout import RUN, Checkout
+
+PROFILE = ("--profile", "profiles/local")
+AFTER_TRAINING = ["consolidate", "evaluate", "push", "report"]
+RESOURCES = {"cpus": 1, "memory_gib": 1}
+
+
+def finish(checkout: Checkout, *, trained: bool = True) -> None:
+    """Write what finished stages leave as far as Snakemake reads it, and let Snakemake record its parameters."""
+    rundir = RunDir(checkout.run)
+    plan = {"resources": dict.fromkeys(("data", "consolidate", "evaluate"), RESOURCES)}
+    for path in (rundir.sources, rundir.memory, rundir.memory_figure, rundir.plan, rundir.weights_receipt):
+        write_json(path, plan)
+    for path in (rundir.accelerate, rundir.deepspeed, rundir.training, rundir.rendered, rundir.data_receipt):
+        write_json(path, {})
+    rundir.fallbacks.mkdir()
+    if trained:
+        for path in (rundir.train_receipt, rundir.model_receipt, rundir.evaluation, rundir.push_receipt, rundir.report):
+            write_json(path, {})
+        for name in ("loss", "optimizer", "speed", "memory", "by-length"):
+            write_json(rundir.figure(name), {})
+        config = load_config(checkout.root / "config/config.yaml")
+        cluster = load_cluster(checkout.root / config.cluster)
+        current("train", get_run(config, "demo"), cluster).write(rundir.stage_settings("train"))
+    checkout("snakemake", *PROFILE, "--touch", "--forceall", *(() if trained else ("render", "data")))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Checkout:
+    """A checkout with a run that was trained and pushed."""
+    checkout = Checkout.create(tmp_path_factory.mktemp("reruns") / "checkout", inputs)
+    finish(checkout)
+    return checkout
+
+
+@pytest.fixture
+def edited(finished: Checkout) -> Iterator[Checkout]:
+    """The finished checkout, whose configuration is restored after the test."""
+    yield finished
+    finished.configure()
+
+
+def dry_run(checkout: Checkout) -> tuple[list[str], str]:
+    """Return the stages that would run, and the whole output."""
+    output = checkout("snakemake", *PROFILE, "-n").stdout
+    return sorted(set(re.findall(r"^(\w+)_run +\d+$", output, re.M))), output
+
+
+def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> None:
+    """All at once: what one of them reran would show."""
+    edited.configure(
+        report_to=["tensorboard"],
+        checkpoints={"every_steps": 3, "keep": 3, "keep_best": True, "asynchronous": True},
+        eval_every_steps=2,
+        strategy="zero2",
+        micro_batch_size=1,
+        evaluation={**RUN["evaluation"], "batch_size": 16},
+        cluster={"memory_gib_per_node": 5, "hang_seconds": 900, "trainings_per_user": 9, "max_nodes": 2},
+    )
+    with (edited.root / "config/config.yaml").open("a") as file:
+        file.write("# a comment\n")
+    assert dry_run(edited)[0] == []
+
+
+CHANGING: dict[str, tuple[dict[str, Any], list[str], str]] = {
+    "learning rate": ({"learning_rate": 1e-3}, ["plan", "render", "train", *AFTER_TRAINING], "learning_rate: 0.001"),
+    "type of the weights": ({"dtype": "bf16"}, AFTER_TRAINING, "dtype: bf16"),
+    "evaluation": (
+        {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}},
+        AFTER_TRAINING[1:],
+        "evaluation.max_new_tokens: 8",
+    ),
+    "destination": ({"push": {"to": "file:published/other"}}, AFTER_TRAINING[2:], "push.to: file:published/other"),
+}
+
+
+@pytest.mark.parametrize(("edit", "stages", "named"), CHANGING.values(), ids=CHANGING)
+def test_an_edit_reruns_the_stages_whose_result_it_changes(
+    edited: Checkout, edit: dict[str, Any], stages: list[str], named: str
+) -> None:
+    edited.configure(**edit)
+    found, output = dry_run(edited)
+    assert found == sorted(stages)
+    assert named in output, "the dry run names the setting and its new value"
+
+
+def test_a_changed_secret_is_noticed_and_not_stored(edited: Checkout) -> None:
+    edited.configure(push={"to": "s3://ada:hunter2hunter2@bucket/demo"})
+    found, output = dry_run(edited)
+    assert found == ["push", "report"] and "hunter2" not in output
+
+
+def test_until_the_training_has_finished_every_setting_of_the_plan_takes_effect(checkout: Checkout) -> None:
+    finish(checkout, trained=False)
+    assert "plan" not in dry_run(checkout)[0]
+    checkout.configure(cluster={"memory_gib_per_node": 5})
+    found, output = dry_run(checkout)
+    assert {"plan", "render"} <= set(found) and "data" not in found
+    assert "cluster.memory_gib_per_node: 6.0" in output and "cluster.memory_gib_per_node: 5.0" in output
