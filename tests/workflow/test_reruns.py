@@ -1,4 +1,4 @@
-"""What `snakemake -n` would run again after each kind of edit, on a run whose files stand in for finished stages."""
+"""Stages that `snakemake -n` would run again after each kind of edit; files stand in for what finished stages leave."""
 
 import re
 from collections.abc import Iterator
