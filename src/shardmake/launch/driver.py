@@ -23,9 +23,10 @@ from shardmake.launch.slurm_jobs import job_owners
 from shardmake.launch.slurm_states import JobState
 from shardmake.launch.submission import submit
 from shardmake.launch.training import Training
-from shardmake.run.attempt import SubmittedJob
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir, short_path
+from shardmake.run.settings_digest import describe_changes
 
 logger = logging.getLogger(__name__)
 
@@ -104,13 +105,20 @@ def adopt(training: Training) -> SubmittedJob | None:
         return job
     if training.jobs.status(job.id).state not in (JobState.ENDED, JobState.GONE):
         raise ShardmakeError(
-            f"Job {job.id} (attempt {job.attempt}) still trains {training.rundir.name} with other settings. Restore "
-            "those settings to adopt the job, wait for its end, or cancel it "
+            f"Job {job.id} (attempt {job.attempt}) still trains {training.rundir.name} with other settings "
+            f"({_changes(training, folder)}). Restore those settings to adopt the job, wait for its end, or cancel it "
             f"({training.jobs.cancel_command(job.id)}). Then run the same command again."
         )
     logger.info("Job %s (attempt %d) of other settings has ended.", job.id, job.attempt)
     training.rundir.job.unlink(missing_ok=True)
     return None
+
+
+def _changes(training: Training, folder: AttemptDir) -> str:
+    """Return how the settings differ from those of the attempt in ``folder``."""
+    if not folder.settings.exists():
+        return "its attempt is not recorded"
+    return describe_changes(training.rundir, folder.read().settings_digest, training.result_settings)
 
 
 def _find_job(training: Training) -> SubmittedJob | None:

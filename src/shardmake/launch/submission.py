@@ -27,6 +27,7 @@ from shardmake.run.attempt_history import excluded_nodes, next_fallback
 from shardmake.run.disk_budget import check_run, checkpoint_size
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Choice, Plan
+from shardmake.run.settings_digest import describe_changes
 
 logger = logging.getLogger(__name__)
 WaitUntilSlot = Callable[[list[str] | None], NoReturn]
@@ -75,7 +76,7 @@ def _write_configuration(training: Training, folder: AttemptDir) -> Plan:
 def _prepare_resume(training: Training, folder: AttemptDir, plan: Plan) -> Path | None:
     """Return the checkpoint to resume from. A user's script finds its own."""
     if training.run.script:
-        user_script.prepare_folders(training.rundir, training.settings_digest)
+        user_script.prepare_folders(training.rundir, training.settings_digest, training.result_settings)
         return None
     checkpoint = choose_checkpoint(training, plan.choice)
     if checkpoint:
@@ -91,6 +92,7 @@ def _settings(training: Training, number: int, plan: Plan, checkpoint: Path | No
         plan,
         resume_from=str(checkpoint) if checkpoint else None,
         settings_digest=training.settings_digest,
+        result_settings=training.result_settings,
         plan_digest=training.plan_digest,
         checkpoint_bytes=checkpoint_size(training.rundir, training.run.checkpoints.most(training.run.max_steps)),
     )
@@ -125,7 +127,9 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
     rundir, folder = training.rundir, training.rundir.checkpoints.resolve()
     found = store.recover(folder)
     if found and found[0].settings_digest != training.settings_digest:
-        set_aside.stash_and_restore(folder, found[0].settings_digest, training.settings_digest)
+        theirs = found[0].settings_digest
+        changes = describe_changes(rundir, theirs, training.result_settings)
+        set_aside.stash_and_restore(folder, theirs, training.settings_digest, changes)
         rundir.metrics.unlink(missing_ok=True)
         found = store.recover(folder)
     if found is None:

@@ -18,7 +18,7 @@ from shardmake.run.attempt_history import AttemptRecord, load_history, next_fall
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import DataReceipt
-from shardmake.run.settings_digest import settings_digest
+from shardmake.run.settings_digest import result_settings, settings_digest
 from shardmake.run.training_settings import TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -33,8 +33,10 @@ class Training:
     rundir: RunDir
     plan: Plan
     jobs: Jobs
+    result_settings: dict[str, str]
+    """The settings that define the result, as text by key."""
     settings_digest: str
-    """Digest of the settings that define the result."""
+    """Their digest."""
     plan_digest: str
     attempts: list[AttemptRecord]
     lock: int
@@ -47,14 +49,15 @@ class Training:
         """Read the state of ``rundir``, whose lock this process holds."""
         plan = Plan.read(rundir.plan)
         settings = TrainingSettings.read(rundir.training)
-        data_receipt = DataReceipt.read(rundir.data_receipt)
+        results = result_settings(settings, plan, DataReceipt.read(rundir.data_receipt).digest)
         return cls(
             run,
             cluster,
             rundir,
             plan,
             SlurmJobs(rundir.root, cluster) if cluster.executor == "slurm" else LocalJobs(rundir.root),
-            settings_digest=settings_digest(settings, plan, data_receipt.digest),
+            result_settings=results,
+            settings_digest=settings_digest(results),
             plan_digest=plan.digest,
             attempts=load_history(rundir.attempt_history),
             lock=lock,

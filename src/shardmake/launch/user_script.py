@@ -4,6 +4,7 @@ Shardmake cannot read the script's checkpoints, so the script resumes by itself 
 finished when the ranks of every node ended with status 0 and did not stop on request.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field
@@ -15,6 +16,7 @@ from shardmake.run.attempt import AttemptDir
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
 from shardmake.run.record import RunRecord
+from shardmake.run.settings_digest import describe_changes
 
 
 class ScriptState(RunRecord):
@@ -24,12 +26,14 @@ class ScriptState(RunRecord):
     finished_by: int | None = Field(description="Attempt that finished; None if none has.")
 
 
-def prepare_folders(rundir: RunDir, settings_digest: str) -> None:
+def prepare_folders(rundir: RunDir, settings_digest: str, settings: Mapping[str, str]) -> None:
     """Create the script's folders, and set aside what another script or other settings left in them."""
     before = ScriptState.read_if_exists(_state(rundir))
     if before and before.settings_digest != settings_digest:
+        theirs = before.settings_digest
+        changes = describe_changes(rundir, theirs, settings)
         for folder in filter(Path.exists, (rundir.checkpoints, rundir.script_output)):
-            set_aside.stash_and_restore(folder, before.settings_digest, settings_digest)
+            set_aside.stash_and_restore(folder, theirs, settings_digest, changes)
         rundir.metrics.unlink(missing_ok=True)
     for folder in (rundir.checkpoints, rundir.script_output):
         folder.mkdir(parents=True, exist_ok=True)

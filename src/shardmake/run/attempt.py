@@ -34,6 +34,9 @@ class Attempt(RunRecord):
     offline: bool = Field(description="Forbid the ranks any request to the hub.")
     resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start from step 0.")
     settings_digest: str = Field(description="Digest of the settings that define the result.")
+    result_settings: dict[str, str] = Field(
+        default_factory=dict, description="These settings as text, by key and without secrets."
+    )
     versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
     planned_bandwidth: float | None = Field(
         None, description="Bytes per second that one node should reach to others; None for a single node."

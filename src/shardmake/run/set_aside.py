@@ -8,10 +8,13 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 
-def stash_and_restore(folder: Path, theirs: str, ours: str) -> None:
-    """Rename ``folder``, which has the settings digest ``theirs``, and restore an earlier one with ``ours``."""
+def stash_and_restore(folder: Path, theirs: str, ours: str, changes: str) -> None:
+    """Rename ``folder``, which has the settings digest ``theirs``, and restore an earlier one with ``ours``.
+
+    ``changes`` names the settings that differ, for the message.
+    """
     aside = next(place for place in _places(folder, theirs) if not place.exists())
-    logger.info("%s belongs to other settings. Renamed it to %s.", folder.name, aside.name)
+    logger.info("The folder %s belongs to other settings (%s). Renamed it to %s.", folder.name, changes, aside.name)
     folder.rename(aside)
     own = next(_places(folder, ours))
     if own.exists():

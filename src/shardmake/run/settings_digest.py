@@ -1,40 +1,72 @@
 """The settings that define the result of a training, apart from how it is spread over the hardware."""
 
+import contextlib
+from collections.abc import Mapping
+
+from shardmake.config.effects import as_text, differences
 from shardmake.core.atomic import digest
+from shardmake.core.errors import ShardmakeError
+from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
-_RESULT_ARGUMENTS = (
-    "learning_rate",
-    "lr_scheduler_type",
-    "max_grad_norm",
-    "max_steps",
-    "num_train_epochs",
-    "optim",
-    "seed",
-    "data_seed",
-    "warmup_ratio",
-    "warmup_steps",
-    "weight_decay",
-)
+_ARGUMENTS = {
+    "learning_rate": "learning_rate",
+    "lr_scheduler_type": "scheduler",
+    "max_grad_norm": "max_grad_norm",
+    "max_steps": "max_steps",
+    "num_train_epochs": "epochs",
+    "optim": "optimizer",
+    "seed": "seed",
+    "data_seed": "data_seed",
+    "warmup_ratio": "warmup_ratio",
+    "warmup_steps": "warmup_steps",
+    "weight_decay": "weight_decay",
+}
+"""Training arguments that change the result, and their names in the configuration."""
 
 
-def settings_digest(settings: TrainingSettings, plan: Plan, data_digest: str) -> str:
-    """Return the digest of model, objective, method, data and hyperparameters.
+def result_settings(settings: TrainingSettings, plan: Plan, data_digest: str) -> dict[str, str]:
+    """Return model, objective, method, data and hyperparameters as text, by key and without secrets."""
+    program = settings.program
+    script = {} if not isinstance(program, ScriptProgram) else {
+        "script": program.path, "script_args": program.args, "content of the script": program.sha256[:16],
+    }  # fmt: skip
+    method = settings.method.as_json()
+    values = {
+        **script,
+        "model": settings.model.path,
+        "revision": settings.model.revision,
+        "objective": settings.objective,
+        "method": method.pop("kind"),
+        **{f"lora.{name}": value for name, value in method.items()},
+        **{name: settings.arguments.get(argument) for argument, name in _ARGUMENTS.items()},
+        "precision": plan.choice.precision,
+        "global_batch_size": plan.choice.global_batch_size,
+        "sequence_length": plan.workload.sequence_length,
+        "content of the data": data_digest,
+    }
+    return {name: as_text(value) for name, value in values.items()}
+
+
+def settings_digest(settings: Mapping[str, str]) -> str:
+    """Return the digest of `result_settings`.
 
     Training may resume from a checkpoint of the same digest under another strategy, node count or micro batch.
     Checkpoints of another digest belong to another training.
     """
-    script = {"script": settings.program.as_json()} if isinstance(settings.program, ScriptProgram) else {}
-    return digest(
-        {
-            **script,
-            "model": {"path": settings.model.path, "revision": settings.model.revision},
-            "objective": settings.objective,
-            "method": settings.method.as_json(),
-            "arguments": {name: settings.arguments.get(name) for name in _RESULT_ARGUMENTS},
-            "global_batch_size": plan.choice.global_batch_size,
-            "sequence_length": plan.workload.sequence_length,
-            "data": data_digest,
-        }
-    )
+    return digest(settings)
+
+
+def describe_changes(rundir: RunDir, theirs: str, ours: Mapping[str, str]) -> str:
+    """Return how ``ours`` differ from the settings with the digest ``theirs``, for a message.
+
+    The settings are those of the newest attempt with that digest.
+    """
+    for path in sorted(rundir.attempts.glob("[0-9]*"), reverse=True):
+        with contextlib.suppress(ShardmakeError):  # an attempt of another version
+            attempt = Attempt.read_if_exists(AttemptDir(path).settings)
+            if attempt and attempt.settings_digest == theirs and attempt.result_settings:
+                return "; ".join(differences(attempt.result_settings, ours))
+    return "their attempt is no longer recorded"

@@ -157,7 +157,10 @@ def test_a_job_of_other_settings_is_not_adopted(demo: FakeRun, caplog: pytest.Lo
     demo.rate = 5e-4
     running = FakeJobs()
     running.state = JobState.RUNNING
-    with pytest.raises(ShardmakeError, match=r"Job 1 \(attempt 1\) still trains demo with other settings.*scancel 1"):
+    with pytest.raises(
+        ShardmakeError,
+        match=r"Job 1 \(attempt 1\) still trains demo with other settings \(learning_rate: 0.001 -> 0.0005\).*scancel 1",
+    ):
         drive(demo.load(running))
     demo.rate = 1e-3
     assert adopt(demo.load(running)) == SubmittedJob.read(demo.rundir.job)
@@ -195,8 +198,12 @@ def test_checkpoints_of_other_settings_are_set_aside_and_restored(
         return choose_checkpoint(demo.load(FakeJobs()), demo.plan.choice)
 
     assert resume(1e-3) is None
+    submit(demo.load(FakeJobs(PREEMPTED)))
     demo.commit(100, demo.load(FakeJobs()).settings_digest)
-    assert resume(5e-4) is None and "Renamed it to checkpoints-of-" in caplog.messages[-1]
+    assert resume(5e-4) is None
+    assert caplog.messages[-1].startswith(
+        "The folder checkpoints belongs to other settings (learning_rate: 0.001 -> 0.0005). Renamed it to checkpoints-of-"
+    )
     demo.commit(10, demo.load(FakeJobs()).settings_digest)
     assert resume(1e-3) == (demo.rundir.checkpoints / "checkpoint-100").resolve()
     assert resume(5e-4) == (demo.rundir.checkpoints / "checkpoint-10").resolve()

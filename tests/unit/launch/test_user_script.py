@@ -105,7 +105,7 @@ def test_all_variables_are_documented(folder: AttemptDir) -> None:
 
 def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir) -> None:
     rundir = folder.read().rundir
-    user_script.prepare_folders(rundir, "r")
+    user_script.prepare_folders(rundir, "r", {})
     write_exits(folder, 0)
     assert user_script.finished_outcome(rundir, folder, "r") is None
     write_exits(folder, 0, 0)
@@ -129,7 +129,7 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
 
 def test_a_stopped_or_failed_script_has_not_finished(folder: AttemptDir) -> None:
     rundir = folder.read().rundir
-    user_script.prepare_folders(rundir, "r")
+    user_script.prepare_folders(rundir, "r", {})
     (rundir.script_output / "model.safetensors").touch()
     write_exits(folder, 0, 1)
     assert user_script.finished_outcome(rundir, folder, "r") is None
@@ -145,22 +145,22 @@ def test_a_stopped_or_failed_script_has_not_finished(folder: AttemptDir) -> None
 def test_files_of_other_settings_are_set_aside(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     rundir = RunDir(tmp_path / "lab")
-    user_script.prepare_folders(rundir, "old")
+    user_script.prepare_folders(rundir, "old", {})
     (rundir.checkpoints / "step-1").touch()
-    user_script.prepare_folders(rundir, "old")
+    user_script.prepare_folders(rundir, "old", {})
     assert caplog.messages == [] and (rundir.checkpoints / "step-1").exists()
-    user_script.prepare_folders(rundir, "new")
+    user_script.prepare_folders(rundir, "new", {})
     assert len(caplog.messages) == 2 and not any(rundir.checkpoints.iterdir())
     assert (rundir.train / "checkpoints-of-old/step-1").exists()
-    user_script.prepare_folders(rundir, "old")
+    user_script.prepare_folders(rundir, "old", {})
     assert (rundir.checkpoints / "step-1").exists(), "restored"
-    user_script.prepare_folders(rundir, "new")
+    user_script.prepare_folders(rundir, "new", {})
     assert (rundir.train / "checkpoints-of-old/step-1").exists()
 
 
 def test_progress_is_the_time_of_the_newest_file(tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "lab")
-    user_script.prepare_folders(rundir, "r")
+    user_script.prepare_folders(rundir, "r", {})
     assert user_script.newest_file(rundir) == 0
     for second, name in ((100, "checkpoints/a"), (200, "output/b")):
         (rundir.train / name).touch()
