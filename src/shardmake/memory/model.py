@@ -126,6 +126,27 @@ class Split:
         return self.trainable + self.frozen + self.quantized
 
 
+def matrix_weights(model: Model) -> float:
+    """Return the elements of ``model`` that one token is multiplied with: of a mixture, those of the selected experts.
+
+    An embedding is looked up and does not count, unless it is also the head.
+    """
+    return sum(_active(tensor, model) for tensor in model.tensors if _multiplies(tensor, model))
+
+
+def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
+    return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
+
+
+def _active(tensor: ParameterSpec, model: Model) -> float:
+    """Return the elements that are used for one token."""
+    if ".experts." not in tensor.name:
+        return tensor.numel
+    config = model.config
+    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
+    return tensor.numel * config["num_experts_per_tok"] / experts if experts else tensor.numel
+
+
 def is_head(tensor: ParameterSpec) -> bool:
     """Return True for an output head over the vocabulary, which gets no adapters and is not quantized."""
     return tensor.block is None and tensor.kind == "linear" and tensor.module.endswith(("lm_head", "embed_out"))

@@ -1,68 +1,121 @@
 """Seconds per optimizer step: compute, recomputation, communication, offload traffic, CPU optimizer.
 
-This is a roofline: each part is bytes or FLOP over a rate, times the share of it that real runs reach. It ranks
-candidates and is not a prediction of time.
+This is a roofline: each part is bytes or FLOP over a rate, times the share of the rate that real runs reach. The
+shares are fitted to 71 published throughputs of one source; `python -m benchmarks.step_time_accuracy` compares them
+with these and with other sources.
 """
 
+from dataclasses import dataclass
+
 from shardmake.core.units import GB
-from shardmake.memory.hardware import Hardware
+from shardmake.memory.hardware import Accelerator, Hardware
+from shardmake.memory.model import matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
 
-MODEL_FLOPS_SHARE = 0.5  # of dense peak reached by matmul-bound training (torchtitan's and MosaicML's tables: 0.4-0.55)
+
+@dataclass(frozen=True)
+class Shares:
+    """The parts of the dense peak that kernels reach for a wide model and a large micro batch."""
+
+    matmul: float
+    attention: float
+    """Of causal attention that skips the upper half (flash)."""
+
+
+# Fitted to MosaicML's tables of A100 and H100 runs (llm-foundry, scripts/train/benchmarking). H100 runs reach a smaller
+# share of a higher peak. Older and consumer GPUs are taken as A100, newer ones as H100: no measurement was available.
+_HOPPER = 9.0
+_SHARES = {"cpu": Shares(0.5, 0.5), "ampere": Shares(0.91, 0.35), "hopper": Shares(0.73, 0.19)}
+_HALF_WIDTH = 1100
+"""Hidden size at which matrix products on a GPU reach half their share."""
+_HALF_TOKENS = {"cpu": 256, "ampere": 730, "hopper": 730}
+"""Tokens of a micro batch at which kernels reach half their share."""
+_MASKED_ATTENTION = 0.25
+"""Relative rate of attention with a dense mask, which PyTorch runs without flash kernels; it skips nothing."""
 LINK_SHARE = 0.7  # of the nominal link that NCCL's ring reaches (nccl-tests)
-EXPOSED = 0.4  # part of ZeRO's and FSDP's communication that does not hide behind compute
-CPU_ADAM_RATE = 0.5 * 10**9  # elements per second of a node's CPU Adam (DeepSpeed: 1 s for 1 B on two sockets, halved)
+EXPOSED = 0.57  # part of communication that does not hide behind compute, fitted with the shares
+CPU_ADAM_RATE = 2 * 10**9  # elements per second of a node's CPU Adam (DeepSpeed PR 7474: 3B in less than 2.4 s)
 NVME_RATE = 3 * GB  # read or write, one good drive
-SMALL_BATCH = 256  # tokens at which kernels reach half their speed
 
 
 def step_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of one optimizer step of ``scenario`` on ``hardware``."""
-    forward = _forward_seconds(scenario, hardware) * scenario.accumulation
-    backward = forward * (2 if scenario.method == "full" else 1.1)
-    recomputation = forward if scenario.checkpointing else 0.0
-    communication, offload = _communication(scenario, hardware), _offload(scenario, hardware)
-    return forward + backward + recomputation + communication + offload + _optimizer(scenario, hardware)
+    compute = _compute(scenario, hardware)
+    communication = _communication(scenario, hardware)
+    # Communication hides behind compute in part, and never takes less than the links need.
+    work = max(compute + EXPOSED * communication, communication)
+    return work + _offload(scenario, hardware) + _optimizer(scenario, hardware)
 
 
-def forward_flops(scenario: Scenario) -> float:
-    """Return the FLOP of one forward pass: 2 per weight and token, and attention's 4 s h per token and layer."""
-    model = scenario.model
-    layers = len(model.blocks)
-    attention = 4 * layers * model.hidden_size * scenario.sequence_length / 2
-    lookup = model.embedding if not model.tied and model.embedding else 0
-    return scenario.tokens * (2 * (model.parameters - lookup // 2) + attention)
+def _generation(accelerator: Accelerator) -> str:
+    return "cpu" if accelerator.is_cpu else "hopper" if accelerator.capability >= _HOPPER else "ampere"
 
 
-def _forward_seconds(scenario: Scenario, hardware: Hardware) -> float:
-    share = MODEL_FLOPS_SHARE * scenario.tokens / (scenario.tokens + SMALL_BATCH)
-    return forward_flops(scenario) / (hardware.flops(scenario.precision) * share)
+def _compute(scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of all forward and backward passes of one step, with recomputation of the layers.
+
+    The backward pass has two matrix products for each one of the forward pass, or one where the weights are frozen,
+    and two and a half times the work in attention.
+    """
+    blocks, head, attention = (seconds * scenario.accumulation for seconds in _forward(scenario, hardware))
+    backward = 2.0 if scenario.method == "full" else 1.1
+    again = blocks + attention if scenario.checkpointing else 0.0
+    return (1 + backward) * (blocks + head) + 3.5 * attention + again
+
+
+def _forward(scenario: Scenario, hardware: Hardware) -> tuple[float, float, float]:
+    """Return the seconds of one forward pass in matrix products of the layers, in the head, and in attention."""
+    model, tokens, generation = scenario.model, scenario.tokens, _generation(hardware.accelerator)
+    filled = tokens / (tokens + _HALF_TOKENS[generation])
+    wide = 1.0 if hardware.is_cpu else model.hidden_size / (model.hidden_size + _HALF_WIDTH)
+    peak = hardware.flops(scenario.precision) * filled
+    head = model.hidden_size * model.vocab_size
+    matmul = peak * _SHARES[generation].matmul * wide
+    width = model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
+    attention = 4 * tokens * len(model.blocks) * width * scenario.sequence_length / 2
+    if scenario.masked or scenario.attention == "eager":
+        attention *= 2 / _MASKED_ATTENTION
+    return (
+        2 * tokens * (matrix_weights(model) - head) / matmul,
+        2 * tokens * head / matmul,
+        attention / (peak * _SHARES[generation].attention),
+    )
 
 
 def _communication(scenario: Scenario, hardware: Hardware) -> float:
-    """Return the seconds of ring collectives: an all-reduce moves two copies, an all-gather or reduce-scatter one."""
+    """Return the seconds of ring collectives: an all-reduce moves two copies, an all-gather or reduce-scatter one.
+
+    All ranks of a node share its network, so a collective over several nodes moves at the rate of a node.
+    """
     ranks = scenario.world_size
     if ranks == 1:
         return 0.0
-    link = hardware.intra_node
-    if scenario.nodes > 1:
-        # every rank of a node shares its network card or has its own share of it
-        link = min(link, hardware.inter_node)
-    rate = link * LINK_SHARE
-    part = (ranks - 1) / ranks
+    intra = hardware.intra_node * LINK_SHARE
+    inter = hardware.inter_node * LINK_SHARE
+    rate = min(intra, inter) if scenario.nodes > 1 else intra
     gradient_bytes = (4 if scenario.spec.is_ddp else scenario.compute) * scenario.split.trainable
-    weights = scenario.compute * scenario.split.total
-    passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
     if not scenario.gathers_parameters:
         rounds = scenario.accumulation if scenario.zero_stage == 2 else 1
         gathered = scenario.compute * scenario.split.trainable if scenario.zero_stage else gradient_bytes
-        return part * (rounds * gradient_bytes + gathered) / rate * EXPOSED
+        return (ranks - 1) / ranks * (rounds * gradient_bytes + gathered) / rate
+    weights = scenario.compute * scenario.split.total
+    moved = scenario.accumulation * (_gathers(scenario) * weights + gradient_bytes)
+    if not scenario.spec.hybrid:
+        return (ranks - 1) / ranks * moved / rate
+    within, nodes = scenario.ranks_per_node, scenario.nodes
+    reduced = 2 * (nodes - 1) / nodes * scenario.accumulation * gradient_bytes
+    return (within - 1) / within * moved / intra + reduced / inter
+
+
+def _gathers(scenario: Scenario) -> int:
+    """Return how often a micro batch gathers the weights: for forward and for backward pass.
+
+    Under ZeRO-3 recomputation gathers them again; FSDP2 recomputes a layer after it has gathered it for the backward
+    pass.
+    """
     if not scenario.spec.reshard_after_forward:
-        passes = scenario.accumulation
-    if scenario.spec.hybrid:
-        rate = hardware.intra_node * LINK_SHARE
-    moved = passes * weights + scenario.accumulation * gradient_bytes
-    return part * moved / rate * EXPOSED
+        return 1
+    return 3 if scenario.checkpointing and not scenario.is_fsdp else 2
 
 
 def _offload(scenario: Scenario, hardware: Hardware) -> float:

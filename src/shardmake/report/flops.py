@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardmake.config.models import Method, Run
 from shardmake.memory.hardware import find_accelerator
-from shardmake.memory.model import Model, ParameterSpec
+from shardmake.memory.model import Model, matrix_weights
 from shardmake.memory.read_config import read_model
 from shardmake.report.history import TrainingHistory, attempt_of
 from shardmake.run.paths import RunDir
@@ -45,23 +45,9 @@ def flops_per_token(model: Model, method: Method, context: float) -> float:
     A weight costs 2 FLOPs forward, 2 for the gradient of its input and, if it is trained, 2 for its own. Attention
     costs 4 per layer, context and width forward (scores and values), and twice that backward.
     """
-    weights = sum(_active(tensor, model) for tensor in model.tensors if _multiplies(tensor, model))
+    weights = matrix_weights(model)
     per_weight = 6 if method == "full" else 4
     return per_weight * weights + 12 * len(model.blocks) * _attention_width(model) * context
-
-
-def _multiplies(tensor: ParameterSpec, model: Model) -> bool:
-    """Return True for a weight in a matrix product; an embedding is looked up, unless it is also the head."""
-    return len(tensor.shape) > 1 and (tensor.kind != "embedding" or model.tied)
-
-
-def _active(tensor: ParameterSpec, model: Model) -> float:
-    """Return the elements used for one token: of a mixture's experts, only the selected ones."""
-    if ".experts." not in tensor.name:
-        return tensor.numel
-    config = model.config
-    experts = config.get("num_local_experts") or config.get("num_experts") or config.get("n_routed_experts")
-    return tensor.numel * config["num_experts_per_tok"] / experts if experts else tensor.numel
 
 
 def _attention_width(model: Model) -> int:

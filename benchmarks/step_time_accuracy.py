@@ -1,0 +1,154 @@
+"""Compare the modelled step time with published throughputs, row by row: ``python -m benchmarks.step_time_accuracy``.
+
+The rows are in step_time_rows.csv: bf16, full training under FSDP with flash attention. A row is modelled as its source
+describes it. The model's constants were fitted to the rows of MosaicML alone; the other sources are held out.
+
+- mosaicml: llm-foundry, scripts/train/benchmarking/README.md (MPT models; HBM3 H100, A100 with 1600 Gbit/s a node).
+- torchtitan: docs/performance.md and benchmarks/llama3_h100_202412_torchtitan.md, without torch.compile. Its H100 have
+  HBM2e and 500 W, so their peak is below the data sheet's. Selective checkpointing counts as none. The network of the
+  A100 nodes is not stated; 200 GB/s is assumed.
+- fms-fsdp: README.md (Llama 2, 4,096 tokens, 400 Gbit/s a node; 7B and 13B with hybrid sharding).
+"""
+
+import csv
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from shardmake.core.units import GB, GIB
+from shardmake.memory.hardware import Hardware, find_accelerator
+from shardmake.memory.model import Model, split
+from shardmake.memory.read_config import from_config
+from shardmake.memory.scenario import Scenario
+from shardmake.plan.step_time import step_time
+
+ROWS = Path(__file__).with_name("step_time_rows.csv")
+RESULTS = Path(__file__).parent / "results/step_time_accuracy.txt"
+GPUS_PER_NODE = 8
+FITTED = "mosaicml"
+MPT = {  # hidden size, layers, heads
+    "mpt-1b": (2048, 24, 16),
+    "mpt-3b": (2560, 32, 20),
+    "mpt-7b": (4096, 32, 32),
+    "mpt-13b": (5120, 40, 40),
+    "mpt-30b": (7168, 48, 56),
+    "mpt-70b": (8192, 80, 64),
+}
+LLAMA = {  # hidden size, layers, heads, key-value heads, intermediate size, vocabulary
+    "llama2-7b": (4096, 32, 32, 32, 11008, 32000),
+    "llama2-13b": (5120, 40, 40, 40, 13824, 32000),
+    "llama2-34b": (8192, 48, 64, 8, 22016, 32000),
+    "llama2-70b": (8192, 80, 64, 8, 28672, 32000),
+    "llama3-8b": (4096, 32, 32, 8, 14336, 128256),
+    "llama3-70b": (8192, 80, 64, 8, 28672, 128256),
+}
+
+
+def model_of(name: str) -> Model:
+    """Return the model; an MPT is a Llama whose gated MLP has as many weights as MPT's plain one."""
+    if name in MPT:
+        hidden, layers, heads = MPT[name]
+        groups, inner, vocabulary, tied = heads, 8 * hidden // 3, 50368, True
+    else:
+        (hidden, layers, heads, groups, inner, vocabulary), tied = LLAMA[name], False
+    return from_config(
+        {
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "num_hidden_layers": layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": groups,
+            "intermediate_size": inner,
+            "vocab_size": vocabulary,
+            "tie_word_embeddings": tied,
+        }
+    )
+
+
+def predict(row: Mapping[str, str]) -> float:
+    """Return the modelled tokens per second and GPU of ``row``."""
+    model, gpus = model_of(row["model"]), int(row["gpus"])
+    ranks = min(gpus, GPUS_PER_NODE)
+    scenario = Scenario(
+        model=model,
+        split=split(model, "full"),
+        strategy=row["strategy"],
+        nodes=gpus // ranks,
+        ranks_per_node=ranks,
+        micro_batch=int(row["micro_batch"]),
+        sequence_length=int(row["sequence_length"]),
+        accumulation=int(row["accumulation"]),
+        checkpointing=row["checkpointing"] == "1",
+    )
+    seconds = step_time(scenario, _hardware(row["gpu"], float(row["inter_node_gbps"])))
+    return scenario.tokens * scenario.accumulation / seconds
+
+
+def _hardware(name: str, inter_node: float) -> Hardware:
+    gpu = find_accelerator(name)
+    return Hardware(
+        accelerator=gpu,
+        gpu_memory=int(gpu.memory * GIB),
+        host_memory=1 << 40,
+        nvme=None,
+        processes_per_node=GPUS_PER_NODE,
+        cpus_per_node=64,
+        max_nodes=128,
+        intra_node=gpu.link * GB,
+        inter_node=inter_node * GB,
+    )
+
+
+def rank_correlation(measured: Sequence[float], modelled: Sequence[float]) -> float:
+    """Return Spearman's coefficient; equal values are ranked in the order of the rows."""
+    ranks = [sorted(range(len(values)), key=values.__getitem__) for values in (measured, modelled)]
+    return statistics.correlation(*([float(order.index(row)) for row in range(len(order))] for order in ranks))
+
+
+def summary(rows: Sequence[Mapping[str, str]], modelled: Sequence[float]) -> list[str]:
+    """Return a line for each source and kind of GPU, and one for all held-out rows."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for row, value in zip(rows, modelled, strict=True):
+        pair = (float(row["tokens_per_second_per_gpu"]), value)
+        groups.setdefault(f"{row['source']}, {row['gpu']}", []).append(pair)
+        groups.setdefault(f"{row['source']}, all", []).append(pair)
+        if row["source"] != FITTED:
+            groups.setdefault("held out, all", []).append(pair)
+    lines = [
+        f"{'rows':<24} {'n':>3} {'median ratio':>13} {'min':>5} {'max':>5} {'median error':>13} {'rank corr.':>11}"
+    ]
+    for name, pairs in sorted(groups.items()):
+        ratios = [value / truth for truth, value in pairs]
+        error = statistics.median(abs(ratio - 1) for ratio in ratios)
+        correlation = f"{rank_correlation(*zip(*pairs, strict=True)):.2f}" if len(pairs) > 2 else "-"
+        lines.append(
+            f"{name:<24} {len(pairs):>3} {statistics.median(ratios):>13.2f} {min(ratios):>5.2f} {max(ratios):>5.2f} "
+            f"{error:>12.1%} {correlation:>11}"
+        )
+    return lines
+
+
+def main() -> None:
+    """Print and keep the comparison."""
+    with ROWS.open() as file:
+        rows: list[dict[str, Any]] = list(csv.DictReader(file))
+    modelled = [predict(row) for row in rows]
+    names = ("source", "model", "gpu", "gpus", "tokens", "micro", "measured", "model", "ratio")
+    widths = (-11, -11, -10, 5, 7, 5, 9, 7, 5)
+    lines = [
+        " ".join(f"{name:{'<' if width < 0 else '>'}{abs(width)}}" for name, width in zip(names, widths, strict=True))
+    ]
+    for row, value in zip(rows, modelled, strict=True):
+        truth = float(row["tokens_per_second_per_gpu"])
+        lines.append(
+            f"{row['source']:<11} {row['model']:<11} {row['gpu']:<10} {row['gpus']:>5} {row['sequence_length']:>7} "
+            f"{row['micro_batch']:>5} {truth:>9,.0f} {value:>7,.0f} {value / truth:>5.2f}"
+        )
+    text = "\n".join([*lines, "", *summary(rows, modelled)]) + "\n"
+    print(text, end="")
+    RESULTS.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

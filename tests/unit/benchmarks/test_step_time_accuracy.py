@@ -1,0 +1,42 @@
+"""The figures that the README and the plan rely on: the modelled step times against the published throughputs."""
+
+import csv
+import statistics
+
+import pytest
+
+from benchmarks.step_time_accuracy import FITTED, RESULTS, ROWS, predict, rank_correlation, summary
+
+with ROWS.open() as file:
+    PUBLISHED = list(csv.DictReader(file))
+MODELLED = [predict(row) for row in PUBLISHED]
+
+
+@pytest.mark.parametrize("fitted", [True, False], ids=["fitted", "held out"])
+def test_the_median_error_is_at_most_fifteen_percent(fitted: bool) -> None:
+    errors = [
+        abs(value / float(row["tokens_per_second_per_gpu"]) - 1)
+        for row, value in zip(PUBLISHED, MODELLED, strict=True)
+        if (row["source"] == FITTED) is fitted
+    ]
+    assert statistics.median(errors) <= 0.15
+
+
+@pytest.mark.parametrize("source", ["mosaicml", "torchtitan", "fms-fsdp"])
+def test_the_order_within_a_source_is_right(source: str) -> None:
+    pairs = [
+        (float(row["tokens_per_second_per_gpu"]), value)
+        for row, value in zip(PUBLISHED, MODELLED, strict=True)
+        if row["source"] == source
+    ]
+    measured, modelled = zip(*pairs, strict=True)
+    assert rank_correlation(measured, modelled) >= 0.9
+
+
+def test_rank_correlation_is_that_of_the_order() -> None:
+    assert rank_correlation([1, 2, 3], [10, 20, 90]) == pytest.approx(1)
+    assert rank_correlation([1, 2, 3], [9, 5, 1]) == pytest.approx(-1)
+
+
+def test_the_kept_results_are_those_of_this_code() -> None:
+    assert RESULTS.read_text().endswith("\n".join(summary(PUBLISHED, MODELLED)) + "\n")

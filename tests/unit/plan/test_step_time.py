@@ -1,0 +1,110 @@
+"""The step time follows the work: tokens, recomputation, frozen weights, experts, masks, networks."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from shardmake.config.models import STRATEGIES, Cluster
+from shardmake.memory.hardware import Hardware, from_cluster
+from shardmake.memory.model import matrix_weights, split
+from shardmake.memory.read_config import from_config
+from shardmake.memory.scenario import Scenario
+from shardmake.plan.step_time import step_time
+from tests.unit.memory.llama_8b import LLAMA_8B, MODEL, scenario
+
+
+def hardware(accelerator: str = "h100", **changes: Any) -> Hardware:
+    values = {
+        "executor": "slurm", "accelerator": accelerator, "processes_per_node": 8, "cpus_per_node": 64,
+        "memory_gib_per_node": 1000, "max_nodes": 16, "inter_node_gbps": 400,
+    }  # fmt: skip
+    return from_cluster(Cluster.model_validate(values | changes))
+
+
+H100 = hardware()
+
+
+def seconds(on: Hardware = H100, **changes: Any) -> float:
+    return step_time(scenario(**{"strategy": "fsdp", "sequence_length": 4096, **changes}), on)
+
+
+def test_the_forward_pass_uses_every_weight_but_the_embedding() -> None:
+    assert matrix_weights(MODEL) == MODEL.parameters - 128256 * 4096 - (2 * 32 + 1) * 4096
+
+
+def test_a_mixture_uses_the_selected_experts() -> None:
+    config = {"model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_size": 256,
+              "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+              "vocab_size": 512}  # fmt: skip
+    two, four = (from_config({**config, "num_experts_per_tok": n}) for n in (2, 4))
+    assert two.parameters == four.parameters
+    assert matrix_weights(four) - matrix_weights(two) == 2 * 2 * 3 * 256 * 512
+    on = hardware(processes_per_node=1)
+    slow, fast = (
+        step_time(Scenario(model, split(model, "full"), "ddp", 1, 1, 1, 4096), on) for model in (four, two)
+    )  # fmt: skip
+    assert fast < slow
+
+
+def test_recomputation_repeats_the_forward_pass_of_the_layers() -> None:
+    assert 1.15 < seconds(checkpointing=True) / seconds(checkpointing=False) < 4 / 3
+
+
+def test_frozen_weights_need_no_gradient() -> None:
+    assert 0.6 < seconds(method="lora", checkpointing=False) / seconds(checkpointing=False) < 0.75
+
+
+def test_a_dense_mask_slows_long_sequences_and_hardly_short_ones() -> None:
+    """Packing under SDPA."""
+    ratio = {n: seconds(sequence_length=n, attention="sdpa", masked=True) / seconds(sequence_length=n) for n in (512, 8192)}  # fmt: skip
+    assert 1 < ratio[512] < 1.3 and ratio[8192] > 1.6
+
+
+def test_newer_gpus_are_faster_and_reach_a_smaller_part_of_their_peak() -> None:
+    ratio = seconds(hardware("a100-80gb")) / seconds()
+    assert 1.5 < ratio < 989 / 312
+
+
+def test_communication_that_exceeds_compute_bounds_the_step() -> None:
+    """70 GB/s of 100 GB/s carry three transfers of the weights in 16 bits."""
+    slow = hardware(inter_node_gbps=1)
+    moved = 15 / 16 * (2 * 2 + 2) * MODEL.parameters
+    assert seconds(slow, nodes=2, micro_batch=1, checkpointing=False) >= moved / 0.7e9
+
+
+def test_hybrid_sharding_pays_for_the_network_between_nodes() -> None:
+    fast, slow = (seconds(hardware(inter_node_gbps=rate), strategy="fsdp-hybrid", nodes=4) for rate in (400, 2))
+    assert slow > 1.5 * fast
+    assert slow < seconds(hardware(inter_node_gbps=2), strategy="fsdp", nodes=4)
+
+
+def test_zero3_gathers_again_to_recompute_and_fsdp_does_not() -> None:
+    on = hardware(inter_node_gbps=20)
+    more = {"nodes": 2, "checkpointing": True}
+    assert seconds(on, strategy="fsdp", **more) < seconds(on, strategy="zero3", **more)
+    assert seconds(on, strategy="fsdp", nodes=2, checkpointing=False) == pytest.approx(
+        seconds(on, strategy="zero3", nodes=2, checkpointing=False), rel=0.01
+    )
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("accelerator", ["cpu", "a100-80gb", "h100"])
+def test_more_tokens_take_longer_and_each_token_less(strategy: str, accelerator: str) -> None:
+    on = hardware(accelerator)
+    one = scenario(strategy=strategy, nodes=2)
+    two = replace(one, micro_batch=2)
+    assert 0 < step_time(one, on) < step_time(two, on) <= 2 * step_time(one, on)
+
+
+def test_two_optimizer_steps_cost_more_than_one_of_twice_the_accumulation() -> None:
+    case = scenario(strategy="zero2-offload")
+    assert step_time(replace(case, accumulation=2), H100) < 2 * step_time(case, H100)
+
+
+def test_the_8b_model_on_one_node_of_h100_takes_about_what_was_published() -> None:
+    """MosaicML measured 6 935 tokens per second and GPU for a 7B model at 8 192 tokens, micro batch 8, recomputing."""
+    model = from_config({**LLAMA_8B, "num_key_value_heads": 32, "intermediate_size": 10922, "vocab_size": 50368,
+                         "tie_word_embeddings": True})  # fmt: skip
+    case = scenario(model, strategy="fsdp", micro_batch=8, sequence_length=8192, accumulation=2)
+    assert case.tokens * 2 / step_time(case, H100) == pytest.approx(6935, rel=0.1)
