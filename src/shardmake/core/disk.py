@@ -1,11 +1,9 @@
 """Disk space: free space, quotas, and swap files on node-local NVMe."""
 
-import errno
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,19 +36,6 @@ def require_space(folder: Path, needed: int, sentence: str) -> str:
     if needed > space.free:
         raise DiskFullError(f"{text} {_ADVICE}")
     return text
-
-
-@contextmanager
-def full_disk_errors(folder: Path, what: str) -> Iterator[None]:
-    """Raise a `DiskFullError` that begins with ``what`` if the file system of ``folder`` or a quota is full."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        space = free_space(folder)
-        left = f"{folder} has {format_bytes(space.free)} left ({space.limit})."
-        raise DiskFullError(f"{what}: {os.strerror(error.errno)}. {left} {_ADVICE}") from None
 
 
 def free_space(folder: Path) -> FreeSpace:

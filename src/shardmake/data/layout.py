@@ -66,7 +66,7 @@ class Layout:
         name = self.columns[column]
         if not isinstance(example[name], str):
             raise DataError(f"{place}: {name} is {type(example[name]).__name__}, not text.")
-        return example[name]
+        return _encodable(example[name], f"{place}: {name}")
 
     def _optional_text(self, example: Example, column: str, place: str) -> str:
         name = self.columns.get(column)
@@ -130,7 +130,7 @@ class Layout:
 def _join(content: Any, place: str) -> str:
     """Return the text of a message: text as it is, a list of text parts joined, nothing for a call of a tool."""
     if content is None or isinstance(content, str):
-        return content or ""
+        return _encodable(content or "", place)
     if not isinstance(content, list):
         raise DataError(f"{place} is {type(content).__name__}. Write text, or a list of parts of type text.")
     for index, part in enumerate(content):
@@ -139,7 +139,19 @@ def _join(content: Any, place: str) -> str:
             raise DataError(
                 f"{place}[{index}] is {kind}. Only text can be learned: write parts with the keys type (text) and text."
             )
-    return "".join(part["text"] for part in content)
+    return _encodable("".join(part["text"] for part in content), place)
+
+
+def _encodable(text: str, place: str) -> str:
+    """Return ``text``; raise `DataError` for half of a surrogate pair, which JSON can hold and no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[error.start].encode(errors="backslashreplace").decode()
+        raise DataError(
+            f"{place} is not text: {found} is half of a surrogate pair. Write the character whole."
+        ) from None
+    return text
 
 
 def _tools(tools: Any, place: str) -> list[Any] | None:

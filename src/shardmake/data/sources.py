@@ -6,6 +6,7 @@ needs no common type for all of them. Parquet files and hub data sets are read b
 """
 
 import bisect
+import errno
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -151,10 +152,15 @@ def _generation_errors(source: Files) -> Iterator[None]:
     try:
         yield
     except datasets.exceptions.DatasetGenerationError as error:
-        cause = error.__cause__ or error.__context__
-        if isinstance(cause, ShardmakeError) or getattr(cause, "errno", None) is not None:
-            raise cause from None
-        raise DataError(f"Cannot read {source}: {cause}. Write the file again.") from None
+        raise _cause(error, source) from None
+
+
+def _cause(error: BaseException, source: Source) -> BaseException:
+    """Return what happened while `datasets` read ``source``: our own error, or that of the file system."""
+    cause = error.__cause__ or error.__context__ or error
+    if isinstance(cause, ShardmakeError) or getattr(cause, "errno", None) is not None:
+        return cause
+    return DataError(f"Cannot read {source}: {cause} Write it again, or name another one.")
 
 
 def check(source: Source) -> None:
@@ -263,14 +269,20 @@ def read_hub(source: HubDataset) -> "datasets.Dataset":
 
 @contextmanager
 def _hub_errors(source: HubDataset) -> Iterator[None]:
-    """Turn errors of a hub data set into `DataError` with advice."""
+    """Turn errors of a hub data set into `DataError` with advice; a full disk is not one of them."""
+    import datasets
+
     try:
         yield
     except ShardmakeError:
         raise
+    except datasets.exceptions.DatasetGenerationError as error:
+        raise _cause(error, source) from None
     except ValueError as error:
         raise DataError(f"Cannot load hub data set {source}: {_subset_mistake(source) or error}") from None
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise
         raise DataError(
             f"Data not found: {str(source)!r} is not a file or folder in {Path.cwd()}, and the hub request "
             f"failed: {error}. "

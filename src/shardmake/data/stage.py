@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import digest, fsync_directory
-from shardmake.core.disk import full_disk_errors
 from shardmake.core.errors import DataError, ModelError, ShardmakeError
+from shardmake.core.units import plural
 from shardmake.data.encode import Encoder, loss_on_assistant
 from shardmake.data.layout import Layout, check_named, recognize
 from shardmake.data.packing import (
@@ -78,7 +78,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     if receipt is not None:
         logger.info(f"{rundir.data} is up to date.")
         return receipt
-    with full_disk_errors(rundir.root, f"Cannot write the data of {rundir.name}"), _workspace(rundir) as work:
+    with _workspace(rundir) as work:
         results = _build(run, tokenizer, sources, work, cpus)
         trained_on = digest({"files": results["train"]["files"], "length": run.sequence_length})
         receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
@@ -95,7 +95,7 @@ def check_sources(run: Run) -> None:
 
 
 def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
-    """Encode the first ``limit`` rows of the training and the evaluation data; return their layout.
+    """Encode the first ``limit`` (two or more) rows of the training and the evaluation data; return their layout.
 
     The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
     before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
@@ -105,6 +105,8 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
     for split, source in sources.items():
         if not rows[split]:
             raise no_examples(source)
+    if "eval" not in rows:
+        _check_divisible(len(rows["train"]), run)
     encoder, largest = _make_encoder(run, tokenizer, sources["train"], rows["train"]), 0
     for split, source in sources.items():
         encoded = _encode_rows(rows[split], encoder, run.sequence_length, source)
@@ -204,14 +206,18 @@ def _make_encoder(
 
 def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
     """Split off part of the training rows, at least one, for evaluation."""
-    if len(rows) < 2:
+    _check_divisible(len(rows), run)
+    count = max(1, round(len(rows) * run.data.eval_fraction))
+    shuffled = rows.shuffle(seed=run.seed, keep_in_memory=True)
+    return {"train": shuffled.select(range(count, len(rows))), "eval": shuffled.select(range(count))}
+
+
+def _check_divisible(count: int, run: Run) -> None:
+    if count < 2:
         raise DataError(
             f"Too little data: {run.data.train} has one example, and evaluation needs another one. Set data.eval "
             "or add data."
         )
-    count = max(1, round(len(rows) * run.data.eval_fraction))
-    shuffled = rows.shuffle(seed=run.seed, keep_in_memory=True)
-    return {"train": shuffled.select(range(count, len(rows))), "eval": shuffled.select(range(count))}
 
 
 def _build_split(
@@ -237,7 +243,7 @@ def _check_learned(part: str, counts: Mapping[str, int], dropped: Sequence[str],
     count = counts["dropped_without_loss"] + counts["dropped_loss_truncated"]
     if count < counts["examples"]:
         logger.warning(
-            f"{count:,} of {counts['examples']:,} examples in the {part} data have nothing to learn and are dropped. "
+            f"Examples of the {part} data with nothing to learn are dropped: {count:,} of {counts['examples']:,}. "
             f"The first: {'; '.join(dropped)}.{roles}"
         )
         return
@@ -329,7 +335,7 @@ def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:
 def _summary(counts: SplitReceipt, length: int) -> str:
     full = counts.tokens / (counts.sequences * length)
     return (
-        f"{_outcomes(dict(counts))} in {counts.sequences:,} sequences of {length:,} tokens ({full:.0%} full), "
+        f"{_outcomes(dict(counts))} in {plural(counts.sequences, 'sequence')} of {length:,} tokens ({full:.0%} full), "
         f"{counts.loss_tokens:,} of {counts.tokens:,} tokens learned"
     )
 
@@ -342,4 +348,4 @@ def _outcomes(counts: Mapping[str, Any]) -> str:
         "dropped_loss_truncated": "dropped, with nothing to learn before the cut",
     }
     parts_found = [f"{counts[key]:,} {words}" for key, words in parts.items() if counts[key]]
-    return "; ".join([f"{counts['examples']:,} examples", *parts_found])
+    return "; ".join([plural(counts["examples"], "example"), *parts_found])

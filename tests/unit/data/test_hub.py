@@ -57,6 +57,7 @@ def hub(folder: Path) -> Iterator[FakeHub]:
         files = {"train.jsonl": rows("a", "b"), "test.jsonl": rows("c")}
         hub.add("datasets/lab/plain", {"README.md": card("default"), **files})
         hub.add("datasets/lab/parts", {"README.md": card("main", "small"), **files})
+        hub.add("datasets/lab/broken", {"README.md": card("default"), "train.jsonl": b"{", "test.jsonl": rows("c")})
         yield hub
 
 
@@ -115,3 +116,8 @@ def test_what_the_hub_does_not_have_is_refused(hub: FakeHub, folder: Path) -> No
         "Cannot load hub data set lab/parts: it has several subsets; choose one with data.subset. Existing: main, small."
     )
     assert "v9" in revision
+
+
+def test_a_data_set_that_cannot_be_read_is_refused(hub: FakeHub, folder: Path) -> None:
+    [message] = ask(hub, folder, ("lab/broken", TRAIN, {}))
+    assert message.startswith("Cannot read lab/broken: ") and message.endswith(" Write it again, or name another one.")

@@ -140,6 +140,9 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     ("sharegpt", {"conversations": [{"from": "system", "value": "a"}], "system": "b"}, "there are two system messages, "
      "one in system and one in conversations. Remove one."),
     ("alpaca", {"instruction": "a", "input": 3, "output": "b"}, "input is int, not text."),
+    ("text", {"text": "a\ud83d"}, "text is not text: \\ud83d is half of a surrogate pair. Write the character whole."),
+    ("chat", {"messages": chat("u:\udc00")}, "messages[0].content is not text: \\udc00 is half of a surrogate pair. "
+     "Write the character whole."),
     ("alpaca", {"instruction": "a"}, "this example (alpaca) has no output. Its keys: instruction."),
 ]  # fmt: skip
 

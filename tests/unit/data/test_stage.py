@@ -16,7 +16,8 @@ from transformers import LlamaConfig
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256
-from shardmake.core.errors import DiskFullError, ShardmakeError
+from shardmake.core.errors import ShardmakeError
+from shardmake.core.failures import explain
 from shardmake.data import check_first_rows, check_sources, prepare, stage
 from shardmake.data.dataset import IGNORED, collator, load
 from shardmake.run.paths import RunDir
@@ -216,7 +217,7 @@ def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_pa
         check_first_rows(make_run(model, {"train": str(train), "eval": str(held_out)}), limit=3)
 
 
-@pytest.mark.parametrize("limit", [1, 2, 64])
+@pytest.mark.parametrize("limit", [2, 64])
 def test_the_first_rows_of_parquet_files_are_encoded(model: Path, tmp_path: Path, limit: int) -> None:
     for name, text in (("a", "x"), ("b", "y")):
         datasets.Dataset.from_dict({"text": [text]}).to_parquet(str(tmp_path / f"{name}.parquet"))
@@ -335,27 +336,26 @@ def test_examples_without_anything_to_learn_are_named(
     receipt = prepare(run, RunDir(tmp_path / "run"))
     named = [f"{path}, line {number}" for number in (4, 10, 11, 21, 22)]
     assert receipt.train.dropped_without_loss == 7 and receipt.train.first_dropped == named
-    words = "7 of 40 examples in the {} data have nothing to learn and are dropped. The first: "
+    words = "Examples of the {} data with nothing to learn are dropped: 7 of 40. The first: "
     words += f"{'; '.join(named)}. Only messages with the role assistant are learned."
     assert words.format("train") in caplog.messages
     check_first_rows(run)
     assert words.format("first rows of the train") in caplog.messages
 
 
-def test_a_full_disk_is_reported(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("writer", ["Dataset.save_to_disk", "arrow_writer.ArrowWriter.write_examples_on_file"])
+def test_a_full_disk_is_reported(model: Path, tmp_path: Path, writer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     path = write_jsonl(tmp_path / "t.jsonl", conversations(5))
     rundir = RunDir(tmp_path / "run")
-    for target in (datasets.Dataset, datasets.arrow_writer.ArrowWriter):
-        with monkeypatch.context() as patch:
-            patch.setattr(target, "save_to_disk" if target is datasets.Dataset else "write_table", fail)
-            patch.setattr(datasets.arrow_writer.ArrowWriter, "write_examples_on_file", fail)
-            with pytest.raises(DiskFullError) as error:
-                prepare(make_run(model, {"train": path}), rundir)
-        assert str(error.value).startswith(f"Cannot write the data of run: No space left on device. {rundir.root} has ")
-        assert not list(tmp_path.glob("run/.data*"))
+    monkeypatch.setattr(f"datasets.{writer}", fail)
+    with pytest.raises(OSError, match="No space left") as error:
+        prepare(make_run(model, {"train": path}), rundir)
+    message = f"Cannot use {rundir.root}. No space is left on its file system. Free some space "
+    assert str(explain(error.value, rundir.root)).startswith(message)
+    assert not list(tmp_path.glob("run/.data*"))
 
 
 def test_nothing_is_read_from_the_network_or_kept_outside_the_run(
@@ -386,6 +386,8 @@ def test_data_with_nothing_to_learn_is_refused(model: Path, tmp_path: Path) -> N
 
 def test_one_example_cannot_be_split(model: Path, tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", conversations(1))
+    with pytest.raises(ShardmakeError, match="Too little data"):
+        check_first_rows(make_run(model, {"train": path}))
     assert refusal(make_run(model, {"train": path}), RunDir(tmp_path / "run")) == (
         f"Too little data: {path} has one example, and evaluation needs another one. Set data.eval or add data."
     )
