@@ -24,6 +24,15 @@ from shardmake.run.plan import (
     Workload,
 )
 from shardmake.run.receipts import DataReceipt, DataSettings, MergeReceipt, SplitReceipt, TrainingReceipt, Verification
+from shardmake.run.training_settings import (
+    BaseModelSettings,
+    CheckpointSettings,
+    ExpectedEngine,
+    FullMethod,
+    LoopProgram,
+    RetentionSettings,
+    TrainingSettings,
+)
 
 WEIGHTS = {f"model-0000{n}-of-00002.safetensors": bytes([n]) * 200_000 for n in (1, 2)}
 MODEL = {
@@ -32,7 +41,8 @@ MODEL = {
     "tokenizer.json": b"{}\n",
     **WEIGHTS,
 }
-PLOTS = {f"plots/{name}.png" for name in ("loss", "optimizer", "speed", "memory", "by-length")}
+PLOTS = {f"plots/{name}.png" for name in ("loss", "optimizer", "speed", "by-length")}
+"""Those of a run on CPUs, where memory is not measured."""
 DRAWN = dict.fromkeys(sorted(PLOTS), b"\x89PNG")
 """Stands for the plots where only what becomes of files is tested: drawing them takes longer than all the rest."""
 CHOICE = Choice(
@@ -71,6 +81,8 @@ def make_rundir(root: Path, files: dict[str, bytes] = MODEL) -> RunDir:
     write_model(rundir, files)
     make_plan().write(rundir.plan)
     MEMORY.write(rundir.memory)
+    SETTINGS.write(rundir.training)
+    make_data_receipt("d").write(rundir.data_receipt)
     TRAINED.write(rundir.train_receipt)
     EVALUATED.write(rundir.evaluation)
     write_history(rundir, [(0, 900, range(1, 31), "interrupted"), (1200, 2100, range(31, 61), "finished")])
@@ -185,7 +197,7 @@ def make_plan() -> Plan:
             attention="sdpa",
             loss="plain",
         ),
-        reason="The fastest that fits: 11 GiB of 40 GiB.",
+        reason="zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
         rejected={"ddp": "needs 52 GiB"},
         fallbacks=[Fallback(choice=CHOICE, host_memory=4 << 30, memory_gib=5)],
         host_memory=6 << 30,
@@ -222,6 +234,28 @@ MEMORY = MemoryEstimates(
         )
     ],
 )
+SETTINGS = TrainingSettings(
+    model=BaseModelSettings(
+        path="base", revision=None, trust_remote_code=False, dtype="bfloat16", attention="sdpa",
+        gradient_checkpointing=False,
+    ),
+    objective="sft",
+    method=FullMethod(),
+    arguments={
+        "max_steps": 60, "learning_rate": 5e-4, "lr_scheduler_type": "cosine", "warmup_steps": 3, "optim": "adamw_torch",
+        "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.01, "max_grad_norm": 1.0,
+        "seed": 42,
+    },
+    optimizer=None,
+    expected=ExpectedEngine(
+        engine="deepspeed", zero_stage=2, world_size=2, dtype="bfloat16", offload_optimizer=None, offload_param=None
+    ),
+    loss="plain",
+    checkpoints=CheckpointSettings(
+        retention=RetentionSettings(keep=2, best=False, every_steps=None), mtbf_seconds=None
+    ),
+    program=LoopProgram(kind="trainer"),
+)  # fmt: skip
 TRAINED = TrainingReceipt(
     steps=60,
     tokens=245760,

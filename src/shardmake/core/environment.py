@@ -1,6 +1,7 @@
 """The environment of libraries: caches of compiled kernels, the hub, versions."""
 
 import os
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
@@ -39,9 +40,29 @@ def leave_collectives_to_gloo() -> None:
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
+_GIT_SECONDS = 10
 LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "shardmake")
 
 
 def library_versions() -> dict[str, str]:
     """Return the versions that checkpoints record and that must be equal on all nodes."""
     return {name: version(name) for name in LIBRARIES}
+
+
+def checkout_commit(package: Path = Path(__file__).parent) -> str | None:
+    """Return the commit of the git checkout that ``package`` is a part of; None if it is installed otherwise.
+
+    The name ends in ``-dirty`` if tracked files were changed.
+    """
+    if _git(package, "ls-files", "--error-unmatch", ".") is None:
+        return None
+    return _git(package, "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Return the output of git, or None if git is missing, refuses or does not answer."""
+    try:
+        done = subprocess.run(["git", "-C", folder, *arguments], capture_output=True, text=True, timeout=_GIT_SECONDS)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None if done.returncode == 0 else None

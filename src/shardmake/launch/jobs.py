@@ -12,7 +12,7 @@ import psutil
 
 from shardmake.config.models import Cluster
 from shardmake.core.atomic import digest
-from shardmake.core.environment import library_versions
+from shardmake.core.environment import checkout_commit, library_versions
 from shardmake.launch.low_memory_wait import PREFIX
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.attempt import Attempt, AttemptDir
@@ -56,6 +56,7 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
         scratch=cluster.scratch,
         offline=not cluster.internet_on_compute_nodes,
         versions=library_versions(),
+        commit=checkout_commit(),
         planned_bandwidth=cluster.inter_node_gbps * 1e9 if plan.choice.nodes > 1 else None,
         hang_seconds=cluster.hang_seconds,
         **decided,

@@ -8,8 +8,7 @@ from shardmake.core.atomic import write_bytes
 from shardmake.core.errors import PushError
 from shardmake.core.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
 from shardmake.core.secrets import find_secrets, redact
-from shardmake.report.card import render_card
-from shardmake.report.stage import card_plots
+from shardmake.report.card import card_plots, render_card
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt
 

@@ -4,38 +4,26 @@ A card contains only facts about the model: no paths, no host or user names, not
 depends only on the run's receipts, so the same run gives the same card.
 """
 
+import json
 import re
-import statistics
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
-from shardmake.config.objectives import OBJECTIVES
-from shardmake.core.hub import is_hub_id
+from shardmake.report import figures
 from shardmake.report.figures import length_name
-from shardmake.report.flops import utilization
-from shardmake.report.history import TrainingHistory, attempt_of, read_history
+from shardmake.report.plots import plots
+from shardmake.report.records import Records, public_name
+from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Plan
-from shardmake.run.receipts import DataReceipt, TrainingReceipt
-from shardmake.run.sources import PinnedSource, Sources, localize, read_sources
+from shardmake.run.sources import localize
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCardData
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-PLOTS = {
-    "loss": "Loss by optimizer step, stitched over the attempts",
-    "optimizer": "Learning rate and gradient norm",
-    "speed": "Tokens per second and MFU",
-    "memory": "Memory, predicted against measured",
-    "by-length": "Evaluation loss by the length of the example",
-}
-_PLACEHOLDER = "THIS_REPOSITORY_OR_FOLDER"
-_WEIGHTS = {"keep": "the training's own"}
-_MERGED = "merged into the base model"
-_METHODS = {"full": "full fine-tuning", "lora": f"LoRA, {_MERGED}", "qlora": f"QLoRA, {_MERGED}"}
+_LICENSE_KEYS = ("license", "license_name", "license_link")
 
 
 def render_card(run: Run, rundir: RunDir) -> str:
@@ -45,119 +33,116 @@ def render_card(run: Run, rundir: RunDir) -> str:
     """
     from huggingface_hub import ModelCard
 
-    evaluation = EvaluationResult.read(rundir.evaluation)
-    training = TrainingReceipt.read(rundir.train_receipt)
-    sources = read_sources(rundir)
+    records = Records.read(run, rundir)
+    evaluation, shown = records.evaluation, plots(records)
+    base = _base_metadata(Path(localize(run, rundir).model))
     card = ModelCard.from_template(
-        _metadata(run, rundir, evaluation),
+        _metadata(records, base),
         template_path=str(TEMPLATE),
         name=rundir.name,
         base=public_name(run.model),
-        facts=_facts(run, rundir, sources, training),
+        trained=_trained_sentence(records),
+        facts=training_facts(records),
+        held_out=held_out(records),
         evaluation=evaluation,
         samples=[{key: _fenced(text) for key, text in sample} for sample in evaluation.samples],
-        versions=training.versions,
-        plots=PLOTS,
+        plots={name: plot.title for name, plot in shown.items()},
         place=_place(run),
+        is_hub=_hub_name(run) is not None,
+        has_chat_template=_has_chat_template(rundir.model),
+        prompt=json.dumps(_example_prompt(evaluation), ensure_ascii=False),
         buckets=list(zip(evaluation.base.by_length, evaluation.tuned.by_length, strict=True)),
         length_name=length_name,
     )
     return str(card)
 
 
-def _metadata(run: Run, rundir: RunDir, evaluation: EvaluationResult) -> "ModelCardData":
+def card_plots(run: Run, rundir: RunDir) -> dict[str, bytes]:
+    """Return the figures of the model card as PNG, by file name."""
+    shown = plots(Records.read(run, rundir))
+    return {f"plots/{name}.png": figures.as_png(plot.drawing) for name, plot in shown.items()}
+
+
+def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
     from huggingface_hub import EvalResult, ModelCardData
 
-    repository = run.data.train.partition(":")[0]  # of org/name:split
-    data = public_name(run.data.train)
+    run, evaluation = records.run, records.evaluation
+    data = public_name(run.data.eval or run.data.train)
     perplexity = EvalResult(
         task_type="text-generation",
         dataset_type=data,
-        dataset_name=f"{data} (evaluation split)",
+        dataset_name=data if run.data.eval else f"{data} (evaluation split)",
         metric_type="perplexity",
         metric_value=round(evaluation.tuned.perplexity, 4),
     )
     return ModelCardData(
-        base_model=run.model if is_hub_id(run.model) else None,
-        datasets=[repository] if is_hub_id(repository) else None,
+        base_model=run.model if records.is_from_hub("model") else base.get("base_model"),
+        datasets=None if run.script or not records.is_from_hub("train") else [run.data.train.partition(":")[0]],
         library_name="transformers",
-        license=_base_license(Path(localize(run, rundir).model)),
-        model_name=rundir.name,
+        model_name=records.name,
         pipeline_tag="text-generation",
         tags=["shardmake"],
         eval_results=[perplexity],
+        **{key: base[key] for key in _LICENSE_KEYS if base.get(key)},
     )
 
 
-def _place(run: Run) -> str:
-    """Return the argument of `from_pretrained`: the hub name, if the model is pushed there."""
-    names = [to.removeprefix("hub:") for to in (run.push.destinations if run.push else []) if to.startswith("hub:")]
-    return names[0] if names else _PLACEHOLDER
-
-
-def _base_license(model: Path) -> str | None:
-    """Return the licence from the base model's card."""
+def _base_metadata(model: Path) -> dict[str, Any]:
+    """Return the metadata in the base model's card, empty if it has none or cannot be read."""
     from huggingface_hub import ModelCard
+    from yaml import YAMLError
 
-    card = model / "README.md"
-    return ModelCard.load(card, ignore_metadata_errors=True).data.license if card.is_file() else None
-
-
-def _facts(run: Run, rundir: RunDir, sources: Sources | None, training: TrainingReceipt) -> dict[str, str]:
-    """Return the rows of the table "Training"."""
-    plan, history = Plan.read(rundir.plan), read_history(rundir)
-    choice, used = plan.choice, utilization(run, rundir, history)
-    data = DataReceipt.read_if_exists(rundir.data_receipt)
-    loss = "not logged" if training.loss is None else f"{training.loss:.4f}"
-    return {
-        "Base model": _named(run.model, _commit(sources.model if sources else None, run.revision)),
-        "Data": _named(run.data.train, _commit(sources.train if sources else None, run.data.revision)),
-        **({"Data format": data.describe_format()} if data else {}),
-        "Objective": OBJECTIVES[run.objective].label,
-        "Method": _METHODS[run.method],
-        "Strategy": f"{choice.strategy}. {plan.reason}",
-        "Hardware": _hardware(training.world_size, history, rundir),
-        "Ranks": f"{training.world_size} ({choice.nodes} x {choice.processes_per_node})",
-        "Precision": f"{choice.precision} in training, {_WEIGHTS.get(run.dtype, run.dtype)} in these files",
-        "Sequence length": f"{run.sequence_length} tokens{', packed' if run.packing else ''}",
-        "Global batch": f"{run.global_batch_size} sequences",
-        **_course(run, training),
-        "Training loss at the end": loss,
-        **({"MFU": f"{statistics.median(used.shares):.1%} of the dense peak"} if used else {}),
-        "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, {training.attempts} attempt(s)",
-    }
+    try:
+        card = ModelCard.load(model / "README.md", ignore_metadata_errors=True)
+    except (OSError, ValueError, YAMLError):  # no card, another encoding, broken metadata
+        return {}
+    return card.data.to_dict()
 
 
-def _hardware(world_size: int, history: TrainingHistory, rundir: RunDir) -> str:
-    """Return the devices of the last attempt, named as in the cluster file."""
-    last = attempt_of(rundir, history.spans[-1].number).read()
-    kind = "CPU ranks" if last.accelerator == "cpu" else last.accelerator.upper()
-    return f"{world_size} x {kind} on {last.nodes} node(s)"
+def _trained_sentence(records: Records) -> str:
+    if records.is_script:
+        return f"trained by `{Path(records.run.script or '').name}` and merged, evaluated and published by Shardmake"
+    return "fine-tuned with Shardmake"
 
 
-def _course(run: Run, training: TrainingReceipt) -> dict[str, str]:
-    """Return steps and learning rate; for a script only what it logged."""
-    if run.script:
-        steps = {} if training.steps is None else {"Steps": f"{training.steps} optimizer steps"}
-        return {"Trained by": f"`{Path(run.script).name}`", **steps}
-    return {
-        "Steps": f"{training.steps} optimizer steps, {training.tokens:,} tokens",
-        "Learning rate": f"{run.learning_rate:g}, {run.scheduler}",
-    }
+def held_out(records: Records) -> str:
+    """Return what the evaluation's tokens are, without a claim about what the base model or a script has seen."""
+    tokens = f"{records.evaluation.tokens:,} tokens"
+    if records.run.data.eval:
+        seen = not _checksums(records, "eval").isdisjoint(_checksums(records, "train"))
+        note = "which is also training data" if seen else "a source apart from the training data"
+        return f"{tokens} of {public_name(records.run.data.eval)}, {note}"
+    part = f"{100 * records.data.settings.eval_fraction:.3g} % of the examples of {public_name(records.run.data.train)}"
+    if records.is_script:
+        return f"{tokens} of {part}, which the script may have read"
+    return f"{tokens} of {part}, held out from training"
 
 
-def _commit(source: PinnedSource | None, revision: str | None) -> str | None:
-    """Return the fetched commit, or else the configured revision."""
-    return source.commit if source and source.commit else revision
+def _checksums(records: Records, split: str) -> set[str]:
+    return {file["sha256"] for file in records.data.sources.get(split, {}).get("files", [])}
 
 
-def _named(source: str, revision: str | None) -> str:
-    return public_name(source) + (f" at `{revision}`" if revision else "")
+def _hub_name(run: Run) -> str | None:
+    names = [to.removeprefix("hub:") for to in (run.push.destinations if run.push else []) if to.startswith("hub:")]
+    return names[0] if names else None
 
 
-def public_name(source: str) -> str:
-    """Return the public name of ``source``: a complete hub id (``org/name:split``), or the last part of a path."""
-    return source if is_hub_id(source.partition(":")[0]) else Path(source).name
+def _place(run: Run) -> str:
+    """Return the argument of `from_pretrained`: the hub name, or the last part of another destination."""
+    destinations = run.push.destinations if run.push else []
+    return _hub_name(run) or next((re.split("[:/]", to.rstrip("/"))[-1] for to in destinations), ".")
+
+
+def _has_chat_template(model: Path) -> bool:
+    settings = model / "tokenizer_config.json"
+    return (model / "chat_template.jinja").is_file() or (
+        settings.is_file() and "chat_template" in json.loads(settings.read_text())
+    )
+
+
+def _example_prompt(evaluation: EvaluationResult) -> str:
+    """Return the shortest prompt of the samples, or a general one."""
+    return min((sample.prompt for sample in evaluation.samples if sample.prompt), key=len, default="Hello")
 
 
 def _fenced(text: str) -> str:

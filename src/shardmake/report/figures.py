@@ -49,7 +49,8 @@ def loss(history: TrainingHistory) -> Drawing:
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
-        axes.plot(*history.series("loss"), color=BLUE, label="training")
+        if any(trained := history.series("loss")):
+            axes.plot(*trained, color=BLUE, label="training")
         if any(evaluated := history.series("eval_loss")):
             axes.plot(*evaluated, color=ORANGE, marker="o", markersize=3, label="evaluation")
         _mark_interruptions(axes, history)
@@ -59,15 +60,17 @@ def loss(history: TrainingHistory) -> Drawing:
 
 
 def optimizer(history: TrainingHistory) -> Drawing:
-    """Draw learning rate, and gradient norm before clipping."""
+    """Draw learning rate, and gradient norm before clipping, as far as they were logged."""
 
     def draw(figure: "Figure") -> None:
-        above, below = figure.subplots(2, sharex=True)
-        above.plot(*history.series("learning_rate"), color=BLUE)
-        above.set_ylabel("learning rate")
-        below.plot(*history.series("grad_norm"), color=ORANGE)
-        _mark_interruptions(below, history)
-        _label(below, "gradient norm")
+        shown = {"learning_rate": ("learning rate", BLUE), "grad_norm": ("gradient norm", ORANGE)}
+        logged = [key for key in shown if history.series(key)[0]]
+        for key, axes in zip(logged, figure.subplots(len(logged), sharex=True, squeeze=False)[:, 0], strict=True):
+            name, colour = shown[key]
+            axes.plot(*history.series(key), color=colour)
+            axes.set_ylabel(name)
+        _mark_interruptions(axes, history)
+        _label(axes, name)
 
     return draw
 

@@ -58,11 +58,13 @@ class TrainingHistory:
 
     @property
     def interruptions(self) -> list[Interruption]:
-        """One between each attempt that left steps and the next that made some."""
+        """One between each attempt that left steps and the next that made some, if both logged the time."""
         working = [span for span in self.spans if span.lines]
+        ends = [(a.lines[-1], b.lines[0], a.end) for a, b in pairwise(working)]
         return [
-            Interruption(a.lines[-1].step, (b.lines[0].time or 0) - (a.lines[-1].time or 0), a.end)
-            for a, b in pairwise(working)
+            Interruption(last.step, first.time - last.time, why)
+            for last, first, why in ends
+            if first.time is not None and last.time is not None
         ]
 
     def series(self, key: str) -> tuple[list[int], list[float]]:
@@ -73,11 +75,21 @@ class TrainingHistory:
 
 def read_history(rundir: RunDir) -> TrainingHistory:
     """Read the history of a run, without attempts that neither logged a step nor wrote an exit record."""
-    lines = [line for line in read_metrics(rundir.metrics) if line.attempt is not None and line.time is not None]
     ends = {record.attempt: record.end for record in load_history(rundir.attempt_history)}
     folders = sorted(rundir.attempts.glob("[0-9]*"))
+    lines = _final_lines(read_metrics(rundir.metrics), int(folders[-1].name) if folders else 0)
     spans = [_span(AttemptDir(folder), [x for x in lines if x.attempt == int(folder.name)], ends) for folder in folders]
     return TrainingHistory([span for span in spans if span is not None])
+
+
+def _final_lines(lines: list[MetricsLine], last_attempt: int) -> list[MetricsLine]:
+    """Return the lines of the steps that count. A script may log a step again after it resumed, or name no attempt."""
+    kept: list[MetricsLine] = []
+    for line in reversed(lines):
+        attempt = last_attempt if line.attempt is None else line.attempt
+        if not kept or line.step < kept[-1].step or (line.step, attempt) == (kept[-1].step, kept[-1].attempt):
+            kept.append(line.model_copy(update={"attempt": attempt}))
+    return kept[::-1]
 
 
 def _span(folder: AttemptDir, lines: list[MetricsLine], ends: dict[int, str]) -> Span | None:

@@ -1,7 +1,6 @@
 """The report stage: a self-contained ``report.html``, and its figures as files."""
 
 import statistics
-from dataclasses import dataclass
 from pathlib import Path
 
 from shardmake.config.models import Run
@@ -9,14 +8,13 @@ from shardmake.core.atomic import write_text
 from shardmake.core.secrets import redact
 from shardmake.core.units import GIB
 from shardmake.report import figures
-from shardmake.report.card import public_name
-from shardmake.report.figures import Memory, length_name
-from shardmake.report.flops import Utilization, utilization
-from shardmake.report.history import TrainingHistory, read_history
-from shardmake.run.evaluation import EvaluationResult
+from shardmake.report.card import held_out
+from shardmake.report.figures import length_name
+from shardmake.report.plots import memory_of, missing_metrics, plots
+from shardmake.report.records import Records, public_name
+from shardmake.report.training_facts import training_facts
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import MemoryEstimates, Plan
-from shardmake.run.receipts import DataReceipt, PushedTo, PushReceipt, TrainingReceipt
+from shardmake.run.receipts import PushReceipt
 
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
@@ -24,103 +22,68 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 def write_report(run: Run, rundir: RunDir) -> Path:
     """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
 
-    Raises `ShardmakeError` if a required stage has not run.
+    A figure without data is not drawn; the page says in words what is missing. Raises `ShardmakeError` if a required
+    stage has not run.
     """
-    facts = _read(run, rundir)
-    drawings = {name: figures.as_svg(name, drawing) for name, drawing in _draw(facts).items()}
+    records = Records.read(run, rundir)
+    shown = plots(records)
+    drawings = {name: figures.as_svg(name, plot.drawing) for name, plot in shown.items()}
+    for old in rundir.figures.glob("*.svg"):
+        if old.stem not in drawings:
+            old.unlink()
     for name, drawing in drawings.items():
         write_text(rundir.figure(name), drawing)
-    write_text(rundir.report, redact(_page(run, rundir, facts, drawings)))
+    captions = {name: plot.caption for name, plot in shown.items()}
+    write_text(rundir.report, redact(_page(records, rundir, drawings, captions)))
     return rundir.report
 
 
-def card_plots(run: Run, rundir: RunDir) -> dict[str, bytes]:
-    """Return the figures of the model card as PNG, by file name."""
-    return {f"plots/{name}.png": figures.as_png(drawing) for name, drawing in _draw(_read(run, rundir)).items()}
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """Records from the run's folder."""
-
-    plan: Plan
-    training: TrainingReceipt
-    history: TrainingHistory
-    used: Utilization | None
-    memory: Memory
-    evaluation: EvaluationResult
-    pushed: list[PushedTo]
-
-
-def _read(run: Run, rundir: RunDir) -> _Facts:
-    plan, history = Plan.read(rundir.plan), read_history(rundir)
-    pushed = PushReceipt.read_if_exists(rundir.push_receipt)
-    return _Facts(
-        plan=plan,
-        training=TrainingReceipt.read(rundir.train_receipt),
-        history=history,
-        used=utilization(run, rundir, history),
-        memory=memory_of(MemoryEstimates.read(rundir.memory), plan, history),
-        evaluation=EvaluationResult.read(rundir.evaluation),
-        pushed=pushed.destinations if pushed else [],
-    )
-
-
-def _draw(facts: _Facts) -> dict[str, figures.Drawing]:
-    return {
-        "loss": figures.loss(facts.history),
-        "optimizer": figures.optimizer(facts.history),
-        "speed": figures.speed(facts.history, facts.used),
-        "memory": figures.memory(facts.memory),
-        "by-length": figures.by_length(facts.evaluation),
-    }
-
-
-def _page(run: Run, rundir: RunDir, facts: _Facts, drawings: dict[str, str]) -> str:
+def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: dict[str, str]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(bucket=length_name, duration=duration, gib=lambda size: f"{size / GIB:.1f} GiB")
-    lengths = zip(facts.evaluation.base.by_length, facts.evaluation.tuned.by_length, strict=True)
+    pushed = PushReceipt.read_if_exists(rundir.push_receipt)
+    lengths = zip(records.evaluation.base.by_length, records.evaluation.tuned.by_length, strict=True)
     return environment.from_string(TEMPLATE.read_text()).render(
-        vars(facts),
+        records=records,
         name=rundir.name,
-        base=public_name(run.model),
-        data=public_name(run.data.train),
-        data_receipt=DataReceipt.read_if_exists(rundir.data_receipt),
-        run=run,
-        tiles=_tiles(facts),
+        base=public_name(records.run.model),
+        data=public_name(records.run.data.train),
+        facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
+        tiles=_tiles(records),
+        notes=_notes(records),
+        memory=memory_of(records),
+        held_out=held_out(records),
         figures=drawings,
+        captions=captions,
         buckets=list(lengths),
+        pushed=pushed.destinations if pushed else [],
     )
 
 
-def memory_of(estimates: MemoryEstimates, plan: Plan, history: TrainingHistory) -> Memory:
-    """Return the estimate of the choice and the allocator's measured peak (None on CPUs)."""
-    measured = [line.memory.reserved for line in history.lines if line.memory]
-    gpu = estimates.of(plan.choice).gpu
-    return Memory(gpu.terms, gpu.device, estimates.gpu_memory, max(measured, default=None))
-
-
-def _tiles(facts: _Facts) -> dict[str, str]:
-    """Return the key figures for the top of the page."""
-    training, history, evaluation, used = facts.training, facts.history, facts.evaluation, facts.used
+def _tiles(records: Records) -> dict[str, str]:
+    """Return the key figures for the top of the page, as far as they are known."""
+    training, history, evaluation = records.training, records.history, records.evaluation
     rates = history.series("tokens_per_second")[1]
-    return {
+    lost = sum(item.seconds for item in history.interruptions)
+    tiles = {
         "evaluation loss": f"{evaluation.base.loss:.3f} → {evaluation.tuned.loss:.3f}",
         "perplexity": f"{evaluation.base.perplexity:,.1f} → {evaluation.tuned.perplexity:,.1f}",
-        "optimizer steps": _counted(training.steps),
-        "tokens": _counted(training.tokens),
-        "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "not logged",
-        "MFU": f"{statistics.median(used.shares):.1%}" if used else "none on CPU",
+        "optimizer steps": "" if training.steps is None else f"{training.steps:,}",
+        "tokens": "" if training.tokens is None else f"{training.tokens:,}",
+        "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "",
+        "MFU": f"{statistics.median(records.utilization.shares):.1%}" if records.utilization else "",
         "device hours": f"{history.device_hours:.2f}",
-        "lost to interruptions": duration(sum(item.seconds for item in history.interruptions)),
+        "lost to interruptions": duration(lost) if history.interruptions else "",
     }
+    return {name: value for name, value in tiles.items() if value}
 
 
-def _counted(number: int | None) -> str:
-    """Format a count; a user's script may not have logged it."""
-    return "not logged" if number is None else f"{number:,}"
+def _notes(records: Records) -> list[str]:
+    """Return a sentence for everything that a reader may look for and that the page does not show."""
+    on_cpu = "The ranks ran on CPUs: the share of a GPU's peak (MFU) and the allocator's memory are not defined there."
+    return [note for note in (missing_metrics(records), on_cpu if records.on_cpu else "") if note]
 
 
 def duration(seconds: float) -> str:

@@ -38,6 +38,7 @@ class Attempt(RunRecord):
         default_factory=dict, description="These settings as text, by key and without secrets."
     )
     versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
+    commit: str | None = Field(None, description="Commit of Shardmake's checkout; ends in `-dirty` if it was edited.")
     planned_bandwidth: float | None = Field(
         None, description="Bytes per second that one node should reach to others; None for a single node."
     )

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from shardmake.core.environment import hub_environment, kernel_caches
+from shardmake.core.environment import checkout_commit, hub_environment, kernel_caches
 
 SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch', 'transformers', 'datasets'} & {*sys.modules}))"
 
@@ -69,3 +70,19 @@ def test_each_user_has_a_cache_of_compiled_kernels(monkeypatch: pytest.MonkeyPat
 
     assert all(folder.startswith("/scratch/shardmake-42001/") for folder in folders(42001))
     assert folders(42001).isdisjoint(folders(42002))
+
+
+def test_a_commit_is_known_only_for_tracked_files(tmp_path: Path) -> None:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "module.py").touch()
+    assert checkout_commit(package) is None
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "first"], check=True)
+    assert checkout_commit(package) is None, "installed below somebody else's repository"
+    subprocess.run([*git, "add", "package"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "second"], check=True)
+    assert re.fullmatch("[0-9a-f]{12}", checkout_commit(package) or "")
+    (package / "module.py").write_text("edited")
+    assert (checkout_commit(package) or "").endswith("-dirty")

@@ -4,11 +4,29 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
+from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
-from shardmake.report.card import public_name, render_card
-from shardmake.report.stage import card_plots, write_report
+from shardmake.report.card import card_plots, render_card
+from shardmake.report.records import public_name
+from shardmake.report.stage import write_report
+from shardmake.run.evaluation import Sample
+from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources
-from tests.finished_run import PLOTS, make_data_receipt, make_run, make_rundir, write_history
+from shardmake.run.trained_engine import TrainedEngine
+from shardmake.run.training_settings import AdapterMethod, ScriptProgram
+from tests.finished_run import (
+    CHOICE,
+    EVALUATED,
+    PLOTS,
+    SETTINGS,
+    TRAINED,
+    make_attempt,
+    make_data_receipt,
+    make_plan,
+    make_run,
+    make_rundir,
+    write_history,
+)
 
 
 def test_card_and_report_describe_the_data_that_were_recognized(tmp_path: Path) -> None:
@@ -22,6 +40,14 @@ def test_card_and_report_describe_the_data_that_were_recognized(tmp_path: Path) 
     assert f"train.jsonl: {words.replace(chr(39), '&#39;')}</p>" in rundir.report.read_text()
     made.write(rundir.data_receipt)
     assert "| Data format | text (text), loss on all tokens |" in render_card(make_run(), rundir)
+
+
+def test_values_of_own_files_are_stated_without_paths(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    values = {"zero_optimization.reduce_bucket_size": 1000, "aio.path": "/scratch/ada"}
+    SETTINGS.model_copy(update={"own_files": values}).write(rundir.training)
+    row = "| Own settings files | zero_optimization.reduce_bucket_size 1000 |"
+    assert row in render_card(make_run(), rundir)
 
 
 def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
@@ -47,16 +73,32 @@ def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
     for line in (
         "| Base model | lab/base |",
         "| Data | train.jsonl |",
-        "| Strategy | zero2. The fastest that fits: 11 GiB of 40 GiB. |",
-        "| Hardware | 2 x CPU ranks on 1 node(s) |",
-        "| Ranks | 2 (1 x 2) |",
-        "| Time | 0.50 h, 1.00 device hours, 2 attempt(s) |",
+        "| Examples | 1 example, 1 token in 1 sequence |",
+        "| Objective | supervised fine-tuning |",
+        "| Method | full fine-tuning |",
+        "| Optimizer | AdamW of PyTorch, betas 0.9 and 0.999, epsilon 1e-08 |",
+        "| Weight decay | 0.01, not on norms and biases |",
+        "| Learning rate | 0.0005 at its peak, cosine schedule |",
+        "| Warm-up | 3 steps |",
+        "| Gradient clipping | norm 1 |",
+        "| Length | 60 optimizer steps, 245,760 tokens |",
+        "| Global batch | 16 sequences = 4 per forward pass x 2 accumulation steps x 2 ranks |",
+        "| Sequence length | 256 tokens, packed |",
+        "| Precision | bf16 in training, bf16 in these files |",
+        "| Attention | sdpa |",
+        "| Seed | 42 |",
+        "| Strategy | zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB). |",
+        "| World size | 2 ranks on 1 node |",
+        "| Training loss at the end | 2.4100 |",
+        "| Hardware | 2 CPU ranks on 1 node |",
+        "| Time | 0.50 h, 1.00 device hours, 2 attempts, finished 2023-11-14 |",
+        "| Libraries | torch 2.13.0, transformers 5.23.0 |",
         "| Loss | 9.0000 | 2.5000 |",
         "| Perplexity | 8103.10 | 12.18 |",
         "| Loss, up to 128 tokens | 2.6000 | 2.6000 |",
         "| Loss, longer | 2.4000 | 2.4000 |",
         "| sums, acc | 0.2500 | 0.7500 |",
-        "torch 2.13.0, transformers 5.23.0",
+        "On 4,096 tokens of 10 % of the examples of train.jsonl, held out from training. The loss is the mean over tokens.",
     ):
         assert f"\n{line}\n" in f"{card.text}\n"
 
@@ -73,20 +115,50 @@ def test_plots_are_shown_and_pushed_beside_the_card(tmp_path: Path) -> None:
     [
         ("hub:lab/chat", "lab/chat"),
         (["file:published/chat", "hub:lab/chat"], "lab/chat"),
-        ("file:published/chat", "THIS_REPOSITORY_OR_FOLDER"),
+        ("file:published/chat", "chat"),
+        ("file:/home/ada/chat/", "chat"),
+        ("s3://bucket/models/chat", "chat"),
+        ("file:chat", "chat"),
     ],
 )
-def test_how_to_load_names_the_hub_where_the_model_goes_there(tmp_path: Path, to: str | list[str], place: str) -> None:
+def test_how_to_load_names_the_destination_without_private_paths(
+    tmp_path: Path, to: str | list[str], place: str
+) -> None:
     card = render_card(make_run(push={"to": to}), make_rundir(tmp_path))
-    assert f'AutoModelForCausalLM.from_pretrained("{place}")' in card and "published" not in card
+    assert f'AutoModelForCausalLM.from_pretrained("{place}")' in card
+    assert not any(word in card for word in ("published/", "home", "bucket"))
+    assert ("`chat` is the folder with this card." in card) == (place == "chat")
+
+
+def example_of(card: str) -> str:
+    """Return the Python block of the card, which must be valid Python."""
+    block = card.partition("```python\n")[2].partition("```")[0]
+    compile(block, "card", "exec")
+    return block
+
+
+def test_the_example_generates_with_the_chat_template_if_there_is_one(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    assert 'inputs = tokenizer("What does len do?", return_tensors="pt")' in example_of(render_card(make_run(), rundir))
+    (rundir.model / "chat_template.jinja").write_text("{{ messages }}")
+    messages = 'messages = [{"role": "user", "content": "What does len do?"}]'
+    assert messages in example_of(render_card(make_run(), rundir))
+
+
+def test_a_prompt_of_several_lines_with_quotes_is_valid_python(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    sample = Sample(prompt='Say "é"\n\\and ```stop```', base="", tuned="")
+    EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
+    assert r'tokenizer("Say \"é\"\n\\and' in render_card(make_run(), rundir)
 
 
 def test_the_gpus_are_named(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
-    write_history(rundir, [(0, 900, range(1, 61), "finished")], accelerator="a100-80gb")
+    write_history(rundir, [(0, 900, range(1, 31), "x"), (0, 900, range(31, 61), "finished")], accelerator="a100-80gb")
     lines = [line for line in rundir.metrics.read_text().splitlines() if "tokens_per_second" not in line]
     rundir.metrics.write_text("\n".join(lines))
-    assert "| Hardware | 2 x A100-80GB on 1 node(s) |" in render_card(make_run(), rundir)
+    assert "| Hardware | 2 x A100-80GB on 1 node |" in render_card(make_run(), rundir)
+    assert "plots/memory.png" in render_card(make_run(), rundir)
 
 
 def test_a_hub_data_set_is_named_by_its_id(tmp_path: Path) -> None:
@@ -120,9 +192,144 @@ def test_the_licence_of_the_base_model_is_carried_over(tmp_path: Path) -> None:
     assert ModelCard(render_card(make_run(model=str(base)), make_rundir(tmp_path))).data.license == "apache-2.0"
 
 
-def test_adapters_are_named_as_the_method_and_loaded_like_any_model(tmp_path: Path) -> None:
-    card = render_card(make_run(method="lora"), make_rundir(tmp_path))
-    assert "| Method | LoRA, merged into the base model |" in card
+@pytest.mark.parametrize("text", [b"# Base\n", b"---\nlicense: [\n---\n", b"---\nlicense: caf\xe9\n---\n"])
+def test_a_base_card_that_states_no_licence_or_cannot_be_read_is_no_obstacle(tmp_path: Path, text: bytes) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_bytes(text)
+    assert ModelCard(render_card(make_run(model=str(base)), make_rundir(tmp_path))).data.license is None
+
+
+def test_a_local_base_passes_on_its_own_base_and_licence(tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    header = "base_model: lab/origin\nlicense: other\nlicense_name: lab-1\nlicense_link: LICENSE"
+    (base / "README.md").write_text(f"---\n{header}\n---\n")
+    data = ModelCard(render_card(make_run(model=str(base)), make_rundir(tmp_path))).data.to_dict()
+    assert (data["base_model"], data["license"], data["license_name"]) == ("lab/origin", "other", "lab-1")
+
+
+def test_adapters_are_stated_with_their_settings(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    method = AdapterMethod(kind="lora", rank=8, alpha=16, dropout=0.1, targets=["q_proj", "v_proj"])
+    SETTINGS.model_copy(update={"method": method}).write(rundir.training)
+    row = "| Method | LoRA: rank 8, alpha 16, dropout 0.1, on q_proj, v_proj; merged into the base model |"
+    assert row in render_card(make_run(method="lora"), rundir)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ({"lr_scheduler_type": "constant"}, ["| Warm-up | none |", "constant schedule |"]),
+        ({"warmup_steps": 0.05}, ["| Warm-up | 0.05 of all steps |"]),
+        ({"num_train_epochs": 2.0}, ["| Length | 60 optimizer steps (2 epochs), 245,760 tokens |"]),
+        ({"optim": "adafactor", "weight_decay": 0.0}, ["| Optimizer | Adafactor |", "| Weight decay | 0 |"]),
+        ({"optim": "lion_32bit"}, ["| Optimizer | lion_32bit |"]),
+    ],
+)
+def test_settings_are_those_that_were_rendered(tmp_path: Path, arguments: dict[str, object], rows: list[str]) -> None:
+    rundir = make_rundir(tmp_path)
+    SETTINGS.with_arguments(**arguments).write(rundir.training)
+    assert [row for row in rows if row not in render_card(make_run(), rundir)] == []
+
+
+def test_a_fallback_is_stated_as_what_trained(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    smaller = CHOICE.model_copy(update={"micro_batch_size": 2, "gradient_accumulation_steps": 4})
+    make_plan().model_copy(update={"choice": smaller}).write(rundir.attempts / "002/plan.json")
+    card = render_card(make_run(), rundir)
+    assert "| Strategy | zero2, micro batch 2: a fallback of the plan, which began with zero2 |" in card
+    assert "= 2 per forward pass x 4 accumulation steps x 2 ranks" in card
+
+
+def test_the_commit_of_the_workflow_is_stated(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    attempt = make_attempt(2, rundir, "cpu").model_copy(update={"commit": "c0ffee123456"})
+    attempt.write(rundir.attempts / "002/attempt.json")
+    assert "transformers 5.23.0 at `c0ffee123456` |" in render_card(make_run(), rundir)
+
+
+def write_sources(rundir: RunDir, train: str, evaluation: str) -> None:
+    sources = {"train": {"files": [{"sha256": train}]}, "eval": {"files": [{"sha256": evaluation}]}}
+    make_data_receipt("d").model_copy(update={"sources": sources}).write(rundir.data_receipt)
+
+
+def test_files_of_the_data_are_named_with_their_checksums(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    write_sources(rundir, "a" * 64, "b" * 64)
+    card = render_card(make_run(data={"train": "data/x/train.jsonl", "eval": "data/x/eval.jsonl"}), rundir)
+    assert f"| Data | train.jsonl, SHA-256 `{'a' * 16}...` |" in card
+    assert f"| Evaluation data | eval.jsonl, SHA-256 `{'b' * 16}...` |" in card
+    assert "On 4,096 tokens of eval.jsonl, a source apart from the training data." in card
+
+
+def test_an_evaluation_on_the_training_data_is_called_that(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    write_sources(rundir, "a" * 64, "a" * 64)
+    card = render_card(make_run(data={"train": "data/x/train.jsonl", "eval": "data/x/copy.jsonl"}), rundir)
+    assert "On 4,096 tokens of copy.jsonl, which is also training data." in card
+
+
+SCRIPT = ScriptProgram(path="/home/ada/train.py", args=["--token", "x"], sha256="e" * 64)
+FOUND = TrainedEngine(
+    api="accelerate", engine="deepspeed", zero_stage=3, world_size=2, dtype="float32", offload_optimizer="cpu",
+    micro_batch_size=1, gradient_accumulation_steps=4, global_batch_size=8,
+)  # fmt: skip
+
+
+def make_script_run(rundir: RunDir, found: TrainedEngine | None, metrics: str = "") -> Run:
+    """A run that a script trained; ``metrics`` are the lines that it wrote."""
+    SETTINGS.model_copy(update={"program": SCRIPT}).write(rundir.training)
+    TRAINED.model_copy(update={"steps": None, "tokens": None, "loss": None, "trained": found}).write(
+        rundir.train_receipt
+    )
+    rundir.metrics.write_text(metrics)
+    return make_run(script="train.py")
+
+
+def test_a_script_is_stated_as_its_ranks_found_it(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    card = render_card(make_script_run(rundir, FOUND), rundir)
+    for row in (
+        f"| Trained by | `train.py` (SHA-256 `{'e' * 16}...`) with Accelerate |",
+        "| Data | train.jsonl; the script may have read other data |",
+        "| Engine | DeepSpeed ZeRO-3, optimizer states on cpu |",
+        "| World size | 2 ranks |",
+        "| Precision | fp32 in training, bf16 in these files |",
+        "| Global batch | 8 sequences = 1 per forward pass x 4 accumulation steps x 2 ranks |",
+        "| Learning rate | set by the script |",
+        "| Length | set by the script |",
+    ):
+        assert row in card
+    planned = ("0.0005", "zero2", "cosine", "256 tokens", "AdamW", "fine-tuning", "ada", "--token")
+    assert [word for word in planned if word in card.partition("## Evaluation")[0].replace("fine-tuned", "")] == []
+
+
+def test_a_script_without_an_engine_states_nothing_of_the_plan_as_fact(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    card = render_card(make_script_run(rundir, None), rundir)
+    for row in (
+        "| Engine | set by the script; the plan was zero2 |",
+        "| World size | 2 ranks were started |",
+        "| Precision | set by the script in training, bf16 in these files |",
+        "| Global batch | set by the script |",
+    ):
+        assert row in card
+
+
+def test_a_script_that_logged_its_learning_rate_has_it_in_the_card(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    run = make_script_run(rundir, FOUND, '{"step": 1, "learning_rate": 0.25}\n{"step": 2, "learning_rate": 0.125}\n')
+    card = render_card(run, rundir)
+    assert "| Learning rate | 0.25 at its peak, as the script logged it |" in card
+    assert re.findall(r"plots/([a-z-]+)\.png", card) == ["optimizer", "by-length"]
+
+
+def test_a_script_without_metrics_pushes_no_empty_plots(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    run = make_script_run(rundir, FOUND)
+    assert re.findall(r"plots/([a-z-]+)\.png", render_card(run, rundir)) == ["by-length"]
+    assert card_plots(run, rundir).keys() == {"plots/by-length.png"}
 
 
 def test_a_run_that_was_not_evaluated_names_the_stage(tmp_path: Path) -> None:

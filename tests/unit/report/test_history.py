@@ -32,3 +32,19 @@ def test_an_attempt_without_exit_records_lasts_as_long_as_its_steps(tmp_path: Pa
         record.unlink()
     spans = read_history(rundir).spans
     assert (spans[0].started, spans[0].ended) == (60, 640)
+
+
+def test_steps_that_a_script_logs_again_after_it_resumed_count_once(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    lines = [(1, 1, 3.0), (2, 1, 2.5), (3, 1, 2.0), (2, 2, 2.4), (3, 2, 2.1)]
+    rundir.metrics.write_text("".join(f'{{"step": {s}, "attempt": {a}, "loss": {x}}}\n' for s, a, x in lines))
+    history = read_history(rundir)
+    assert history.series("loss") == ([1, 2, 3], [3.0, 2.4, 2.1])
+    assert history.interruptions == [], "without times their cost is not known"
+
+
+def test_lines_that_name_no_attempt_belong_to_the_last(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    rundir.metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 1, "eval_loss": 1.5}\n')
+    history = read_history(rundir)
+    assert history.spans[1].lines == history.lines and history.series("eval_loss") == ([1], [1.5])

@@ -1,4 +1,5 @@
 import re
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,7 +10,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.report.stage import duration, write_report
 from shardmake.run.evaluation import Sample
 from shardmake.run.receipts import PushedTo, PushReceipt
-from tests.finished_run import EVALUATED, make_run, make_rundir
+from tests.finished_run import EVALUATED, TRAINED, make_run, make_rundir, write_history
 
 VOID = {"meta", "link", "br", "img", "hr"}
 
@@ -30,7 +31,7 @@ class Balance(HTMLParser):
 
 
 def text_of(page: str) -> str:
-    return " ".join(re.sub(r"<style>.*?</style>|<svg.*?</svg>|<[^>]+>", " ", page, flags=re.DOTALL).split())
+    return unescape(" ".join(re.sub(r"<style>.*?</style>|<svg.*?</svg>|<[^>]+>", " ", page, flags=re.DOTALL).split()))
 
 
 def test_one_page_holds_everything(tmp_path: Path) -> None:
@@ -38,24 +39,58 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
     parser = Balance()
     parser.feed(page)
     assert parser.open == []
-    assert page.count("<svg") == 5 and not re.search(r"""(src|href)=["'](?!#)""", page)
+    assert page.count("<svg") == 4 and not re.search(r"""(src|href)=["'](?!#)""", page)
     text = text_of(page)
     for sentence in (
         "9.000 → 2.500 evaluation loss",
         "60 optimizer steps",
         "205 tokens per second",
-        "none on CPU MFU",
         "1.00 device hours",
         "10 min 20 s lost to interruptions",
         "After step 30 (interrupted): 10 min 20 s until the next new step",
-        "zero2 on 1 node(s) with 2 rank(s) each, bf16. The fastest that fits: 11 GiB of 40 GiB.",
-        "Global batch 16 = 2 ranks × 4 sequences × 2 accumulation steps",
-        "Predicted 11.0 GiB Measured not on CPU Capacity 40.0 GiB",
+        "The ranks ran on CPUs: the share of a GPU's peak (MFU) and the allocator's memory are not defined there.",
+        "Strategy zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
+        "Global batch 16 sequences = 4 per forward pass x 2 accumulation steps x 2 ranks",
+        "Optimizer AdamW of PyTorch, betas 0.9 and 0.999, epsilon 1e-08",
+        "On 4,096 tokens of 10 % of the examples of train.jsonl, held out from training.",
         "up to 128 tokens 1,024 2.6000 2.6000",
         "sums acc 0.2500 0.7500",
         "It returns the number of items.",
     ):
         assert sentence in text
+
+
+def test_a_run_without_metrics_says_so_and_has_no_empty_figure(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    write_report(make_run(), rundir)
+    rundir.metrics.write_text("")
+    TRAINED.model_copy(update={"steps": None, "tokens": None, "loss": None}).write(rundir.train_receipt)
+    page = write_report(make_run(script="train.py"), rundir).read_text()
+    text = text_of(page)
+    assert "The training script logged no metrics (it wrote nothing to SHARDMAKE_METRICS)" in text
+    assert page.count("<svg") == page.count("<figure>") == 1
+    assert [path.name for path in rundir.figures.iterdir()] == ["by-length.svg"], "earlier figures are removed"
+    tiles = re.findall(r"<div><b>[^<]*</b>([^<]*)</div>", page)
+    assert tiles == ["evaluation loss", "perplexity", "device hours"]
+
+
+def test_metrics_that_a_script_did_not_log_are_listed(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    rundir.metrics.write_text("".join(f'{{"step": {step}, "loss": {9 / step}}}\n' for step in (1, 2, 3)))
+    page = write_report(make_run(script="train.py"), rundir).read_text()
+    assert "Not logged, and therefore not shown: learning rate, gradient norm, tokens per second." in text_of(page)
+    assert {path.stem for path in rundir.figures.iterdir()} == {"loss", "by-length"}
+
+
+@pytest.mark.parametrize(("measured", "said"), [(10 << 30, "Measured 10.0 GiB"), (None, "no peak was logged")])
+def test_memory_is_shown_for_gpus(tmp_path: Path, measured: int | None, said: str) -> None:
+    rundir = make_rundir(tmp_path)
+    write_history(rundir, [(0, 900, range(1, 3), "finished")] * 2, accelerator="a100-80gb")
+    memory = f', "memory": {{"allocated": 1, "reserved": {measured}}}' if measured else ""
+    rundir.metrics.write_text(f'{{"step": 1, "attempt": 1, "time": 1, "loss": 2{memory}}}\n')
+    page = write_report(make_run(), rundir).read_text()
+    assert "Predicted 11.0 GiB" in text_of(page) and said in text_of(page) and "MFU" not in text_of(page)
+    assert rundir.figure("memory").exists()
 
 
 def test_ids_of_the_figures_do_not_meet(tmp_path: Path) -> None:
@@ -71,7 +106,7 @@ def test_figures_are_files_as_well_and_stay_the_same(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     write_report(make_run(), rundir)
     files = {path: path.read_bytes() for path in [*rundir.figures.iterdir(), rundir.report]}
-    assert {path.stem for path in files} == {"loss", "optimizer", "speed", "memory", "by-length", "report"}
+    assert {path.stem for path in files} == {"loss", "optimizer", "speed", "by-length", "report"}
     for path in rundir.figures.iterdir():
         ElementTree.parse(path)
     write_report(make_run(), rundir)

@@ -1,0 +1,76 @@
+"""The figures that a run has data for, and a sentence about the missing ones."""
+
+from dataclasses import dataclass
+from typing import Final
+
+from shardmake.report import figures
+from shardmake.report.figures import Drawing, Memory
+from shardmake.report.records import Records
+
+_MFU: Final = " MFU counts 6 FLOPs per weight and token and the exact attention, relative to the dense peak."
+_METRICS: Final = {
+    "loss": "loss",
+    "learning_rate": "learning rate",
+    "grad_norm": "gradient norm",
+    "tokens_per_second": "tokens per second",
+}
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One figure, its title in the card and its caption in the report."""
+
+    title: str
+    caption: str
+    drawing: Drawing
+
+
+def plots(records: Records) -> dict[str, Plot]:
+    """Return the figures for which the run has data, by name."""
+    history, found = records.history, {}
+    if _has(records, "loss", "eval_loss"):
+        caption = "Loss by optimizer step, stitched over the attempts; a dotted line marks the end of an attempt."
+        found["loss"] = Plot("Loss by optimizer step", caption, figures.loss(history))
+    if _has(records, "learning_rate", "grad_norm"):
+        caption = "Learning rate, and the norm of the gradient before clipping, as far as they were logged."
+        found["optimizer"] = Plot("Learning rate and gradient norm", caption, figures.optimizer(history))
+    if _has(records, "tokens_per_second"):
+        mfu = _MFU if records.utilization else ""
+        caption = f"Tokens per second over all ranks, padding included.{mfu}"
+        found["speed"] = Plot("Tokens per second", caption, figures.speed(history, records.utilization))
+    if not records.on_cpu:
+        memory = memory_of(records)
+        measured = "the measured peak of the allocator" if memory.measured is not None else "no peak was logged"
+        caption = f"Memory of the fullest rank: the estimate's terms in the phase with the peak; {measured}."
+        found["memory"] = Plot("Memory, predicted and measured", caption, figures.memory(memory))
+    caption = "Loss on the evaluation split by the length of the example, base and tuned model."
+    found["by-length"] = Plot("Evaluation loss by length", caption, figures.by_length(records.evaluation))
+    return found
+
+
+def _has(records: Records, *keys: str) -> bool:
+    return any(records.history.series(key)[0] for key in keys)
+
+
+def missing_metrics(records: Records) -> str:
+    """Return a sentence about metrics that were not logged, or an empty string."""
+    missing = [name for key, name in _METRICS.items() if not _has(records, key)]
+    if not missing:
+        return ""
+    if len(missing) < len(_METRICS):
+        return f"Not logged, and therefore not shown: {', '.join(missing)}."
+    if not records.is_script:
+        return "This run has no metrics: train/metrics.jsonl is missing or empty. Loss and speed are not shown."
+    return (
+        "The training script logged no metrics (it wrote nothing to SHARDMAKE_METRICS), so its loss, learning rate and "
+        "speed are not known."
+    )
+
+
+def memory_of(records: Records) -> Memory:
+    """Return the estimate of the choice that trained, and the allocator's measured peak (None if none was logged)."""
+    measured = [line.memory.reserved for line in records.history.lines if line.memory]
+    estimates = {candidate.choice: candidate for candidate in records.memory.candidates}
+    choice = records.used.choice if records.used.choice in estimates else records.planned.choice
+    gpu = estimates[choice].gpu
+    return Memory(gpu.terms, gpu.device, records.memory.gpu_memory, max(measured, default=None))

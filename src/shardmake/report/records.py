@@ -1,0 +1,84 @@
+"""Everything that the report and the model card read from a run's folder."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from shardmake.config.models import Run
+from shardmake.core.hub import is_hub_id
+from shardmake.report.flops import Utilization, utilization
+from shardmake.report.history import TrainingHistory, attempt_of, read_history
+from shardmake.run.attempt import Attempt
+from shardmake.run.evaluation import EvaluationResult
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import MemoryEstimates, Plan
+from shardmake.run.receipts import DataReceipt, MergeReceipt, TrainingReceipt
+from shardmake.run.sources import Sources, read_sources
+from shardmake.run.training_settings import TrainingSettings
+
+
+@dataclass(frozen=True)
+class Records:
+    """The records of a run that was trained, merged and evaluated."""
+
+    name: str
+    run: Run
+    planned: Plan
+    used: Plan
+    """The plan of the last attempt: the planned choice, or one of its fallbacks."""
+    settings: TrainingSettings
+    """The rendered settings of the last attempt."""
+    attempt: Attempt | None
+    """The last attempt; None if its folder was removed."""
+    training: TrainingReceipt
+    history: TrainingHistory
+    utilization: Utilization | None
+    memory: MemoryEstimates
+    data: DataReceipt
+    sources: Sources | None
+    merge: MergeReceipt
+    evaluation: EvaluationResult
+
+    @classmethod
+    def read(cls, run: Run, rundir: RunDir) -> Self:
+        """Read the records; raise `ShardmakeError` if a required stage has not run."""
+        evaluation, training = EvaluationResult.read(rundir.evaluation), TrainingReceipt.read(rundir.train_receipt)
+        planned, history = Plan.read(rundir.plan), read_history(rundir)
+        last = attempt_of(rundir, training.attempts)
+        return cls(
+            name=rundir.name,
+            run=run,
+            planned=planned,
+            used=Plan.read_if_exists(last.plan) or planned,
+            settings=TrainingSettings.read_if_exists(last.training) or TrainingSettings.read(rundir.training),
+            attempt=Attempt.read_if_exists(last.settings),
+            training=training,
+            history=history,
+            utilization=utilization(run, rundir, history),
+            memory=MemoryEstimates.read(rundir.memory),
+            data=DataReceipt.read(rundir.data_receipt),
+            sources=read_sources(rundir),
+            merge=MergeReceipt.read(rundir.model_receipt),
+            evaluation=evaluation,
+        )
+
+    @property
+    def is_script(self) -> bool:
+        """Return whether a user's script trained."""
+        return self.run.script is not None
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the ranks ran without GPUs."""
+        return self.attempt is not None and self.attempt.accelerator == "cpu"
+
+    def is_from_hub(self, part: Literal["model", "train"]) -> bool:
+        """Return whether the base model or the training data came from the hub, by the record of the fetch."""
+        if self.sources is not None:
+            return (self.sources.model if part == "model" else self.sources.train).commit is not None
+        return is_hub_id(self.run.model if part == "model" else self.run.data.train.partition(":")[0])
+
+
+def public_name(source: str) -> str:
+    """Return the public name of ``source``: a complete hub id (``org/name:split``), or the last part of a path."""
+    return source if is_hub_id(source.partition(":")[0]) else Path(source).name

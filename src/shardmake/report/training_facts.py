@@ -1,0 +1,238 @@
+"""What a training was: data, settings, engine and outcome, as the rows of a table.
+
+Shardmake's own trainings state the rendered settings of their last attempt, which the ranks compared with the engine. A
+user's script may not follow them. Of a script only those settings are stated that its ranks or its metrics showed.
+"""
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Final
+
+from shardmake.config.models import TORCH_DTYPES
+from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
+from shardmake.core.units import plural
+from shardmake.report.records import Records, public_name
+from shardmake.run.plan import Choice
+from shardmake.run.sources import PinnedSource
+from shardmake.run.trained_engine import TrainedEngine
+from shardmake.run.training_settings import AdapterMethod, ScriptProgram
+
+UNKNOWN: Final = "set by the script"
+_SCRIPTS_OWN: Final = "optimizer, schedule, weight decay, gradient clipping, sequence length, method, seed"
+_PRECISIONS: Final = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+_OPTIMIZERS: Final = {
+    "adamw_torch": "AdamW of PyTorch",
+    "adamw_torch_fused": "AdamW of PyTorch, fused",
+    "adamw_bnb_8bit": "8-bit AdamW of bitsandbytes",
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+}
+_ENGINES: Final = {DDP: "DDP", FSDP: "FSDP", DEEPSPEED: "DeepSpeed"}
+_APIS: Final = {
+    "accelerate": "Accelerate",
+    "trainer": "transformers' Trainer",
+    "deepspeed": "DeepSpeed",
+    "torch": "PyTorch",
+}
+_DIGITS: Final = 16
+"""Digits of a SHA-256 that are shown."""
+
+
+def training_facts(records: Records) -> dict[str, str]:
+    """Return each fact of the training by its name."""
+    return {
+        **_inputs(records),
+        **(_script_settings(records) if records.is_script else _own_settings(records)),
+        **_outcome(records),
+    }
+
+
+def _inputs(records: Records) -> dict[str, str]:
+    run, sources, data = records.run, records.sources, records.data
+    read_by_script = "" if not records.is_script else "; the script may have read other data"
+    examples = f"{plural(data.train.examples, 'example')}, {plural(data.train.tokens, 'token')}"
+    values = {
+        "Base model": _named(run.model, sources.model if sources else None, run.revision),
+        "Data": _named(run.data.train, sources.train if sources else None, run.data.revision)
+        + _checksum(records, "train")
+        + read_by_script,
+        "Examples": f"{examples} in {plural(data.train.sequences, 'sequence')}{read_by_script}",
+    }
+    if not records.is_script:
+        values["Data format"] = data.describe_format()
+    if run.data.eval:
+        name = _named(run.data.eval, sources.eval if sources else None, run.data.revision)
+        values["Evaluation data"] = name + _checksum(records, "eval")
+    return values
+
+
+def _named(source: str, pinned: PinnedSource | None, revision: str | None) -> str:
+    """Return the public name with the fetched commit, or else the configured revision."""
+    commit = pinned.commit if pinned and pinned.commit else revision
+    return public_name(source) + (f" at `{commit}`" if commit else "")
+
+
+def _checksum(records: Records, split: str) -> str:
+    """Return the checksum of a split that is one local file, or an empty string."""
+    files = records.data.sources.get(split, {}).get("files", [])
+    return f", SHA-256 `{files[0]['sha256'][:_DIGITS]}...`" if len(files) == 1 else ""
+
+
+def _own_settings(records: Records) -> dict[str, str]:
+    settings, choice = records.settings, records.used.choice
+    values = settings.arguments
+    return {
+        "Objective": OBJECTIVES[settings.objective].label,
+        "Method": _method(records),
+        **_optimizer(records),
+        "Learning rate": f"{values['learning_rate']:g} at its peak, {_words(values['lr_scheduler_type'])} schedule",
+        "Warm-up": _warmup(values),
+        "Gradient clipping": f"norm {values['max_grad_norm']:g}",
+        "Length": _length(records),
+        "Global batch": _batch(choice),
+        "Sequence length": f"{records.used.workload.sequence_length:,} tokens"
+        + (", packed" if records.used.workload.packing else ", one example each"),
+        "Precision": _precision(choice.precision, records),
+        "Attention": _words(settings.model.attention),
+        "Seed": str(values["seed"]),
+        "Strategy": _strategy(records),
+        "World size": f"{plural(choice.world_size, 'rank')} on {plural(choice.nodes, 'node')}",
+        **_own_files(records),
+    }
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _method(records: Records) -> str:
+    method = records.settings.method
+    if not isinstance(method, AdapterMethod):
+        return "full fine-tuning"
+    layers = method.targets if isinstance(method.targets, str) else ", ".join(method.targets)
+    return (
+        f"{'QLoRA' if method.kind == 'qlora' else 'LoRA'}: rank {method.rank}, alpha {method.alpha}, dropout "
+        f"{method.dropout:g}, on {layers}; merged into the base model"
+    )
+
+
+def _optimizer(records: Records) -> dict[str, str]:
+    settings = records.settings
+    values, name = settings.arguments, str(settings.arguments["optim"])
+    label = settings.optimizer.class_name.rpartition(".")[2] if settings.optimizer else _OPTIMIZERS.get(name, name)
+    if settings.optimizer or name.startswith("adamw"):
+        label += f", betas {values['adam_beta1']:g} and {values['adam_beta2']:g}, epsilon {values['adam_epsilon']:g}"
+    decay = float(values["weight_decay"])
+    return {
+        "Optimizer": label,
+        "Weight decay": f"{decay:g}{', not on norms and biases' if decay else ''}",
+    }
+
+
+def _warmup(values: dict[str, Any]) -> str:
+    steps = values["warmup_steps"]
+    if values["lr_scheduler_type"] == "constant" or not steps:
+        return "none"
+    return plural(steps, "step") if isinstance(steps, int) else f"{steps:.3g} of all steps"
+
+
+def _length(records: Records) -> str:
+    training, epochs = records.training, records.settings.arguments.get("num_train_epochs")
+    tokens = "" if training.tokens is None else f", {training.tokens:,} tokens"
+    steps = UNKNOWN if training.steps is None else plural(training.steps, "optimizer step")
+    return steps + (f" ({epochs:g} {'epoch' if epochs == 1 else 'epochs'})" if epochs else "") + tokens
+
+
+def _batch(choice: Choice) -> str:
+    return (
+        f"{plural(choice.global_batch_size, 'sequence')} = {choice.micro_batch_size} per forward pass x "
+        f"{plural(choice.gradient_accumulation_steps, 'accumulation step')} x {choice.readers}"
+    )
+
+
+def _precision(training: str, records: Records) -> str:
+    dtype = records.merge.verification.dtype
+    return f"{training} in training, {_PRECISIONS.get(dtype, dtype)} in these files"
+
+
+def _strategy(records: Records) -> str:
+    """Return the strategy of the last attempt, with the reason of the plan if it is the planned one."""
+    planned, used = records.planned.choice, records.used.choice
+    if used != planned:
+        sizes = f"micro batch {used.micro_batch_size}"
+        return f"{used.strategy}, {sizes}: a fallback of the plan, which began with {planned.strategy}"
+    reason = records.planned.reason
+    return reason if reason.startswith(used.strategy) else f"{used.strategy}: {reason}"
+
+
+def _own_files(records: Records) -> dict[str, str]:
+    """Return the values of the run's own DeepSpeed and Accelerate files that trained, without paths."""
+    shown = [f"{key} {value!r}" for key, value in records.settings.own_files.items() if "/" not in str(value)]
+    return {"Own settings files": ", ".join(shown)} if shown else {}
+
+
+def _script_settings(records: Records) -> dict[str, str]:
+    found, program = records.training.trained, records.settings.program
+    digest = f" (SHA-256 `{program.sha256[:_DIGITS]}...`)" if isinstance(program, ScriptProgram) else ""
+    api = f" with {_APIS[found.api]}" if found else ""
+    name = Path(records.run.script or "").name
+    started = records.used.choice.world_size
+    return {
+        "Trained by": f"`{name}`{digest}{api}",
+        "Engine": _found_engine(found) if found else f"{UNKNOWN}; the plan was {records.used.choice.strategy}",
+        "World size": plural(found.world_size, "rank") if found else f"{plural(started, 'rank')} were started",
+        "Precision": _precision(_PRECISIONS.get(found.dtype, found.dtype) if found else UNKNOWN, records),
+        "Global batch": _found_batch(found),
+        "Length": _length(records) if records.training.steps is not None else UNKNOWN,
+        "Learning rate": _logged_rate(records),
+        "Other settings": f"{UNKNOWN}: {_SCRIPTS_OWN}",
+    }
+
+
+def _found_engine(found: TrainedEngine) -> str:
+    parts = [_ENGINES.get(found.engine, found.engine) + (f" ZeRO-{found.zero_stage}" if found.zero_stage else "")]
+    parts += [f"optimizer states on {found.offload_optimizer}"] if found.offload_optimizer else []
+    parts += [f"parameters on {found.offload_param}"] if found.offload_param else []
+    return ", ".join(parts)
+
+
+def _found_batch(found: TrainedEngine | None) -> str:
+    if found is None or found.global_batch_size is None:
+        return UNKNOWN
+    total = plural(found.global_batch_size, "sequence")
+    if found.micro_batch_size is None or found.gradient_accumulation_steps is None:
+        return total
+    steps = plural(found.gradient_accumulation_steps, "accumulation step")
+    return f"{total} = {found.micro_batch_size} per forward pass x {steps} x {plural(found.world_size, 'rank')}"
+
+
+def _logged_rate(records: Records) -> str:
+    rates = records.history.series("learning_rate")[1]
+    return f"{max(rates):g} at its peak, as the script logged it" if rates else UNKNOWN
+
+
+def _outcome(records: Records) -> dict[str, str]:
+    training, history = records.training, records.history
+    commit = records.attempt.commit if records.attempt else None
+    return {
+        **({} if training.loss is None else {"Training loss at the end": f"{training.loss:.4f}"}),
+        **_hardware(records),
+        "Time": f"{history.hours:.2f} h, {history.device_hours:.2f} device hours, "
+        f"{plural(training.attempts, 'attempt')}, finished {_date(training.finished_at)}",
+        "Libraries": ", ".join(f"{name} {version}" for name, version in training.versions.items())
+        + (f" at `{commit}`" if commit else ""),
+    }
+
+
+def _hardware(records: Records) -> dict[str, str]:
+    """Return the devices of the last attempt, named as in the cluster file."""
+    if records.attempt is None:
+        return {}
+    count, nodes = records.attempt.world_size, plural(records.attempt.nodes, "node")
+    kind = plural(count, "CPU rank") if records.on_cpu else f"{count} x {records.attempt.accelerator.upper()}"
+    return {"Hardware": f"{kind} on {nodes}"}
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d")
