@@ -1,4 +1,4 @@
-"""What a training was: data, settings, engine and outcome, as the rows of a table.
+"""The facts of a training as rows of a table: data, settings, engine and outcome.
 
 Shardmake's own trainings state the rendered settings of their last attempt, which the ranks compared with the engine. A
 user's script may not follow them. Of a script only those settings are stated that its ranks or its metrics showed.
