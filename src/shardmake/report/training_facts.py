@@ -28,7 +28,7 @@ _OPTIMIZERS: Final = {
     "adafactor": "Adafactor",
     "sgd": "SGD",
 }
-_ENGINES: Final = {DDP: "DDP", FSDP: "FSDP", DEEPSPEED: "DeepSpeed"}
+_ENGINES: Final[dict[str, str]] = {DDP: "DDP", FSDP: "FSDP", DEEPSPEED: "DeepSpeed"}
 _APIS: Final = {
     "accelerate": "Accelerate",
     "trainer": "transformers' Trainer",
