@@ -243,7 +243,8 @@ class Run(Section):
     max_grad_norm: PositiveNumber = Field(1.0, description="Maximum norm of the gradients; larger ones are clipped.")
     optimizer: Optimizer = Field(
         "adamw",
-        description="Optimizer. `adamw8bit` needs bitsandbytes and a GPU. `adafactor` does not work with FSDP2.",
+        description="Optimizer. `adamw8bit` needs bitsandbytes and a GPU. `adamw8bit` and `adafactor` do not work with "
+        "FSDP2.",
     )
     precision: Precision | Literal["auto"] = Field(
         "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."

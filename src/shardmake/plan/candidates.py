@@ -107,10 +107,6 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
         for name, spec in STRATEGY_SPECS.items()
         if not spec.hybrid or min(nodes, settings.hardware.processes_per_node) > 1
     }
-    if run.method == "qlora":
-        sharded = {name: spec for name, spec in sharded.items() if spec.qlora}
-    if run.optimizer == "adamw8bit":
-        sharded = {name: spec for name, spec in sharded.items() if not spec.offload_optimizer}
     if settings.hardware.nvme is None:
         sharded = {name: spec for name, spec in sharded.items() if not spec.uses_nvme}
     return [name for name in sharded if not unsuitable(run, name)]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 
 from shardmake.config.models import Attention, Cluster, Precision, Run, Strategy
-from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware, from_cluster
@@ -113,7 +113,23 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
             "optimizer: adafactor fails at the first step under FSDP2, because transformers' Adafactor cannot add "
             "sharded tensors to its own. Take a ZeRO strategy, or another optimizer."
         )
+    if not run.script and run.optimizer == "adamw8bit" and (why := _unsuitable_for_8_bit_adam(run, spec)):
+        others = [name for name, other in STRATEGY_SPECS.items() if not _unsuitable_for_8_bit_adam(run, other)]
+        return (
+            f"optimizer: adamw8bit fails at the first step under {strategy}, because {why}. Take optimizer: adamw, or "
+            f"one of the strategies {', '.join(others)}."
+        )
+    if run.method == "qlora" and not spec.qlora:
+        others = [name for name, other in STRATEGY_SPECS.items() if other.qlora]
+        return f"method: qlora cannot train under {strategy}. Take method: lora, or one of {', '.join(others)}."
     return ""
+
+
+def _unsuitable_for_8_bit_adam(run: Run, spec: StrategySpec) -> str:
+    """Return why bitsandbytes' AdamW cannot train under a strategy; empty if it can."""
+    if spec.is_fsdp and run.fsdp_version == 2:
+        return "its kernels do not take the sharded tensors of FSDP2"
+    return "it runs on the GPU, and this strategy keeps the optimizer on the host" if spec.offload_optimizer else ""
 
 
 def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:

@@ -15,7 +15,9 @@ from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 PACKAGE = Path(shardmake.__file__).parent
 TABLE = PACKAGE / "config/strategies.py"
 NAME = re.compile(r"(ddp|zero[123]|fsdp)(-[a-z-]*)?")
-ARGUMENT_NAMES = {("render/lint.py", "fsdp"), ("render/training_file.py", "fsdp")}
+ARGUMENT_NAMES = {
+    (f"render/{module}.py", "fsdp") for module in ("engine_settings", "lint", "settings_table", "training_file")
+}
 """Names of TrainingArguments' own arguments."""
 
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.resolve import check_tensor_parallel
+from shardmake.plan.resolve import check_tensor_parallel, unsuitable
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -44,3 +45,19 @@ def test_a_group_is_one_data_parallel_rank() -> None:
     choice = make_plan("zero1", tensor_parallel=2).choice
     assert (choice.world_size, choice.data_parallel, choice.global_batch_size) == (4, 2, 8)
     assert choice.readers == "2 groups of 2 ranks"
+
+
+@pytest.mark.parametrize(
+    ("run", "suitable"),
+    [
+        ({"optimizer": "adamw8bit"}, {"ddp", "zero1", "zero2", "zero3"}),
+        ({"optimizer": "adamw8bit", "fsdp_version": 1}, {"ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op", "fsdp-hybrid"}),
+        ({"method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}),
+        ({"method": "lora"}, set(STRATEGIES)),
+        ({}, set(STRATEGIES)),
+    ],
+)  # fmt: skip
+def test_strategies_that_a_run_can_use(run: dict[str, Any], suitable: set[str]) -> None:
+    found = {name: unsuitable(make_run(**run), name) for name in STRATEGIES}
+    assert {name for name, reason in found.items() if not reason} == suitable
+    assert all("Take " in reason for reason in found.values() if reason)
