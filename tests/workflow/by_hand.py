@@ -92,7 +92,8 @@ def launch_by_hand(
 
 def write_files(plan: Plan, run: Run, cluster: Cluster, folder: AttemptDir) -> None:
     """Write the files of `render` without its checks by the libraries, which follow in the training itself."""
-    stage.write_files(render_files(plan, run, cluster, read_model(run.model), folder.root), folder.root)
+    model = read_model(run.model)
+    stage.write_files(render_files(plan, run, cluster, model, folder.root), folder.root, model)
 
 
 def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:

@@ -52,9 +52,10 @@ class Forked:
         if not rundir.data.exists():
             rundir.root.mkdir(parents=True, exist_ok=True)
             rundir.data.symlink_to(self.checkout.run / "data")
-        files = render_files(plan, run, cluster, read_model(run.model), folder.root)
+        model = read_model(run.model)
+        files = render_files(plan, run, cluster, model, folder.root)
         plan.write(folder.plan)
-        write_files(files, folder.root)
+        write_files(files, folder.root, model)
         changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
         write_json(folder.deepspeed, files.deepspeed | changes)
         path = str(resume_from) if resume_from else None

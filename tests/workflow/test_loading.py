@@ -32,8 +32,8 @@ def make_model(folder: Path, layers: int) -> int:
 def peaks(model: Path, strategy: Strategy, ranks: int, folder: Path) -> list[int]:
     """Return the peak resident memory of each rank of one node in bytes."""
     plan = make_plan(strategy, nodes=1, processes_per_node=ranks, gradient_accumulation_steps=8 // ranks)
-    files = render_files(plan, make_run(model=str(model)), make_cluster(), read_model(str(model)), folder)
-    write_files(files, folder)
+    sizes = read_model(str(model))
+    write_files(render_files(plan, make_run(model=str(model)), make_cluster(), sizes, folder), folder, sizes)
     command = launch_command(plan, folder, 0, "127.0.0.1", free_port())
     start = command.index("-m", command.index("--num_cpu_threads_per_process"))
     command[start:] = [str(RANK), str(folder)]

@@ -14,7 +14,7 @@ from tests.workflow.by_hand import launch_by_hand
 from tests.workflow.checkout import Checkout
 
 pytestmark = pytest.mark.training
-SCRIPT = Path(__file__).with_name("plain_script.py")
+SCRIPT = Path(__file__).with_name("scripts") / "accelerate_loop.py"
 ARGUMENTS = ["--model", "$SHARDMAKE_BASE", "--lr", "$SHARDMAKE_LEARNING_RATE", "--output_dir", "$SHARDMAKE_OUTPUT"]
 
 
@@ -37,11 +37,11 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     assert history[1]["checkpoint_step"] > history[0]["checkpoint_step"] > 0
     assert len(json.loads((checkout.root / "losses.json").read_text())) == 2 * (4 - 2)
     reports = [checkout.read(f"train/attempts/002/ranks/rank-{rank}.json") for rank in (0, 1)]
-    assert {report["distributed_type"] for report in reports} == {"DEEPSPEED"}
+    assert {(report["engine"], report["zero_stage"]) for report in reports} == {("deepspeed", 2)}
     evaluation = checkout.read("evaluation.json")
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"] - 0.3
     card = (checkout.root / "published/demo/README.md").read_text()
-    assert "| Trained by | `plain_script.py` |" in card
+    assert "| Trained by | `accelerate_loop.py` |" in card
     assert "Trained with zero2 on 2 ranks in 2 attempts." in checkout("shardmake", "status", "demo").stdout
     assert "Nothing to be done" in checkout("snakemake", "--profile", "profiles/local").stdout
 
@@ -49,7 +49,7 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
 def test_unplanned_engine_is_rejected(shared_checkout: Checkout, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from accelerate import Accelerator\nAccelerator(cpu=True)\nprint('trained something else')\n")
-    with pytest.raises(AssertionError, match=r"engine is fsdp, but the script's Accelerator uses MULTI_CPU"):
+    with pytest.raises(AssertionError, match="engine: planned fsdp, found ddp"):
         launch_by_hand(shared_checkout, "fsdp", fsdp_on_cpu=False, script=str(script))
 
 

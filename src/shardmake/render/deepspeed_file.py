@@ -3,12 +3,13 @@
 Sizes of buckets and buffers are in elements, as DeepSpeed counts them.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.disk import swap_folder
-from shardmake.memory.buckets import zero_optimization
+from shardmake.memory.buckets import auto_sizes, zero_optimization
 from shardmake.memory.model import Model
 from shardmake.run.plan import Plan
 
@@ -34,6 +35,20 @@ FILLED_BY_TRAINER: Final = (
 """Keys whose "auto" transformers replaces with its own value (`transformers.integrations.deepspeed`)."""
 FILLED_BY_SCRIPT: Final = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 """Keys that Accelerate takes from the objects a script prepares."""
+_ARGUMENT_OF: Final = {
+    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "max_grad_norm",
+    "bf16.enabled": "bf16",
+    "fp16.enabled": "fp16",
+    "optimizer.params.lr": "learning_rate",
+    "optimizer.params.eps": "adam_epsilon",
+    "optimizer.params.weight_decay": "weight_decay",
+    "scheduler.params.warmup_max_lr": "learning_rate",
+    "scheduler.params.warmup_num_steps": "warmup_steps",
+    "scheduler.params.total_num_steps": "max_steps",
+}
+"""The training argument that stands in place of "auto" for a key of DeepSpeed's file."""
 
 
 def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> dict[str, Any]:
@@ -64,9 +79,44 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
     if choice.spec.uses_nvme:
         values["aio"] = AIO
     if run.deepspeed_values == "auto":
-        return with_auto(values)
-    # The script's data loader and accumulation decide; Accelerate and Trainer both fill these keys in.
-    return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") if run.script else values
+        values = with_auto(values)
+    return _for_script(values) if run.script else values
+
+
+def _for_script(values: dict[str, Any]) -> dict[str, Any]:
+    """Return ``values`` for a script: its data loader and accumulation decide, and it may save gathered weights.
+
+    Accelerate and Trainer both fill these keys in.
+    """
+    zero = values["zero_optimization"]
+    if zero["stage"] == 3:
+        zero = zero | {"stage3_gather_16bit_weights_on_model_save": True}
+    return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") | {"zero_optimization": zero}
+
+
+def with_numbers(values: Mapping[str, Any], arguments: Mapping[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return ``values`` with a number for each "auto", for a program that gives the file to DeepSpeed itself.
+
+    The numbers are those that Trainer would fill in from ``arguments``, the training arguments. A key for which they
+    have no value is left out; DeepSpeed then uses its default.
+    """
+    numbers = {key: arguments[name] for key, name in _ARGUMENT_OF.items() if name in arguments}
+    numbers |= {f"zero_optimization.{name}": size for name, size in auto_sizes(hidden_size).items()}
+    numbers["optimizer.params.betas"] = [arguments["adam_beta1"], arguments["adam_beta2"]]
+    return _replace_auto(values, numbers, "")
+
+
+def _replace_auto(values: Mapping[str, Any], numbers: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    replaced: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping):
+            replaced[name] = _replace_auto(value, numbers, f"{key}.")
+        elif value != "auto":
+            replaced[name] = value
+        elif key in numbers:
+            replaced[name] = numbers[key]
+    return replaced
 
 
 def with_auto(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

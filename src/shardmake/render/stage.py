@@ -17,13 +17,14 @@ from shardmake.memory.model import Model
 from shardmake.memory.read_config import read_model
 from shardmake.render.accelerate_file import accelerate_config
 from shardmake.render.check import Files, Rendering, check_rendered
-from shardmake.render.deepspeed_file import deepspeed_config
+from shardmake.render.deepspeed_file import deepspeed_config, with_numbers
 from shardmake.render.training_file import training_settings
 from shardmake.render.user_files import merge_own_files
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan, RenderReceipt
 
 ACCELERATE, DEEPSPEED, TRAINING = "accelerate.yaml", "deepspeed.json", "training.json"
+DEEPSPEED_NATIVE = "deepspeed-native.json"
 
 
 def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
@@ -46,7 +47,7 @@ def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
     shutil.rmtree(rundir.fallbacks, ignore_errors=True)
     rundir.fallbacks.mkdir(parents=True)
     for number, (files, _) in enumerate(merged):
-        write_files(files, rundir.rendered_files(number))
+        write_files(files, rundir.rendered_files(number), model)
     RenderReceipt(plan_digest=plan.digest).write(rundir.rendered)
     return list(dict.fromkeys(line for _, lines in merged for line in lines))
 
@@ -68,11 +69,19 @@ def _merge(
         ) from None
 
 
-def write_files(files: Files, folder: Path) -> None:
-    """Write the three files into ``folder``, each only if its content changed."""
+def write_files(files: Files, folder: Path, model: Model) -> None:
+    """Write the files into ``folder``, each only if its content changed.
+
+    A script gets DeepSpeed's file with numbers too.
+    """
     write_text(folder / ACCELERATE, as_yaml(files.accelerate))
     write_json(folder / DEEPSPEED, files.deepspeed)
     files.training.write(folder / TRAINING)
+    if files.training.program.kind == "script":
+        numbers = with_numbers(files.deepspeed, files.training.arguments, model.hidden_size)
+        write_json(folder / DEEPSPEED_NATIVE, numbers)
+    else:
+        (folder / DEEPSPEED_NATIVE).unlink(missing_ok=True)
 
 
 def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> None:
@@ -85,8 +94,10 @@ def copy_rendered(rundir: RunDir, plan: Plan, fallback: int, folder: Path) -> No
             f"The rendered files in {rundir.plan_folder} belong to another plan. "
             f"Render them again: shardmake render {rundir.name}"
         )
-    for name in (ACCELERATE, DEEPSPEED, TRAINING):
-        write_bytes(folder / name, (rundir.rendered_files(fallback) / name).read_bytes())
+    rendered = rundir.rendered_files(fallback)
+    for name in (ACCELERATE, DEEPSPEED, TRAINING, DEEPSPEED_NATIVE):
+        if name != DEEPSPEED_NATIVE or (rendered / name).exists():  # only a script has that file
+            write_bytes(folder / name, (rendered / name).read_bytes())
 
 
 def render_files(plan: Plan, run: Run, cluster: Cluster, model: Model, folder: Path) -> Files:

@@ -156,6 +156,9 @@ class AttemptDir:
     deepspeed = BelowRoot(
         "deepspeed.json", "The DeepSpeed file of this attempt; an empty object if DeepSpeed is not used."
     )
+    deepspeed_native = BelowRoot(
+        "deepspeed-native.json", 'The DeepSpeed file with numbers instead of "auto", for a script that reads it itself.'
+    )
     training = BelowRoot("training.json", "The training arguments of this attempt.")
     stopped = BelowRoot(
         "stopped.json", "Written by rank 0 when the ranks saved and stopped because they were asked to."

@@ -9,10 +9,12 @@ import pytest
 
 from shardmake.config.inputs import check_inputs, check_script
 from shardmake.config.models import Cluster
+from shardmake.config.script_variables import SCRIPT_VARIABLES
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings
-from shardmake.render.stage import render_files
+from shardmake.render.deepspeed_file import with_numbers
+from shardmake.render.stage import render_files, write_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
@@ -64,12 +66,40 @@ def test_editing_the_script_changes_the_training_settings(tmp_path: Path) -> Non
     assert first.sha256 != second.sha256
 
 
-def test_a_script_chooses_its_own_batch_sizes(tmp_path: Path) -> None:
+def test_a_script_chooses_its_own_batch_sizes_and_may_gather_its_weights(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     run = make_run(script=str(tmp_path / "train.py"))
-    values = render_files(make_plan("zero2"), run, make_cluster(), make_model(), tmp_path).deepspeed
+    values = render_files(make_plan("zero3"), run, make_cluster(), make_model(), tmp_path).deepspeed
     assert values["train_micro_batch_size_per_gpu"] == values["gradient_accumulation_steps"] == "auto"
-    assert values["zero_optimization"]["stage"] == 2
+    assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
+    values = render_files(make_plan("zero2"), run, make_cluster(), make_model(), tmp_path).deepspeed
+    assert "stage3_gather_16bit_weights_on_model_save" not in values["zero_optimization"]
+    values = render_files(make_plan("zero3"), make_run(), make_cluster(), make_model(), tmp_path).deepspeed
+    assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is False
+
+
+@pytest.mark.parametrize("deepspeed_values", ["explicit", "auto"])
+def test_a_script_gets_the_deepspeed_file_with_numbers(tmp_path: Path, deepspeed_values: str) -> None:
+    (tmp_path / "train.py").touch()
+    run = make_run(script=str(tmp_path / "train.py"), max_grad_norm=0.5, deepspeed_values=deepspeed_values)
+    native = AttemptDir(tmp_path).deepspeed_native
+    write_files(render_files(make_plan("zero3"), run, make_cluster(), make_model(), tmp_path), tmp_path, make_model())
+    assert "auto" not in native.read_text()
+    values = json.loads(native.read_text())
+    assert (values["train_micro_batch_size_per_gpu"], values["gradient_accumulation_steps"]) == (2, 2)
+    assert (values["gradient_clipping"], values["bf16"]) == (0.5, {"enabled": True})
+    assert values["zero_optimization"]["reduce_bucket_size"] == 64 * 64
+    write_files(
+        render_files(make_plan("zero3"), make_run(), make_cluster(), make_model(), tmp_path), tmp_path, make_model()
+    )
+    assert not native.exists()
+
+
+def test_an_auto_that_has_no_number_is_left_out() -> None:
+    values = {"optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}, "train_batch_size": "auto"}
+    arguments = {"learning_rate": 0.25, "adam_beta1": 0.9, "adam_beta2": 0.95}
+    numbers = with_numbers(values, arguments, hidden_size=8)
+    assert numbers == {"optimizer": {"type": "AdamW", "params": {"lr": 0.25, "betas": [0.9, 0.95]}}}
 
 
 @pytest.fixture
@@ -97,6 +127,8 @@ def test_all_variables_are_documented(folder: AttemptDir) -> None:
     values = script_environment(RankContext(folder, folder.read(), plan, training, rank=0))
     page = (Path(__file__).resolve().parents[3] / "docs/how-to/user-script.md").read_text()
     assert [name for name in values if f"`{name}`" not in page] == []
+    assert tuple(values) == SCRIPT_VARIABLES
+    assert values["SHARDMAKE_DEEPSPEED_CONFIG"] == str(folder.deepspeed_native)
     assert values["SHARDMAKE_ATTEMPT"] == "2"
     assert values["SHARDMAKE_MICRO_BATCH_SIZE"] == "2"
     assert values["SHARDMAKE_OUTPUT"].endswith("runs/lab/train/output")

@@ -17,10 +17,10 @@ class MetricsCallback(TrainerCallback):
     """Write one JSON object per line on rank 0; all attempts of a run append to one file, ordered by step.
 
     ``tokens`` counts the tokens of all ranks since step 0, padding included. ``tokens_per_second`` is the rate since
-    the line before.
+    the line before. Both are left out if ``tokens_per_step`` is None.
     """
 
-    def __init__(self, path: Path, tokens_per_step: int, attempt: int) -> None:
+    def __init__(self, path: Path, tokens_per_step: int | None, attempt: int) -> None:
         self.path = path
         self.tokens_per_step = tokens_per_step
         self.attempt = attempt
@@ -43,7 +43,7 @@ class MetricsCallback(TrainerCallback):
             return
         now, step = time.time(), state.global_step
         rate = None
-        if "loss" in logs:
+        if "loss" in logs and self.tokens_per_step is not None:
             last_time, last_step = self.last
             rate = (step - last_step) * self.tokens_per_step / max(now - last_time, 1e-9)
             self.last = (now, step)
@@ -55,7 +55,7 @@ class MetricsCallback(TrainerCallback):
             learning_rate=logs.get("learning_rate"),
             grad_norm=logs.get("grad_norm"),
             eval_loss=logs.get("eval_loss"),
-            tokens=step * self.tokens_per_step,
+            tokens=None if self.tokens_per_step is None else step * self.tokens_per_step,
             tokens_per_second=rate,
             memory=_device_memory(),
         )

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DeepSpeedPlugin, set_seed
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -21,6 +21,11 @@ parser.add_argument("--gradient_accumulation_steps", type=int, default=2)
 parser.add_argument("--losses")
 parser.add_argument("--checkpoints")
 parser.add_argument("--die_after", type=int)
+parser.add_argument("--load_dtype", default="float32")
+parser.add_argument("--precision", help="mixed_precision of the Accelerator")
+parser.add_argument("--own_plugin", action="store_true", help="bring a DeepSpeed plugin")
+parser.add_argument("--own_loader", action="store_true", help="do not prepare the data loader")
+parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
 
 
 def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
@@ -33,13 +38,19 @@ def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
 def main() -> None:
     args = parser.parse_args()
     set_seed(0)
-    accelerator = Accelerator(gradient_accumulation_steps=args.gradient_accumulation_steps)
+    steps = args.gradient_accumulation_steps
+    plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=steps) if args.own_plugin else None
+    precision = "bf16" if args.own_plugin else args.precision
+    accelerator = Accelerator(gradient_accumulation_steps=steps, deepspeed_plugin=plugin, mixed_precision=precision)
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.load_dtype)
     loader = DataLoader(read_examples(args.data, tokenizer), batch_size=args.batch_size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    if args.own_loader:
+        model, optimizer = accelerator.prepare(model, optimizer)
+    else:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     newest = sorted(Path(args.checkpoints or "none").glob("step-*"))
     done = 0
     if newest:
@@ -66,7 +77,12 @@ def main() -> None:
             break
     if args.losses and accelerator.is_main_process:
         Path(args.losses).write_text(json.dumps(losses))
-    accelerator.save_state(args.output_dir)
+    if args.state_dict:
+        state = accelerator.get_state_dict(model)
+        whole = accelerator.unwrap_model(model)
+        whole.save_pretrained(args.output_dir, is_main_process=accelerator.is_main_process, state_dict=state)
+    else:
+        accelerator.save_state(args.output_dir)
     accelerator.end_training()
 
 

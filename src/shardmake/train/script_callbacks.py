@@ -1,0 +1,84 @@
+"""Callbacks that every Trainer of a user's script gets: checks, heartbeat, metrics and stop."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
+
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, RequestedStop
+from shardmake.run.training_settings import ScriptProgram
+from shardmake.train.callbacks.heartbeat import HeartbeatCallback
+from shardmake.train.callbacks.metrics import MetricsCallback
+from shardmake.train.callbacks.save_scheduler import StopOnRequest
+from shardmake.train.rank_context import RankContext
+from shardmake.train.script_guard import Batch, ScriptGuard
+
+
+def script_callbacks(context: RankContext, guard: ScriptGuard, trainer: Trainer) -> list[TrainerCallback]:
+    """Return the callbacks for ``trainer``.
+
+    A script that names ``SHARDMAKE_METRICS`` or ``SHARDMAKE_STOP_FILES`` handles them itself.
+    """
+    rundir, folder = context.attempt.rundir, context.folder
+    names = _names_in_script(context.settings.program)
+    callbacks: list[TrainerCallback] = [BatchCheck(guard, trainer), ScriptHeartbeat(folder, context.rank)]
+    if "SHARDMAKE_METRICS" not in names:
+        callbacks.append(MetricsCallback(rundir.metrics, None, context.attempt.number))
+    if "SHARDMAKE_STOP_FILES" not in names:
+        callbacks.append(ScriptStop([rundir.stop_file, folder.stop_file], folder))
+    return callbacks
+
+
+def _names_in_script(program: Any) -> str:
+    """Return the text in which a script names variables: its own and its arguments."""
+    assert isinstance(program, ScriptProgram)
+    return "\n".join([Path(program.path).read_text(errors="replace"), *program.args])
+
+
+class BatchCheck(TrainerCallback):
+    """Check ranks and batch of a Trainer before its first step."""
+
+    def __init__(self, guard: ScriptGuard, trainer: Trainer) -> None:
+        self.guard, self.trainer = guard, trainer
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Raise `EngineMismatchError` if they are not the planned ones."""
+        total = self.trainer.get_total_train_batch_size(args)
+        batch = Batch(self.trainer._train_batch_size, args.gradient_accumulation_steps, total)
+        self.guard.set_trainer_batch(args.world_size, batch)
+
+
+class ScriptHeartbeat(HeartbeatCallback):
+    """Write heartbeats that detect a hang while Trainer trains, and none that do before and after."""
+
+    def __init__(self, folder: AttemptDir, rank: int) -> None:
+        super().__init__(folder, rank)
+        self.training = False
+
+    def beat(self, phase: str, step: int) -> None:
+        """Write a heartbeat; outside of training the phase is that of a script."""
+        super().beat(phase if self.training else USER_SCRIPT_PHASE, step)
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Start to report phases."""
+        self.training = True
+        super().on_train_begin(args, state, control, **kwargs)
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Stop to report phases; the script may take any time for what follows."""
+        self.training = False
+        super().on_train_end(args, state, control, **kwargs)
+
+
+class ScriptStop(StopOnRequest):
+    """Save and stop on request, and record that the script stopped for that reason."""
+
+    def __init__(self, files: list[Path], folder: AttemptDir) -> None:
+        super().__init__(files)
+        self.folder = folder
+
+    def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Write the stop record on rank 0."""
+        if self.requested and state.global_step < state.max_steps and state.is_world_process_zero:
+            RequestedStop(step=state.global_step, time=time.time()).write(self.folder.stopped)

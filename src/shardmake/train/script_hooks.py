@@ -1,0 +1,248 @@
+"""Call the guard of a user's script from inside the libraries that the script uses.
+
+Each library is changed when the script imports it. The script itself needs no change.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from shardmake.config.strategies import DEEPSPEED
+from shardmake.train.import_hooks import ImportHooks
+from shardmake.train.rank_context import RankContext
+
+if TYPE_CHECKING:
+    from shardmake.train.script_guard import Batch, ScriptGuard
+
+
+def install_hooks(context: RankContext) -> ImportHooks:
+    """Let the libraries call the guard and the callbacks of this rank once the script imports them."""
+    hooks = ImportHooks()
+    observer = ScriptObserver(context)
+    hooks.after("torch", observer.hook_torch)
+    hooks.after("torch.distributed.fsdp", observer.hook_fsdp)
+    hooks.after("accelerate.accelerator", observer.hook_accelerator)
+    hooks.after("deepspeed", observer.hook_deepspeed)
+    hooks.after("transformers.trainer", observer.hook_trainer)
+    if context.attempt.accelerator == "cpu" and context.settings.expected.engine == DEEPSPEED:
+        hooks.after("accelerate.state", default_to_gloo)
+    return hooks
+
+
+def default_to_gloo(module: Any) -> None:
+    """Let Accelerate start DeepSpeed's process group on a CPU.
+
+    Without a GPU and without a named backend, Accelerate starts none (accelerate 1.15, `PartialState`), and every rank
+    would train alone. Transformers resets Accelerate's state and so repeats the decision.
+    """
+    start = module.PartialState.__init__
+
+    @wraps(start)
+    def start_with_gloo(state: Any, cpu: bool = False, **kwargs: Any) -> None:
+        backend = kwargs.pop("backend", None)
+        start(state, cpu, backend=backend or "gloo", **kwargs)
+
+    module.PartialState.__init__ = start_with_gloo
+
+
+class ScriptObserver:
+    """Finds the model that a script trains, through hooks in the libraries."""
+
+    def __init__(self, context: RankContext) -> None:
+        self.context = context
+        self._guard: ScriptGuard | None = None
+        self.inside_accelerate = 0
+        self.watched: dict[int, tuple[Any, Any, str]] = {}
+        """Hook, model and precision of every prepared model, by the model's id."""
+        self.model: Any = None
+        """The model of the first training pass."""
+        self.backward_passes = 0
+
+    @property
+    def guard(self) -> "ScriptGuard":
+        """The guard; created late, because it imports torch."""
+        from shardmake.train.script_guard import ScriptGuard
+
+        if self._guard is None:
+            context = self.context
+            on_cpu = context.attempt.accelerator == "cpu"
+            self._guard = ScriptGuard(
+                context.folder, context.rank, context.settings.expected, context.plan.choice, on_cpu
+            )
+        return self._guard
+
+    def hook_accelerator(self, module: Any) -> None:
+        """Check every new Accelerator, and every model that it prepares for training."""
+        accelerator = module.Accelerator
+        start, prepare, prepare_model = accelerator.__init__, accelerator.prepare, accelerator.prepare_model
+
+        @wraps(start)
+        def check_accelerator(self_: Any, *args: Any, **kwargs: Any) -> None:
+            start(self_, *args, **kwargs)
+            self.guard.check_accelerator(self_.distributed_type.value, self_.num_processes)
+
+        def check_result(function: Callable[..., Any]) -> Callable[..., Any]:
+            @wraps(function)
+            def check(self_: Any, *args: Any, **kwargs: Any) -> Any:
+                self.inside_accelerate += 1
+                try:
+                    result = function(self_, *args, **kwargs)
+                finally:
+                    self.inside_accelerate -= 1
+                if not kwargs.get("evaluation_mode"):
+                    for model in result if isinstance(result, tuple) else (result,):
+                        self.add_model(model, self_.mixed_precision)
+                return result
+
+            return check
+
+        accelerator.__init__ = check_accelerator
+        accelerator.prepare, accelerator.prepare_model = check_result(prepare), check_result(prepare_model)
+
+    def hook_deepspeed(self, module: Any) -> None:
+        """Check every DeepSpeed engine."""
+        initialize = module.initialize
+
+        @wraps(initialize)
+        def check(*args: Any, **kwargs: Any) -> Any:
+            result = initialize(*args, **kwargs)
+            if self.guard.api == "torch":
+                self.guard.api = "deepspeed"
+            self.add_model(result[0], "no")
+            return result
+
+        module.initialize = check
+
+    def hook_torch(self, module: Any) -> None:
+        """Watch DDP's models, count backward passes, and check before the first optimizer step."""
+        from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+        ddp, tensor = module.nn.parallel.DistributedDataParallel, module.Tensor
+        start, backward = ddp.__init__, tensor.backward
+
+        @wraps(start)
+        def watch(model: Any, *args: Any, **kwargs: Any) -> None:
+            start(model, *args, **kwargs)
+            self.add_model(model, "no", check=False)
+
+        @wraps(backward)
+        def count(loss: Any, *args: Any, **kwargs: Any) -> Any:
+            self.backward_passes += 1
+            return backward(loss, *args, **kwargs)
+
+        def check(*_: Any) -> None:
+            handle.remove()
+            tensor.backward = backward
+            self.check_first_step()
+
+        ddp.__init__, tensor.backward = watch, count
+        handle = register_optimizer_step_pre_hook(check)
+
+    def hook_fsdp(self, module: Any) -> None:
+        """Watch the models of both versions of FSDP."""
+        fsdp, shard = module.FullyShardedDataParallel, module.fully_shard
+        start = fsdp.__init__
+
+        @wraps(start)
+        def watch(model: Any, *args: Any, **kwargs: Any) -> None:
+            start(model, *args, **kwargs)
+            self.add_model(model, "no", check=False)
+
+        @wraps(shard)
+        def watch_sharded(model: Any, *args: Any, **kwargs: Any) -> Any:
+            result = shard(model, *args, **kwargs)
+            for one in model if isinstance(model, list) else [model]:
+                self.add_model(one, "no", check=False)
+            return result
+
+        fsdp.__init__, module.fully_shard = watch, watch_sharded
+
+    def hook_trainer(self, module: Any) -> None:
+        """Add Shardmake's callbacks to every Trainer."""
+        start = module.Trainer.__init__
+
+        @wraps(start)
+        def add_callbacks(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            from shardmake.train.script_callbacks import script_callbacks
+
+            start(trainer, *args, **kwargs)
+            for callback in script_callbacks(self.context, self.guard, trainer):
+                trainer.add_callback(callback)
+
+        module.Trainer.__init__ = add_callbacks
+
+    def add_model(self, model: Any, precision: str, *, check: bool = True) -> None:
+        """Watch a model for its first training pass, and check its engine now if that is complete.
+
+        A part of a model that FSDP or DDP wraps is not the whole; the outermost one runs first and is checked then.
+        """
+        import torch
+
+        if not isinstance(model, torch.nn.Module) or self.model is not None:
+            return
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return
+        if check:
+            self.guard.check_model(model, precision)
+        elif self.inside_accelerate:
+            return
+        if id(model) not in self.watched:
+            handle = model.register_forward_pre_hook(torch.compiler.disable(self.check_first_pass), with_kwargs=True)
+            self.watched[id(model)] = (handle, model, precision)
+
+    def check_first_pass(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Check engine, batch and rows at the first forward pass of training."""
+        import torch
+
+        if self.model is not None or not (model.training and torch.is_grad_enabled()):
+            return
+        precision = self.watched[id(model)][2]
+        for handle, _, _ in self.watched.values():
+            handle.remove()
+        self.watched.clear()
+        self.model = model
+        self.guard.check_model(model, active_autocast(model) if self.guard.api == "torch" else precision)
+        inputs = (kwargs, args)
+        self.guard.check_rows(inputs)
+        if not self.guard.declared_by_trainer:
+            self.guard.batch = self.declared_batch(inputs)
+            self.guard.check_batch()
+
+    def declared_batch(self, inputs: Any) -> "Batch":
+        """Return the batch as far as the libraries know it before the first step."""
+        from shardmake.train.first_batch import count_rows
+        from shardmake.train.script_guard import Batch
+
+        readers = self.context.plan.choice.data_parallel
+        rows, steps = count_rows(inputs), None
+        if hasattr(self.model, "train_micro_batch_size_per_gpu"):
+            steps = self.model.gradient_accumulation_steps()
+            rows = self.model.train_micro_batch_size_per_gpu() if rows == 1 else rows  # 1: a packed batch
+        if self.guard.api == "accelerate":
+            state = sys.modules["accelerate.state"].GradientState()
+            steps = steps or (state.num_steps if state.num_steps > 1 else None)
+            total = getattr(state.active_dataloader, "total_batch_size", None)
+            rows = rows if total is None else total // readers
+        return Batch.of(rows, steps, readers)
+
+    def check_first_step(self) -> None:
+        """Complete the batch with the counted passes, where no library knows it, and let the guard check."""
+        from shardmake.train.script_guard import Batch
+
+        guard, batch = self.guard, self.guard.batch
+        skips_steps = guard.found.get("dtype") == "float16"  # its loss scaler skips the first optimizer steps
+        if batch.accumulation_steps is None and not guard.declared_by_trainer and not skips_steps:
+            readers = self.context.plan.choice.data_parallel
+            guard.batch = Batch.of(batch.micro_batch_size, self.backward_passes, readers)
+        guard.check_first_step("zero_stage" in guard.found)
+
+
+def active_autocast(model: Any) -> str:
+    """Return Accelerate's name of the data type that torch casts to at this moment."""
+    import torch
+
+    device = next(model.parameters()).device.type
+    if not torch.is_autocast_enabled(device):
+        return "no"
+    return {torch.bfloat16: "bf16", torch.float16: "fp16"}.get(torch.get_autocast_dtype(device), "no")

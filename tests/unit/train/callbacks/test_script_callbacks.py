@@ -1,0 +1,83 @@
+"""The callbacks that a user's Trainer gets."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, RequestedStop
+from shardmake.run.paths import RunDir
+from shardmake.run.training_settings import ScriptProgram
+from shardmake.train.callbacks.metrics import MetricsCallback
+from shardmake.train.script_callbacks import BatchCheck, ScriptHeartbeat, ScriptStop, script_callbacks
+
+
+@pytest.fixture
+def arguments() -> TrainingArguments:
+    return TrainingArguments(use_cpu=True, max_steps=10)
+
+
+def make_callbacks(folder: Path, text: str, *args: str) -> list[TrainerCallback]:
+    script = folder / "train.py"
+    script.write_text(text)
+    program = ScriptProgram(path=str(script), args=list(args), sha256="")
+    attempt = SimpleNamespace(rundir=RunDir(folder), number=3)
+    settings = SimpleNamespace(program=program)
+    context: Any = SimpleNamespace(attempt=attempt, folder=AttemptDir(folder), settings=settings, rank=0)
+    nothing: Any = None
+    return script_callbacks(context, nothing, nothing)
+
+
+def test_a_script_that_names_a_file_handles_it_itself(tmp_path: Path) -> None:
+    plain = make_callbacks(tmp_path, "trainer.train()")
+    assert [type(callback) for callback in plain] == [BatchCheck, ScriptHeartbeat, MetricsCallback, ScriptStop]
+    own = make_callbacks(tmp_path, "open(os.environ['SHARDMAKE_METRICS'])", "--stop", "$SHARDMAKE_STOP_FILES")
+    assert [type(callback) for callback in own] == [BatchCheck, ScriptHeartbeat]
+
+
+def test_metrics_of_a_script_have_no_tokens(tmp_path: Path, arguments: TrainingArguments) -> None:
+    callback = make_callbacks(tmp_path, "")[2]
+    state = TrainerState(global_step=4, is_world_process_zero=True)
+    (tmp_path / "train").mkdir()
+    callback.on_log(arguments, state, TrainerControl(), logs={"loss": 2.5, "learning_rate": 1e-3})
+    text = RunDir(tmp_path).metrics.read_text()
+    assert '"loss": 2.5' in text and '"attempt": 3' in text and "tokens" not in text
+
+
+def test_heartbeats_have_phases_only_while_trainer_trains(tmp_path: Path, arguments: TrainingArguments) -> None:
+    heartbeat, state, control = ScriptHeartbeat(AttemptDir(tmp_path), 1), TrainerState(), TrainerControl()
+
+    def phase() -> str:
+        beat = AttemptDir(tmp_path).beat(1)
+        assert beat
+        return beat.phase
+
+    heartbeat.on_prediction_step(arguments, state, control)
+    assert phase() == USER_SCRIPT_PHASE
+    heartbeat.on_train_begin(arguments, state, control)
+    assert phase() == "first step"
+    heartbeat.on_step_end(arguments, state, control)
+    assert phase() == "train"
+    heartbeat.on_train_end(arguments, state, control)
+    assert phase() == USER_SCRIPT_PHASE
+    heartbeat.on_evaluate(arguments, state, control)
+    assert phase() == USER_SCRIPT_PHASE
+
+
+@pytest.mark.parametrize(("requested", "step", "recorded"), [(True, 5, True), (True, 10, False), (False, 5, False)])
+def test_a_stop_is_recorded_unless_the_training_has_ended(
+    tmp_path: Path, arguments: TrainingArguments, requested: bool, step: int, recorded: bool
+) -> None:
+    folder, stop_file = AttemptDir(tmp_path), tmp_path / "STOP"
+    if requested:
+        stop_file.touch()
+    callback = ScriptStop([stop_file], folder)
+    state, control = TrainerState(global_step=step, max_steps=10, is_world_process_zero=True), TrainerControl()
+    callback.on_step_end(arguments, state, control)
+    assert (control.should_save, control.should_training_stop) == (requested, requested)
+    callback.on_train_end(arguments, state, control)
+    stopped = RequestedStop.read_if_exists(folder.stopped)
+    assert (stopped is not None) == recorded
+    assert stopped is None or stopped.step == step

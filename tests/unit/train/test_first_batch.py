@@ -1,0 +1,55 @@
+"""The digest of a rank's first rows, and the comparison between ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardmake.train.first_batch import count_rows, digest_rows, equal_ranks, exchange
+
+ROWS = torch.arange(12).reshape(3, 4)
+
+
+def test_rows_are_counted_in_the_tensors_that_are_rows_first() -> None:
+    assert count_rows(ROWS) == 3
+    assert count_rows(({"scale": torch.tensor(2.0), "position": torch.zeros(7), "input_ids": ROWS}, ())) == 3
+    assert count_rows(({}, [torch.tensor(1.0), "text"])) is None
+
+
+def test_the_digest_depends_on_every_value_and_not_on_the_container() -> None:
+    batch = digest_rows({"input_ids": ROWS, "labels": ROWS})
+    assert digest_rows([ROWS.clone(), ROWS.clone()]) == batch
+    assert digest_rows({"input_ids": ROWS, "labels": ROWS + 1}) != batch
+    assert digest_rows(ROWS.reshape(4, 3)) != digest_rows(ROWS)
+    assert digest_rows(ROWS.to(torch.bfloat16)) != digest_rows(ROWS)
+    assert digest_rows({"count": torch.tensor(3), "use_cache": False}) == ""
+
+
+@pytest.mark.parametrize(
+    ("digests", "tensor_parallel", "equal"),
+    [
+        (["a", "b", "c", "d"], 1, None),
+        (["a", "b", "c", "a"], 1, (0, 3)),
+        (["a", "a", "b", "b"], 1, (0, 1)),
+        (["a", "a", "b", "b"], 2, None),
+        (["a", "a", "a", "a"], 2, (0, 2)),
+    ],
+)
+def test_equal_rows_are_right_within_a_tensor_parallel_group_only(
+    digests: list[str], tensor_parallel: int, equal: tuple[int, int] | None
+) -> None:
+    assert equal_ranks(digests, tensor_parallel) == equal
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ranks_exchange_text_through_the_store_of_their_group() -> None:
+    assert exchange("abc") == ["abc"]

@@ -1,0 +1,107 @@
+"""The comparison of a script's engine and batch with the plan."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardmake.config.models import Strategy
+from shardmake.render.training_file import expected_engine
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.trained_engine import TrainedEngine
+from shardmake.train.engine_check import EngineMismatchError
+from shardmake.train.script_guard import Batch, ScriptGuard, compute_dtype, mismatch_message
+from tests.unit.plans import make_plan
+
+
+def make_guard(folder: Path, strategy: Strategy = "zero2", **choice: Any) -> ScriptGuard:
+    made = make_plan(strategy, **{"nodes": 1, "precision": "fp32", **choice}).choice
+    return ScriptGuard(AttemptDir(folder), 0, expected_engine(made, 2), made, on_cpu=True)
+
+
+def test_the_message_names_every_difference_and_how_to_change_it() -> None:
+    expected = {"engine": "deepspeed", "zero_stage": 2, "dtype": "float32", "offload_param": None}
+    assert mismatch_message(expected, expected) == ""
+    assert mismatch_message({"engine": "deepspeed"}, expected) == "", "only what was found is compared"
+    lines = mismatch_message(expected | {"zero_stage": 3, "offload_param": "cpu"}, expected).splitlines()
+    assert lines[0] == "The script does not train as planned. Nothing was trained."
+    assert lines[1:3] == ["  zero_stage: planned 2, found 3", "  offload_param: planned None, found cpu"]
+    assert "deepspeed_config" in lines[3] and "set strategy" in lines[4]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "kind", "ranks", "words"),
+    [
+        ("zero2", "DEEPSPEED", 2, None),
+        ("ddp", "MULTI_CPU", 2, None),
+        ("ddp", "MULTI_GPU", 2, None),
+        ("zero2", "MULTI_CPU", 2, "engine: planned deepspeed, found ddp"),
+        ("zero2", "DEEPSPEED", 1, "world_size: planned 2, found 1"),
+        ("fsdp", "MULTI_CPU", 2, "Accelerate does not use FSDP on CPUs"),
+        ("ddp", "MEGATRON_LM", 2, "engine: planned ddp, found MEGATRON_LM"),
+    ],
+)
+def test_an_accelerator_has_the_planned_library_and_ranks(
+    tmp_path: Path, strategy: Strategy, kind: str, ranks: int, words: str | None
+) -> None:
+    guard = make_guard(tmp_path, strategy)
+    if words is None:
+        guard.check_accelerator(kind, ranks)
+        assert json.loads((tmp_path / "ranks/rank-0.json").read_text())["api"] == "accelerate"
+    else:
+        with pytest.raises(EngineMismatchError, match=words):
+            guard.check_accelerator(kind, ranks)
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        (Batch.of(2, 2, 2), None),
+        (Batch.of(4, 1, 2), None),
+        (Batch.of(None, 2, 2), None),
+        (
+            Batch.of(2, 8, 2),
+            "planned 8 sequences, 2 ranks x 2 x 2 accumulation steps, found 32 sequences, 2 ranks x 2 x 8",
+        ),
+    ],
+)
+def test_the_global_batch_is_the_planned_one(tmp_path: Path, batch: Batch, words: str | None) -> None:
+    guard = make_guard(tmp_path)
+    guard.batch = batch
+    if words is None:
+        guard.check_batch()
+    else:
+        with pytest.raises(EngineMismatchError, match=words):
+            guard.check_batch()
+
+
+def test_another_split_of_the_batch_is_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "shardmake")
+    guard = make_guard(tmp_path)
+    guard.batch = Batch.of(4, 1, 2)
+    guard.check_batch()
+    assert "4 x 1 accumulation steps, the plan into 2 x 2 accumulation steps" in caplog.text
+
+
+def test_the_compute_type_is_that_of_the_weights_unless_the_engine_casts() -> None:
+    model = torch.nn.Linear(8, 8)
+    assert compute_dtype(model, "float32") == "float32"
+    assert compute_dtype(model, "bfloat16") == "bfloat16"
+    assert compute_dtype(model.to(torch.bfloat16), "float32") == "bfloat16"
+    assert compute_dtype(torch.nn.Sequential(model, torch.nn.LayerNorm(8)), "float32") == "bfloat16"
+
+
+def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_path: Path) -> None:
+    guard = make_guard(tmp_path, "ddp")
+    with pytest.raises(EngineMismatchError, match="engine: planned ddp, found none"):
+        guard.check_first_step(has_engine=False)
+    make_guard(tmp_path, "ddp", processes_per_node=1, gradient_accumulation_steps=4).check_first_step(has_engine=False)
+    assert not guard.folder.trained.exists()
+    guard.found |= {"engine": "ddp", "zero_stage": 0, "world_size": 2, "dtype": "float32"}
+    guard.found |= {"offload_optimizer": None, "offload_param": None}
+    guard.batch = Batch.of(2, 2, 2)
+    guard.check_first_step(has_engine=True)
+    assert TrainedEngine.read(guard.folder.trained).global_batch_size == 8

@@ -1,0 +1,70 @@
+"""A program for `torchrun` that does not use Shardmake."""
+
+import argparse
+import contextlib
+import json
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--model", required=True)
+parser.add_argument("--data", required=True)
+parser.add_argument("--output_dir", required=True)
+parser.add_argument("--wrap", choices=["ddp", "fsdp", "none"], default="ddp")
+parser.add_argument("--batch_size", type=int, default=2)
+parser.add_argument("--accumulation", type=int, default=2)
+parser.add_argument("--same_rows", action="store_true")
+parser.add_argument("--autocast", action="store_true")
+
+
+def read_examples(path: str, tokenizer) -> list[torch.Tensor]:
+    lines = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    texts = [tokenizer.apply_chat_template(line["messages"], tokenize=False) for line in lines]
+    encoded = tokenizer(texts, padding="max_length", truncation=True, max_length=64, return_tensors="pt")
+    return list(encoded["input_ids"])
+
+
+def wrap(model, how: str):
+    if how == "ddp":
+        return DistributedDataParallel(model)
+    if how == "fsdp":
+        for layer in model.base_model.layers if hasattr(model.base_model, "layers") else model.base_model.h:
+            fully_shard(layer)
+        fully_shard(model)
+    return model
+
+
+def main() -> None:
+    args = parser.parse_args()
+    dist.init_process_group("gloo")
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    plain = AutoModelForCausalLM.from_pretrained(args.model)
+    model = wrap(plain, args.wrap)
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    rows = read_examples(args.data, tokenizer)
+    sampler = None if args.same_rows else DistributedSampler(rows)
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16) if args.autocast else contextlib.nullcontext()
+    for number, batch in enumerate(DataLoader(rows, batch_size=args.batch_size, sampler=sampler), 1):
+        with autocast:
+            loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        if number % args.accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+        if number == 4 * args.accumulation:
+            break
+    if dist.get_rank() == 0 and args.wrap == "ddp":
+        plain.save_pretrained(args.output_dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Real ranks compare a user's program with the plan, whichever library it uses."""
+
+import json
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config.models import Strategy
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.metrics import read_metrics
+from shardmake.run.paths import RunDir
+from shardmake.run.trained_engine import TrainedEngine
+from tests.workflow.forked import Forked, log
+
+pytestmark = pytest.mark.training
+SCRIPTS = Path(__file__).with_name("scripts")
+BATCH = ["$SHARDMAKE_MICRO_BATCH_SIZE", "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS"]
+TRAINER = [
+    *("--model_name_or_path", "$SHARDMAKE_BASE", "--train_file", "DATA", "--output_dir", "$SHARDMAKE_OUTPUT"),
+    *("--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--learning_rate", "$SHARDMAKE_LEARNING_RATE"),
+    *("--per_device_train_batch_size", BATCH[0], "--gradient_accumulation_steps", BATCH[1]),
+]
+ACCELERATE = ["--model", "$SHARDMAKE_BASE", "--data", "DATA", "--output_dir", "$SHARDMAKE_OUTPUT"]
+NATIVE = [
+    *ACCELERATE,
+    "--deepspeed",
+    "--deepspeed_config",
+    "$SHARDMAKE_DEEPSPEED_CONFIG",
+    "--local_rank",
+    "$LOCAL_RANK",
+]
+TORCH = ACCELERATE
+TRL = [
+    *("--model_name_or_path", "$SHARDMAKE_BASE", "--dataset_name", "FOLDER", "--output_dir", "$SHARDMAKE_OUTPUT"),
+    *("--max_steps", "4", "--max_length", "64", "--report_to", "none", "--use_cpu", "True", "--bf16", "False"),
+    *("--per_device_train_batch_size", BATCH[0], "--gradient_accumulation_steps", BATCH[1]),
+]
+
+
+OWN_FILE = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "zero_optimization": {"stage": 3},
+}
+"""A DeepSpeed file of another ZeRO stage than the plan's."""
+
+
+@dataclass
+class Programs:
+    """Runs programs as scripts of a run with two ranks and a global batch of 8 sequences."""
+
+    forked: Forked
+    folder: Path
+
+    def train(self, strategy: Strategy, script: str, arguments: list[str]) -> tuple[RunDir, AttemptDir, list[int]]:
+        """Run ``script`` in a new run; return its folders and the exit statuses of the ranks."""
+        root = self.forked.checkout.root
+        rows = self.folder / "rows"
+        rows.mkdir(exist_ok=True)
+        shutil.copy(root / "resources/demo/train.jsonl", rows)
+        own_file = self.folder / "own.json"
+        own_file.write_text(json.dumps(OWN_FILE))
+        names = {"DATA": str(rows / "train.jsonl"), "FOLDER": str(rows), "OWN_FILE": str(own_file)}
+        words = [names.get(word, word) for word in arguments]
+        changes = {"global_batch_size": 8, "micro_batch_size": 2, "script": str(SCRIPTS / script), "script_args": words}
+        rundir = RunDir(self.folder / "lab")
+        codes = self.forked.train(rundir, self.forked.plan(strategy, 2, **changes))
+        return rundir, AttemptDir(rundir.attempts / "001"), codes
+
+    def refusal(self, strategy: Strategy, script: str, arguments: list[str]) -> str:
+        """Run ``script``, which must fail before it trains; return the error."""
+        rundir, folder, codes = self.train(strategy, script, arguments)
+        errors = folder.rank_errors()
+        assert any(codes) and errors, log(rundir)
+        assert errors[0].kind == "EngineMismatchError", errors[0].traceback
+        assert not folder.trained.exists() and not rundir.metrics.exists() and not rundir.script_output.exists()
+        assert "Nothing was trained." in errors[0].message
+        return errors[0].message
+
+
+@pytest.fixture
+def programs(forked: Forked, tmp_path: Path) -> Programs:
+    return Programs(forked, tmp_path)
+
+
+def trained(folder: AttemptDir) -> dict[str, Any]:
+    return TrainedEngine.read(folder.trained).model_dump(exclude={"offload_optimizer", "offload_param"})
+
+
+def expected(api: str, engine: str, stage: int = 0, dtype: str = "float32") -> dict[str, Any]:
+    sizes = {"micro_batch_size": 2, "gradient_accumulation_steps": 2, "global_batch_size": 8, "world_size": 2}
+    return {"api": api, "engine": engine, "zero_stage": stage, "dtype": dtype, "rows_compared": True, **sizes}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "script", "arguments", "found"),
+    [
+        ("zero2", "hf_trainer.py", TRAINER, expected("trainer", "deepspeed", 2)),
+        ("zero2", "hf_trainer.py", [*TRAINER, "--use_cpu", "True"], expected("trainer", "deepspeed", 2)),
+        ("ddp", "hf_trainer.py", TRAINER, expected("trainer", "ddp")),
+        ("zero3", "hf_trainer.py", TRAINER, expected("trainer", "deepspeed", 3)),
+        ("zero2", "trl_sft.py", TRL, expected("trainer", "deepspeed", 2)),
+        ("zero2", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 2)),
+        ("zero3", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 3)),
+        ("ddp", "plain_torch.py", TORCH, expected("torch", "ddp")),
+        ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp"], expected("torch", "fsdp")),
+        ("zero3", "accelerate_loop.py", [*ACCELERATE, "--state_dict"], expected("accelerate", "deepspeed", 3)),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_programs_train_as_planned(
+    programs: Programs, strategy: Strategy, script: str, arguments: list[str], found: dict[str, Any]
+) -> None:
+    rundir, folder, codes = programs.train(strategy, script, arguments)
+    assert codes == [0, 0], log(rundir)
+    assert trained(folder) == found
+    reports = [json.loads((folder.ranks / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [report["world_size"] for report in reports] == [2, 2]
+    steps = [line.step for line in read_metrics(rundir.metrics)]
+    assert steps == ([1, 2, 3, 4] if script == "hf_trainer.py" else [])
+
+
+@pytest.mark.parametrize(
+    ("strategy", "script", "arguments", "words"),
+    [
+        ("zero2", "hf_trainer.py", [*TRAINER, "--deepspeed", "OWN_FILE"], "zero_stage: planned 2, found 3"),
+        ("ddp", "hf_trainer.py", [*TRAINER, "--deepspeed", "OWN_FILE"], "engine: planned ddp, found deepspeed"),
+        ("zero2", "hf_trainer.py", [*TRAINER, "--gradient_accumulation_steps", "8"], "found 32 sequences"),
+        ("zero2", "accelerate_loop.py", [*ACCELERATE, "--own_plugin"], r"(?s)zero_stage: planned 2, found 3.*bfloat16"),
+        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--precision", "bf16"], "dtype: planned float32, found bfloat16"),
+        (
+            "ddp",
+            "accelerate_loop.py",
+            [*ACCELERATE, "--gradient_accumulation_steps", "8"],
+            "found 32 sequences, 2 rank",
+        ),
+        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--load_dtype", "bfloat16"], "found bfloat16"),
+        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader"], "Ranks 0 and 1 got the same rows"),
+        ("zero2", "native_deepspeed.py", [*NATIVE[:8], "OWN_FILE", *NATIVE[9:]], "zero_stage: planned 2, found 3"),
+        ("zero2", "native_deepspeed.py", [*NATIVE, "--batch_size", "4"], "found 16 sequences, 2 ranks x 4 x 2"),
+        ("zero2", "plain_torch.py", TORCH, "engine: planned deepspeed, found ddp"),
+        ("ddp", "plain_torch.py", [*TORCH, "--wrap", "none"], "engine: planned ddp, found none"),
+        ("ddp", "plain_torch.py", [*TORCH, "--same_rows"], "Ranks 0 and 1 got the same rows"),
+        ("ddp", "plain_torch.py", [*TORCH, "--autocast"], "dtype: planned float32, found bfloat16"),
+        ("ddp", "plain_torch.py", [*TORCH, "--accumulation", "3"], "found 12 sequences"),
+    ],
+    ids=lambda value: re.sub(r"[^a-z0-9_.]+", "-", value.lower()) if isinstance(value, str) else "",
+)
+def test_programs_that_train_something_else_are_refused(
+    programs: Programs, strategy: Strategy, script: str, arguments: list[str], words: str
+) -> None:
+    assert re.search(words, programs.refusal(strategy, script, arguments))
