@@ -26,6 +26,7 @@ QUICK = {
     "workflow/test_resume.py": r"every_strategy_resumes.(zero3|fsdp)\]",
     "workflow/test_saving.py": "damaged_shards",
     "workflow/test_script.py": "unplanned_engine",
+    "workflow/test_script_guard.py": "train_as_planned.zero2-hf_trainer.py--0|refused.zero2-hf_trainer.py--zero_stage",
     "workflow/test_sharing.py": "one_cache",
 }
 """Part of a test's name (a regular expression), by file below ``tests``; an empty one matches every test."""
@@ -51,7 +52,7 @@ GROUPS = {
     "workflow/test_consolidate": "consolidate",
     **{
         f"workflow/test_{name}.py": "forked"
-        for name in ("asynchronous", "loop", "reshard", "resume", "saving", "trackers")
+        for name in ("asynchronous", "loop", "reshard", "resume", "saving", "script_guard", "trackers")
     },
     **{
         f"workflow/test_{name}.py": "shared checkout"

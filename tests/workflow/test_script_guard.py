@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardmake.config.models import Strategy
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, RequestedStop
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.trained_engine import TrainedEngine
@@ -154,3 +154,20 @@ def test_programs_that_train_something_else_are_refused(
     programs: Programs, strategy: Strategy, script: str, arguments: list[str], words: str
 ) -> None:
     assert re.search(words, programs.refusal(strategy, script, arguments))
+
+
+def test_trainer_stops_on_request_and_resumes(programs: Programs) -> None:
+    rundir = RunDir(programs.folder / "lab")
+    rundir.train.mkdir(parents=True)
+    rundir.stop_file.touch()
+    _, folder, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
+    assert codes == [0, 0], log(rundir)
+    assert RequestedStop.read(folder.stopped).step == 1
+    assert [path.name for path in rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
+    beat = folder.beat(1)
+    assert beat and (beat.phase, beat.step) == (USER_SCRIPT_PHASE, 1)
+    rundir.stop_file.unlink()
+    _, _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
+    assert codes == [0, 0], log(rundir)
+    assert [(line.attempt, line.step) for line in read_metrics(rundir.metrics)] == [(1, 1), (2, 2), (2, 3), (2, 4)]
+    assert all(line.loss and line.tokens is None for line in read_metrics(rundir.metrics))

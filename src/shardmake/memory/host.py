@@ -16,7 +16,7 @@ def pinned(size: int) -> int:
 
 
 def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
-    """Return the host RAM of one node during training, and the additional peak of loading."""
+    """Return the host RAM of one node during training, and the additional peak of loading or of gathering to save."""
     ranks = scenario.ranks_per_node
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
     for name, size in offloaded(scenario, buckets).items():
@@ -24,7 +24,10 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     if scenario.checkpoint_in_memory:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]
-    terms["loading"] = max(0, _load(scenario) - steady)
+    if scenario.gathers_on_save and scenario.zero_stage == 3:
+        terms["gathered weights"] = scenario.compute * scenario.model.parameters  # at least as much as loading
+    else:
+        terms["loading"] = max(0, _load(scenario) - steady)
     return {name: size for name, size in terms.items() if size}
 
 

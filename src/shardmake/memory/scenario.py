@@ -74,6 +74,8 @@ class Scenario:
     on_cpu: bool = False
     checkpoint_in_memory: bool = False
     """Saves go through a scratch folder in RAM."""
+    gathers_on_save: bool = False
+    """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
     behavior: LibraryBehavior = LibraryBehavior()
     calibration: Calibration | None = None
     """A probe's measurement on this kind of GPU."""

@@ -148,6 +148,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         lora_dropout=run.lora.dropout,
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
+        gathers_on_save=run.script is not None,
         fsdp_version=run.fsdp_version,
         behavior=settings.behavior,
         calibration=calibration.read(settings.hardware.accelerator.name),

@@ -37,3 +37,10 @@ def test_parameters_on_nvme_have_buffers_and_a_part_in_ram() -> None:
     assert (terms["parameters"], terms["parameter swap buffers"]) == (2 * 500, 2 * 3 * 1000)
     whole = host.host_terms(scenario(strategy="zero3-nvme", nodes=2, ranks_per_node=1), replace(sizes, max_in_cpu=P))
     assert whole["parameters"] == 2 * -(-P // 2)
+
+
+def test_a_script_under_zero3_may_gather_the_whole_model_to_save_it() -> None:
+    for strategy, size in (("zero3", 2 * P), ("zero3-offload", 2 * P), ("zero2", 0), ("ddp", 0)):
+        terms = host.host_terms(scenario(strategy=strategy, gathers_on_save=True), BUCKETS)
+        assert terms.get("gathered weights", 0) == pytest.approx(size, rel=1e-3), strategy
+        assert ("loading" in terms) == (size == 0), strategy
