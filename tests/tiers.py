@@ -22,6 +22,7 @@ QUICK = {
     "workflow/test_local.py": "from_config_to_pushed_model",
     "workflow/test_loop.py": "zero2",
     "workflow/test_network_check.py": "",
+    "workflow/test_reruns.py": "cannot_change|changes.learning|takes_effect",
     "workflow/test_reshard.py": "zero3x2-fsdpx3-zero2x2",
     "workflow/test_resume.py": r"every_strategy_resumes.(zero3|fsdp)\]",
     "workflow/test_saving.py": "damaged_shards",

@@ -17,7 +17,7 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Attention, Cluster, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.environment import hub_environment, kernel_caches
-from shardmake.core.errors import ConfigError
+from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
@@ -382,6 +382,9 @@ def main() -> None:
         app()
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 0
+    except StopRequestedError as stop:
+        typer.echo(str(stop))
+        status = STOPPED
     except Exception as error:
         status = _print_error(error)
     sys.exit(_flush_output(status))

@@ -126,7 +126,7 @@ def test_both_at_once_on_one_checkout_and_one_cache(shared: SharedCheckout, user
     attempt = long / "train/attempts/001"
     assert (attempt / "stopped.json").exists() and len(list((long / "train/checkpoints").iterdir())) == 1
     status, output = shared.run(ada, "shardmake", "train", "long")
-    assert status == 2 and "saved and stopped" in output
+    assert status == 3 and "saved and stopped" in output
 
     set_nodes(shared, "drain")
     driver = shared.start(ada, "shardmake", "train", "long")
@@ -138,7 +138,7 @@ def test_both_at_once_on_one_checkout_and_one_cache(shared: SharedCheckout, user
     attempt = long / "train/attempts/002"
     shared.cluster.wait_until(lambda: (attempt / "node-0.log").exists(), "the second attempt", timeout=100)
     shared.ask_to_stop(bob, "long")
-    assert driver.wait(timeout=100) == 2
+    assert driver.wait(timeout=100) == 3
     output = (ada.home / "output.txt").read_text()
     assert "resuming from checkpoint" in output and "waits in low memory until it starts" in output
     assert "saved and stopped" in output and (attempt / "stopped.json").exists()

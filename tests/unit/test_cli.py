@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmake import cli
-from shardmake.core.errors import DiskFullError, ShardmakeError
+from shardmake.core.errors import DiskFullError, ShardmakeError, StopRequestedError
 from shardmake.core.failures import explain_os_error
 
 COMMANDS = {
@@ -125,6 +125,13 @@ def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
         raise error
 
     monkeypatch.setattr("shardmake.commands.clean.clean", clean)
+
+
+def test_a_requested_stop_is_no_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    fail_with(StopRequestedError("Saved at step 93. Run again."), monkeypatch)
+    assert run(["clean"], monkeypatch, capfd) == (3, "Saved at step 93. Run again.\n")
+    fail_with(StopRequestedError("Saved."), monkeypatch)
+    assert run(["--quiet", "clean"], monkeypatch, capfd) == (3, "Saved.\n")
 
 
 def test_an_unexpected_error_is_kept_in_a_file(

@@ -161,8 +161,13 @@ def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Che
     driver = checkout.start("shardmake", "train", "demo", log=checkout.root / "driver.log")
     wait_for(lambda: len(checkout.metrics()) >= 1)
     (checkout.run / "train/STOP").touch()
-    assert driver.wait(timeout=120) == 2
-    assert "saved and stopped" in (checkout.root / "driver.log").read_text()
+    assert driver.wait(timeout=120) == 3
+    *_, last = (checkout.root / "driver.log").read_text().splitlines()
+    step = checkout.read("train/attempts/index.json")[-1]["checkpoint_step"]
+    assert last == (
+        f"Training of demo saved and stopped at step {step}, because somebody created runs/demo/train/STOP. "
+        f"Run the same command again to resume from step {step}."
+    )
     steps = {int(folder.name.split("-")[1]) for folder in (checkout.run / "train/checkpoints").iterdir()}
     assert len(steps) == 1 and steps < set(range(1, 300))
 
@@ -174,7 +179,7 @@ def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Che
     wait_for(lambda: "resuming from checkpoint" in (checkout.root / "driver.log").read_text())
     wait_for(lambda: checkout.metrics()[-1]["attempt"] == 2)
     (checkout.run / "train/STOP").touch()
-    assert driver.wait(timeout=120) == 2
+    assert driver.wait(timeout=120) == 3
     logged = [line["step"] for line in checkout.metrics()]
     assert logged == sorted(set(logged)), "no step is logged twice"
 

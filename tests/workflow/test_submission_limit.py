@@ -122,7 +122,7 @@ def test_two_drivers_submit_one_training_at_a_time(runs: QueuedRuns) -> None:
     stop_file = runs.folder / f"runs/{second}/train/STOP"
     stop_file.touch()
     restarted = runs.train(second, **{WAITED_VARIABLE: "1"})
-    assert runs.drivers[-1].wait(60) == 2
+    assert runs.drivers[-1].wait(60) == 3
     assert (
         "somebody created" in restarted.read_text()
         and "No job was submitted" in restarted.read_text()

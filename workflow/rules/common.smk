@@ -8,8 +8,10 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 from snakemake.io import IOFile
+from snakemake.logging import logger
 
 from shardmake.commands.preview import dry_run
+from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import load_cluster, parse_config
 from shardmake.core.errors import ShardmakeError
@@ -20,6 +22,8 @@ from shardmake.run.settings import compared_keys, rerun_settings
 # The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
 # default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
 shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
+
+logger.addFilter(StopFilter())  # a training that a person stopped is not done, and not a failure
 
 ENVIRONMENT = "../../envs/shardmake.yaml"
 CONFIG_FLAGS = " ".join(f"--config {file}" for file in workflow.configfiles)

@@ -2,6 +2,10 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Final
+
+STOPPED: Final = 3
+"""Exit status of a command that stopped because a person asked for it."""
 
 
 class ShardmakeError(ValueError):
@@ -38,6 +42,10 @@ class HubError(ShardmakeError):
 
 class PushError(ShardmakeError):
     """The final model could not be pushed, or what arrived is not what was sent."""
+
+
+class StopRequestedError(ShardmakeError):
+    """A person asked the training to stop. The command line prints the message alone and exits with `STOPPED`."""
 
 
 def is_user_error(name: str) -> bool:

@@ -2,11 +2,12 @@
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
-from shardmake.core.errors import ShardmakeError, is_user_error
+from shardmake.core.errors import ShardmakeError, StopRequestedError, is_user_error
 from shardmake.launch import user_script
 from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
@@ -30,7 +31,6 @@ RECORD_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 _RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
 _ADVICE = {
-    EndReason.STOP_REQUESTED: "Run the same command again to resume.",
     EndReason.CANCELLED: "Run the same command again to resume from the newest checkpoint.",
     EndReason.GPU_OUT_OF_MEMORY: "No fallback is left. Use more nodes, a shorter sequence_length or method: lora.",
     EndReason.HOST_OUT_OF_MEMORY: "Increase memory_gib_per_node, or choose a strategy without offload.",
@@ -52,6 +52,8 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     is_script = training.run.script is not None
     finished = user_script.finished_outcome(training.rundir, folder, training.settings_digest) if is_script else None
     outcome = finished or classify(_collect_evidence(training, folder, status))
+    if outcome.end is EndReason.STOP_REQUESTED:
+        outcome = replace(outcome, message=_stop_message(training))
     if not training.run.script:
         store.discard_unfinished(training.rundir.checkpoints)  # on a full disk they block the next save
     record = AttemptRecord(
@@ -72,6 +74,16 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     training.save_attempts([*(earlier for earlier in training.attempts if earlier.attempt != job.attempt), record])
     training.rundir.job.unlink(missing_ok=True)
     return outcome
+
+
+def _stop_message(training: Training) -> str:
+    """Return where the training stopped on request, and how to resume it. A script's checkpoints have no known step."""
+    newest = training.newest_checkpoint()
+    at, resume = (f" at step {newest[0].step}", f" from step {newest[0].step}") if newest else ("", "")
+    return (
+        f"Training of {training.rundir.name} saved and stopped{at}, because somebody created "
+        f"{short_path(training.rundir.stop_file)}. Run the same command again to resume{resume}."
+    )
 
 
 def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus) -> Evidence:
@@ -107,8 +119,11 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
     """Record what the next attempt changes.
 
     Raises:
+        StopRequestedError: a person asked for the stop.
         ShardmakeError: the training stops here.
     """
+    if outcome.end is EndReason.STOP_REQUESTED:
+        raise StopRequestedError(outcome.message)
     current = next_fallback(training.attempts, training.plan_digest)
     fallback = _find_fallback(training, current, outcome.end)
     action = decide(outcome, _retry_state(training, outcome, fallback))

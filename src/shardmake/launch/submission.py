@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import StopRequestedError
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
@@ -144,10 +144,10 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
 
 
 def check_stop_file(rundir: RunDir) -> None:
-    """Raise `ShardmakeError` if somebody created the stop file since this driver started."""
+    """Raise `StopRequestedError` if somebody created the stop file since this driver started."""
     if rundir.stop_file.exists():
-        raise ShardmakeError(
-            f"Training of {rundir.name} stopped: somebody created {short_path(rundir.stop_file)}. No job was "
+        raise StopRequestedError(
+            f"Training of {rundir.name} stopped, because somebody created {short_path(rundir.stop_file)}. No job was "
             "submitted. Run the same command again to resume."
         )
 

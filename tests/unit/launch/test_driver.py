@@ -14,7 +14,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, fingerprint, list_files
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import ShardmakeError, SlurmError
+from shardmake.core.errors import ShardmakeError, SlurmError, StopRequestedError
 from shardmake.launch import attempt_end, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
@@ -145,11 +145,32 @@ def test_a_stop_request_counts_even_if_the_ranks_could_not_save(
         demo.rundir.stop_file.touch()
         PREEMPTED(folder)
 
-    with pytest.raises(ShardmakeError, match=r"somebody created runs/demo/train/STOP. No job was submitted"):
+    with pytest.raises(StopRequestedError, match=r"somebody created runs/demo/train/STOP. No job was submitted"):
         drive(demo.load(FakeJobs(end)))
     with pytest.raises(ShardmakeError, match="ValueError"):
         drive(demo.load(FakeJobs(fails("ValueError", "bad label"))))
     assert "Removing the stop file runs/demo/train/STOP of an earlier request." in caplog.messages
+
+
+def test_a_requested_stop_names_the_step_and_shows_no_log(demo: FakeRun) -> None:
+    def end(folder: AttemptDir) -> None:
+        demo.rundir.stop_file.touch()
+        demo.commit(93, folder.read().settings_digest)
+        folder.log(0).write_text("FutureWarning: 40 lines of this\n")
+        folder.stopped.touch()
+        PREEMPTED(folder)
+
+    training = demo.load(FakeJobs(end))
+    with pytest.raises(StopRequestedError) as stopped:
+        drive(training)
+    assert (
+        str(stopped.value)
+        == training.attempts[-1].message
+        == (
+            "Training of demo saved and stopped at step 93, because somebody created runs/demo/train/STOP. "
+            "Run the same command again to resume from step 93."
+        )
+    )
 
 
 def test_a_job_of_other_settings_is_not_adopted(demo: FakeRun, caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,60 @@
+"""Snakemake's messages about a training that a person stopped: without the words for a failed job.
+
+Snakemake knows only jobs that succeeded and jobs that failed. A training that saved and stopped must not count as done,
+so its job fails with an exit status of its own. This filter removes the report of that failure.
+"""
+
+import contextlib
+import logging
+import re
+from pathlib import Path
+
+from shardmake.core.errors import STOPPED, ShardmakeError
+from shardmake.run.attempt_history import EndReason, load_history
+from shardmake.run.paths import RUNS, RunDir
+
+_COMMAND = re.compile(r"\bshardmake train (\S+)")
+_FAILED = f"returned non-zero exit status {STOPPED}."
+_HINTS = ("Exiting because a job execution failed", "Shutting down, this might take some time")
+_END = "At least one job did not complete successfully"
+
+
+class StopFilter(logging.Filter):
+    """A filter for Snakemake's logger."""
+
+    def __init__(self, runs: Path = RUNS) -> None:
+        super().__init__()
+        self.runs = runs
+        self.stopped: list[str] = []
+        """Names of the runs whose training was stopped on request."""
+        self.has_failures = False
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
+        text = record.getMessage()
+        event = getattr(getattr(record, "event", None), "name", "")
+        if event == "ERROR" and (run := _COMMAND.search(text)) and _FAILED in text:
+            self.stopped.append(run[1])
+            return False
+        if event == "JOB_ERROR":
+            return self._is_failure(getattr(record, "shellcmd", "") or "")
+        if self.has_failures or not self.stopped:
+            return True
+        if _END in text:
+            record.msg, record.args = "\n".join(map(self._message, self.stopped)), ()
+            record.levelno, record.levelname = logging.WARNING, "WARNING"
+            record.__dict__.pop("event", None)
+        return not text.startswith(_HINTS)
+
+    def _is_failure(self, command: str) -> bool:
+        run = _COMMAND.search(command)
+        is_stop = run is not None and run[1] in self.stopped
+        self.has_failures |= not is_stop
+        return not is_stop
+
+    def _message(self, run: str) -> str:
+        with contextlib.suppress(ShardmakeError, OSError):
+            history = load_history(RunDir(self.runs / run).attempt_history)
+            if history and history[-1].end == EndReason.STOP_REQUESTED.value:
+                return history[-1].message
+        return f"Training of {run} stopped as requested. Run the same command again to resume."

@@ -1,0 +1,69 @@
+"""Snakemake's log records of a requested stop, and of failures beside it."""
+
+import logging
+from enum import Enum, auto
+from pathlib import Path
+
+from shardmake.commands.stop_filter import StopFilter
+from shardmake.run.attempt_history import AttemptRecord, save_history
+from shardmake.run.paths import RunDir
+
+COMMAND = "shardmake train {} --config config/config.yaml 2>&1 | tee -i logs/train.log"
+END = "WorkflowError:\nAt least one job did not complete successfully."
+
+
+class Event(Enum):
+    """Names as in Snakemake's `LogEvent`."""
+
+    ERROR = auto()
+    JOB_ERROR = auto()
+
+
+def printed(filter: StopFilter, *records: logging.LogRecord) -> list[str]:
+    return [record.getMessage() for record in records if filter.filter(record)]
+
+
+def record(text: str, **extra: object) -> logging.LogRecord:
+    made = logging.LogRecord("snakemake.logging", logging.ERROR, "", 0, text, (), None)
+    vars(made).update(extra)
+    return made
+
+
+def failure(run: str, status: int) -> list[logging.LogRecord]:
+    command = COMMAND.format(run)
+    text = f"CalledProcessError in file train.smk:\nCommand 'set -e; {command}' returned non-zero exit status {status}."
+    return [
+        record(text, event=Event.ERROR),
+        record("Error in rule train_run", event=Event.JOB_ERROR, shellcmd=command),
+    ]
+
+
+def the_end() -> list[logging.LogRecord]:
+    words = "Exiting because a job execution failed. Look above for error messages", "Complete log(s): x", END
+    return [record(text, event=Event.ERROR) if text == END else record(text) for text in words]
+
+
+def test_a_requested_stop_ends_with_the_line_that_says_how_to_resume(tmp_path: Path) -> None:
+    stopped = AttemptRecord(
+        attempt=1, job="1", plan="p", strategy="zero2", fallback=0, submitted=0, ended=1, end="stop requested",
+        message="Saved at 93. Run again.", host=None, checkpoint_step=93,
+    )  # fmt: skip
+    rundir = RunDir(tmp_path / "demo")
+    rundir.attempts.mkdir(parents=True)
+    save_history(rundir.attempt_history, [stopped])
+    found = printed(StopFilter(tmp_path), record("Job 1"), *failure("demo", 3), *the_end())
+    assert found == ["Job 1", "Complete log(s): x", "Saved at 93. Run again."]
+
+
+def test_a_stop_before_the_first_attempt_is_named_as_well(tmp_path: Path) -> None:
+    found = printed(StopFilter(tmp_path), *failure("a", 3), *failure("b", 3), *the_end())
+    assert found[-1].splitlines() == [
+        f"Training of {run} stopped as requested. Run the same command again to resume." for run in "ab"
+    ]
+
+
+def test_a_failure_beside_a_stop_is_reported_as_snakemake_does(tmp_path: Path) -> None:
+    found = printed(StopFilter(tmp_path), *failure("a", 3), *failure("b", 2), *the_end())
+    assert len(found) == 5 and "status 2" in found[0] and found[-1] == END
+    other = record("Error in rule plan_run", event=Event.JOB_ERROR, shellcmd="shardmake plan c")
+    assert printed(StopFilter(tmp_path), *failure("a", 3), other, *the_end())[-1] == END
