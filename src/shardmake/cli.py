@@ -119,7 +119,9 @@ def estimate(
     micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
     strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. Default: all.")] = None,
     gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without. Default: both.")] = None,
-    attention: Annotated[Attention, typer.Option(help="Attention kernel.")] = "flash",
+    attention: Annotated[
+        Attention | None, typer.Option(help="Attention kernel. Default: the fastest that model and GPU support.")
+    ] = None,
     precision: Annotated[Precision, typer.Option(help="Compute data type.")] = "bf16",
     optimizer: Annotated[Optimizer, typer.Option(help="Optimizer.")] = "adamw",
     method: Annotated[Method, typer.Option(help="What is trained.")] = "full",

@@ -1,11 +1,13 @@
 """LoRA adapters, merged into the base model as PEFT merges them."""
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.verify import verify
@@ -26,10 +28,15 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(params=[{}, {"use_rslora": True}, {"alpha_pattern": {"q_proj": 3}, "modules_to_save": ["lm_head"]}])
 def folders(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, Path]:
     """A base model and an adapter for it with random factors."""
+    return save_adapter(LlamaForCausalLM(SHAPE), tmp_path, **request.param)
+
+
+def save_adapter(model: PreTrainedModel, tmp_path: Path, **settings: Any) -> tuple[Path, Path]:
+    """Save ``model`` in bf16 and an adapter for it with random factors; return their folders."""
     torch.manual_seed(0)
-    model = LlamaForCausalLM(SHAPE).to(torch.bfloat16)
+    model = model.to(torch.bfloat16)
     model.save_pretrained(tmp_path / "base")
-    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **request.param))
+    adapted = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", **settings))
     for name, parameter in adapted.named_parameters():
         if "lora_" in name or "modules_to_save" in name:
             parameter.data = torch.rand_like(parameter, dtype=torch.float32) / 8
@@ -44,6 +51,21 @@ def test_merge_of_a_peft_folder_equals_pefts(folders: tuple[Path, Path], tmp_pat
     model = LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     expected = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
     assert_close(load_weights(tmp_path / "model"), expected, torch.bfloat16)
+    assert verify(tmp_path / "model", adapter, base=base).compared_with == str(adapter)
+
+
+def test_merge_into_transposed_weights_equals_pefts(tmp_path: Path) -> None:
+    """The Conv1D layers of GPT-2 hold their weights as [in, out]; one of them is square."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=101, n_embd=24, n_layer=2, n_head=4, n_positions=32))
+    base, adapter = save_adapter(model, tmp_path)
+    assert json.loads((adapter / "adapter_config.json").read_text())["fan_in_fan_out"] is True
+    consolidate(adapter, tmp_path / "model", base=base, dtype="fp32")
+    again = GPT2LMHeadModel.from_pretrained(base, dtype=torch.float32)
+    before = {name: tensor.clone() for name, tensor in again.state_dict().items()}
+    merged = PeftModel.from_pretrained(again, adapter).merge_and_unload().state_dict()
+    expected = {name: tensor for name, tensor in merged.items() if name != "lm_head.weight"}  # tied
+    assert not torch.equal(expected["transformer.h.0.attn.c_proj.weight"], before["transformer.h.0.attn.c_proj.weight"])
+    assert_close(load_weights(tmp_path / "model"), expected, torch.float32)
     assert verify(tmp_path / "model", adapter, base=base).compared_with == str(adapter)
 
 

@@ -26,7 +26,7 @@ from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose_from
 from shardmake.plan.planner import CachedPlanner
-from shardmake.plan.resolve import ResolvedRun, check_strategy, resolve
+from shardmake.plan.resolve import ResolvedRun, check_strategy, kernels_of, resolve
 from shardmake.plan.suggestions import changes, suggestions
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
@@ -74,7 +74,8 @@ class EstimateRequest:
     micro_batch: int = 1
     strategies: Sequence[str] = ()
     gradient_checkpointing: bool | None = None
-    attention: Attention = "flash"
+    attention: Attention | None = None
+    """None: the fastest that the model's class and the GPU support."""
     precision: Precision = "bf16"
     optimizer: Optimizer = "adamw"
     method: Method = "full"
@@ -165,7 +166,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         learning_rate=1e-4,
         optimizer=request.optimizer,
         precision=request.precision,
-        attention=request.attention,
+        attention=request.attention or "auto",
         gradient_checkpointing="auto" if checkpointing is None else checkpointing,
         loss="plain" if request.loss == "plain" else "fused",
         method=request.method,
@@ -184,7 +185,10 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         nvme_path="/nvme",
     )
     behavior = LibraryBehavior(liger_layers=request.loss == "fused")
-    return replace(resolve(run, cluster), weights=request.weights or "fp32", behavior=behavior)
+    settings = resolve(run, cluster)
+    fastest = settings.abilities.best_attention(kernels_of(settings.hardware), packing=False)
+    attention = request.attention or fastest
+    return replace(settings, attention=attention, weights=request.weights or "fp32", behavior=behavior)
 
 
 def _words(text: str) -> list[str]:

@@ -27,7 +27,7 @@ Put = Callable[[Block, int, PlannedTensor], None]
 """Takes bytes of the output, their offset in the file, and the tensor that they belong to."""
 
 Factors = tuple[Block, Block]
-"""The factors of a LoRA update in float32: A (rank, columns), and B (rows, rank) times the scale."""
+"""The factors of a LoRA update in float32: one (rank, columns), one (rows, rank), and one of them times the scale."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,8 @@ class _Reader:
         if update is None:
             return None
         if self._factors is None or self._factors[0] is not update:
-            self._factors = (update, (read_array(update.a), read_array(update.b) * np.float32(update.scale)))
+            a, b = read_array(update.a), read_array(update.b) * np.float32(update.scale)
+            self._factors = (update, (b.T, a.T) if update.transposed else (a, b))
         return self._factors[1]
 
 

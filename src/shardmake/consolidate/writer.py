@@ -237,4 +237,4 @@ def _plan_digest(output: _Output) -> str:
     files |= {piece.record.path for update in updates for factor in (update.a, update.b) for piece in factor.pieces}
     states = sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in files)
     jobs = [(str(job.record.path), job.record.offset, job.begin, job.end) for job in output.jobs]
-    return digest([output.shard.header.hex(), states, jobs, [update.scale for update in updates]])
+    return digest([output.shard.header.hex(), states, jobs, [(update.scale, update.transposed) for update in updates]])

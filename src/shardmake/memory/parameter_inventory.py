@@ -32,9 +32,11 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
     import torch
     import transformers
 
-    parsed = _parse(config, source, trust_remote_code)
+    parsed = parse_config(config, source, trust_remote_code)
     named = next(iter(config.get("architectures") or []), "")
     model_class = getattr(transformers, named, None)
+    if model_class is None and not trust_remote_code:
+        causal_class(parsed.model_type, source)
     try:
         with torch.device("meta"):
             if model_class is not None:
@@ -44,7 +46,21 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
         raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
 
 
-def _parse(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Any:
+def causal_class(model_type: str, source: str) -> str:
+    """Return the name of the causal language model for ``model_type``; raise `ModelError` if there is none."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
+    if name is None:
+        raise ModelError(
+            f"Model cannot be trained: transformers has no causal language model for the model type {model_type!r} of "
+            f"{source}. Name a model that AutoModelForCausalLM can load."
+        )
+    return str(name)
+
+
+def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Any:
+    """Return the config object of transformers for a config.json; raise `ModelError` if transformers rejects it."""
     from transformers import AutoConfig
 
     if trust_remote_code and config.get("auto_map"):

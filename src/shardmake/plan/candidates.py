@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shardmake.config.models import Run, Strategy
+from shardmake.config.models import Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
@@ -76,7 +76,7 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
         )
         for nodes in usable
         for strategy in strategies or _strategies(settings, nodes)
-        for checkpointing in _checkpointing(run)
+        for checkpointing in _checkpointing(settings)
         for micro in _micro_batches(settings, run.global_batch_size // _data_parallel_size(settings, nodes))
     ]
     if not found:
@@ -112,8 +112,11 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     return [name for name in sharded if not unsuitable(run, name)]
 
 
-def _checkpointing(run: Run) -> list[bool]:
-    return [False, True] if run.gradient_checkpointing == "auto" else [run.gradient_checkpointing]
+def _checkpointing(settings: ResolvedRun) -> list[bool]:
+    wanted = settings.run.gradient_checkpointing
+    if wanted != "auto":
+        return [wanted]
+    return [False, True] if settings.abilities.gradient_checkpointing else [False]
 
 
 def _micro_batches(settings: ResolvedRun, per_rank: int) -> list[int]:

@@ -12,6 +12,7 @@ from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, split
 from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
+from shardmake.plan.abilities import KERNELS, Abilities, check_packing, check_settings, find_abilities
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
 
@@ -27,6 +28,7 @@ class ResolvedRun:
     hardware: Hardware
     precision: Precision
     attention: Attention
+    abilities: Abilities
     weights: Precision = "fp32"
     """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
     behavior: LibraryBehavior = field(default_factory=LibraryBehavior)
@@ -53,12 +55,16 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     """Return ``run`` on ``cluster`` with precision and attention decided.
 
     Raises:
-        ConfigError: The run needs something that the cluster's accelerator does not have.
+        ConfigError: The run needs something that the cluster's accelerator or the model's class does not have.
+        ModelError: The model's config.json cannot be used, or is not that of a causal language model.
     """
     hardware = from_cluster(cluster)
     if hardware.is_cpu:
         _check_cpu(run)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    _check_length(run, model)
+    abilities = find_abilities(model, run)
+    check_settings(run, abilities)
     return ResolvedRun(
         run=run,
         model=model,
@@ -66,9 +72,18 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         cluster=cluster,
         hardware=hardware,
         precision=_precision(run, hardware),
-        attention=_attention(run, hardware),
+        attention=_attention(run, hardware, abilities),
+        abilities=abilities,
         user_files=read_user_files(run),
     )
+
+
+def _check_length(run: Run, model: Model) -> None:
+    if model.max_positions is not None and run.sequence_length > model.max_positions:
+        raise ConfigError(
+            f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
+            "positions (max_position_embeddings). Lower sequence_length."
+        )
 
 
 def check(settings: ResolvedRun) -> None:
@@ -79,11 +94,6 @@ def check(settings: ResolvedRun) -> None:
             f"The run asks for {run.nodes} nodes, but the cluster file allows {cluster.max_nodes} (max_nodes). "
             "Lower nodes, or raise max_nodes if the cluster has them."
         )
-    if model.max_positions is not None and run.sequence_length > model.max_positions:
-        raise ConfigError(
-            f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
-            "positions (max_position_embeddings). Lower sequence_length."
-        )
     spec = STRATEGY_SPECS.get(run.strategy)
     if spec and spec.uses_nvme and settings.hardware.nvme is None:
         raise ConfigError(f"Strategy {run.strategy} needs node-local NVMe; set nvme_path in the cluster file.")
@@ -91,6 +101,7 @@ def check(settings: ResolvedRun) -> None:
         check_strategy(run, run.strategy)
     check_tensor_parallel(run, cluster, model)
     check_refused(settings.user_files, run)
+    check_packing(run, settings.abilities, settings.attention)
     _check_packages(run)
 
 
@@ -217,12 +228,18 @@ def _precision(run: Run, hardware: Hardware) -> Precision:
     return run.precision
 
 
-def _attention(run: Run, hardware: Hardware) -> Attention:
-    has_flash = hardware.accelerator.capability >= 8.0
-    if run.attention == "flash" and not has_flash:
+def _attention(run: Run, hardware: Hardware, abilities: Abilities) -> Attention:
+    usable = kernels_of(hardware)
+    if run.attention == "flash" and "flash" not in usable:
         raise ConfigError(
             f"attention: flash needs Ampere or later, and {hardware.accelerator.name} is older. Use sdpa, or auto."
         )
     if run.attention == "auto":
-        return "flash" if has_flash and find_spec("flash_attn") else "sdpa"
+        installed = [kernel for kernel in usable if kernel != "flash" or find_spec("flash_attn")]
+        return abilities.best_attention(installed, packing=run.packing and not run.script)
     return run.attention
+
+
+def kernels_of(hardware: Hardware) -> tuple[Attention, ...]:
+    """Return the attention kernels that run on the cluster's accelerator, the fastest first."""
+    return KERNELS if hardware.accelerator.capability >= 8.0 else KERNELS[1:]

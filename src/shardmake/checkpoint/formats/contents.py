@@ -33,11 +33,15 @@ class Piece:
 
 @dataclass(frozen=True)
 class LoraUpdate:
-    """The LoRA update of a weight [out, in]: ``scale`` * ``b`` [out, rank] @ ``a`` [rank, in]."""
+    """The LoRA update of a weight [out, in]: ``scale`` * ``b`` [out, rank] @ ``a`` [rank, in].
+
+    ``transposed``: the weight is [in, out] and gets the transposed product, as in the Conv1D layers of GPT-2.
+    """
 
     a: "StoredTensor"
     b: "StoredTensor"
     scale: float
+    transposed: bool = False
 
 
 @dataclass(frozen=True)

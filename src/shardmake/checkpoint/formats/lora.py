@@ -1,7 +1,8 @@
 """LoRA adapters: separate them from the base weights by PEFT's names and describe how to merge them.
 
 A merged weight is W + s * B @ A (Hu et al. 2021, arXiv:2106.09685, section 4.1) with s = alpha / r, or alpha / sqrt(r)
-for rank-stabilised LoRA (arXiv:2312.03732). It is computed in float32 and rounded once.
+for rank-stabilised LoRA (arXiv:2312.03732). It is computed in float32 and rounded once. A weight that is stored as
+[in, out] (Conv1D) gets the transposed product.
 """
 
 import math
@@ -20,7 +21,8 @@ _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
 _SAVED = re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)")
 _ORIGINAL = re.compile(r".+\.original_module\..+")
-_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
+UNSUPPORTED = ("use_dora", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
+"""Settings of an adapter that cannot be merged."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read ``adapter_config.json``; raise `CheckpointError` for settings that are not supported."""
     path = config_file(folder)
     config: dict[str, Any] = read_json(path, "the training")
-    unsupported = [key for key in _UNSUPPORTED if config.get(key)]
+    unsupported = [key for key in UNSUPPORTED if config.get(key)]
     if config.get("peft_type") != "LORA" or unsupported:
         features = ", ".join(unsupported) or str(config.get("peft_type"))
         raise CheckpointError(
@@ -140,7 +142,9 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _with_update(
     weight: StoredTensor | None, module: str, a: StoredTensor, b: StoredTensor, config: Mapping[str, Any]
 ) -> StoredTensor:
-    fits = weight is not None and weight.shape == (b.shape[0], a.shape[1]) and a.shape[0] == b.shape[1]
+    transposed = bool(config.get("fan_in_fan_out"))  # PEFT sets it for Conv1D, whose weights are [in, out]
+    wanted = (a.shape[1], b.shape[0]) if transposed else (b.shape[0], a.shape[1])
+    fits = weight is not None and weight.shape == wanted and a.shape[0] == b.shape[1]
     if weight is None or not fits:
         shape = "no such weight" if weight is None else f"a weight of {list(weight.shape)}"
         raise CheckpointError(
@@ -152,7 +156,7 @@ def _with_update(
             f"Cannot merge the adapter: {module} is sharded in two dimensions. Merge the base model first, then the "
             "adapter into the result."
         )
-    return replace(weight, update=LoraUpdate(a, b, scale(module, a.shape[0], config)))
+    return replace(weight, update=LoraUpdate(a, b, scale(module, a.shape[0], config), transposed))
 
 
 def scale(module: str, rank: int, config: Mapping[str, Any]) -> float:

@@ -1,0 +1,112 @@
+"""What a model's class can do: attention kernels, packing, gradient checkpointing, adapters that can be merged.
+
+The families that `shardmake.memory.families` writes down can do everything, so that no library is imported for them. Of
+any other model, `shardmake.plan.inspect_model` asks the class in a process of its own, once per config and version.
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from shardmake.config.models import Attention, Run
+from shardmake.core.errors import ConfigError, ModelError
+from shardmake.memory.cache import cached_helper
+from shardmake.memory.model import Model, inventory_request
+
+KERNELS: tuple[Attention, ...] = ("flash", "sdpa", "eager")
+_HELPER = "shardmake.plan.inspect_model"
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What one model can do in training."""
+
+    model_class: str
+    """The class that trains."""
+    attention: tuple[Attention, ...] = KERNELS
+    """Kernels that the class supports, the fastest first."""
+    mixing: tuple[Attention, ...] = ()
+    """Kernels with which packed examples see each other. Flash attention is never listed: it needs a GPU to run."""
+    gradient_checkpointing: bool = True
+    unmergeable: tuple[str, ...] = ()
+    """Features of the run's adapters that the merge does not support; empty without adapters."""
+
+    def best_attention(self, available: Iterable[Attention], *, packing: bool) -> Attention:
+        """Return the first of the ``available`` kernels that the class supports and, if possible, that can pack."""
+        supported = [kernel for kernel in available if kernel in self.attention] or ["eager"]
+        return next((kernel for kernel in supported if not (packing and kernel in self.mixing)), supported[0])
+
+
+def find_abilities(model: Model, run: Run) -> Abilities:
+    """Return what ``model`` can do with the run's method.
+
+    Raises:
+        ModelError: transformers has no causal language model for this config.
+    """
+    if model.decoder is not None:
+        check_class(model.config, model.architecture, model.source)
+        return Abilities(model.architecture)
+    request = inventory_request(model.config, model.source, model.trust_remote_code)
+    adapters = {"rank": run.lora.rank, "targets": run.lora.targets} if run.method != "full" else None
+    found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()})
+    return Abilities(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+
+
+def check_class(config: Any, trained: str, source: str) -> None:
+    """Raise a `ModelError` if config.json names another class than ``trained``, which is the one that trains."""
+    named = next(iter(config.get("architectures") or []), trained)
+    if named != trained:
+        raise ModelError(
+            f"Model cannot be trained: {source} names the class {named}, but causal language models of this type are "
+            f"{trained}. Some weights of that class would be missing or left over. Name a model that was saved as "
+            f"{trained}."
+        )
+
+
+def check_settings(run: Run, abilities: Abilities) -> None:
+    """Raise a `ConfigError` if the run asks for something that the model's class does not support.
+
+    A user's script loads the model in its own way, so only its adapters are checked.
+    """
+    if abilities.unmergeable:
+        raise ConfigError(
+            f"method: {run.method} with lora.targets {run.lora.targets} cannot be merged for {abilities.model_class}: "
+            f"PEFT adapts it with {', '.join(abilities.unmergeable)}. Name linear layers in lora.targets, such as "
+            "[q_proj, k_proj, v_proj, o_proj], or take method: full."
+        )
+    if run.script:
+        return
+    if run.attention != "auto" and run.attention not in abilities.attention:
+        raise ConfigError(
+            f"attention: {run.attention} cannot be used: {abilities.model_class} does not support it in transformers "
+            f"{version('transformers')}. Use {' or '.join(abilities.attention)}, or auto."
+        )
+    if run.gradient_checkpointing is True and not abilities.gradient_checkpointing:
+        raise ConfigError(
+            f"gradient_checkpointing: true cannot be used: {abilities.model_class} does not support it. "
+            "Use false, or auto."
+        )
+
+
+def check_packing(run: Run, abilities: Abilities, attention: Attention) -> None:
+    """Raise a `ConfigError` if packed examples would see each other with the kernel ``attention``."""
+    if not run.packing or run.script or attention not in abilities.mixing:
+        return
+    others = [kernel for kernel in abilities.attention if kernel not in (*abilities.mixing, "flash")]
+    alternative = f", or attention: {others[0]}" if others else ""
+    raise ConfigError(
+        f"packing: true cannot be used: {abilities.model_class} mixes packed examples with attention {attention}, "
+        f"because it does not keep them apart by their position ids. Set packing: false{alternative}."
+    )
+
+
+def _code() -> str:
+    """Return a digest of the code that answers, so that an edit is not answered from the cache."""
+    import shardmake
+
+    package = Path(shardmake.__file__).parent
+    files = (package / "plan/inspect_model.py", package / "data/dataset.py")
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() + version("peft")
