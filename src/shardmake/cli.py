@@ -115,7 +115,9 @@ def estimate(
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
     gpu_memory: Annotated[float, typer.Option(help="Memory of a GPU, GiB.")] = 80.0,
-    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 4096,
+    sequence_length: Annotated[
+        int | None, typer.Option(help="Tokens per sequence. Default: 4096, or the model's positions if fewer.")
+    ] = None,
     micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
     strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. Default: all.")] = None,
     gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without. Default: both.")] = None,
@@ -183,16 +185,21 @@ def estimate(
 @app.command()
 def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Estimate the memory of every strategy and choose the fastest that fits."""
-    from shardmake.data import check_sources
+    from shardmake.data import check_first_rows, check_sources
+    from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.plan.stage import describe, describe_checkpoints, plan_run
+    from shardmake.push.check import check_destinations
     from shardmake.train.trackers import check_trackers
 
     with _stage("plan", name, config, runs) as (named, cluster, rundir):
         run = localize(named, rundir)
-        check_sources(run)
         check_trackers(run.report_to)
+        check_destinations(run.push)
+        check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
+        check_sources(run)
+        check_first_rows(run)
         made = plan_run(run, cluster, rundir)
     typer.echo(describe(made, rundir))
     typer.echo(describe_checkpoints(made, run, cluster, rundir))

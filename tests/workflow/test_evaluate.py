@@ -262,7 +262,7 @@ def test_parameters_on_nvme(folder: Path, rundir: RunDir, tmp_path: Path) -> Non
 
 
 def test_offload_to_nvme_needs_a_place(folder: Path, rundir: RunDir, tmp_path: Path) -> None:
-    with pytest.raises(ShardmakeError, match="zero3-nvme needs nvme_path in the cluster file"):
+    with pytest.raises(ShardmakeError, match=r"zero3-nvme needs node-local NVMe\. Set nvme_path"):
         evaluate(a_run(folder, tmp_path, backend="zero3-nvme", processes=1), rundir)
 
 

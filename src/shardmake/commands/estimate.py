@@ -22,6 +22,7 @@ from shardmake.memory import calibration
 from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
+from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose_from
@@ -33,6 +34,7 @@ LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
 LARGEST_HOST = 64 * 1024  # GiB
 NO_LIMIT = 2.0**32  # GiB of host RAM where the command line gives none
 CORES_PER_GPU = 16
+DEFAULT_LENGTH = 4096
 LossKind = Literal["plain", "fused", "chunked"]
 
 EXPLANATIONS = {
@@ -70,7 +72,8 @@ class EstimateRequest:
     nodes: int = 1
     gpus_per_node: int = 8
     gpu_memory: float = 80.0
-    sequence_length: int = 4096
+    sequence_length: int | None = None
+    """None: 4096, or the model's positions if it has fewer."""
     micro_batch: int = 1
     strategies: Sequence[str] = ()
     gradient_checkpointing: bool | None = None
@@ -139,6 +142,7 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     """
     _check(request)
     settings = resolve_request(request)
+    request = replace(request, sequence_length=settings.run.sequence_length)
     if request.probe:
         calibration.keep(request.accelerator, probe(settings.model))
     possible = sorted(
@@ -159,7 +163,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         revision=request.revision,
         trust_remote_code=request.trust_remote_code,
         data=Data(train="train.jsonl"),
-        sequence_length=request.sequence_length,
+        sequence_length=request.sequence_length or _default_length(request),
         global_batch_size=request.nodes * request.gpus_per_node * request.micro_batch,
         micro_batch_size=request.micro_batch,
         max_steps=1,
@@ -191,6 +195,11 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     return replace(settings, attention=attention, weights=request.weights or "fp32", behavior=behavior)
 
 
+def _default_length(request: EstimateRequest) -> int:
+    model = read_model(request.model, revision=request.revision, trust_remote_code=request.trust_remote_code)
+    return min(DEFAULT_LENGTH, model.max_positions or DEFAULT_LENGTH)
+
+
 def _words(text: str) -> list[str]:
     return [word.strip() for word in text.split(",") if word.strip()]
 
@@ -210,8 +219,9 @@ def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
 
 def _check(request: EstimateRequest) -> None:
     for name in ("nodes", "gpus_per_node", "sequence_length", "micro_batch", "lora_rank"):
-        if getattr(request, name) < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {getattr(request, name)}; it must be at least 1.")
+        value = getattr(request, name)
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
     if request.gpu_memory > LARGEST_GPU:
         raise ConfigError(
             f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "
@@ -238,7 +248,7 @@ def smallest_change(request: EstimateRequest) -> str:
             return None
         return f"{found.choice.strategy} with checkpointing takes {found.memory.gpu.device / GIB:.1f} GiB per GPU"
 
-    found = suggestions(changes(request.nodes, request.sequence_length, request.method), outcome)
+    found = suggestions(changes(request.nodes, request.sequence_length or DEFAULT_LENGTH, request.method), outcome)
     lines = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
     return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
 

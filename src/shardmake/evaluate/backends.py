@@ -54,6 +54,15 @@ def this_machine(nvme: str | None) -> Machine:
     return Machine(gpus, memory, psutil.virtual_memory().available, nvme)
 
 
+def check_backend(backend: str, nvme: str | None) -> None:
+    """Raise a `ConfigError` if ``backend`` needs a folder on NVMe and the cluster names none."""
+    if PARTITIONED_INFERENCE.get(backend) == "nvme" and nvme is None:
+        raise ConfigError(
+            f"evaluation.backend: {backend} needs node-local NVMe. Set nvme_path in the cluster file, or take another "
+            "backend."
+        )
+
+
 def choose_backend(weights: int, machine: Machine) -> EvaluationBackend:
     """Return the fastest backend for a model of ``weights`` bytes."""
     gpu, host = _GPU_SHARE * machine.gpu_memory, _HOST_SHARE * machine.host_memory
@@ -189,8 +198,7 @@ def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBacken
     if device := PARTITIONED_INFERENCE[backend]:
         zero["offload_param"] = {"device": device, "pin_memory": torch.cuda.is_available()}
     if device == "nvme":
-        if nvme is None:
-            raise ConfigError(f"evaluation.backend {backend} needs nvme_path in the cluster file.")
+        check_backend(backend, nvme)
         zero["offload_param"] |= {"nvme_path": nvme}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if torch.cuda.is_available():

@@ -143,6 +143,16 @@ def _unsuitable_for_8_bit_adam(run: Run, spec: StrategySpec) -> str:
     return "it runs on the GPU, and this strategy keeps the optimizer on the host" if spec.offload_optimizer else ""
 
 
+def check_fsdp(run: Run, cluster: Cluster) -> None:
+    """Raise a `ConfigError` for FSDP without GPUs, which Accelerate silently ignores."""
+    spec = STRATEGY_SPECS.get(run.strategy)
+    if cluster.is_cpu and spec and spec.is_fsdp:
+        raise ConfigError(
+            f"strategy: {run.strategy} needs GPUs, but the cluster file has accelerator: cpu. Without GPUs Accelerate "
+            "ignores FSDP and trains with DDP. Use ddp, a ZeRO strategy, or auto."
+        )
+
+
 def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
     """Raise a `ConfigError` if this run, cluster or model cannot use its ``tensor_parallel``.
 

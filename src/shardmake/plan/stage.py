@@ -15,7 +15,7 @@ from shardmake.plan.choose import NothingFitsError, choose_from, find_fallbacks,
 from shardmake.plan.figure import draw
 from shardmake.plan.limits import check_request, query_partitions
 from shardmake.plan.planner import Planner
-from shardmake.plan.resolve import ResolvedRun, check, resolve
+from shardmake.plan.resolve import ResolvedRun, check, check_fsdp, resolve
 from shardmake.plan.suggestions import suggest
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
@@ -35,6 +35,7 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     """
     if run.script:
         check_script("script", Path(run.script))
+    check_fsdp(run, cluster)
     try:
         plan, memory = make_plan(rundir.name, run, cluster)
     except NothingFitsError as error:

@@ -20,7 +20,7 @@ def push_to_folder(bundle: Bundle, target: Path) -> None:
     """
     try:
         _recover_leftovers(target)
-        _refuse_foreign(target)
+        refuse_foreign(target)
         if not (target.is_dir() and read_folder(target) == bundle.manifest):
             _replace(bundle, target)
     except OSError as error:
@@ -34,7 +34,7 @@ def _advice(error: OSError) -> str:
     return "Free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Make that folder writable"
 
 
-def _refuse_foreign(target: Path) -> None:
+def refuse_foreign(target: Path) -> None:
     """Raise `PushError` unless an earlier push wrote every file in ``target``."""
     advice = "Choose another folder in push.to, or move this one."
     if not target.exists():

@@ -4,13 +4,14 @@ Weights are uploaded first and become visible with the commit that names them, a
 partial model. Uploads are addressed by content: a rerun sends only what is missing, and equal content makes no commit.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Push
-from shardmake.core.errors import PushError
+from shardmake.core.errors import HubError, PushError
 from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import SUMS, parse_sums
 from shardmake.push.bundle import CARD, Bundle
@@ -54,6 +55,23 @@ def push_to_hub(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> di
     advice = {status: text.format(owner=owner) for status, text in _ADVICE.items()}
     with translate_hub_errors(f"The push to hub:{repository}", advice, "Uploaded files are kept. Push again."):
         return with_retries(lambda: _push_once(bundle, repository, push, api))
+
+
+def connect(repository: str) -> "HfApi":
+    """Return the hub's client with the user's token; refuse offline mode and a missing token."""
+    from huggingface_hub import HfApi, constants, get_token
+
+    if constants.is_offline_mode():
+        raise HubError(
+            f"Push to hub:{repository} is not possible while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
+            "Unset it for the push, on a machine with internet."
+        )
+    if get_token() is None:
+        raise HubError(
+            f"Push to hub:{repository} is not possible: it needs a token with write permission, and there is none. "
+            "Run `hf auth login`, or set HF_TOKEN, and run the command again."
+        )
+    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
 
 
 def _push_once(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dict[str, str]:

@@ -1,22 +1,18 @@
 """Push the final model to its destinations and verify what arrived."""
 
 import logging
-import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from shardmake.config.models import Push, Run
-from shardmake.core.errors import ConfigError, HubError, PushError, ShardmakeError
+from shardmake.core.errors import ConfigError, PushError, ShardmakeError
 from shardmake.core.secrets import public_url
 from shardmake.push.bundle import Bundle, make_bundle
 from shardmake.push.folder import push_to_folder
-from shardmake.push.hub import push_to_hub
+from shardmake.push.hub import connect, push_to_hub
 from shardmake.push.object_store import push_to_store
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt
-
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
 
 logger = logging.getLogger(__name__)
 
@@ -57,21 +53,4 @@ def _push_to(destination: str, push: Push, bundle: Bundle) -> dict[str, Any]:
     if kind == "file":
         push_to_folder(bundle, Path(place))
         return {}
-    return push_to_hub(bundle, place, push, _connect(place))
-
-
-def _connect(repository: str) -> "HfApi":
-    """Return the hub's client with the user's token; refuse offline mode and a missing token."""
-    from huggingface_hub import HfApi, constants, get_token
-
-    if constants.is_offline_mode():
-        raise HubError(
-            f"Push failed: hub:{repository} cannot be reached while HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE is set. "
-            "Unset it for the push, on a machine with internet."
-        )
-    if get_token() is None:
-        raise HubError(
-            f"Push failed: hub:{repository} needs a token with write permission. "
-            "Run `hf auth login`, or set HF_TOKEN, and push again."
-        )
-    return HfApi(endpoint=os.environ.get("HF_ENDPOINT"))
+    return push_to_hub(bundle, place, push, connect(place))

@@ -6,7 +6,8 @@ import pytest
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.stage import make_plan
+from shardmake.plan.stage import make_plan, plan_run
+from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
 
 LLAMA = {"model_type": "llama", "max_position_embeddings": 8192}
@@ -275,3 +276,14 @@ def test_resources_are_at_most_a_node(folders: dict[str, str]) -> None:
         for asked in plan(folders[model], cluster).resources.values():
             assert 1 <= asked.memory_gib <= cluster.memory_gib_per_node
             assert 1 <= asked.cpus <= cluster.cpus_per_node
+
+
+@pytest.mark.parametrize("settings", [{}, {"script": "train.py"}], ids=["trainer", "script"])
+def test_fsdp_without_gpus_is_rejected(
+    settings: dict[str, Any], folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accelerate ignores FSDP there, and every rank would find DDP in place of the planned engine."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    with pytest.raises(ShardmakeError, match=r"strategy: fsdp needs GPUs, .*Use ddp, a ZeRO strategy, or auto"):
+        plan_run(run_of(folders["tiny"], strategy="fsdp", **settings), CPU, RunDir(tmp_path / "runs/run"))

@@ -1,0 +1,55 @@
+"""Check the destinations of a run before anything is queued: protocol, package, token, a writable folder."""
+
+import tempfile
+from pathlib import Path
+
+from shardmake.config.models import Push
+from shardmake.core.errors import PushError, nearest
+from shardmake.core.secrets import public_url
+from shardmake.push.folder import refuse_foreign
+from shardmake.push.hub import connect
+
+
+def check_destinations(push: Push | None) -> None:
+    """Raise `ShardmakeError` if a destination can be seen to be unusable from this machine and without the network."""
+    for destination in push.destinations if push else ():
+        kind, _, place = destination.partition(":")
+        if kind == "file":
+            refuse_foreign(Path(place))
+            _check_writable(Path(place))
+        elif kind == "hub":
+            connect(place)
+        else:
+            _check_protocol(kind, destination)
+
+
+def _check_writable(target: Path) -> None:
+    """Raise `PushError` unless a folder can be made in the nearest existing folder above ``target``."""
+    existing = next(folder for folder in target.absolute().parents if folder.exists())
+    try:
+        with tempfile.TemporaryDirectory(prefix=".shardmake-", dir=existing):
+            pass
+    except OSError as error:
+        raise PushError(
+            f"Push to file:{target} is not possible: no folder can be created in {existing}: {error.strerror}. "
+            "Make that folder writable, or name another one in push.to."
+        ) from None
+
+
+def _check_protocol(protocol: str, destination: str) -> None:
+    """Raise `PushError` if fsspec does not know the protocol, or needs a package that is not installed."""
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError:
+        known = fsspec.available_protocols()
+        raise PushError(
+            f"Push to {public_url(destination)} is not possible: fsspec does not know the protocol {protocol}://."
+            f"{nearest(protocol, known)} Use file:, hub:, or a protocol of fsspec, such as s3://, gs:// or sftp://."
+        ) from None
+    except ImportError as error:
+        raise PushError(
+            f"Push to {public_url(destination)} is not possible: {error}. Install the package that fsspec needs for "
+            f"{protocol}:// (for s3:// it is s3fs)."
+        ) from None
