@@ -1,4 +1,4 @@
-"""What a model's class can do: attention kernels, packing, gradient checkpointing, adapters that can be merged.
+"""Abilities of a model: attention kernels, packing, gradient checkpointing, adapters that can be merged.
 
 The families that `shardmake.memory.families` writes down can do everything, so that no library is imported for them. Of
 any other model, `shardmake.plan.inspect_model` asks the class in a process of its own, once per config and version.
@@ -22,7 +22,7 @@ _HELPER = "shardmake.plan.inspect_model"
 
 @dataclass(frozen=True)
 class Abilities:
-    """What one model can do in training."""
+    """Abilities of one model in training."""
 
     model_class: str
     """The class that trains."""

@@ -1,4 +1,4 @@
-"""What models can do is found out at plan: tiny configs of each kind, asked of transformers' own classes."""
+"""The abilities of models are found out at plan: tiny configs of each kind, asked of transformers' own classes."""
 
 import json
 from collections.abc import Mapping
