@@ -13,6 +13,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_valida
 
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.script_variables import check_variables
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 
 if TYPE_CHECKING:
@@ -344,6 +345,7 @@ class Run(Section):
     def _check_script(self) -> "Run":
         if self.script is None and self.script_args:
             raise ValueError("script_args need a script. Set script, or remove script_args")
+        check_variables(self.script_args)
         if self.script is not None and self.engine == "loop":
             raise ValueError("engine: loop cannot be combined with script, which has its own loop. Remove one of them")
         if self.script is not None and self.checkpoints.asynchronous:

@@ -52,7 +52,8 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     request = inventory_request(model.config, model.source, model.trust_remote_code)
     adapters = {"rank": run.lora.rank, "targets": run.lora.targets} if run.method != "full" else None
     found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()})
-    return Abilities(**{name: tuple(value) if isinstance(value, list) else value for name, value in found.items()})
+    values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+    return Abilities(**values)
 
 
 def check_class(config: Any, trained: str, source: str) -> None:
