@@ -160,7 +160,11 @@ def _cause(error: BaseException, source: Source) -> BaseException:
     cause = error.__cause__ or error.__context__ or error
     if isinstance(cause, ShardmakeError) or getattr(cause, "errno", None) is not None:
         return cause
-    return DataError(f"Cannot read {source}: {cause} Write it again, or name another one.")
+    return _unreadable(str(source), cause)
+
+
+def _unreadable(source: str, cause: BaseException) -> DataError:
+    return DataError(f"Cannot read {source}: {str(cause).rstrip('. ')}. Write it again, or name another one.")
 
 
 def check(source: Source) -> None:
@@ -188,15 +192,25 @@ def _names(source: Files) -> list[str]:
 
 
 def _parquet_rows(paths: tuple[Path, ...], batch_size: int) -> Iterator[dict[str, Any]]:
-    import pyarrow.parquet
-
     number = 0
     for path in paths:
+        for batch in _batches(path, batch_size):
+            for row in batch:
+                number += 1
+                yield {**row, _NUMBER: number}
+
+
+def _batches(path: Path, batch_size: int) -> Iterator[list[dict[str, Any]]]:
+    import pyarrow.parquet
+
+    try:
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield {**row, _NUMBER: number}
+                yield batch.to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        if getattr(error, "errno", None) is not None:
+            raise
+        raise _unreadable(str(path), error) from None
 
 
 def _read_text(source: Files, cache: Path) -> "datasets.Dataset":

@@ -120,4 +120,4 @@ def test_what_the_hub_does_not_have_is_refused(hub: FakeHub, folder: Path) -> No
 
 def test_a_data_set_that_cannot_be_read_is_refused(hub: FakeHub, folder: Path) -> None:
     [message] = ask(hub, folder, ("lab/broken", TRAIN, {}))
-    assert message.startswith("Cannot read lab/broken: ") and message.endswith(" Write it again, or name another one.")
+    assert message.startswith("Cannot read lab/broken: ") and message.endswith(". Write it again, or name another one.")

@@ -115,6 +115,18 @@ def test_parquet_rows_are_named_by_file_and_number(tmp_path: Path) -> None:
     }
 
 
+def test_an_error_within_a_file_is_not_wrapped_by_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("text\na\nb,c\n")
+    assert refusal(path, tmp_path / "cache").startswith(f"{path}, line 3: the header has 1 column, and this row 2. ")
+    whole = write_parquet(tmp_path / "a.parquet", [{"text": "a" * 100}] * 1000).read_bytes()
+    damaged = tmp_path / "a.parquet"
+    damaged.write_bytes(whole[:40] + bytes(40) + whole[80:])
+    assert refusal(damaged, tmp_path / "cache").startswith(f"Cannot read {damaged}: ")
+    with pytest.raises(ShardmakeError, match=f"^Cannot read {damaged}: .* Write it again, or name another one"):
+        list(first_rows(Files((damaged,)), 2))
+
+
 @pytest.mark.parametrize("content", ["", "\n\n"])
 def test_no_examples_are_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "a.jsonl"
