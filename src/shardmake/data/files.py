@@ -195,8 +195,8 @@ def _header(cells: list[str], place: str) -> list[str]:
 def _csv_row(names: list[str], cells: list[str], place: str) -> bytes:
     if len(cells) != len(names):
         raise DataError(
-            f"{place}: the header has {plural(len(names), 'column')}, and this row {len(cells)}. Put cells with commas or "
-            "line breaks in quotes."
+            f"{place}: the header has {plural(len(names), 'column')}, and this row {len(cells)}. Put cells with "
+            "commas or line breaks in quotes."
         )
     return json.dumps(dict(zip(names, cells, strict=True))).encode()
 

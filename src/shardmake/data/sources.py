@@ -12,8 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from itertools import accumulate, islice
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError, ShardmakeError, nearest
 from shardmake.data.files import LINE, PLACE, text_rows
+from shardmake.data.parquet import check_columns, last_numbers, parquet_rows, unreadable
 
 if TYPE_CHECKING:
     import datasets
@@ -160,11 +160,7 @@ def _cause(error: BaseException, source: Source) -> BaseException:
     cause = error.__cause__ or error.__context__ or error
     if isinstance(cause, ShardmakeError) or getattr(cause, "errno", None) is not None:
         return cause
-    return _unreadable(str(source), cause)
-
-
-def _unreadable(source: str, cause: BaseException) -> DataError:
-    return DataError(f"Cannot read {source}: {str(cause).rstrip('. ')}. Write it again, or name another one.")
+    return unreadable(str(source), cause)
 
 
 def check(source: Source) -> None:
@@ -173,7 +169,7 @@ def check(source: Source) -> None:
         for row in text_rows(_names(source)):
             example_in(row)
     elif isinstance(source, Files):
-        _check_parquet(source.paths)
+        check_columns(source.paths)
 
 
 def first_rows(source: Source, limit: int) -> Iterator[Mapping[str, Any]]:
@@ -183,34 +179,13 @@ def first_rows(source: Source, limit: int) -> Iterator[Mapping[str, Any]]:
     elif source.are_text:
         yield from islice(text_rows(_names(source)), limit)
     else:
-        _check_parquet(source.paths)
-        yield from islice(_parquet_rows(source.paths, limit), limit)
+        check_columns(source.paths)
+        rows = islice(parquet_rows(source.paths, limit), limit)
+        yield from ({**row, _NUMBER: number} for number, row in enumerate(rows, start=1))
 
 
 def _names(source: Files) -> list[str]:
     return [str(path) for path in source.paths]
-
-
-def _parquet_rows(paths: tuple[Path, ...], batch_size: int) -> Iterator[dict[str, Any]]:
-    number = 0
-    for path in paths:
-        for batch in _batches(path, batch_size):
-            for row in batch:
-                number += 1
-                yield {**row, _NUMBER: number}
-
-
-def _batches(path: Path, batch_size: int) -> Iterator[list[dict[str, Any]]]:
-    import pyarrow.parquet
-
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size):
-                yield batch.to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
-        if getattr(error, "errno", None) is not None:
-            raise
-        raise _unreadable(str(path), error) from None
 
 
 def _read_text(source: Files, cache: Path) -> "datasets.Dataset":
@@ -228,7 +203,7 @@ def _read_text(source: Files, cache: Path) -> "datasets.Dataset":
 def _read_parquet(source: Files, cache: Path) -> "datasets.Dataset":
     import datasets
 
-    _check_parquet(source.paths)
+    check_columns(source.paths)
     return datasets.Dataset.from_parquet(_names(source), cache_dir=str(cache))
 
 
@@ -244,26 +219,6 @@ def _numbered(source: Source, rows: "datasets.Dataset") -> "datasets.Dataset":
 def no_examples(source: Source) -> DataError:
     """Return the error for an empty source."""
     return DataError(f"No examples in {source}. Name a source with data.")
-
-
-def _check_parquet(paths: tuple[Path, ...]) -> None:
-    """Raise `DataError` for files that are not Parquet or have other columns than the first."""
-    import pyarrow
-    import pyarrow.parquet
-
-    schemas = {}
-    for path in paths:
-        try:
-            schemas[path] = pyarrow.parquet.read_schema(path).names
-        except pyarrow.ArrowInvalid as error:
-            raise DataError(f"{path} is not a Parquet file: {error}. Write it again, or name another file.") from None
-    for path, names in schemas.items():
-        if set(names) != set(schemas[paths[0]]):
-            other = ", ".join(schemas[paths[0]])
-            raise DataError(
-                f"Columns differ: {path} has {', '.join(names)}; {paths[0]} has {other}. Use the same columns in "
-                "all files."
-            )
 
 
 def read_hub(source: HubDataset) -> "datasets.Dataset":
@@ -322,17 +277,9 @@ def place_of(row: Mapping[str, Any], source: Source) -> str:
         return row[PLACE]
     if isinstance(source, HubDataset):
         return f"{source}, row {row[_NUMBER]}"
-    ends = _last_numbers(source.paths)
+    ends = last_numbers(source.paths)
     file = bisect.bisect_left(ends, row[_NUMBER])
     return f"{source.paths[file]}, row {row[_NUMBER] - (ends[file - 1] if file else 0)}"
-
-
-@lru_cache
-def _last_numbers(paths: tuple[Path, ...]) -> list[int]:
-    """Return the number of the last row of each Parquet file, counted over all of them."""
-    import pyarrow.parquet
-
-    return list(accumulate(pyarrow.parquet.read_metadata(path).num_rows for path in paths))
 
 
 def example_in(row: Mapping[str, Any]) -> Mapping[str, Any]:
