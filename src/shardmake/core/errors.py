@@ -28,6 +28,10 @@ class CheckpointError(ShardmakeError):
     """A checkpoint is missing, incomplete, damaged or in a format that cannot be read."""
 
 
+class EngineMismatchError(ShardmakeError):
+    """The ranks would train with another engine, batch or data than planned."""
+
+
 class DiskFullError(ShardmakeError):
     """The file system or the user's quota has no room left."""
 

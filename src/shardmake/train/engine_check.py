@@ -11,13 +11,10 @@ from typing import Any
 
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
+from shardmake.core.errors import EngineMismatchError
 
 _DTYPES: dict[str, str] = {"no": "float32", **{str(name): dtype for name, dtype in TORCH_DTYPES.items()}}
 """Torch's data type of each of Accelerate's precisions."""
-
-
-class EngineMismatchError(RuntimeError):
-    """The engine of this process is not the planned one."""
 
 
 def describe_engine(model: Any, precision: str) -> dict[str, Any]:

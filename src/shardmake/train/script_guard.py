@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
+from shardmake.core.errors import EngineMismatchError
 from shardmake.run.attempt import AttemptDir, rank_report
 from shardmake.run.plan import Choice
 from shardmake.run.trained_engine import ScriptApi, TrainedEngine
 from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
-from shardmake.train.engine_check import EngineMismatchError, describe_engine, environment_report
+from shardmake.train.engine_check import describe_engine, environment_report
 
 logger = logging.getLogger(__name__)
 _ENGINES: Final = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MULTI_GPU": DDP, "MULTI_CPU": DDP, "NO": DDP}

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from shardmake.config.models import Strategy
+from shardmake.core.errors import EngineMismatchError
 from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.trained_engine import TrainedEngine
-from shardmake.train.engine_check import EngineMismatchError
 from shardmake.train.script_guard import Batch, ScriptGuard, compute_dtype, mismatch_message
 from tests.unit.plans import make_plan
 
