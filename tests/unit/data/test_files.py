@@ -62,6 +62,13 @@ def test_the_same_rows_come_from_every_kind(tmp_path: Path, name: str, compressi
     assert rows_in(path) == ROWS
 
 
+@pytest.mark.parametrize("compression", [".gz", ".bz2", ".xz", ".zst"])
+def test_all_parts_of_a_file_that_was_compressed_in_parts_are_read(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / f"a.jsonl{compression}"
+    path.write_bytes(COMPRESSORS[compression](CONTENTS["lines.jsonl"]) * 3)
+    assert rows_in(path) == ROWS * 3
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=20),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
