@@ -229,17 +229,30 @@ def render(
 
 @app.command()
 def check(
-    files: Annotated[list[Path], typer.Argument(help="An Accelerate file, a DeepSpeed file, training arguments.")],
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="FILE... [-- COMMAND...]",
+            help="Accelerate files, DeepSpeed files, training arguments, shell scripts; after --, a launch command.",
+        ),
+    ],
+    every_row: Annotated[bool, typer.Option("--all", help="Print the settings that agree as well.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    ranks: Annotated[int | None, typer.Option(help="Number of ranks, if no file or command has it.", min=1)] = None,
 ) -> None:
-    """Report errors within and between your own Accelerate, DeepSpeed and training files."""
-    from shardmake.render.lint import check_files
+    """Compare the settings of Trainer, DeepSpeed and Accelerate in your own files, commands and scripts."""
+    from dataclasses import asdict
 
-    found = check_files(files)
-    for finding in found:
-        typer.echo(f"{finding.level}: {finding.text}")
-    if any(finding.level == "error" for finding in found):
+    from shardmake.render.lint import check as check_words
+    from shardmake.render.lint import format_report
+
+    reports = check_words(words, ranks)
+    if as_json:
+        typer.echo(json.dumps([asdict(report) | {"errors": report.errors} for report in reports], indent=2))
+    else:
+        typer.echo("\n\n".join(format_report(report, every_row=every_row) for report in reports))
+    if any(report.errors for report in reports):
         raise typer.Exit(1)
-    typer.echo("No errors.")
 
 
 @app.command()

@@ -1,21 +1,27 @@
-"""`shardmake check FILE...`: find contradictions in and between existing configuration files.
+"""`shardmake check`: find contradictions in existing configuration files, command lines and shell scripts.
 
-The files are an Accelerate file, a DeepSpeed file and training arguments (YAML or JSON), or some of them. The
-libraries' own parsers read them. Settings that stand in several files are compared, and the message names the file
-that would win at run time.
+The files are Accelerate files, DeepSpeed files, training arguments (YAML or JSON) and shell scripts. Each combination
+of the files, and each command that starts a training, is compared by `shardmake.render.settings_table` in a process of
+its own.
 """
 
+import itertools
 import json
+import os
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
 import yaml
+from pydantic import TypeAdapter
 
+from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
-from shardmake.render import parsers
-from shardmake.render.check import answer_check, ask_libraries, problems_of
+from shardmake.core.process import answer_request, run_module
+from shardmake.render import command_lines
+from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value
 
 Kind = Literal["accelerate", "deepspeed", "training"]
 TITLES: Final[dict[Kind, str]] = {
@@ -24,47 +30,13 @@ TITLES: Final[dict[Kind, str]] = {
     "training": "training arguments",
 }
 SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
-    "accelerate": ("distributed_type", "compute_environment"),
+    "accelerate": ("distributed_type", "compute_environment", "num_processes", "deepspeed_config"),
     "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
     "training": ("arguments", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps"),
 }
 """Keys that identify each kind of file."""
 
-SHARED: Final = {
-    "train_micro_batch_size_per_gpu": "per_device_train_batch_size",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "max_grad_norm",
-    "bf16.enabled": "bf16",
-    "fp16.enabled": "fp16",
-    "optimizer.params.lr": "learning_rate",
-    "optimizer.params.eps": "adam_epsilon",
-    "optimizer.params.weight_decay": "weight_decay",
-    "scheduler.params.warmup_max_lr": "learning_rate",
-}
-"""DeepSpeed's keys that transformers compares with a training argument."""
-
-TRAINING_DEFAULTS: Final[dict[str, Any]] = {
-    "per_device_train_batch_size": 8,
-    "gradient_accumulation_steps": 1,
-    "max_grad_norm": 1.0,
-    "bf16": False,
-    "fp16": False,
-    "learning_rate": 5e-5,
-    "adam_epsilon": 1e-8,
-    "weight_decay": 0.0,
-}
-
-REFUSED_BESIDE_DEEPSPEED_FILE: Final = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "zero_stage",
-    "offload_optimizer_device",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "offload_optimizer_nvme_path",
-    "zero3_save_16bit_model",
-)
-"""Keys of accelerate's ``deepspeed_config`` section that it refuses beside a DeepSpeed file."""
+OWNERS: Final[dict[Library, Kind]] = {"Trainer": "training", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
 
 
 @dataclass(frozen=True)
@@ -77,243 +49,286 @@ class ConfigFile:
 
 
 @dataclass(frozen=True)
-class Finding:
-    """A problem: an error stops a training or trains something else; a warning is silently dropped."""
+class Report:
+    """The comparison of one combination of files or of one command, and what could not be compared."""
 
-    level: Literal["error", "warning"]
-    text: str
+    title: str
+    names: dict[Library, str]
+    comparison: Comparison
+    notes: list[str] = field(default_factory=list)
 
-
-def check_files(paths: Sequence[Path], scratch: str = "/tmp") -> list[Finding]:
-    """Return all problems in and between the files.
-
-    Raises `ConfigError` for a file that cannot be read or whose kind is unknown.
-    """
-    sources = read_sources(paths)
-    request = {"sources": [asdict(source) for source in sources.values()]}
-    answers = ask_libraries("shardmake.render.lint", request, _world_size(sources), "deepspeed" in sources, scratch)
-    libraries = [Finding("warning" if " ignores " in line else "error", line) for line in answers]
-    return [*compare(sources), *libraries]
+    @property
+    def errors(self) -> int:
+        """Return the number of errors."""
+        wrong = [problem for problem in self.comparison.problems if problem.level == "error"]
+        return len(self.comparison.contradictions) + len(wrong)
 
 
-def read_sources(paths: Sequence[Path]) -> dict[Kind, ConfigFile]:
-    """Return the files by kind, with the DeepSpeed file that another one refers to."""
-    found: dict[Kind, ConfigFile] = {}
-    for path in paths:
-        source = read_source(path)
-        if other := found.get(source.kind):
-            raise ConfigError(f"{other.name} and {source.name} are both {TITLES[source.kind]}; give one of a kind.")
-        found[source.kind] = source
-    if "deepspeed" not in found and (referred := _referred(found)):
-        found["deepspeed"] = read_source(referred)
-    return found
+# --- reading ----------------------------------------------------------------------------------------------------------
 
 
 def read_source(path: Path) -> ConfigFile:
     """Read one file and determine its kind from its keys."""
-    try:
-        # YAML reads 5e8 as text, JSON as a number; each file is read as the libraries will.
-        values = json.loads(path.read_text()) if path.suffix == ".json" else yaml.safe_load(path.read_text())
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
-    except (yaml.YAMLError, json.JSONDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from None
-    kinds = [
-        kind for kind, signs in SIGNS.items() if isinstance(values, dict) and any(sign in values for sign in signs)
-    ]
+    values = _parse(path, read_text(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"Cannot check {path}: it holds {_kind_of(values)} instead of keys with values.")
+    kinds = [kind for kind, signs in SIGNS.items() if any(sign in values for sign in signs)]
     if not kinds:
         wanted = "; ".join(f"{TITLES[kind]}: {', '.join(signs)}" for kind, signs in SIGNS.items())
         raise ConfigError(f"Cannot check {path}: it is not a known configuration file. Each kind has one of: {wanted}.")
     kind = kinds[0]
-    return ConfigFile(kind, str(path), values.get("arguments", values) if kind == "training" else values)
+    inner = values.get("arguments") if kind == "training" else None
+    return ConfigFile(kind, str(path), inner if isinstance(inner, dict) else values)
 
 
-def _referred(sources: Mapping[Kind, ConfigFile]) -> Path | None:
-    """Return the DeepSpeed file that training arguments or an Accelerate file name, if it exists."""
-    named: list[tuple[ConfigFile, Any]] = []
-    if "training" in sources:
-        named.append((sources["training"], sources["training"].values.get("deepspeed")))
-    if "accelerate" in sources:
-        section = sources["accelerate"].values.get("deepspeed_config") or {}
-        named.append((sources["accelerate"], section.get("deepspeed_config_file")))
-    for source, name in named:
-        for folder in (Path(), Path(source.name).parent):
-            if isinstance(name, str) and (folder / name).is_file():
-                return folder / name
+def read_text(path: Path) -> str:
+    """Return the text of a file; raise `ConfigError` if there is none."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist. Name an existing file (now in {Path.cwd()}).") from None
+    except IsADirectoryError:
+        raise ConfigError(f"Cannot check {path}: it is a folder. Name the files in it.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"Cannot check {path}: it is not text in UTF-8. Save it as UTF-8.") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}. Check its permissions.") from None
+
+
+def _parse(path: Path, text: str) -> Any:
+    """Return the content as the libraries read it: YAML reads 5e8 as text, JSON as a number."""
+    try:
+        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path}, line {error.lineno} is not valid JSON: {error.msg}. Correct the line.") from None
+    except yaml.YAMLError as error:
+        mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "unreadable"
+        line = f", line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"{path}{line} is not valid YAML: {problem}. Correct the line.") from None
+    except (ValueError, RecursionError, TypeError):
+        raise ConfigError(f"{path} cannot be read: it holds a value that is not valid. Correct the file.") from None
+
+
+def _kind_of(values: Any) -> str:
+    return "nothing" if values is None else "a list" if isinstance(values, list) else "one value"
+
+
+# --- checking ---------------------------------------------------------------------------------------------------------
+
+
+def check(words: Sequence[str], ranks: int | None = None, scratch: str = "/tmp") -> list[Report]:
+    """Return a report for each combination of the files and for each command; ``words`` may end with a command.
+
+    ``ranks`` is the number of ranks, if neither a file nor a command says it. Raises `ConfigError` for a file that
+    cannot be read or whose kind is unknown.
+    """
+    request = {"words": list(words), "ranks": ranks}
+    environment = {**os.environ, **kernel_caches(scratch), "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        return _REPORTS.validate_python(run_module(__name__, request, environment))
+    except RuntimeError as error:
+        raise ConfigError(f"Cannot check the files: {error}") from None
+
+
+_REPORTS: Final = TypeAdapter(list[Report])
+
+
+def _answer(request: dict[str, Any]) -> list[dict[str, Any]]:
+    files, command = _split_words(request["words"])
+    sources: list[ConfigFile] = []
+    commands = [] if command is None else [command]
+    for path in files:
+        text = read_text(path)
+        if command_lines.is_script(path, text):
+            commands += command_lines.read_script(str(path), text)
+        else:
+            sources.append(read_source(path))
+    trainings = [_of_command(one, sources) for one in commands] or list(_combinations(sources))
+    return [asdict(_report(training, request["ranks"])) for training in trainings]
+
+
+def _split_words(words: Sequence[str]) -> tuple[list[Path], command_lines.Command | None]:
+    """Return the files, and the command that follows them."""
+    for index, word in enumerate(words):
+        if Path(word).name.split(".")[0] in (*command_lines.PROGRAMS, "srun", "env") and not Path(word).suffix:
+            command = command_lines.read_command(words[index:], "the command line")
+            if command is None:
+                raise ConfigError(f"Cannot check the command {' '.join(words[index:])}: it starts no training program.")
+            return [Path(one) for one in words[:index]], command
+    if any(word.startswith("-") for word in words):
+        raise ConfigError("Cannot check this command: it starts with none of accelerate, torchrun, deepspeed, python.")
+    return [Path(word) for word in words], None
+
+
+# --- one training -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Training:
+    """The files of one training, and the command that starts it."""
+
+    title: str
+    files: dict[Kind, ConfigFile]
+    flags: list[str] = field(default_factory=list)
+    ranks: int | None = None
+    named_by_trainer: bool = True
+    problems: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def _combinations(sources: Sequence[ConfigFile]) -> Iterator[Training]:
+    """Yield each combination of one file of a kind, with the files that they name."""
+    kinds: list[Kind] = ["accelerate", "deepspeed", "training"]
+    groups = [[source for source in sources if source.kind == kind] for kind in kinds]
+    for combined in itertools.product(*(group for group in groups if group)):
+        files = {source.kind: source for source in combined}
+        training = Training(" + ".join(source.name for source in files.values()), files)
+        _add_named(training)
+        yield training
+
+
+def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -> Training:
+    """Return the training that ``command`` starts, with the files that it names."""
+    training = Training(command.title, {source.kind: source for source in sources}, command.flags, command.ranks)
+    training.notes += command.notes
+    arguments = command_lines.read_arguments(command)
+    if command.config_file is not None:
+        _add(training, command.config_file, "Accelerate", "config_file", Path())
+    values: dict[str, Any] = {}
+    for name in arguments.files:
+        source = _add(training, name, "Trainer", "the first argument", Path())
+        values |= source.values if source is not None and source.kind == "training" else {}
+    if arguments.trainer is not None:
+        names = [*arguments.files, command.title]
+        training.files["training"] = ConfigFile("training", " + ".join(names), values | arguments.trainer)
+    if arguments.deepspeed is not None:
+        _add(training, arguments.deepspeed, "Trainer", "deepspeed", Path())
+    for index, flag in enumerate(command.flags):
+        if flag.replace("-", "_") == "__deepspeed_config_file" and arguments.deepspeed is None:
+            _add(training, command.flags[index + 1], "Accelerate", "deepspeed_config_file", Path())
+            training.named_by_trainer = False
+    _add_named(training)
+    return training
+
+
+def _add(training: Training, name: Any, library: Library, key: str, folder: Path) -> ConfigFile | None:
+    """Add the file ``name``, or a problem if it does not exist."""
+    for path in (Path(str(name)), folder / str(name)):
+        if path.is_file():
+            source = read_source(path)
+            training.files[source.kind] = source
+            return source
+    effect = "The file does not exist, and the run stops."
+    training.problems.append(Problem(library, key, name, "error", effect))
     return None
 
 
-def _world_size(sources: Mapping[Kind, ConfigFile]) -> int:
-    return int(sources["accelerate"].values.get("num_processes", 1)) if "accelerate" in sources else 1
+def _add_named(training: Training) -> None:
+    """Add the DeepSpeed file that the training arguments or the Accelerate file name; theirs is the one that runs."""
+    values = training.files["training"].values if "training" in training.files else {}
+    section = training.files["accelerate"].values.get("deepspeed_config") if "accelerate" in training.files else None
+    by_accelerate = section.get("deepspeed_config_file") if isinstance(section, dict) else None
+    by_trainer = values.get("deepspeed")
+    if isinstance(by_trainer, dict):
+        training.files["deepspeed"] = ConfigFile("deepspeed", training.files["training"].name, by_trainer)
+    elif by_trainer:
+        _add(training, by_trainer, "Trainer", "deepspeed", Path(training.files["training"].name).parent)
+    elif by_accelerate:
+        key, folder = "deepspeed_config.deepspeed_config_file", Path(training.files["accelerate"].name).parent
+        training.named_by_trainer = _add(training, by_accelerate, "Accelerate", key, folder) is None
 
 
-# --- comparing, pure --------------------------------------------------------------------------------------------------
+def _report(training: Training, ranks: int | None) -> Report:
+    from shardmake.render.settings_table import compare
+
+    values = {kind: source.values for kind, source in training.files.items()}
+    size, note = _ranks(training, ranks)
+    settings = Settings(
+        trainer=values.get("training"), deepspeed=values.get("deepspeed"), accelerate=values.get("accelerate"),
+        flags=training.flags, world_size=size, named_by_trainer=training.named_by_trainer,
+    )  # fmt: skip
+    plain = json.loads(json.dumps(asdict(settings), default=str))
+    with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
+        found = compare(Settings(**plain), Path(folder))
+    names = {library: training.files[kind].name for library, kind in OWNERS.items() if kind in training.files}
+    if training.flags and "Accelerate" not in names:
+        names["Accelerate"] = training.title
+    found = Comparison(found.rows, [*training.problems, *found.problems])
+    return Report(training.title, names, found, [*training.notes, *note])
 
 
-def compare(sources: Mapping[Kind, ConfigFile]) -> list[Finding]:
-    """Return the contradictions between the files, with both values and the file that would win."""
-    accelerate, deepspeed, training = (sources.get(kind) for kind in ("accelerate", "deepspeed", "training"))
-    found: list[Finding] = []
-    if deepspeed and training:
-        found += _deepspeed_against_training(deepspeed, training)
-    if accelerate and deepspeed:
-        found += _accelerate_against_deepspeed(accelerate, deepspeed)
-    if accelerate and training and not deepspeed:
-        found += _accelerate_against_training(accelerate, training)
-    if accelerate:
-        found += _accelerate_alone(accelerate)
-    return found
+def _ranks(training: Training, ranks: int | None) -> tuple[int, list[str]]:
+    """Return the number of ranks, and a note if no file and no command says it."""
+    in_file = training.files["accelerate"].values.get("num_processes") if "accelerate" in training.files else None
+    for known in (training.ranks, in_file, ranks):
+        if isinstance(known, int) and not isinstance(known, bool) and 0 < known < 1 << 20:
+            return known, []
+    if not {"training", "deepspeed"} <= training.files.keys():
+        return 1, []
+    total = training.files["deepspeed"].values.get("train_batch_size")
+    arguments = training.files["training"].values
+    one = [arguments.get(key, default) for key, default in (("per_device_train_batch_size", 8), (ACCUMULATION, 1))]
+    if not all(isinstance(size, int) and size > 0 for size in (total, *one)):
+        return 1, []
+    if total % (one[0] * one[1]):
+        return 1, []
+    implied = min(total // (one[0] * one[1]), 1 << 20)
+    return implied, [f"train_batch_size {total} suits {implied} ranks. Give --ranks N to check another number."]
 
 
-def _deepspeed_against_training(deepspeed: ConfigFile, training: ConfigFile) -> Iterator[Finding]:
-    written = dict(parsers.leaves(deepspeed.values))
-    for key, argument in SHARED.items():
-        ours = training.values.get(argument, TRAINING_DEFAULTS[argument])
-        given = written.get(key, "auto")
-        if given != "auto" and given != ours:
-            default = "" if argument in training.values else ", its default,"
-            yield Finding(
-                "error",
-                f"{key} is {given!r} in {deepspeed.name}, but {argument} is {ours!r}{default} in {training.name}. "
-                'Neither wins: transformers stops once the model is loaded on every rank. Write "auto", or make them '
-                f"equal{_type_hint(given, ours)}.",
-            )
-    if "optimizer" in deepspeed.values:
-        yield Finding(
-            "warning",
-            f"{deepspeed.name} names an optimizer, which wins over optim in {training.name}; it decays norms and "
-            "biases too, which Trainer's own leaves out.",
-        )
-    if training.values.get("fsdp"):
-        yield Finding(
-            "error", f"{training.name} asks for FSDP and {deepspeed.name} for DeepSpeed; Trainer refuses both."
-        )
+ACCUMULATION: Final = "gradient_accumulation_steps"
 
 
-def _type_hint(given: object, ours: object) -> str:
-    return f" (types count: {type(given).__name__} is not {type(ours).__name__})" if str(given) == str(ours) else ""
+# --- printing ---------------------------------------------------------------------------------------------------------
 
 
-def _accelerate_against_deepspeed(accelerate: ConfigFile, deepspeed: ConfigFile) -> Iterator[Finding]:
-    section = accelerate.values.get("deepspeed_config") or {}
-    refused = [f"deepspeed_config.{key}" for key in REFUSED_BESIDE_DEEPSPEED_FILE if key in section]
-    if accelerate.values.get("mixed_precision") and accelerate.values["distributed_type"] == "DEEPSPEED":
-        refused.append("mixed_precision")
-    written = dict(parsers.leaves(deepspeed.values))
-    for key in refused:
-        theirs = written.get(_DEEPSPEED_NAMES.get(key, key.removeprefix("deepspeed_config.")), "not set")
-        value = section.get(key.removeprefix("deepspeed_config."), accelerate.values.get(key))
-        yield Finding(
-            "error",
-            f"{key} is {value!r} in {accelerate.name} and {theirs!r} in {deepspeed.name}. Neither wins: accelerate "
-            f"stops on this key beside a DeepSpeed file. Remove it from {accelerate.name}.",
-        )
-    if accelerate.values.get("distributed_type") != "DEEPSPEED":
-        yield Finding(
-            "warning",
-            f"distributed_type is {accelerate.values.get('distributed_type')!r} in {accelerate.name}, so a plain "
-            f"Accelerate script ignores {deepspeed.name}; Trainer uses it where its arguments name it.",
-        )
-    yield from _batch(accelerate, deepspeed)
+def format_report(report: Report, *, every_row: bool) -> str:
+    """Return the table of a report as text, and a line for each error and warning."""
+    rows = report.comparison.rows if every_row else report.comparison.contradictions
+    lines = [report.title, *(f"note: {note}" for note in report.notes)]
+    if rows:
+        lines += ["", *_table(rows), ""]
+    lines += [f"error: {_sentence(row, report.names)}" for row in report.comparison.contradictions]
+    lines += [f"{problem.level}: {_of_problem(problem, report.names)}" for problem in report.comparison.problems]
+    compared = len(report.comparison.rows)
+    lines.append(f"{report.errors} errors." if report.errors else f"No errors: {compared} settings agree.")
+    return "\n".join(lines)
 
 
-_DEEPSPEED_NAMES: Final = {
-    "mixed_precision": "bf16.enabled",
-    "deepspeed_config.zero_stage": "zero_optimization.stage",
-    "deepspeed_config.offload_optimizer_device": "zero_optimization.offload_optimizer.device",
-    "deepspeed_config.offload_param_device": "zero_optimization.offload_param.device",
-}
+def _table(rows: Sequence[Row]) -> list[str]:
+    cells = [["setting", *LIBRARIES, "what will run"]]
+    for row in rows:
+        values = [_cell(row.values.get(library)) for library in LIBRARIES]
+        cells.append([row.setting, *values, "stops" if row.verdict == "stops" else _text(row.runs)])
+    widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
 
-def _batch(accelerate: ConfigFile, deepspeed: ConfigFile) -> Iterator[Finding]:
-    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-    total, micro, accumulation = (deepspeed.values.get(name) for name in names)
-    ranks = accelerate.values.get("num_processes")
-    groups = int((deepspeed.values.get("tensor_parallel") or {}).get("autotp_size") or 1)
-    ranks = ranks // groups if isinstance(ranks, int) and groups > 1 else ranks
-    sizes = (total, micro, accumulation, ranks)
-    if all(isinstance(size, int) for size in sizes) and total != micro * accumulation * ranks:  # type: ignore[operator]
-        yield Finding(
-            "error",
-            f"train_batch_size is {total} in {deepspeed.name}, but {micro} x {accumulation} steps x {ranks} processes "
-            f"({accelerate.name}) make {micro * accumulation * ranks}. DeepSpeed stops on it.",  # type: ignore[operator]
-        )
+def _cell(value: Value | None) -> str:
+    if value is None or (value.value is None and not value.written):
+        return "-"
+    return _text(value.value) if value.written else f"{_text(value.value)} (default)"
 
 
-def _accelerate_against_training(accelerate: ConfigFile, training: ConfigFile) -> Iterator[Finding]:
-    launched = accelerate.values.get("mixed_precision") or "no"
-    asked = next((name for name in ("bf16", "fp16") if training.values.get(name)), "no")
-    if launched != asked:
-        winner = training.name if asked != "no" else accelerate.name
-        yield Finding(
-            "warning",
-            f"mixed_precision is {launched!r} in {accelerate.name}, but {training.name} asks for {asked!r}. "
-            f"{winner} wins: Trainer takes the launcher's only where neither bf16 nor fp16 is set.",
-        )
-    if training.values.get("fsdp"):
-        yield from _fsdp(accelerate, training)
+def _text(value: Any) -> str:
+    return "-" if value is None else str(value) if isinstance(value, str) else json.dumps(value)
 
 
-def _fsdp(accelerate: ConfigFile, training: ConfigFile) -> Iterator[Finding]:
-    """Compare FSDP's settings: Trainer's win, and the launcher's count only for keys that Trainer leaves out."""
-    launched = {key.removeprefix("fsdp_"): value for key, value in (accelerate.values.get("fsdp_config") or {}).items()}
-    asked = {key.removeprefix("fsdp_"): value for key, value in (training.values.get("fsdp_config") or {}).items()}
-    for key in sorted(launched.keys() & asked.keys()):
-        if str(launched[key]).lower() != str(asked[key]).lower():
-            fsdp1 = key == "reshard_after_forward" and str(asked.get("version", 2)) == "1"
-            winner = f"{accelerate.name} wins (by its sharding_strategy)" if fsdp1 else f"{training.name} wins"
-            yield Finding(
-                "warning",
-                f"fsdp_config.{key} is {launched[key]!r} in {accelerate.name} and {asked[key]!r} in {training.name}. "
-                f"{winner}.",
-            )
-
-
-def _accelerate_alone(accelerate: ConfigFile) -> Iterator[Finding]:
-    kind = accelerate.values.get("distributed_type")
-    if accelerate.values.get("use_cpu") and kind not in ("NO", "MULTI_CPU"):
-        yield Finding(
-            "error",
-            f"use_cpu is true and distributed_type {kind!r} in {accelerate.name}. use_cpu wins: the launcher starts "
-            "one plain process, silently. Set use_cpu: false here, and use_cpu in the training arguments.",
-        )
-
-
-# --- in the child process ---------------------------------------------------------------------------------------------
-
-
-def _ask(request: dict[str, Any], folder: Path) -> list[str]:
-    sources: dict[str, ConfigFile] = {source["kind"]: ConfigFile(**source) for source in request["sources"]}
-    parsers.pretend_world(_world_size(sources))  # type: ignore[arg-type]
-    checks = {"accelerate": _read_accelerate, "deepspeed": _read_deepspeed, "training": _read_training}
-    return [
-        f"{source.name}: {line}"
-        for kind, source in sources.items()
-        for line in problems_of(lambda kind=kind, source=source: checks[kind](source, folder))  # type: ignore[misc]
+def _sentence(row: Row, names: Mapping[Library, str]) -> str:
+    sides = [
+        f"{value.key} is {_text(value.value)} in {names.get(library, library)}"
+        if value.written
+        else f"{value.key} is {_text(value.value)}, {library}'s default"
+        for library, value in row.values.items()
+        if value.value is not None
     ]
+    return f"{row.setting}: {'; '.join(sides)}. {row.effect}"
 
 
-def _read_accelerate(source: ConfigFile, folder: Path) -> list[str]:
-    _, ignored = parsers.launch_arguments(source.values, [], folder)
-    return [f"accelerate ignores {key}; give it on the command line" for key in ignored]
-
-
-def _read_deepspeed(source: ConfigFile, folder: Path) -> list[str]:
-    filled = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
-    without_total = {key: value for key, value in source.values.items() if key != "train_batch_size"}
-    _, ignored = parsers.deepspeed_settings(without_total, filled)
-    return [f"DeepSpeed ignores {key}" for key in ignored]
-
-
-def _read_training(source: ConfigFile, folder: Path) -> list[str]:
-    from transformers import TrainingArguments
-
-    known = TrainingArguments.__dataclass_fields__
-    values = {key: value for key, value in source.values.items() if key in known and key != "deepspeed"}
-    _, ignored = parsers.training_arguments(values, {}, folder)
-    unknown = [key for key in source.values if key not in known]
-    return [f"transformers ignores {key}" for key in [*ignored, *unknown]]
+def _of_problem(problem: Problem, names: Mapping[Library, str]) -> str:
+    value = "is missing" if problem.value is None else f"is {_text(problem.value)}"
+    return f"{problem.key} {value} in {names.get(problem.library, problem.library)}. {problem.effect}"
 
 
 if __name__ == "__main__":
-    answer_check(_ask)
+    answer_request(_answer)

@@ -187,12 +187,17 @@ def _offloads_optimizer(found: EngineSettings) -> bool:
     return offload is not None and _plain(offload.device) in ("cpu", "nvme")
 
 
+NVME_STAGE: Final = 3
+"""DeepSpeed's optimizer of stages 1 and 2 does not swap to NVMe."""
+
+
 def _device(which: str, stages: tuple[int, ...]) -> Runs:
     def device(found: EngineSettings) -> Any:
         offload = getattr(found.config.zero_config, which) if found.config is not None else None
-        if offload is None or int(found.config.zero_optimization_stage) not in stages:
+        if offload is None or (stage := int(found.config.zero_optimization_stage)) not in stages:
             return "none"
-        return _plain(offload.device)
+        device = _plain(offload.device)
+        return "none" if device == "nvme" and stage < NVME_STAGE else device
 
     return device
 
@@ -362,7 +367,7 @@ SETTINGS: Final = (
         ("zero_optimization.offload_optimizer.device",),
         "offload_optimizer_device",
         _device("offload_optimizer", (1, 2, 3)),
-        advice="Only ZeRO stages 1 to 3 offload the optimizer.",
+        advice="ZeRO stages 1 to 3 offload the optimizer to the CPU, and stage 3 alone to NVMe.",
     ),
     Setting(
         "parameter offload",
@@ -504,7 +509,11 @@ def _deepspeed_value(setting: Setting, found: EngineSettings) -> Value:
 
 def _written_for_launcher(settings: Settings) -> dict[str, str]:
     """Return the written key of each option of `accelerate launch` that file or flags give."""
-    written = {flag.removeprefix("--").partition("=")[0]: flag for flag in settings.flags if flag.startswith("--")}
+    written = {
+        flag.removeprefix("--").partition("=")[0].replace("-", "_"): flag
+        for flag in settings.flags
+        if flag.startswith("--")
+    }
     for key, value in (settings.accelerate or {}).items():
         if isinstance(value, dict):
             prefix = f"{key.removesuffix('_config')}_" if key in ("fsdp_config", "dynamo_config") else ""
