@@ -34,6 +34,7 @@ QUICK = {
 
 
 SLOW_UNIT = {
+    "unit/render/test_lint.py": "any_value_in_any_key",
     "unit/memory/test_trace.py": "can_be_traced.(phi3|gpt_neox|mixtral|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
     "unit/memory/test_estimate.py": "outside_the_families_is_traced",
 }

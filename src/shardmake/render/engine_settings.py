@@ -16,8 +16,11 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 from unittest import mock
+
+from pydantic import TypeAdapter, ValidationError
+from pydantic.errors import PydanticSchemaGenerationError
 
 from shardmake.render import parsers
 from shardmake.render.comparison import Library, Problem, Settings
@@ -185,7 +188,8 @@ def _number_or_boolean(text: str) -> Any:
 
 def _launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineSettings, folder: Path) -> None:
     """Let `accelerate launch` read its file and flags, and set the variables that it would set for the ranks."""
-    values = _usable(settings.accelerate or {}, found)
+    # A file without the number of processes is used with --num_processes.
+    values = {"num_processes": settings.world_size} | _usable(settings.accelerate or {}, found)
     attempt = lambda less: _start_launcher(less, settings, deepspeed, folder)  # noqa: E731
     while True:
         try:
@@ -233,7 +237,8 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
             found.refuse("Accelerate", key, value, _mapping_hint(key))
         elif section:
             values[key] = _usable_section(key, value, actions, found)
-        elif (expected := _expected_by(actions.get(key), value)) is not None:
+        elif isinstance(value, dict) or (expected := _expected_by(actions.get(key), value)) is not None:
+            expected = "one value" if isinstance(value, dict) else expected
             found.refuse("Accelerate", key, value, f"`accelerate launch` needs {expected}.")
         else:
             values[key] = value
@@ -394,7 +399,31 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
         if key not in known and close:
             effect = f"Transformers does not know this argument. Did you mean {close[0]!r}?"
             found.problems.append(Problem("Trainer", key, value, "warning", effect))
-    return {key: copy.deepcopy(value) for key, value in given.items() if key in known and key not in NOT_COMPARED}
+    hints = get_type_hints(TrainingArguments)
+    kept = [key for key in given if key in known and key not in NOT_COMPARED]
+    return {
+        key: value for key in kept if (value := _typed(key, copy.deepcopy(given[key]), hints[key], found)) is not None
+    }
+
+
+def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
+    """Return a training argument with the type that transformers declares; record what it would take otherwise."""
+    try:
+        read = TypeAdapter(hint).validate_python(value)
+    except ValidationError:
+        name = getattr(hint, "__name__", str(hint)).replace("typing.", "")
+        found.refuse("Trainer", key, value, f"Transformers needs {name} and does not check it: the run stops later.")
+        return None
+    except PydanticSchemaGenerationError:
+        return value
+    if isinstance(value, str) and isinstance(read, bool):
+        found.refuse("Trainer", key, value, "Transformers takes any text for true. Write true or false without quotes.")
+        return read
+    if isinstance(value, str) and isinstance(read, int | float):
+        effect = "It is text: YAML reads 1e-4 as text, and 1.0e-4 as a number. Not every program converts it."
+        found.problems.append(Problem("Trainer", key, value, "warning", effect))
+        return read
+    return value
 
 
 NOT_COMPARED: Final = ("deepspeed", "output_dir", "use_cpu", "ddp_backend", "local_rank", "no_cuda")

@@ -127,7 +127,8 @@ def check(words: Sequence[str], ranks: int | None = None, scratch: str = "/tmp")
     try:
         return _REPORTS.validate_python(run_module(__name__, request, environment))
     except RuntimeError as error:
-        raise ConfigError(f"Cannot check the files: {error}") from None
+        last = str(error).strip().split("\n")[-1]
+        raise ConfigError(f"Cannot check {' '.join(words)}: the comparison failed. Report this line: {last}") from None
 
 
 _REPORTS: Final = TypeAdapter(list[Report])
@@ -233,7 +234,11 @@ def _add_named(training: Training) -> None:
         training.files["deepspeed"] = ConfigFile("deepspeed", training.files["training"].name, by_trainer)
     elif by_trainer:
         _add(training, by_trainer, "Trainer", "deepspeed", Path(training.files["training"].name).parent)
-    elif by_accelerate:
+    if by_trainer and by_accelerate and by_accelerate != by_trainer:
+        effect = "Nothing reads this file: the one that the training arguments name is used."
+        key = "deepspeed_config.deepspeed_config_file"
+        training.problems.append(Problem("Accelerate", key, by_accelerate, "warning", effect))
+    elif by_accelerate and not by_trainer:
         key, folder = "deepspeed_config.deepspeed_config_file", Path(training.files["accelerate"].name).parent
         training.named_by_trainer = _add(training, by_accelerate, "Accelerate", key, folder) is None
 

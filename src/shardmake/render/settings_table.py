@@ -7,7 +7,7 @@ An entry says where each library keeps the setting, and how to read what will ru
 import inspect
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -161,13 +161,17 @@ def _optimizer(found: EngineSettings) -> Any:
 
 def _precision(found: EngineSettings) -> str:
     if found.config is None:
-        return _names_precision(os_precision(found))
+        return _names_precision(_launched_precision(found))
     if found.config.torch_autocast_enabled:
         return f"{str(found.config.torch_autocast_dtype).removeprefix('torch.')} autocast"
     return "bf16" if found.config.bfloat16_config.enabled else "fp16" if found.config.float16_config.enabled else "fp32"
 
 
-def os_precision(found: EngineSettings) -> str:
+def _trainer_precision(found: EngineSettings, value: Any) -> str:
+    return "bf16" if found.arguments.bf16 else "fp16" if found.arguments.fp16 else "fp32"
+
+
+def _launched_precision(found: EngineSettings) -> str:
     """Return what Accelerate is asked for if DeepSpeed is not used: by Trainer, or by the launcher."""
     if found.arguments is not None:
         return str(found.arguments.mixed_precision)
@@ -245,7 +249,9 @@ _LR, _BETAS, _EPS, _DECAY = (
     _parameter("weight_decay", lambda found: getattr(found.arguments, "weight_decay", None)),
 )
 _WARMUP = _scheduled("warmup_num_steps", 1000, lambda found: getattr(found.arguments, "warmup_steps", None))
-_TOTAL = _scheduled("total_num_steps", None, lambda found: getattr(found.arguments, "max_steps", None))
+_TOTAL = _scheduled(
+    "total_num_steps", None, lambda found: steps if (steps := getattr(found.arguments, "max_steps", -1)) > 0 else None
+)
 
 
 def _betas(found: EngineSettings, value: Any) -> list[float]:
@@ -344,8 +350,13 @@ SETTINGS: Final = (
         _warmup_steps,
     ),
     Setting(
-        "total steps", _TOTAL[1], ("max_steps",), ("scheduler.params.total_num_steps",), None, _TOTAL[0],
-        lambda found, value: value if value > 0 and _section(found, "scheduler") is not None else None,
+        "total steps",
+        _TOTAL[1],
+        ("max_steps",),
+        ("scheduler.params.total_num_steps",),
+        engine=_TOTAL[0],
+        ask_trainer=lambda found, value: value if value and _section(found, "scheduler") is not None else None,
+        show_trainer=lambda found, value: value if value > 0 else None,
     ),
     Setting(
         "precision",
@@ -353,8 +364,9 @@ SETTINGS: Final = (
         ("bf16", "fp16"),
         ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled"),
         "mixed_precision",
-        engine=_precision,
-        ask_trainer=lambda found, value: "bf16" if found.arguments.bf16 else "fp16" if found.arguments.fp16 else "fp32",
+        engine=lambda found: _precision(replace(found, config=found.defaults)),
+        ask_trainer=_trainer_precision,
+        show_trainer=_trainer_precision,
         ask_deepspeed=lambda found, value: _precision(found),
         ask_accelerate=_ask_precision,
         advice="Set the same precision everywhere, or remove all but one.",
@@ -441,17 +453,20 @@ SETTINGS: Final = (
 def compare(settings: Settings, folder: Path) -> Comparison:
     """Return the comparison of ``settings``; run it in a process of its own, with an empty ``folder``."""
     found = read_settings(settings, folder)
-    problems = [*found.problems, *_impossible(found)]
-    return Comparison([*_rows(settings, found)], problems)
-
-
-def _rows(settings: Settings, found: EngineSettings) -> Iterator[Row]:
-    yield _engine_row(settings, found)
+    rows = [_engine_row(settings, found)]
+    refused = {problem.key for problem in found.problems if problem.level == "error"}
     for setting in SETTINGS:
-        if setting.name.startswith("FSDP") and found.fsdp is None:
+        if refused.intersection(_keys(setting)) or (setting.name.startswith("FSDP") and found.fsdp is None):
             continue
-        if values := _values(setting, settings, found):
-            yield _row(setting, values, found)
+        try:
+            if values := _values(setting, settings, found):
+                rows.append(_row(setting, values, found))
+        except (TypeError, ValueError, AttributeError, ArithmeticError):  # a type that no library checks
+            effect = "The libraries do not check the type of this value, and the run stops later."
+            library: Library = "DeepSpeed" if setting.deepspeed else "Trainer"
+            key = (setting.deepspeed or setting.trainer)[0]
+            found.refuse(library, key, dict(parsers.leaves(found.deepspeed)).get(key), effect)
+    return Comparison(rows, [*found.problems, *_impossible(found)])
 
 
 def _engine_row(settings: Settings, found: EngineSettings) -> Row:
@@ -572,12 +587,31 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
         if offload is not None and _plain(offload.device) == "nvme" and offload.nvme_path is None:
             key = f"zero_optimization.{which}.nvme_path"
             yield Problem("DeepSpeed", key, None, "error", "Offload to NVMe needs a folder on the node's own disk.")
+    yield from _impossible_schedule(found)
     name, stage = found.config.optimizer_name, int(found.config.zero_optimization_stage)
     if name is not None and _optimizer_class(found) is None and name not in _deepspeed_optimizers():
         yield Problem("DeepSpeed", "optimizer.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
     elif name is not None and stage and not found.config.zero_allow_untested_optimizer and not _is_tested(found):
         effect = "DeepSpeed stops: with ZeRO it needs zero_allow_untested_optimizer: true."
         yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
+
+
+def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    name = found.config.scheduler_name
+    if name is None:
+        return
+    schedule = getattr(lr_schedules, str(name), None) or getattr(torch.optim.lr_scheduler, str(name), None)
+    if schedule is None:
+        yield Problem("DeepSpeed", "scheduler.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
+        return
+    try:
+        inspect.signature(schedule).bind(None, **found.config.scheduler_params or {})
+    except TypeError as error:
+        effect = f"DeepSpeed stops: {name} has a {error}."
+        yield Problem("DeepSpeed", "scheduler.params", found.config.scheduler_params, "error", effect)
 
 
 def _deepspeed_optimizers() -> list[str]:

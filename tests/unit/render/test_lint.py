@@ -1,69 +1,111 @@
-"""The linter for configuration files that somebody has already."""
+"""`shardmake check`: what it reads, refuses and prints."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
-from shardmake.core.errors import ShardmakeError
-from shardmake.render.lint import (
-    REFUSED_BESIDE_DEEPSPEED_FILE,
-    SHARED,
-    TRAINING_DEFAULTS,
-    ConfigFile,
-    Finding,
-    check_files,
-    compare,
-    read_sources,
-)
+from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.render.comparison import Settings, compare_settings
+from shardmake.render.engine_settings import REFUSED_BESIDE_DEEPSPEED_FILE
+from shardmake.render.lint import Report, check, format_report, read_source
+from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO
 
-ACCELERATE = {"distributed_type": "DEEPSPEED", "num_processes": 4, "num_machines": 1, "use_cpu": False}
-DEEPSPEED = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4, "zero_optimization": {"stage": 2}}
-TRAINING = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "learning_rate": 1e-4}
+SCRIPT = """#!/bin/bash
+LR=3e-4
+accelerate launch --config_file accelerate.yaml --num-processes 4 \\
+    train.py --deepspeed ds.json --learning_rate $LR --max_grad_norm 0.5 --seed $SEED  # comment
+"""
 
 
-def texts(accelerate: Any = None, deepspeed: Any = None, training: Any = None) -> list[str]:
-    given = {"accelerate": accelerate, "deepspeed": deepspeed, "training": training}
-    sources = {kind: ConfigFile(kind, f"{kind}.file", values) for kind, values in given.items() if values is not None}
-    return [finding.text for finding in compare(sources)]  # type: ignore[arg-type]
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    clipping = {key: value for key, value in AUTO.items() if key != "gradient_clipping"}
+    contents = {"accelerate.yaml": ACCELERATE, "ds.json": clipping, "args.yaml": ARGUMENTS | {"deepspeed": "ds.json"}}
+    for name, values in contents.items():
+        (tmp_path / name).write_text(json.dumps(values))
+    (tmp_path / "train.sh").write_text(SCRIPT)
+    return tmp_path
 
 
-def test_files_that_agree_have_no_findings() -> None:
-    assert texts(ACCELERATE, DEEPSPEED, TRAINING) == []
-    assert texts(ACCELERATE, dict.fromkeys(SHARED, "auto") | {"zero_optimization": {"stage": 2}}, TRAINING) == []
+def texts(reports: list[Report]) -> str:
+    return "\n".join(format_report(report, every_row=False) for report in reports)
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        (
-            {"gradient_accumulation_steps": 8},
-            "gradient_accumulation_steps is 8 in deepspeed.file, but gradient_accumulation_steps is 4 in training.file",
-        ),
-        (
-            {"gradient_accumulation_steps": "4"},
-            "(types count: str is not int)",
-        ),
-        (
-            {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}},
-            "optimizer.params.lr is 0.001 in deepspeed.file, but learning_rate is 0.0001 in training.file",
-        ),
-        ({"gradient_clipping": 0.5}, "max_grad_norm is 1.0, its default, in training.file"),
-        ({"optimizer": {"type": "AdamW"}}, "names an optimizer, which wins over optim in training.file"),
-    ],
-)
-def test_deepspeed_against_training(changes: dict[str, Any], expected: str) -> None:
-    assert any(expected in text for text in texts(None, DEEPSPEED | changes, TRAINING))
+def test_a_script_and_each_command_name_the_setting_with_both_values(folder: Path) -> None:
+    text = texts(check(["train.sh"]))
+    assert "note: --seed $SEED is not compared: only a shell can evaluate it." in text
+    assert "max_grad_norm is 0.5 in train.sh, line 3; gradient_clipping is 1.0, DeepSpeed's default. 1.0 runs" in text
+    assert "setting            Trainer  DeepSpeed      Accelerate  what will run" in text
+    assert "1 errors." in text
 
 
-def test_keys_that_accelerate_refuses_beside_a_deepspeed_file() -> None:
-    section = {"gradient_accumulation_steps": 8, "zero_stage": 3, "deepspeed_multinode_launcher": "standard"}
-    found = texts(ACCELERATE | {"deepspeed_config": section, "mixed_precision": "bf16"}, DEEPSPEED)
-    assert len(found) == 3
-    assert "deepspeed_config.zero_stage is 3 in accelerate.file and 2 in deepspeed.file" in found[1]
-    assert all("accelerate stops on this key" in text for text in found)
+def test_files_are_combined_with_those_that_they_name(folder: Path) -> None:
+    (folder / "other.yaml").write_text(json.dumps(ARGUMENTS | {"deepspeed": "ds.json", "max_grad_norm": 0.5}))
+    first, second = check(["accelerate.yaml", "args.yaml", "other.yaml"])
+    assert (first.errors, second.errors) == (0, 1)
+    assert set(first.names) == {"Accelerate", "DeepSpeed", "Trainer"}
+
+
+def test_a_named_file_that_is_not_there_is_an_error(folder: Path) -> None:
+    section = {"deepspeed_config": {"deepspeed_config_file": "other.json"}}
+    (folder / "accelerate.yaml").write_text(json.dumps(ACCELERATE | section))
+    (report,) = check(["accelerate.yaml", "ds.json"])
+    assert report.errors == 1
+    assert "deepspeed_config.deepspeed_config_file is other.json in accelerate.yaml. The file does not exist" in texts(
+        [report]
+    )
+
+
+UNREADABLE: dict[str, tuple[bytes, str]] = {
+    "latin.yaml": ("learning_rate: 1  # für".encode("latin-1"), "not text in UTF-8"),
+    "empty.yaml": (b"", "holds nothing"),
+    "list.json": (b"[1, 2]", "holds a list"),
+    "broken.json": (b'{\n"a" 1}', "line 2 is not valid JSON"),
+    "broken.yaml": (b"a: 1\nb: [1\n", "line 3 is not valid YAML"),
+    "odd.yaml": (b"a: 1", "not a known configuration file"),
+}
+
+
+@pytest.mark.parametrize("name", UNREADABLE)
+def test_a_file_that_cannot_be_read_is_named(name: str, tmp_path: Path) -> None:
+    content, message = UNREADABLE[name]
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=message):
+        read_source(tmp_path / name)
+
+
+def test_a_folder_and_a_missing_file_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        read_source(tmp_path)
+    with pytest.raises(ConfigError, match="does not exist"):
+        read_source(tmp_path / "none.yaml")
+
+
+def test_numbers_are_read_as_the_libraries_read_them(tmp_path: Path) -> None:
+    """YAML 1.1 takes 5e8 for text, which DeepSpeed's JSON does not."""
+    for name in ("ds.json", "ds.yaml"):
+        (tmp_path / name).write_text('{"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": 5e8}}')
+    values = [read_source(tmp_path / name).values for name in ("ds.json", "ds.yaml")]
+    assert [value["zero_optimization"]["reduce_bucket_size"] for value in values] == [5e8, "5e8"]
+
+
+def test_the_kind_of_a_file_follows_from_its_keys(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(ACCELERATE))
+    assert read_source(tmp_path / "a.yaml").kind == "accelerate"
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump({"arguments": ARGUMENTS}))
+    assert read_source(tmp_path / "t.yaml").values == ARGUMENTS
+
+
+def test_a_command_that_starts_no_training_is_refused() -> None:
+    with pytest.raises(ShardmakeError, match="starts with none of"):
+        check(["ls", "--all"])
 
 
 def test_the_refused_keys_are_those_of_the_installed_accelerate() -> None:
@@ -74,80 +116,85 @@ def test_the_refused_keys_are_those_of_the_installed_accelerate() -> None:
     for key in (*REFUSED_BESIDE_DEEPSPEED_FILE, "mixed_precision"):
         environment.setenv("ACCELERATE_CONFIG_DS_FIELDS", f"deepspeed_config_file,{key}")
         with pytest.raises(ValueError, match="will be ignored"):
-            DeepSpeedPlugin(hf_ds_config=dict(DEEPSPEED))
+            DeepSpeedPlugin(hf_ds_config=dict(AUTO))
     environment.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero3_init_flag")
-    DeepSpeedPlugin(hf_ds_config=dict(DEEPSPEED))
+    DeepSpeedPlugin(hf_ds_config=dict(AUTO))
     environment.undo()
 
 
-def test_the_defaults_are_those_of_the_installed_transformers() -> None:
-    from transformers import TrainingArguments
-
-    fields = TrainingArguments.__dataclass_fields__
-    assert {name: fields[name].default for name in SHARED.values()} == TRAINING_DEFAULTS
-
-
-def test_use_cpu_drops_the_engine() -> None:
-    (text,) = texts(ACCELERATE | {"use_cpu": True})
-    assert "starts one plain process" in text
-
-
-def test_batch_arithmetic_at_the_launched_size() -> None:
-    (text,) = texts(ACCELERATE, DEEPSPEED | {"train_batch_size": 16})
-    assert "2 x 4 steps x 4 processes (accelerate.file) make 32" in text
-    grouped = DEEPSPEED | {"tensor_parallel": {"autotp_size": 2}}
-    assert texts(ACCELERATE, grouped | {"train_batch_size": 16}) == []
-
-
-def test_precision_and_fsdp_name_the_winner() -> None:
-    launched = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_state_dict_type": "FULL"}}
-    asked = TRAINING | {"fsdp": True, "fsdp_config": {"state_dict_type": "SHARDED"}}
-    precision, state = texts(launched, None, asked)
-    assert "accelerate.file wins: Trainer takes the launcher's only where neither bf16 nor fp16 is set" in precision
-    assert "fsdp_config.state_dict_type is 'FULL' in accelerate.file and 'SHARDED' in training.file" in state
-    assert "training.file wins" in state
-    assert texts(launched | {"fsdp_config": {}}, None, asked | {"bf16": True}) == []
+ODD: dict[str, Settings] = {
+    "text for a number": Settings(accelerate=ACCELERATE | {"num_processes": "eight"}),
+    "no number": Settings(accelerate=ACCELERATE | {"num_processes": None}),
+    "text for a section": Settings(accelerate=ACCELERATE | {"deepspeed_config": "ds.json"}),
+    "a null section": Settings(ARGUMENTS, AUTO | {"bf16": None}),
+    "a number for a section": Settings(ARGUMENTS, AUTO | {"tensor_parallel": 4}),
+    "no type of launch": Settings(accelerate={"num_processes": 2}),
+    "an unknown schedule": Settings(ARGUMENTS | {"lr_scheduler_type": "cosinus"}, AUTO),
+    "an unknown key": Settings(ARGUMENTS, AUTO | {"zero_optimization": {"stage": 2, "bucket": 1}}),
+    "an ignored key": Settings(ARGUMENTS, AUTO | {"zero_optimisation": {"stage": 2}}),
+    "a key that is ignored in a file": Settings(accelerate=ACCELERATE | {"rdzv_backend": "c10d"}),
+    "an unknown key of a section": Settings(accelerate=ACCELERATE | {"deepspeed_config": {"deepspeed_fil": "x"}}),
+}
+ODD_KEYS = [
+    "num_processes", "num_processes", "deepspeed_config", "bf16", "tensor_parallel", "distributed_type",
+    "lr_scheduler_type", "zero_optimization.bucket", "zero_optimisation", "rdzv_backend",
+    "deepspeed_config.deepspeed_fil",
+]  # fmt: skip
 
 
-def test_reading(tmp_path: Path) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(DEEPSPEED))
-    (tmp_path / "args.yaml").write_text(yaml.safe_dump(TRAINING | {"deepspeed": "ds.json"}))
-    sources = read_sources([tmp_path / "args.yaml"])
-    assert set(sources) == {"training", "deepspeed"}
-    (tmp_path / "odd.yaml").write_text("a: 1")
-    with pytest.raises(ShardmakeError, match="not a known configuration file"):
-        read_sources([tmp_path / "odd.yaml"])
-    with pytest.raises(ShardmakeError, match="are both DeepSpeed file"):
-        read_sources([tmp_path / "ds.json", tmp_path / "ds.json"])
-    with pytest.raises(ShardmakeError, match="does not exist"):
-        read_sources([tmp_path / "none.yaml"])
-    (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ShardmakeError, match="cannot be read"):
-        read_sources([tmp_path / "broken.json"])
+def test_values_that_a_library_cannot_use_are_named() -> None:
+    found = [[problem.key for problem in one.problems] for one in compare_settings(list(ODD.values()))]
+    assert dict(zip(ODD, found, strict=True)) == dict(zip(ODD, [[key] for key in ODD_KEYS], strict=True))
 
 
-def test_numbers_are_read_as_the_libraries_read_them(tmp_path: Path) -> None:
-    """YAML 1.1 takes 5e8 for text, which DeepSpeed's JSON does not."""
-    for name in ("ds.json", "ds.yaml"):
-        (tmp_path / name).write_text('{"train_batch_size": 8, "zero_optimization": {"reduce_bucket_size": 5e8}}')
-    values = [read_sources([tmp_path / name])["deepspeed"].values for name in ("ds.json", "ds.yaml")]
-    assert [value["zero_optimization"]["reduce_bucket_size"] for value in values] == [5e8, "5e8"]
+# --- any value in any key ---------------------------------------------------------------------------------------------
+
+scalars = (
+    st.none() | st.booleans() | st.integers(-9, 1 << 70) | st.floats() | st.sampled_from(["auto", "x", "1", "", "true"])
+)
+values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner))
 
 
-def test_findings_of_the_libraries_are_reported(tmp_path: Path) -> None:
-    files = {
-        "accelerate.yaml": ACCELERATE
-        | {"rdzv_backend": "c10d", "deepspeed_config": {"deepspeed_config_fil": "x", "zero3_init_flag": False}},
-        "ds.json": DEEPSPEED | {"zero_optimization": {"stage": 2, "bucket": 1}, "zero_optimisation": {"stage": 3}},
-        "args.yaml": TRAINING | {"lr_scheduler_type": "cosinus", "model_name_or_path": "x"},
-    }
-    for name, values in files.items():
-        (tmp_path / name).write_text(json.dumps(values))
-    found = check_files([tmp_path / name for name in files])
-    text = "\n".join(f"{finding.level}: {finding.text}" for finding in found)
-    assert "accelerate ignores rdzv_backend; give it on the command line" in text
-    assert "accelerate ignores deepspeed_config.deepspeed_config_fil" in text
-    assert "bucket" in text
-    assert "cosinus is not a valid SchedulerType" in text
-    assert {finding.level for finding in found if " ignores " in finding.text} == {"warning"}
-    assert Finding("error", "") not in found
+def mappings(*keys: str) -> st.SearchStrategy[dict[str, Any]]:
+    """Draw a few of the dotted ``keys`` with any values."""
+    return st.dictionaries(st.sampled_from(keys), values, max_size=3).map(nested)
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in flat.items():
+        section, _, name = key.rpartition(".")
+        if not section:
+            found[key] = value
+        elif isinstance(found.setdefault(section, {}), dict):
+            found[section][name] = value
+    return found
+
+
+deepspeed = mappings(
+    "zero_optimization", "zero_optimization.stage", "zero_optimization.offload_param", "bf16", "bf16.enabled", "fp16",
+    "optimizer", "optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params", "gradient_clipping",
+    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "tensor_parallel",
+    "torch_autocast", "compile", "checkpoint", "elasticity", "steps_per_print", "x",
+)  # fmt: skip
+arguments = mappings(
+    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "warmup_steps", "bf16",
+    "optim", "lr_scheduler_type", "max_grad_norm", "weight_decay", "adam_beta1", "fsdp", "fsdp_config", "torch_compile",
+    "gradient_checkpointing", "accelerator_config", "report_to",
+)  # fmt: skip
+accelerate = mappings(
+    "distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "deepspeed_config", "gpu_ids",
+    "deepspeed_config.zero_stage", "fsdp_config", "fsdp_config.fsdp_version", "dynamo_config", "main_process_port", "x",
+)  # fmt: skip
+drawn = st.builds(
+    Settings,
+    trainer=st.none() | arguments.map(lambda one: ARGUMENTS | one),
+    deepspeed=st.none() | deepspeed.map(lambda one: AUTO | one),
+    accelerate=st.none() | accelerate.map(lambda one: ACCELERATE | one),
+)
+
+
+@settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
+@given(cases=st.lists(drawn, min_size=30, max_size=30))
+def test_any_value_in_any_key_gives_a_comparison(cases: list[Settings]) -> None:
+    assert len(compare_settings(cases)) == len(cases)
