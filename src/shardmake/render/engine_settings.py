@@ -411,6 +411,8 @@ def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
     try:
         read = TypeAdapter(hint).validate_python(value)
     except ValidationError:
+        if isinstance(value, bool) and "str" in str(hint):  # fsdp: true; and no, which YAML reads as false
+            return value
         name = getattr(hint, "__name__", str(hint)).replace("typing.", "")
         found.refuse("Trainer", key, value, f"Transformers needs {name} and does not check it: the run stops later.")
         return None

@@ -454,6 +454,7 @@ def compare(settings: Settings, folder: Path) -> Comparison:
     """Return the comparison of ``settings``; run it in a process of its own, with an empty ``folder``."""
     found = read_settings(settings, folder)
     rows = [_engine_row(settings, found)]
+    found.problems = [problem for problem in found.problems if problem.key not in found.stops]
     refused = {problem.key for problem in found.problems if problem.level == "error"}
     for setting in SETTINGS:
         if refused.intersection(_keys(setting)) or (setting.name.startswith("FSDP") and found.fsdp is None):
