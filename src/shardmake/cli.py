@@ -390,12 +390,21 @@ def clean(
 
 
 @app.command()
-def status(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Show the progress and the results of a run."""
-    from shardmake.commands.status import describe
+def status(
+    name: Annotated[str, typer.Argument(help="Name of a run. Default: one line for each run.")] = "",
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+) -> None:
+    """Show the state of a run, its training and its results; changes nothing."""
+    from shardmake.commands.status import describe, overview
 
-    run, _, rundir = _open(name, config, runs)
-    typer.echo(describe(run, rundir))
+    read = load_config(*config)
+    cluster = load_cluster(Path(read.cluster))
+    if name:
+        typer.echo(describe(get_run(read, name), cluster, RunDir(runs / name)))
+        return
+    for line in overview(read, cluster, runs):
+        typer.echo(line)
 
 
 def main() -> None:

@@ -112,7 +112,7 @@ def test_both_at_once_on_one_checkout_and_one_cache(shared: SharedCheckout, user
     shared.cluster.wait_until(lambda: (long / "train/metrics.jsonl").exists(), "ada's training", timeout=200)
     assert owners(shared) == {"ada"}
     status, output = shared.run(bob, "shardmake", "status", "long")
-    assert status == 0 and "Training is under way" in output
+    assert status == 0 and "Training: step" in output
     status, output = shared.run(bob, "shardmake", "train", "long")
     assert status == 2 and "Another driver is already watching long" in output
 

@@ -1,16 +1,83 @@
-"""The progress and the results of a run, from the files in its folder."""
+"""The state of every stage of a run, from the files in its folder: read-only, also while the run is in progress."""
 
-from shardmake.config.models import Run
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from shardmake.commands.training_state import TrainingState, query_queue, training_state
+from shardmake.config.effects import differences
+from shardmake.config.models import Cluster, Config, Run
+from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
-from shardmake.run.attempt import SubmittedJob
+from shardmake.launch.slurm_states import JobStatus
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
-from shardmake.run.receipts import TrainingReceipt
+from shardmake.run.receipts import PushReceipt, TrainingReceipt
+from shardmake.run.settings import (
+    STAGES_BEFORE,
+    changed_results,
+    compared_keys,
+    current,
+    is_trained,
+    read_settings,
+)
+
+DONE, OPEN, CHANGED, OUTDATED = "done", "open", "changed", "outdated"
+Stages = dict[str, tuple[str, list[str]]]
+Queue = Mapping[str, JobStatus] | None
 
 
-def describe(run: Run, rundir: RunDir) -> str:
-    """Return each stage, then the results, then the files to look at next."""
-    stages = {
+def describe(run: Run, cluster: Cluster, rundir: RunDir) -> str:
+    """Return each stage, the training, the results, and the files to look at next."""
+    stages = stage_states(run, cluster, rundir)
+    lines = [f"{rundir.name} in {rundir.root}"]
+    for stage, (state, changes) in stages.items():
+        lines.append(f"  {state:<8}  {stage}" + (f": {'; '.join(changes)}" if changes else ""))
+    if any(state in (CHANGED, OUTDATED) for state, _ in stages.values()):
+        lines.append("\nSettings changed since these stages ran. The next `snakemake` runs them again.")
+    queue = query_queue([rundir]) if cluster.executor == "slurm" and rundir.job.exists() else None
+    if not rundir.train_receipt.exists() and (training := _training(cluster, rundir, queue)):
+        lines += [f"\nTraining: {training.headline}", *(f"  {line}" for line in training.details)]
+    if rundir.train_receipt.exists():
+        lines += _trained(TrainingReceipt.read(rundir.train_receipt), stages["train"][0])
+    if rundir.evaluation.exists():
+        lines += _evaluation(EvaluationResult.read(rundir.evaluation))
+    return "\n".join([*lines, *_where_next(run, rundir)])
+
+
+def overview(config: Config, cluster: Cluster, runs: Path) -> Iterator[str]:
+    """Yield one line for each run of the configuration. A run whose files cannot be read gets the reason."""
+    rundirs = {name: RunDir(runs / name) for name in config.runs}
+    jobs = [rundir for rundir in rundirs.values() if rundir.job.exists()]
+    queue = query_queue(jobs) if cluster.executor == "slurm" and jobs else None
+    width = max(map(len, rundirs))
+    for name, rundir in rundirs.items():
+        try:
+            text = summary(config.runs[name], cluster, rundir, queue)
+        except (ShardmakeError, OSError) as error:
+            text = f"cannot be read: {error}"
+        yield f"{name:<{width}}  {text}"
+
+
+def summary(run: Run, cluster: Cluster, rundir: RunDir, queue: Queue) -> str:
+    """Return the state of a run in one line."""
+    if not rundir.train_receipt.exists() and (training := _training(cluster, rundir, queue)):
+        return training.headline if not training.headline.startswith("step") else f"training: {training.headline}"
+    stages = stage_states(run, cluster, rundir)
+    for stage, (state, changes) in stages.items():
+        if state == CHANGED:
+            return f"changed since the last {stage}: {'; '.join(changes)}"
+    unfinished = next((stage for stage, (state, _) in stages.items() if state != DONE), None)
+    if unfinished is None:
+        return "done"
+    return "not started" if unfinished == "fetch" else f"next step: {unfinished}"
+
+
+def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
+    """Return for each stage whether it is done with the current settings, and the settings that changed since.
+
+    A stage is outdated if an earlier one that it uses is not done.
+    """
+    proofs = {
         "fetch": rundir.weights_receipt,
         "plan": rundir.plan,
         "render": rundir.training,
@@ -20,22 +87,40 @@ def describe(run: Run, rundir: RunDir) -> str:
         "evaluate": rundir.evaluation,
         **({"push": rundir.push_receipt} if run.push else {}),
     }
-    lines = [f"{rundir.name} in {rundir.root}"]
-    lines += [f"  {'done' if path.exists() else 'open':<5} {stage}" for stage, path in stages.items()]
-    if rundir.train_receipt.exists():
-        lines += _training(TrainingReceipt.read(rundir.train_receipt))
-    elif rundir.job.exists():
-        lines.append(f"\nTraining is under way: job {SubmittedJob.read(rundir.job).id}.")
-    if rundir.evaluation.exists():
-        lines += _evaluation(EvaluationResult.read(rundir.evaluation))
-    return "\n".join([*lines, *_where_next(run, rundir)])
+    found: Stages = {}
+    for stage, proof in proofs.items():
+        changes = _changes(stage, run, cluster, rundir) if proof.exists() else []
+        uses_old = any(_is_renewed(earlier, found[earlier][0]) for earlier in STAGES_BEFORE.get(stage, ()))
+        state = OPEN if not proof.exists() else CHANGED if changes else OUTDATED if uses_old else DONE
+        found[stage] = (state, changes)
+    return found
 
 
-def _training(receipt: TrainingReceipt) -> list[str]:
+def _is_renewed(stage: str, state: str) -> bool:
+    """Return whether ``stage`` will have another result; the fetch is open as long as the weights are not here."""
+    return state in (CHANGED, OUTDATED) or (state == OPEN and stage != "fetch")
+
+
+def _changes(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
+    """Return the changes for which Snakemake runs ``stage`` again."""
+    before = read_settings(stage, rundir)
+    if before is None or is_trained(run, cluster, rundir):
+        return changed_results(stage, run, cluster, rundir)
+    now = current(stage, run, cluster).values
+    old = {key: before.values[key] for key in compared_keys(stage) if key in before.values}
+    return differences(old, {key: now[key] for key in compared_keys(stage)})
+
+
+def _training(cluster: Cluster, rundir: RunDir, queue: Queue) -> TrainingState | None:
+    return training_state(rundir, slurm=cluster.executor == "slurm", queue=queue)
+
+
+def _trained(receipt: TrainingReceipt, state: str) -> list[str]:
     length = "" if receipt.steps is None else f" {receipt.steps:,} steps"
     length += "" if receipt.tokens is None else f", {receipt.tokens:,} tokens,"
     ranks, attempts = plural(receipt.world_size, "rank"), plural(receipt.attempts, "attempt")
-    return [f"\nTrained{length} with {receipt.strategy} on {ranks} in {attempts}."]
+    old = "" if state == DONE else ", before the settings changed"
+    return [f"\nTrained{length} with {receipt.strategy} on {ranks} in {attempts}{old}."]
 
 
 def _evaluation(evaluation: EvaluationResult) -> list[str]:
@@ -64,5 +149,6 @@ def _where_next(run: Run, rundir: RunDir) -> list[str]:
     }
     lines = [f"  {what:<24} {path}" for what, path in places.items() if path.exists()]
     if run.push and rundir.push_receipt.exists():
-        lines += [f"  {'pushed to':<24} {destination}" for destination in run.push.destinations]
+        pushed = PushReceipt.read(rundir.push_receipt).destinations
+        lines += [f"  {'pushed to':<24} {destination.to}" for destination in pushed]
     return ["\nWhere to look next:", *lines] if lines else []

@@ -17,6 +17,15 @@ def format_bytes(size: int) -> str:
     return f"{size / 1024:.0f} KiB" if size >= 1024 else f"{size} bytes"
 
 
+def format_duration(seconds: float) -> str:
+    """Return a duration as ``3 h 05 min``, ``4 min 10 s`` or ``12 s``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, left = divmod(minutes, 60)
+    if hours:
+        return f"{hours} h {left:02d} min"
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
 def plural(count: int, noun: str) -> str:
     """Return ``count`` with ``noun`` in the right number: ``1 attempt``, ``2 attempts``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

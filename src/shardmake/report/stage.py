@@ -6,7 +6,7 @@ from pathlib import Path
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_text
 from shardmake.core.secrets import redact
-from shardmake.core.units import GIB
+from shardmake.core.units import GIB, format_duration
 from shardmake.report import figures
 from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
@@ -42,7 +42,7 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(bucket=length_name, duration=duration, gib=lambda size: f"{size / GIB:.1f} GiB")
+    environment.filters.update(bucket=length_name, duration=format_duration, gib=lambda size: f"{size / GIB:.1f} GiB")
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
     lengths = zip(records.evaluation.base.by_length, records.evaluation.tuned.by_length, strict=True)
     return environment.from_string(TEMPLATE.read_text()).render(
@@ -75,7 +75,7 @@ def _tiles(records: Records) -> dict[str, str]:
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "",
         "MFU": f"{statistics.median(records.utilization.shares):.1%}" if records.utilization else "",
         "device hours": f"{history.device_hours:.2f}",
-        "lost to interruptions": duration(lost) if history.interruptions else "",
+        "lost to interruptions": format_duration(lost) if history.interruptions else "",
     }
     return {name: value for name, value in tiles.items() if value}
 
@@ -84,12 +84,3 @@ def _notes(records: Records) -> list[str]:
     """Return a sentence for everything that a reader may look for and that the page does not show."""
     on_cpu = "The ranks ran on CPUs: the share of a GPU's peak (MFU) and the allocator's memory are not defined there."
     return [note for note in (missing_metrics(records), on_cpu if records.on_cpu else "") if note]
-
-
-def duration(seconds: float) -> str:
-    """Format a duration as ``3 h 05 min``, ``4 min 10 s`` or ``12 s``."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, left = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {left:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"

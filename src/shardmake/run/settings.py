@@ -18,7 +18,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.record import RunRecord
 
 logger = logging.getLogger(__name__)
-_BEFORE: Mapping[str, tuple[str, ...]] = {
+STAGES_BEFORE: Mapping[str, tuple[str, ...]] = {
     "plan": ("fetch",),
     "render": ("plan",),
     "data": ("fetch",),
@@ -104,7 +104,7 @@ def recorded_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) ->
 
 def _check_stages_before(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> None:
     """Raise `ConfigError` if a training would use files of other settings; warn where a later stage does."""
-    for earlier in _BEFORE.get(stage, ()):
+    for earlier in STAGES_BEFORE.get(stage, ()):
         changes = changed_results(earlier, run, cluster, rundir)
         if not changes:
             continue
@@ -117,4 +117,4 @@ def _check_stages_before(stage: str, run: Run, cluster: Cluster, rundir: RunDir)
 
 
 def _part(values: Mapping[str, str], keys: tuple[str, ...]) -> dict[str, str]:
-    return {key: values[key] for key in keys}
+    return {key: values[key] for key in keys if key in values}

@@ -7,7 +7,8 @@ from xml.etree import ElementTree
 import pytest
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.report.stage import duration, write_report
+from shardmake.core.units import format_duration
+from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
 from shardmake.run.receipts import PushedTo, PushReceipt
 from tests.finished_run import EVALUATED, TRAINED, make_run, make_rundir, write_history
@@ -145,4 +146,4 @@ def test_a_stage_that_has_not_run_is_named(tmp_path: Path) -> None:
     ("seconds", "text"), [(0, "0 s"), (59.6, "1 min 00 s"), (250, "4 min 10 s"), (11100, "3 h 05 min")]
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

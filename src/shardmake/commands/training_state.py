@@ -1,0 +1,171 @@
+"""The state of a run's training, from the files that its processes leave and one query of Slurm.
+
+Nothing is written, locked or imported that a running training uses.
+"""
+
+import contextlib
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from shardmake.core.units import format_duration
+from shardmake.launch.jobs import LocalJobs, job_name
+from shardmake.launch.slurm_jobs import run_slurm
+from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
+from shardmake.run.attempt import AttemptDir, Heartbeat, SubmittedJob
+from shardmake.run.attempt_history import AttemptRecord, EndReason, load_history
+from shardmake.run.metrics import MetricsLine, parse_metrics
+from shardmake.run.paths import RunDir, short_path
+from shardmake.run.plan import Plan
+from shardmake.run.receipts import DataReceipt
+from shardmake.run.training_settings import ScriptProgram, TrainingSettings
+
+_TAIL_BYTES = 1 << 16
+_FRESH_SECONDS = 30.0
+_DRIVER = re.compile(r"process (\d+) on (\S+)")
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """A training that has not finished: a headline, and further lines."""
+
+    headline: str
+    details: tuple[str, ...] = ()
+
+
+def query_queue(rundirs: Iterable[RunDir]) -> Mapping[str, JobStatus] | None:
+    """Return the jobs of these runs in Slurm's queue by id, of all users; None if Slurm does not answer."""
+    names = ",".join(job_name(rundir.root) for rundir in rundirs)
+    answer = run_slurm("squeue", "--noheader", "--all", "--format=%i|%T|%R|%j", f"--name={names}")
+    return parse_rows(answer.stdout) if answer.returncode == 0 else None
+
+
+def training_state(rundir: RunDir, *, slurm: bool, queue: Mapping[str, JobStatus] | None) -> TrainingState | None:
+    """Return the state of a training that has begun and not finished; None before its first attempt.
+
+    ``queue`` is the answer of `query_queue`, for a cluster with ``slurm``.
+    """
+    job = SubmittedJob.read_if_exists(rundir.job)
+    history = load_history(rundir.attempt_history)
+    if job is not None:
+        return _with_job(rundir, job, _status(rundir, job, queue) if slurm else LocalJobs(rundir.root).status(job.id))
+    if driver := _living_driver(rundir):
+        return TrainingState("no job yet", (f"The driver ({driver}) waits, or prepares the next attempt.",))
+    return _ended(rundir, history[-1]) if history else None
+
+
+def _status(rundir: RunDir, job: SubmittedJob, queue: Mapping[str, JobStatus] | None) -> JobStatus:
+    """Return the state of a Slurm job; one that is not in the queue has ended."""
+    if queue is None:
+        return JobStatus(JobState.UNKNOWN)
+    found = queue.get(job.id)
+    return found if found and found.job_name == job_name(rundir.root) else JobStatus(JobState.GONE)
+
+
+def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> TrainingState:
+    """Return the state of a training that has a job."""
+    name = f"job {job.id} (attempt {job.attempt})"
+    if status.state is JobState.PENDING:
+        waited = format_duration(time.time() - job.submitted)
+        return TrainingState(f"waits in the queue: {status.nodes}", (f"Submitted {waited} ago as {name}.",))
+    beat = AttemptDir(rundir.attempts / f"{job.attempt:03d}").beat(0)
+    is_alive = beat is not None and time.time() - beat.time < _FRESH_SECONDS  # as on another machine than this one
+    if status.state in (JobState.ENDED, JobState.GONE) and not is_alive:
+        advice = "A driver that is running records why; if there is none, run the same command again."
+        return TrainingState(f"{name} has ended", (advice, *_last_step(rundir)))
+    where = f" on {status.nodes}" if status.nodes else ""
+    unknown = ("Slurm does not answer.",) if status.state is JobState.UNKNOWN else ()
+    if beat is None:
+        return TrainingState("starting", (f"The ranks of {name}{where} have not reported yet.", *unknown))
+    age = format_duration(max(0.0, time.time() - beat.time))
+    lines = (f"As {name}{where}; last heartbeat {age} ago in phase {beat.phase}.", *_stop_request(rundir), *unknown)
+    return TrainingState(_progress(rundir, beat), lines)
+
+
+def _progress(rundir: RunDir, beat: Heartbeat) -> str:
+    """Return step, loss, speed and time left."""
+    lines = read_tail(rundir.metrics)
+    losses = [line for line in lines if line.loss is not None]
+    rates = [line for line in lines if line.tokens_per_second is not None]
+    step, total = max([beat.step, *(line.step for line in lines[-1:])]), total_steps(rundir)
+    parts = [f"step {step:,}" if total is None else f"step {step:,} of {total:,} ({step / total:.0%})"]
+    parts += [f"loss {losses[-1].loss:.4g}"] if losses else []
+    parts += [f"{rates[-1].tokens_per_second:,.0f} tokens/s"] if rates else []
+    if beat.median_step_seconds > 0:
+        parts.append(f"{beat.median_step_seconds:.3g} s a step")
+        if total is not None:
+            parts.append(f"about {format_duration((total - step) * beat.median_step_seconds)} left")
+    return ", ".join(parts)
+
+
+def _stop_request(rundir: RunDir) -> tuple[str, ...]:
+    if not rundir.stop_file.exists():
+        return ()
+    return (
+        f"A stop was requested ({short_path(rundir.stop_file)}): the ranks save and stop after their current step.",
+    )
+
+
+def _ended(rundir: RunDir, last: AttemptRecord) -> TrainingState:
+    """Return the state of a training whose last attempt has ended, and which no driver continues."""
+    if last.end == EndReason.STOP_REQUESTED.value:
+        return TrainingState("stopped on request", (last.message,))
+    return TrainingState(
+        f"failed: {last.end}",
+        (
+            f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
+            *_last_step(rundir),
+            f"Logs: {short_path(rundir.attempts / f'{last.attempt:03d}')}. The same command resumes the training.",
+        ),
+    )
+
+
+def _last_step(rundir: RunDir) -> tuple[str, ...]:
+    """Return the last logged step and the newest checkpoint."""
+    lines = read_tail(rundir.metrics)
+    saved = max((int(path.name.split("-")[1]) for path in rundir.checkpoints.glob("checkpoint-[0-9]*")), default=None)
+    logged = f"The last logged step is {lines[-1].step:,}. " if lines else ""
+    return (
+        f"{logged}The newest checkpoint is of step {saved:,}." if saved else f"{logged}There is no checkpoint yet.",
+    )
+
+
+def total_steps(rundir: RunDir) -> int | None:
+    """Return the number of optimizer steps of the whole training; None for a user's script, which decides itself."""
+    settings, plan = TrainingSettings.read_if_exists(rundir.training), Plan.read_if_exists(rundir.plan)
+    if settings is None or plan is None or isinstance(settings.program, ScriptProgram):
+        return None
+    if steps := settings.arguments.get("max_steps"):
+        return int(steps)
+    data, epochs = DataReceipt.read_if_exists(rundir.data_receipt), settings.arguments.get("num_train_epochs")
+    if data is None or epochs is None:
+        return None
+    return max(1, round(epochs * data.train.sequences / plan.choice.global_batch_size))
+
+
+def read_tail(metrics: Path) -> list[MetricsLine]:
+    """Return the last lines of a metrics file, which may be long."""
+    if not metrics.exists():
+        return []
+    with metrics.open("rb") as file:
+        file.seek(max(0, metrics.stat().st_size - _TAIL_BYTES))
+        return parse_metrics(file.read().decode(errors="replace"))
+
+
+def _living_driver(rundir: RunDir) -> str | None:
+    """Return the driver that the lock file names if its process runs on this machine."""
+    lock = rundir.train / "driver.lock"
+    named = _DRIVER.search(lock.read_text()) if lock.exists() else None
+    if named is None or named[2] != socket.gethostname():
+        return None
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(int(named[1]))
+        if any("shardmake" in word for word in process.cmdline()) and process.pid != os.getpid():
+            return named[0]
+    return None

@@ -1,0 +1,236 @@
+"""The state of runs as `shardmake status` shows it."""
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from shardmake.commands import training_state
+from shardmake.commands.status import describe, overview, summary
+from shardmake.config.models import Cluster, Config
+from shardmake.core.permissions import UMASK
+from shardmake.launch.jobs import LocalJobs, _process_id, job_name
+from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
+from shardmake.run.attempt import AttemptDir, SubmittedJob, write_heartbeat
+from shardmake.run.attempt_history import AttemptRecord, save_history
+from shardmake.run.metrics import MetricsLine
+from shardmake.run.paths import RunDir
+from shardmake.run.receipts import PushedTo, PushReceipt, WeightsReceipt
+from shardmake.run.settings import current
+from tests.finished_run import make_data_receipt, make_plan, make_run, make_rundir
+from tests.unit.plans import make_cluster, make_training_settings
+
+SLURM = make_cluster(executor="slurm")
+LOCAL = make_cluster()
+STAGES = ("fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push")
+PUSH = {"to": "file:published/chat"}
+
+
+@pytest.fixture
+def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run of which every stage is done."""
+    monkeypatch.chdir(tmp_path)
+    rundir = make_rundir(tmp_path)
+    WeightsReceipt(files={}).write(rundir.weights_receipt)
+    make_training_settings(max_steps=400).write(rundir.training)
+    make_data_receipt("d").write(rundir.data_receipt)
+    PushReceipt(destinations=[PushedTo(to="file:published/chat")], files={}).write(rundir.push_receipt)
+    for stage in STAGES:
+        current(stage, make_run(push=PUSH), LOCAL).write(rundir.stage_settings(stage))
+    return rundir
+
+
+@pytest.fixture
+def training(finished: RunDir) -> RunDir:
+    """A run that trains: job 12, attempt 2."""
+    finished.train_receipt.unlink()
+    for path in (finished.model, finished.evaluation.parent / "push"):
+        shutil.rmtree(path)
+    finished.evaluation.unlink()
+    SubmittedJob(id="12", attempt=2, submitted=time.time() - 60).write(finished.job)
+    finished.metrics.write_text(MetricsLine(step=95, loss=6.4, tokens_per_second=12345.6).as_text())
+    return finished
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, rundir: RunDir, state: str, nodes: str) -> None:
+    """Let squeue list the run's job."""
+    rows = f"12|{state}|{nodes}|{job_name(rundir.root)}\n"
+    monkeypatch.setattr(
+        training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows if state else "", "")
+    )
+
+
+def one_line(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> str:
+    config = Config(cluster="c.yaml", runs={"chat": make_run(push=PUSH, **changes)})
+    (line,) = overview(config, cluster, rundir.root.parent)
+    return line
+
+
+def states(text: str) -> dict[str, str]:
+    """Return the state and the changes by stage."""
+    lines = [line.split() for line in text.splitlines()[1:9]]
+    return {words[1].rstrip(":"): words[0] for words in lines}
+
+
+def test_a_finished_run(finished: RunDir) -> None:
+    text = describe(make_run(push=PUSH), LOCAL, finished)
+    assert states(text) == dict.fromkeys(STAGES, "done")
+    assert "Trained 60 steps, 245,760 tokens, with zero2 on 2 ranks in 2 attempts." in text
+    assert "pushed to                file:published/chat" in text
+    assert one_line(finished) == "chat  done"
+
+
+def test_an_edit_that_cannot_change_a_result_leaves_everything_done(finished: RunDir) -> None:
+    assert set(states(describe(make_run(push=PUSH, report_to=["wandb"]), SLURM, finished)).values()) == {"done"}
+
+
+def test_no_stage_is_done_whose_settings_changed_since(finished: RunDir) -> None:
+    text = describe(make_run(push=PUSH, learning_rate=1e-3), LOCAL, finished)
+    changed = ("plan", "render", "train")
+    later = ("consolidate", "evaluate", "push")
+    assert states(text) == {
+        **dict.fromkeys(("fetch", "data"), "done"),
+        **dict.fromkeys(changed, "changed"),
+        **dict.fromkeys(later, "outdated"),
+    }
+    assert "  changed   train: learning_rate: 0.0005 -> 0.001" in text
+    assert "in 2 attempts, before the settings changed." in text
+    assert (
+        one_line(finished, LOCAL, learning_rate=1e-3)
+        == "chat  changed since the last plan: learning_rate: 0.0005 -> 0.001"
+    )
+    other = describe(make_run(push={"to": "file:elsewhere"}), LOCAL, finished)
+    assert [stage for stage, state in states(other).items() if state != "done"] == ["push"]
+    assert "pushed to                file:published/chat" in other, "what was pushed, not what is configured"
+
+
+def test_a_plan_of_other_memory_is_not_done_until_the_run_is_trained(training: RunDir) -> None:
+    text = describe(make_run(push=PUSH), make_cluster(memory_gib_per_node=64.0), training)
+    assert states(text)["plan"] == "changed" and "cluster.memory_gib_per_node: 8.0 -> 64.0" in text
+
+
+def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    answer(monkeypatch, training, "RUNNING", "c[1-2]")
+    assert one_line(training) == "chat  starting"
+    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "train", 96, 0.5)
+    progress = "step 96 of 400 (24%), loss 6.4, 12,346 tokens/s, 0.5 s a step, about 2 min 32 s left"
+    assert one_line(training) == f"chat  training: {progress}"
+    text = describe(make_run(push=PUSH), SLURM, training)
+    assert f"Training: {progress}\n  As job 12 (attempt 2) on c[1-2]; last heartbeat 0 s ago in phase train." in text
+    assert states(text)["train"] == "open"
+    training.stop_file.touch()
+    assert "A stop was requested (runs/chat/train/STOP)" in describe(make_run(push=PUSH), SLURM, training)
+
+
+def test_a_length_in_epochs_is_converted_to_steps(training: RunDir) -> None:
+    make_training_settings(max_steps=None, epochs=32.0).write(training.training)
+    assert make_plan().choice.global_batch_size == 16
+    assert training_state.total_steps(training) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "nodes", "line"),
+    [
+        ("PENDING", "(Resources)", "waits in the queue: (Resources)"),
+        ("", "", "job 12 (attempt 2) has ended"),
+    ],
+)
+def test_a_job_that_does_not_run(
+    training: RunDir, monkeypatch: pytest.MonkeyPatch, state: str, nodes: str, line: str
+) -> None:
+    answer(monkeypatch, training, state, nodes)
+    assert one_line(training) == f"chat  {line}"
+
+
+def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
+    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "save", 96)
+    text = describe(make_run(push=PUSH), SLURM, training)
+    assert "in phase save" in text and "Slurm does not answer." in text
+
+
+def end(rundir: RunDir, reason: str, message: str) -> None:
+    rundir.job.unlink()
+    record = AttemptRecord(
+        attempt=2, job="12", plan="p", strategy="zero2", fallback=0, submitted=0, ended=1, end=reason, message=message,
+        host=None, checkpoint_step=90,
+    )  # fmt: skip
+    save_history(rundir.attempt_history, [record])
+
+
+def test_a_failure_is_shown_with_attempt_reason_and_last_step(training: RunDir) -> None:
+    end(training, "GPU out of memory", "Rank 3 on c2: CUDA out of memory.")
+    (training.checkpoints / "checkpoint-90").mkdir(parents=True)
+    assert one_line(training) == "chat  failed: GPU out of memory"
+    text = describe(make_run(push=PUSH), SLURM, training)
+    assert "Attempt 2 (job 12) ended: Rank 3 on c2: CUDA out of memory." in text
+    assert "The last logged step is 95. The newest checkpoint is of step 90." in text
+
+
+def test_a_requested_stop_is_shown_as_a_stop(training: RunDir) -> None:
+    end(training, "stop requested", "Training of chat saved and stopped at step 93. Run the same command again.")
+    assert one_line(training) == "chat  stopped on request"
+    assert "saved and stopped at step 93" in describe(make_run(push=PUSH), SLURM, training)
+
+
+@pytest.fixture
+def driver() -> Iterator[psutil.Process]:
+    """A process that looks like a driver."""
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)  # shardmake"])
+    yield psutil.Process(process.pid)
+    process.kill()
+    process.wait()
+
+
+def test_a_driver_without_a_job_is_shown(training: RunDir, driver: psutil.Process) -> None:
+    training.job.unlink()
+    (training.train / "driver.lock").write_text(f"process {driver.pid} on {socket.gethostname()}\n")
+    assert one_line(training) == "chat  no job yet"
+    (training.train / "driver.lock").write_text(f"process {driver.pid} on elsewhere\n")
+    assert "no job yet" not in one_line(training)
+
+
+def test_a_local_job_is_the_process(training: RunDir, driver: psutil.Process) -> None:
+    SubmittedJob(id=_process_id(driver), attempt=2, submitted=0).write(training.job)
+    assert LocalJobs(training.root).status(_process_id(driver)).state is JobState.RUNNING
+    assert summary(make_run(push=PUSH), LOCAL, training, None) == "starting"
+    SubmittedJob(id="1@1", attempt=2, submitted=0).write(training.job)
+    assert summary(make_run(push=PUSH), LOCAL, training, None).endswith("has ended")
+    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "train", 96)
+    assert summary(make_run(push=PUSH), LOCAL, training, None).startswith("training: step 96"), "on another machine"
+
+
+def test_runs_that_have_not_begun_or_cannot_be_read(finished: RunDir) -> None:
+    runs = {"chat": make_run(), "other": make_run()}
+    finished.evaluation.unlink()
+    finished.stage_settings("train").write_text("{}")
+    chat, other = overview(Config(cluster="c.yaml", runs=runs), LOCAL, finished.root.parent)
+    assert chat.startswith("chat   cannot be read: Cannot read ") and other == "other  not started"
+    finished.stage_settings("train").unlink()
+    assert summary(make_run(push=PUSH), LOCAL, finished, None) == "next step: evaluate"
+
+
+def test_nothing_is_written(finished: RunDir) -> None:
+    """Also in a folder that belongs to another member of the lab."""
+
+    def files() -> dict[Path, tuple[int, int]]:
+        return {path: (path.stat().st_mtime_ns, path.stat().st_mode) for path in finished.root.rglob("*")}
+
+    before, umask = files(), os.umask(UMASK)
+    os.umask(umask)
+    describe(make_run(push=PUSH), make_cluster(shared=True), finished)
+    assert files() == before
+
+
+def test_rows_of_squeue_are_of_the_runs_own_job(training: RunDir) -> None:
+    foreign = {"12": JobStatus(JobState.RUNNING, "RUNNING", "c9", "another-job")}
+    assert summary(make_run(push=PUSH), SLURM, training, foreign).endswith("has ended")
+    assert parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}")["12"].state is JobState.PENDING
