@@ -200,8 +200,11 @@ def test_errors_of_the_system_have_path_reason_and_advice(number: int, words: st
     assert isinstance(with_path, DiskFullError) == (number in (errno.ENOSPC, errno.EDQUOT))
 
 
-def test_a_full_disk_without_a_path_names_the_folder_of_the_command(folder: Path) -> None:
-    found = explain_os_error(OSError(errno.ENOSPC, "No space left on device"), Path("runs/chat"))
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), OSError("Not enough disk space. Needed: 3 GB")]
+)
+def test_a_full_disk_without_a_path_names_the_folder_of_the_command(folder: Path, error: OSError) -> None:
+    found = explain_os_error(error, Path("runs/chat"))
     assert str(found).startswith(f"Cannot use {folder}/runs/chat. No space is left")
 
 

@@ -10,7 +10,7 @@ from shardmake.checkpoint.record import CheckpointRecord, is_unfinished
 from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError
-from shardmake.core.units import GIB
+from shardmake.core.units import format_bytes
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, PushReceipt
 from shardmake.run.training_settings import TrainingSettings
@@ -34,12 +34,12 @@ def clean(runs: Path, *, remove: bool) -> list[Removable]:
     """
     found = sorted(find_removable(runs), key=lambda item: -item.size)
     for item in found:
-        logger.info("%8.2f GiB  %s  (%s)", item.size / GIB, item.path, item.reason)
+        logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
         if remove:
             store.remove(item.path)
-    total = sum(item.size for item in found) / GIB
+    total = format_bytes(sum(item.size for item in found))
     outcome = "Removed." if remove else "Nothing was removed. Use --remove to remove these folders."
-    logger.info("%8.2f GiB in total. %s", total, outcome)
+    logger.info("%10s in total. %s", total, outcome)
     return found
 
 

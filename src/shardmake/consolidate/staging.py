@@ -12,7 +12,7 @@ from typing import IO
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.core.atomic import fsync_directory
 from shardmake.core.errors import CheckpointError, DiskFullError, ShardmakeError
-from shardmake.core.units import GIB
+from shardmake.core.units import format_bytes
 
 
 def staging_folder(out: Path) -> Path:
@@ -29,7 +29,7 @@ def check_space(shards: list[PlannedShard], staging: Path) -> None:
     free = state.f_bavail * state.f_frsize
     if needed > free:
         raise DiskFullError(
-            f"The merged model needs {needed / GIB:.1f} GiB in {staging.parent}, where {free / GIB:.1f} GiB are "
+            f"The merged model needs {format_bytes(needed)} in {staging.parent}, where {format_bytes(free)} are "
             "free. Free some space, choose another folder, or use --dtype bf16."
         )
 

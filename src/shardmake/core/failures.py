@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import tempfile
 import time
 import traceback
@@ -37,6 +38,8 @@ _REASONS: Final[dict[int, tuple[str, str]]] = {
 }
 """Why a path cannot be used, and what to do, by error number."""
 
+_NO_SPACE: Final = re.compile(r"not enough disk space|no space left", re.IGNORECASE)
+"""Texts of libraries that raise an OSError without a number."""
 _OF_FOLDER: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.ESTALE)
 """Errors of a write that often name no path; then the command's folder is named."""
 
@@ -46,12 +49,13 @@ def explain_os_error(error: OSError, folder: Path) -> ShardmakeError:
 
     ``folder`` is the folder that the process writes to. It is named if the error has no path of its own.
     """
-    path = error.filename2 or error.filename or (folder.absolute() if error.errno in _OF_FOLDER else None)
-    kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ShardmakeError
-    if error.errno not in _REASONS or path is None:
+    number = error.errno or (errno.ENOSPC if _NO_SPACE.search(str(error)) else None)
+    path = error.filename2 or error.filename or (folder.absolute() if number in _OF_FOLDER else None)
+    kind = DiskFullError if number in (errno.ENOSPC, errno.EDQUOT) else ShardmakeError
+    if number not in _REASONS or path is None:
         place = f" {_text(path)}" if path is not None else ""
         return kind(f"A file or network operation failed{':' if place else ''}{place}. {_sentence(error)}")
-    why, what_to_do = _REASONS[error.errno]
+    why, what_to_do = _REASONS[number]
     return kind(f"Cannot use {_text(path)}. {why} {what_to_do}")
 
 

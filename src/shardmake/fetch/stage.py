@@ -17,7 +17,7 @@ from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import record
-from shardmake.core.units import GIB
+from shardmake.core.units import format_bytes
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
@@ -58,7 +58,7 @@ def _fetch_weights(model: PinnedSource) -> None:
             f"{len(missing)} files of {model.name} are missing ({', '.join(missing[:3])}), and HF_HUB_OFFLINE or "
             "TRANSFORMERS_OFFLINE is set. Unset it on a machine with internet access."
         )
-    require_space(Path(model.path), size, f"The base model's weights need {size / GIB:.1f} GiB")
+    require_space(Path(model.path), size, f"The base model's weights need {format_bytes(size)}")
     logger.info(f"Fetching the weights of {model.name}: {len(missing)} files, {size / 1e9:,.1f} GB.")
     fetch_weights(_connect(), model)
 
