@@ -155,7 +155,7 @@ data:
 - Cells of a `.csv` or `.tsv` file are text exactly as written. The first row names the columns.
 - All files of a folder have one kind. Hidden files and descriptions such as `dataset_info.json` are skipped.
 - `.txt` files are refused, because they do not state where an example ends. Write one JSON object per line.
-- The plan encodes the first rows of `train` and `eval`, and reads text files to the end. Messages name file and line.
+- The plan checks every example of text files, and encodes the first rows of all files. Messages name file and line.
 - Examples without a token to learn are dropped. Their number and first lines are logged and kept in the data receipt,
   with the format and the columns.
 """

@@ -163,11 +163,13 @@ def _cause(error: BaseException, source: Source) -> BaseException:
     return unreadable(str(source), cause)
 
 
-def check(source: Source) -> None:
-    """Raise `DataError` with file and line for local files that cannot be read; ignore hub data sets."""
+def text_examples(source: Source) -> Iterator[tuple[Mapping[str, Any], str]]:
+    """Yield every example of text files with its place; of other sources, check local files and yield nothing.
+
+    Raises `DataError` with file and line for content that cannot be read.
+    """
     if isinstance(source, Files) and source.are_text:
-        for row in text_rows(_names(source)):
-            example_in(row)
+        yield from ((example_in(row), row[PLACE]) for row in text_rows(_names(source)))
     elif isinstance(source, Files):
         check_columns(source.paths)
 

@@ -33,7 +33,6 @@ from shardmake.data.sources import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
     Source,
-    check,
     columns_in,
     example_in,
     file_record,
@@ -43,6 +42,7 @@ from shardmake.data.sources import (
     no_examples,
     place_of,
     read,
+    text_examples,
 )
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, SplitReceipt
@@ -89,9 +89,15 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
 
 
 def check_sources(run: Run) -> None:
-    """Read the run's local files to the end; raise `DataError` with file and line for unreadable content."""
-    for source in _locate(run).values():
-        check(source)
+    """Check every example of the run's text files without a tokenizer, and the columns of its Parquet files.
+
+    Raises `DataError` with file and line for content that cannot be read or does not fit the format.
+    """
+    sources = _locate(run)
+    layout = _recognize(run, sources["train"], _first(sources["train"], FIRST_ROWS))
+    for source in sources.values():
+        for example, place in text_examples(source):
+            layout.standardize(example, place)
 
 
 def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
@@ -101,10 +107,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
     before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
     """
     tokenizer, sources = _load_tokenizer(run), _locate(run)
-    rows = {split: list(first_rows(source, limit)) for split, source in sources.items()}
-    for split, source in sources.items():
-        if not rows[split]:
-            raise no_examples(source)
+    rows = {split: _first(source, limit) for split, source in sources.items()}
     if "eval" not in rows:
         _check_divisible(len(rows["train"]), run)
     encoder, largest = _make_encoder(run, tokenizer, sources["train"], rows["train"]), 0
@@ -116,6 +119,14 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
             _check_learned(f"first rows of the {split}", count_outcomes(encoded["outcome"]), dropped[:NAMED], encoder)
     _check_vocabulary(run, largest)
     return encoder.layout
+
+
+def _first(source: Source, limit: int) -> list[Mapping[str, Any]]:
+    """Return the first rows of ``source``; raise `DataError` if there is none."""
+    rows = list(first_rows(source, limit))
+    if not rows:
+        raise no_examples(source)
+    return rows
 
 
 def _locate(run: Run) -> dict[str, Source]:
@@ -194,14 +205,23 @@ def _make_encoder(
     run: Run, tokenizer: "PreTrainedTokenizerBase", source: Source, rows: Sequence[Mapping[str, Any]]
 ) -> Encoder:
     """Return the encoder for the data of ``source`` that begin with ``rows``, and log what was recognized."""
-    columns = list(dict.fromkeys(column for row in rows for column in columns_in(row)))
-    check_named(run.data, columns, str(source))
-    first = rows[0]
-    layout = recognize(run.data, run.objective, columns_in(first), example_in(first), place_of(first, source))
-    unused = [column for column in columns if column not in layout.columns.values()]
+    layout = _recognize(run, source, rows)
+    unused = [column for column in _columns_of(rows) if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     logger.info(f"{source}: the examples are in the format {layout}.{rest}")
     return Encoder(tokenizer, layout, loss_on_assistant(run.data, layout.format))
+
+
+def _recognize(run: Run, source: Source, rows: Sequence[Mapping[str, Any]]) -> Layout:
+    """Return the layout of the data of ``source`` that begin with ``rows``."""
+    check_named(run.data, _columns_of(rows), str(source))
+    first = rows[0]
+    return recognize(run.data, run.objective, columns_in(first), example_in(first), place_of(first, source))
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return all columns of ``rows``, each once."""
+    return list(dict.fromkeys(column for row in rows for column in columns_in(row)))
 
 
 def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:

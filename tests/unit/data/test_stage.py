@@ -201,6 +201,18 @@ def test_sources_are_checked_without_a_model(tmp_path: Path) -> None:
         check_sources(run)
 
 
+def test_every_example_of_text_files_is_checked_before_a_job_is_queued(model: Path, tmp_path: Path) -> None:
+    rows = conversations(200)
+    rows[150]["messages"][1]["content"] = 7
+    path = write_jsonl(tmp_path / "t.jsonl", rows)
+    run = make_run(model, {"train": path})
+    check_first_rows(run)
+    with pytest.raises(ShardmakeError, match=r"t\.jsonl, line 151: messages\[1\]\.content is int\. "):
+        check_sources(run)
+    with pytest.raises(ShardmakeError, match=r"No examples in .*e\.json\."):
+        check_sources(make_run(model, {"train": str(write_rows(tmp_path / "e.json", []))}))
+
+
 def test_the_first_rows_are_encoded_without_reading_the_rest(model: Path, tmp_path: Path) -> None:
     train, held_out = tmp_path / "t.jsonl", tmp_path / "e.jsonl"
     write_jsonl(train, conversations(3))
