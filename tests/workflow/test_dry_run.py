@@ -1,9 +1,9 @@
 """`snakemake -n` shows what would be submitted, before the run's folder exists and after the plan exists."""
 
-import os
-
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.plan.stage import make_plan
+from shardmake.run.paths import RunDir
+from shardmake.run.settings import current
 from tests.workflow.checkout import Checkout
 
 NODES = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}
@@ -27,8 +27,10 @@ def test_a_dry_run_shows_script_command_and_environment(checkout: Checkout) -> N
 
     write_another_plan(checkout)
     assert "shardmake demo: zero1" in dry_run(checkout)
-    os.utime(checkout.root / "config/cluster.yaml", (2e9, 2e9))
-    assert "shardmake demo: zero3" in dry_run(checkout)
+    checkout.configure(NODES | SLURM, strategy="zero2", nodes=2, micro_batch_size=1)
+    text = dry_run(checkout)
+    assert "shardmake demo: zero2" in text
+    assert "# --- changed since the last plan: strategy: zero3 -> zero2\n" in text
 
 
 def dry_run(checkout: Checkout) -> str:
@@ -37,7 +39,8 @@ def dry_run(checkout: Checkout) -> str:
 
 def write_another_plan(checkout: Checkout) -> None:
     config = load_config(checkout.root / "config/config.yaml")
-    run = get_run(config, "demo")
+    run, cluster = get_run(config, "demo"), load_cluster(checkout.root / config.cluster)
+    current("plan", run, cluster).write(RunDir(checkout.run).stage_settings("plan"))
     run = run.model_copy(update={"strategy": "zero1", "model": str(checkout.root / run.model)})
-    plan, _ = make_plan("demo", run, load_cluster(checkout.root / config.cluster))
+    plan, _ = make_plan("demo", run, cluster)
     plan.write(checkout.run / "plan/plan.json")

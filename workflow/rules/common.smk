@@ -141,9 +141,7 @@ class Submission:
     def __format__(self, run):
         if not workflow.dryrun:
             return ""
-        files = [*map(Path, workflow.configfiles), Path(CONFIG.cluster)]
-        submission = dry_run(RUNS[run], CLUSTER, RunDir(Path("runs", run)), files)
-        return f"\n{submission}"
+        return f"\n{dry_run(RUNS[run], CLUSTER, RunDir(Path('runs', run)))}"
 
 
 SUBMISSION = Submission()

@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from collections.abc import Iterable
 from pathlib import Path
 
 from shardmake.config.models import Cluster, Run
@@ -18,6 +17,7 @@ from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
+from shardmake.run.settings import changed_settings
 from shardmake.run.sources import localize
 
 ATTEMPT = "NNN"
@@ -42,18 +42,19 @@ def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
     )
 
 
-def dry_run(run: Run, cluster: Cluster, rundir: RunDir, configuration: Iterable[Path]) -> str:
+def dry_run(run: Run, cluster: Cluster, rundir: RunDir) -> str:
     """Return the submission for a dry run of the workflow, or the reason why it is not known yet.
 
-    A missing plan is computed in memory, and so is one that is older than a file of the ``configuration``.
+    A missing plan is computed in memory, and so is one that was made with other settings, which are named.
     """
     try:
         local = localize(run, rundir)
-        is_current = rundir.plan.exists() and rundir.plan.stat().st_mtime >= max(
-            path.stat().st_mtime for path in configuration
-        )
+        changes = changed_settings("plan", run, cluster, rundir)
+        is_current = rundir.plan.exists() and not changes
         plan = Plan.read(rundir.plan) if is_current else make_plan(rundir.name, local, cluster)[0]
-        return _page(_submitted(plan, cluster, rundir)) + f"# --- the files: shardmake render {rundir.name} --show\n"
+        submitted = _page(_submitted(plan, cluster, rundir))
+        edited = f"# --- changed since the last plan: {'; '.join(changes)}\n" if changes else ""
+        return f"{edited}{submitted}# --- the files: shardmake render {rundir.name} --show\n"
     except (ShardmakeError, OSError) as error:
         return f"# The submission is not known yet: {error}\n"
 

@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from shardmake.commands.training_state import TrainingState, query_queue, training_state
-from shardmake.config.effects import differences
 from shardmake.config.models import Cluster, Config, Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
@@ -12,14 +11,7 @@ from shardmake.launch.slurm_states import JobStatus
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt, TrainingReceipt
-from shardmake.run.settings import (
-    STAGES_BEFORE,
-    changed_results,
-    compared_keys,
-    current,
-    is_trained,
-    read_settings,
-)
+from shardmake.run.settings import STAGES_BEFORE, changed_settings
 
 DONE, OPEN, CHANGED, OUTDATED = "done", "open", "changed", "outdated"
 Stages = dict[str, tuple[str, list[str]]]
@@ -89,7 +81,7 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
     }
     found: Stages = {}
     for stage, proof in proofs.items():
-        changes = _changes(stage, run, cluster, rundir) if proof.exists() else []
+        changes = changed_settings(stage, run, cluster, rundir) if proof.exists() else []
         uses_old = any(_is_renewed(earlier, found[earlier][0]) for earlier in STAGES_BEFORE.get(stage, ()))
         state = OPEN if not proof.exists() else CHANGED if changes else OUTDATED if uses_old else DONE
         found[stage] = (state, changes)
@@ -99,16 +91,6 @@ def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
 def _is_renewed(stage: str, state: str) -> bool:
     """Return whether ``stage`` will have another result; the fetch is open as long as the weights are not here."""
     return state in (CHANGED, OUTDATED) or (state == OPEN and stage != "fetch")
-
-
-def _changes(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
-    """Return the changes for which Snakemake runs ``stage`` again."""
-    before = read_settings(stage, rundir)
-    if before is None or is_trained(run, cluster, rundir):
-        return changed_results(stage, run, cluster, rundir)
-    now = current(stage, run, cluster).values
-    old = {key: before.values[key] for key in compared_keys(stage) if key in before.values}
-    return differences(old, {key: now[key] for key in compared_keys(stage)})
 
 
 def _training(cluster: Cluster, rundir: RunDir, queue: Queue) -> TrainingState | None:

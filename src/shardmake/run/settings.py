@@ -61,6 +61,15 @@ def changed_results(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> l
     return differences(before.results(), current(stage, run, cluster).results()) if before else []
 
 
+def changed_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
+    """Return ``key: old -> new`` for the settings for which Snakemake runs ``stage`` again (`rerun_settings`)."""
+    before = read_settings(stage, rundir)
+    if before is None:
+        return []
+    old = _part(before.values, compared_keys(stage))
+    return differences(old, rerun_settings(stage, run, cluster, rundir, old))
+
+
 def is_trained(run: Run, cluster: Cluster, rundir: RunDir) -> bool:
     """Return whether the training has finished with the current settings."""
     before = read_settings("train", rundir)
