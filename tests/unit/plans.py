@@ -82,6 +82,6 @@ def make_plan(strategy: Strategy, **changes: Any) -> Plan:
     )
 
 
-def make_training_settings(**run: Any) -> TrainingSettings:
+def make_training_settings(strategy: Strategy = "zero2", **run: Any) -> TrainingSettings:
     """Return the rendered settings of `make_run` with the changes ``run``."""
-    return training_settings(make_plan("zero2"), make_run(**run), make_cluster(), make_model())
+    return training_settings(make_plan(strategy), make_run(**run), make_cluster(), make_model())

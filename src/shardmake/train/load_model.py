@@ -61,7 +61,9 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
     options = {"dtype": dtype, "attn_implementation": model.attention}
     if settings.method.kind == "qlora":
         options["quantization_config"] = _four_bit_config(dtype)
-    if settings.expected.engine == FSDP and os.environ.get("LOCAL_RANK", "0") != "0":
+    # Accelerate does not broadcast 4-bit weights, so every rank quantizes its own.
+    receives = settings.expected.engine == FSDP and settings.method.kind != "qlora"
+    if receives and os.environ.get("LOCAL_RANK", "0") != "0":
         return _empty_model(AutoConfig.from_pretrained(model.path, **source), options, model.trust_remote_code)
     return AutoModelForCausalLM.from_pretrained(model.path, **source, **options)
 
