@@ -189,13 +189,13 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.plan.stage import describe, describe_checkpoints, plan_run
-    from shardmake.push.check import check_destinations
+    from shardmake.push.check import check_push
     from shardmake.train.trackers import check_trackers
 
     with _stage("plan", name, config, runs) as (named, cluster, rundir):
         run = localize(named, rundir)
         check_trackers(run.report_to)
-        check_destinations(run.push)
+        check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
         check_sources(run)

@@ -22,6 +22,13 @@ _GROUPS = {
 _TRAINING_SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}  # DeepSpeed writes them beside every checkpoint
 
 
+def find_aux_files(folder: Path) -> list[Path]:
+    """Return the config and the auxiliary files in ``folder``; a merge copies them if training wrote no others."""
+    patterns = ("config.json", *(pattern for group in _GROUPS.values() for pattern in group))
+    found = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
+    return [path for path in found if path.is_file()]
+
+
 def copy_aux_files(sources: Sequence[Path], target: Path, dtypes: Iterable[str], adapter: Path | None = None) -> None:
     """Copy the auxiliary files to ``target``, each group from the first of ``sources`` that has a file of it.
 

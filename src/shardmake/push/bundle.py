@@ -1,5 +1,6 @@
 """Files of a push: the verified model, its card, and their checksums."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,14 +55,18 @@ def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], folder: Path, 
 
 def _refuse_secrets(paths: dict[str, Path]) -> None:
     """Refuse small files with secrets; they come from the base model and from training libraries."""
-    leaking = [
-        name for name, path in paths.items() if path.suffix in _TEXTS and find_secrets(path.read_text(errors="replace"))
-    ]
-    if leaking:
+    if leaking := find_leaking(paths.values()):
         raise PushError(
-            f"Nothing was pushed: {', '.join(leaking)} in the model contains what looks like a token or password. "
-            "Remove it from the source of the file, usually the base model's folder, and consolidate again."
+            f"Nothing was pushed: {', '.join(path.name for path in leaking)} in the model contains what looks like a "
+            "token or password. Remove it from the source of the file, usually the base model's folder, and "
+            "consolidate again."
         )
+
+
+def find_leaking(paths: Iterable[Path]) -> list[Path]:
+    """Return the text files among ``paths`` that contain what looks like a secret."""
+    texts = (path for path in paths if path.suffix in _TEXTS)
+    return [path for path in texts if find_secrets(path.read_text(errors="replace"))]
 
 
 def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:

@@ -1,13 +1,25 @@
-"""Check the destinations of a run before anything is queued: protocol, package, token, a writable folder."""
+"""Check a push before anything is queued: protocol, package, token, a writable folder, secrets in the base model."""
 
 import tempfile
 from pathlib import Path
 
 from shardmake.config.models import Push
+from shardmake.consolidate.aux_files import find_aux_files
 from shardmake.core.errors import PushError, nearest
 from shardmake.core.secrets import public_url
+from shardmake.push.bundle import find_leaking
 from shardmake.push.folder import refuse_foreign
 from shardmake.push.hub import connect
+
+
+def check_push(push: Push | None, base: Path) -> None:
+    """Raise `ShardmakeError` if a push can be seen to fail; ``base`` is the base model's folder."""
+    check_destinations(push)
+    if push and (leaking := find_leaking(find_aux_files(base))):
+        raise PushError(
+            f"Push is not possible: {', '.join(map(str, leaking))} contains what looks like a token or password, and "
+            "would be pushed with the model. Remove it there."
+        )
 
 
 def check_destinations(push: Push | None) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from shardmake.config.models import Push
 from shardmake.core.errors import ShardmakeError
-from shardmake.push.check import check_destinations
+from shardmake.push.check import check_destinations, check_push
 
 
 def refusal(to: str | list[str], **more: Any) -> str:
@@ -60,3 +60,13 @@ def test_a_hub_destination_needs_a_token(monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "none"))
     assert "needs a token with write permission" in refusal("hub:lab/model")
+
+
+def test_a_secret_in_the_base_model_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    push = Push(to=f"file:{tmp_path}/out")
+    check_push(push, tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"token": "hf_' + "a1" * 16 + '"}')
+    check_push(None, tmp_path)
+    with pytest.raises(ShardmakeError, match=r"tokenizer_config\.json contains what looks like a token"):
+        check_push(push, tmp_path)

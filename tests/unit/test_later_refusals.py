@@ -1,0 +1,156 @@
+"""Every refusal of a stage after the plan has a reason why the plan could not state it.
+
+The test reads the source tree. A new ``raise`` in a later stage needs a row here; before you add one, check whether
+the plan can run the same check. A row is a function, or a module whose refusals all have the same reason. Its reason is
+a `Why`, or the function that refuses the same at plan; a command that is run alone then still needs its own check.
+"""
+
+import ast
+import builtins
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+import shardmake
+
+SOURCES = Path(shardmake.__file__).parent
+LATER = ("data", "train", "consolidate", "evaluate", "push", "checkpoint", "launch", "report")
+
+
+class Why(Enum):
+    """Reasons why a later stage refuses something."""
+
+    ALL_ROWS = "the plan encodes the first rows only, and later rows may differ"
+    WEIGHTS = "it needs the values of the weights, which are fetched after the plan"
+    RANKS = "it needs the ranks and their engine, or a GPU"
+    NODE = "it needs the compute node: its network, memory or devices"
+    RESULT = "it needs what training wrote"
+    NETWORK = "it needs an answer of the hub, an object store or Slurm"
+    CHANGED = "it can change after the plan: free space, permissions, other processes, edited files"
+    COMMAND = "it concerns the arguments of a command that a user runs by hand"
+
+
+A, R, C, N = Why.ALL_ROWS, Why.RESULT, Why.CHANGED, Why.NETWORK
+TABLE: dict[str, Why | str] = {
+    "checkpoint/formats/contents.py": R,
+    "checkpoint/formats/dcp.py": R,
+    "checkpoint/formats/dtypes.py:check_target": "config/models.py:Run",
+    "checkpoint/formats/fsdp_per_rank.py": R,
+    "checkpoint/formats/huggingface.py": R,
+    "checkpoint/formats/lora.py:_with_update": R,
+    "checkpoint/formats/lora.py:adapter_only": Why.COMMAND,
+    "checkpoint/formats/lora.py:config_file": R,
+    "checkpoint/formats/lora.py:merge": Why.COMMAND,
+    "checkpoint/formats/lora.py:read_config": "plan/inspect_model.py:_unmergeable",
+    "checkpoint/formats/lora.py:split": "plan/inspect_model.py:_unmergeable",
+    "checkpoint/formats/nvme_swap.py": R,
+    "checkpoint/formats/registry.py": R,
+    "checkpoint/formats/torch_zip_reader.py": R,
+    "checkpoint/formats/universal.py": R,
+    "checkpoint/formats/unpickle.py": R,
+    "checkpoint/formats/zero.py": R,
+    "checkpoint/formats/zero_files.py": R,
+    "checkpoint/record.py": C,
+    "checkpoint/reshard/convert.py": R,
+    "checkpoint/reshard/states.py": R,
+    "consolidate/aux_files.py:_configs": Why.COMMAND,
+    "consolidate/layout.py:parse_size": "config/models.py:Run",
+    "consolidate/loading.py:_model_class": "plan/abilities.py:check_class",
+    "consolidate/loading.py:check_loading": R,
+    "consolidate/merge.py:MergePlan.check": R,
+    "consolidate/merge.py:consolidate": Why.COMMAND,
+    "consolidate/merge.py:without_aliases": R,
+    "consolidate/stage.py:_convert": R,
+    "consolidate/staging.py": C,
+    "consolidate/stream.py": R,
+    "consolidate/verify.py": R,
+    "consolidate/writer.py": R,
+    "data/dataset.py:check_isolation": "plan/abilities.py:check_packing",
+    "data/encode.py": A,
+    "data/files.py": A,
+    "data/layout.py": A,
+    "data/sources.py": "data/stage.py:check_sources",
+    "data/stage.py:_check_divisible": "data/stage.py:check_first_rows",
+    "data/stage.py:_check_learned": A,
+    "data/stage.py:_check_vocabulary": A,
+    "data/stage.py:_load_tokenizer": "data/stage.py:check_first_rows",
+    "data/stage.py:check_first_rows": "cli.py:plan",
+    "evaluate/backends.py:_load_whole": Why.WEIGHTS,
+    "evaluate/backends.py:check_backend": "cli.py:plan",
+    "evaluate/harness.py": "cli.py:plan",
+    "evaluate/scores.py:Scores.as_record": A,
+    "launch/attempt_end.py:apply_decision": R,
+    "launch/driver.py": C,
+    "launch/monitor.py:raise_on_signals.stop": C,
+    "launch/jobs.py:_process_id": C,
+    "launch/preflight.py": Why.NODE,
+    "launch/rendezvous.py": Why.NODE,
+    "launch/slurm_jobs.py": N,
+    "launch/submission.py:check_stop_file": C,
+    "push/bundle.py:_refuse_secrets": "push/check.py:check_push",
+    "push/bundle.py:_verified_model": R,
+    "push/check.py": "cli.py:plan",
+    "push/folder.py:_check_space": C,
+    "push/folder.py:_copy": C,
+    "push/folder.py:push_to_folder": C,
+    "push/folder.py:refuse_foreign": "push/check.py:check_destinations",
+    "push/hub.py:_ensure_repository": N,
+    "push/hub.py:_read_back": N,
+    "push/hub.py:_refuse_foreign": N,
+    "push/hub.py:connect": "push/check.py:check_destinations",
+    "push/object_store.py": N,
+    "push/stage.py:push": Why.COMMAND,
+    "train/callbacks/non_finite.py:NonFiniteCheck.on_step_end": Why.RANKS,
+    "train/checkpoint_saver.py": C,
+    "train/engine_check.py:check_engine": Why.RANKS,
+    "train/network_check.py": Why.NODE,
+    "train/script_guard.py": Why.RANKS,
+    "train/trackers.py:check_trackers": "cli.py:plan",
+}
+
+
+def refusals() -> set[str]:
+    """Return ``module:function`` of every raise of an error that is not one of Python's own."""
+    files = sorted(path for package in LATER for path in (SOURCES / package).rglob("*.py"))
+    return {
+        f"{path.relative_to(SOURCES)}:{name}" for path in files for name in _raising(ast.parse(path.read_text()), "")
+    }
+
+
+def _raising(node: ast.AST, inside: str) -> Iterator[str]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield from _raising(child, f"{inside}.{child.name}".lstrip("."))
+            continue
+        if isinstance(child, ast.Raise) and child.exc is not None and not _is_builtin(child.exc):
+            yield inside
+        yield from _raising(child, inside)
+
+
+def _is_builtin(error: ast.expr) -> bool:
+    called = error.func if isinstance(error, ast.Call) else error
+    return isinstance(called, ast.Name) and hasattr(builtins, called.id)
+
+
+def test_every_later_refusal_has_a_reason() -> None:
+    missing = sorted(name for name in refusals() if name not in TABLE and name.partition(":")[0] not in TABLE)
+    assert not missing, f"check these at plan, or add a row that says why that is impossible: {missing}"
+
+
+def test_every_row_is_of_a_refusal() -> None:
+    found = refusals()
+    modules = {name.partition(":")[0] for name in found}
+    assert sorted(row for row in TABLE if row not in (found if ":" in row else modules)) == []
+
+
+def test_every_earlier_check_exists() -> None:
+    for row, why in TABLE.items():
+        if isinstance(why, str):
+            module, _, name = why.partition(":")
+            tree = ast.parse((SOURCES / module).read_text())
+            assert name in {getattr(node, "name", "") for node in ast.walk(tree)}, (row, why)
+
+
+def test_the_configuration_and_the_plan_are_not_later() -> None:
+    """They come first, so their refusals need no row."""
+    assert not any(row.startswith(("config/", "plan/", "fetch/")) for row in TABLE)
