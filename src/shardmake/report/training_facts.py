@@ -184,6 +184,7 @@ def _script_settings(records: Records) -> dict[str, str]:
         "World size": plural(found.world_size, "rank") if found else f"{plural(started, 'rank')} were started",
         "Precision": _precision(_PRECISIONS.get(found.dtype, found.dtype) if found else UNKNOWN, records),
         "Global batch": _found_batch(found),
+        **({"Rows": "different on every rank, compared at the first step"} if found and found.rows_compared else {}),
         "Length": _length(records) if records.training.steps is not None else UNKNOWN,
         "Learning rate": _logged_rate(records),
         "Other settings": f"{UNKNOWN}: {_SCRIPTS_OWN}",

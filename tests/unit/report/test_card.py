@@ -289,8 +289,9 @@ def make_script_run(rundir: RunDir, found: TrainedEngine | None, metrics: str = 
 
 def test_a_script_is_stated_as_its_ranks_found_it(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
-    card = render_card(make_script_run(rundir, FOUND), rundir)
+    card = render_card(make_script_run(rundir, FOUND.model_copy(update={"rows_compared": True})), rundir)
     for row in (
+        "| Rows | different on every rank, compared at the first step |",
         f"| Trained by | `train.py` (SHA-256 `{'e' * 16}...`) with Accelerate |",
         "| Data | train.jsonl; the script may have read other data |",
         "| Engine | DeepSpeed ZeRO-3, optimizer states on cpu |",
