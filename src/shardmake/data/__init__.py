@@ -3,6 +3,6 @@
 The ranks import `shardmake.data.dataset`, which needs torch. The stage imports torch only when it runs.
 """
 
-from shardmake.data.stage import check_first_rows as check_first_rows
-from shardmake.data.stage import check_sources as check_sources
+from shardmake.data.check import check_first_rows as check_first_rows
+from shardmake.data.check import check_sources as check_sources
 from shardmake.data.stage import prepare as prepare

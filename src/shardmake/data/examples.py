@@ -1,0 +1,150 @@
+"""The examples of a run: their sources, their layout, and their encoding; used by the data stage and by the plan."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from shardmake.config.models import Run
+from shardmake.core.atomic import digest
+from shardmake.core.errors import DataError, ModelError
+from shardmake.core.units import plural
+from shardmake.data.encode import Encoder, loss_on_assistant
+from shardmake.data.layout import Layout, check_named, recognize
+from shardmake.data.packing import columns_of, fit
+from shardmake.data.sources import (
+    EVAL_SPLITS,
+    TRAIN_SPLITS,
+    Source,
+    columns_in,
+    example_in,
+    first_rows,
+    locate,
+    no_examples,
+    place_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+FIRST_ROWS = 64
+logger = logging.getLogger(__name__)
+
+
+def locate_sources(run: Run) -> dict[str, Source]:
+    """Return the source of the training data, and of the evaluation data if they have one."""
+    sources = {"train": locate(run.data.train, run.data, TRAIN_SPLITS)}
+    if run.data.eval is not None:
+        sources["eval"] = locate(run.data.eval, run.data, EVAL_SPLITS)
+    return sources
+
+
+def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
+    """Return the tokenizer of the run's model; raise `ModelError` if it cannot be loaded."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"Cannot load the tokenizer of {run.model!r}: {error}") from None
+
+
+def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a digest of all that determines token ids: vocabulary and rules, special tokens, chat template."""
+    rules = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else tokenizer.get_vocab()
+    return digest({"rules": rules, "special": tokenizer.special_tokens_map, "template": tokenizer.chat_template})
+
+
+def first_of(source: Source, limit: int) -> list[Mapping[str, Any]]:
+    """Return the first rows of ``source``; raise `DataError` if there is none."""
+    rows = list(first_rows(source, limit))
+    if not rows:
+        raise no_examples(source)
+    return rows
+
+
+def make_encoder(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", source: Source, rows: Sequence[Mapping[str, Any]]
+) -> Encoder:
+    """Return the encoder for the data of ``source`` that begin with ``rows``, and log what was recognized."""
+    layout = recognize_layout(run, source, rows)
+    unused = [column for column in _columns_of(rows) if column not in layout.columns.values()]
+    rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
+    logger.info(f"{source}: the examples are in the format {layout}.{rest}")
+    return Encoder(tokenizer, layout, loss_on_assistant(run.data, layout.format))
+
+
+def recognize_layout(run: Run, source: Source, rows: Sequence[Mapping[str, Any]]) -> Layout:
+    """Return the layout of the data of ``source`` that begin with ``rows``."""
+    check_named(run.data, _columns_of(rows), str(source))
+    first = rows[0]
+    return recognize(run.data, run.objective, columns_in(first), example_in(first), place_of(first, source))
+
+
+def _columns_of(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return all columns of ``rows``, each once."""
+    return list(dict.fromkeys(column for row in rows for column in columns_in(row)))
+
+
+def encode_rows(
+    rows: Sequence[Mapping[str, Any]], encoder: Encoder, length: int, source: Source
+) -> dict[str, list[Any]]:
+    """Return the pieces of ``rows`` as columns of a data set, each at most ``length`` tokens long."""
+    pieces, places = [], []
+    for row in rows:
+        place = place_of(row, source)
+        found = fit(encoder(example_in(row), place), length, split=encoder.layout.format == "text")
+        pieces += found
+        places += [place] * len(found)
+    return columns_of(pieces, places)
+
+
+def check_divisible(count: int, run: Run) -> None:
+    """Raise `DataError` if ``count`` examples are too few to hold one out for evaluation."""
+    if count < 2:
+        raise DataError(
+            f"Too little data: {run.data.train} has one example, and evaluation needs another one. Set data.eval "
+            "or add data."
+        )
+
+
+def check_learned(part: str, counts: Mapping[str, int], dropped: Sequence[str], encoder: Encoder) -> None:
+    """Raise `DataError` if all examples were dropped; log a warning that names the first if some were."""
+    if not dropped:
+        return
+    roles = " Only messages with the role assistant are learned." if encoder.assistant_only else ""
+    count = counts["dropped_without_loss"] + counts["dropped_loss_truncated"]
+    if count < counts["examples"]:
+        logger.warning(
+            f"Examples of the {part} data with nothing to learn are dropped: {count:,} of {counts['examples']:,}. "
+            f"The first: {'; '.join(dropped)}.{roles}"
+        )
+        return
+    raise DataError(
+        f"No example in the {part} data has a token to learn: {describe_outcomes(counts)}. "
+        f"The first: {'; '.join(dropped)}.{roles} Check data.format and data.loss_on, or raise sequence_length."
+    )
+
+
+def check_vocabulary(run: Run, largest: int) -> None:
+    """Raise `ModelError` for token ids beyond the embedding: every rank would fail with an index error."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    size = config.get_text_config().vocab_size
+    if largest >= size:
+        raise ModelError(
+            f"The tokenizer of {run.model!r} produces token id {largest}, but the model's vocab_size is {size}. "
+            "Tokenizer and model do not match, or the embedding was not resized for added tokens. Fix the model folder."
+        )
+
+
+def describe_outcomes(counts: Mapping[str, Any]) -> str:
+    """Return the number of examples, and of those that were cut or dropped."""
+    parts = {
+        "truncated": "truncated",
+        "split": "split into pieces",
+        "dropped_without_loss": "dropped, with nothing to learn",
+        "dropped_loss_truncated": "dropped, with nothing to learn before the cut",
+    }
+    parts_found = [f"{counts[key]:,} {words}" for key, words in parts.items() if counts[key]]
+    return "; ".join([plural(counts["examples"], "example"), *parts_found])
