@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.core.secrets import find_secrets, public_url, redact
+from shardmake.core.secrets import find_secrets, mask, public_url, redact
 from shardmake.push.stage import push
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
@@ -91,3 +91,28 @@ def test_ordinary_words_are_not_removed(text: str, monkeypatch: pytest.MonkeyPat
 )
 def test_user_and_password_are_removed_from_urls(url: str, public: str) -> None:
     assert public_url(url) == public
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ('["--hub_token", "abc"]', '["--hub_token", "[removed]"]'),
+        ('["--hub_token=abc", "--lr=1"]', '["--hub_token=[removed]", "--lr=1"]'),
+        ('["export WANDB_API_KEY=abc; x", "module load y"]', '["export WANDB_API_KEY=[removed]; x", "module load y"]'),
+        ('{"comment": "a", "db-password": "b"}', '{"comment": "a", "db-password": "[removed]"}'),
+        (f"s3://ada:{PASSWORD}@bucket/x", "s3://[removed]@bucket/x"),
+        (f"echo {TOKEN}", "echo [removed]"),
+    ],
+)
+def test_a_setting_is_masked_and_a_changed_secret_is_noticed(text: str, masked: str) -> None:
+    found, _, digest = mask(text).rpartition(" #")
+    assert found == masked and len(digest) == 8
+    changed = text.replace("abc", "abd").replace(PASSWORD, "other").replace(TOKEN, TOKEN[::-1]).replace('"b"', '"c"')
+    assert mask(changed) != mask(text)
+
+
+@pytest.mark.parametrize(
+    "text", ['["--max_new_tokens", "5"]', "org/tokenizer", "token_id: 4", "0.001", "s3://bucket/x"]
+)
+def test_a_setting_without_secrets_is_kept(text: str) -> None:
+    assert mask(text) == text
