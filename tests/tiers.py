@@ -23,6 +23,7 @@ QUICK = {
     "workflow/test_loop.py": "zero2",
     "workflow/test_network_check.py": "",
     "workflow/test_reruns.py": "cannot_change|changes.learning|takes_effect",
+    "workflow/test_overrides.py": "override_the_configuration_of_the_clone|reported_without_python.*alias",
     "workflow/test_reshard.py": "zero3x2-fsdpx3-zero2x2",
     "workflow/test_resume.py": r"every_strategy_resumes.(zero3|fsdp)\]",
     "workflow/test_saving.py": "damaged_shards",

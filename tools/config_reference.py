@@ -114,6 +114,27 @@ Both files are validated before anything is queued. Unknown keys, wrong values a
 message names the key, the value, the allowed values and the nearest spelling. Editors with a YAML language server
 complete keys and mark errors if the first line of the file names the schema, as in the examples.
 
+## Your own files and values
+
+`config/config.yaml` is the demo's until you edit it. Your configuration may also be another file, inside or outside the
+clone:
+
+```
+snakemake --profile slurm --configfile ~/experiments/june.yaml plan
+snakemake --profile slurm --configfile ~/experiments/june.yaml more.yaml       # later files override earlier ones
+snakemake --profile slurm --config 'runs={docs-chat: {learning_rate: 1.0e-4}}'  # single values override files
+```
+
+With `--configfile`, `config/config.yaml` is not read. Relative paths in a configuration start at the folder in which
+Snakemake runs, not at the file. Every stage reads what Snakemake merged, from a file in `.snakemake/shardmake` that no
+other invocation changes: an edit, or another invocation with other values, does not reach a stage that is running or
+queued. Only changed settings rerun a stage; another file with the same settings does not.
+
+By hand, `shardmake STAGE NAME --config FILE` reads FILE, and `--config` may be repeated. Without it, the commands read
+the file in the environment variable `SHARDMAKE_CONFIG`, or else `config/config.yaml`.
+
+## YAML
+
 YAML converts some values:
 
 - `on`, `off`, `yes` and `no` are true or false. To use the word, put it in quotes.

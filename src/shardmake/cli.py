@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.config.invocation import VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Attention, Cluster, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -35,7 +36,8 @@ logger = logging.getLogger(__name__)
 
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
 ConfigFiles = Annotated[
-    list[Path], typer.Option("--config", help="Configuration file. Later ones override earlier ones.")
+    list[Path],
+    typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones."),
 ]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
 Weights = Literal["bf16", "fp32"]

@@ -3,17 +3,21 @@
 import ast
 import functools
 import json
+import os
 import sys
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
-from snakemake.exceptions import WorkflowError
+from snakemake.cli import parse_args
 from snakemake.io import IOFile
 from snakemake.logging import logger
 
 from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.inputs import check_inputs, local_files
-from shardmake.config.load import load_cluster, parse_config
+from shardmake.config.invocation import VARIABLE, check_executor, write_merged
+from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.permissions import share_tree
 from shardmake.run.paths import RunDir
@@ -26,22 +30,61 @@ shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PAT
 logger.addFilter(StopFilter())  # a training that a person stopped is not done, and not a failure
 
 ENVIRONMENT = "../../envs/shardmake.yaml"
-CONFIG_FLAGS = " ".join(f"--config {file}" for file in workflow.configfiles)
+DEFAULT_CONFIG = "config/config.yaml"
+
+
+def checked(function, *arguments):
+    """Return the result of ``function``, or end Snakemake with the message of a `ShardmakeError`.
+
+    Snakemake would print an exception with the lines of Python that raised it.
+    """
+    try:
+        return function(*arguments)
+    except ShardmakeError as error:
+        logger.error(f"Error: {error}")
+        sys.exit(1)
+
+
+# A configuration that the user names replaces the demo's. The file is read before Snakemake reads it, because
+# Snakemake's message about invalid YAML has no line.
+if not workflow.overwrite_configfiles:
+    checked(read_yaml, Path(DEFAULT_CONFIG))
+
+    configfile: DEFAULT_CONFIG
+
+
+def executor_in_force():
+    """Return the executor of this invocation, or None if it has neither a profile nor cores and runs no job.
+
+    Snakemake sets the executor in the workflow only after it has read the rules.
+    """
+    with redirect_stderr(StringIO()):
+        asked = parse_args(sys.argv[1:])[1]
+    return None if asked.executor == "local" and asked.cores is None else asked.executor
 
 
 def read_configuration():
-    """Return the configuration and the cluster of this invocation, or end Snakemake with a readable message."""
-    try:
-        parsed = parse_config(config, " + ".join(str(file) for file in workflow.configfiles))
-        cluster = load_cluster(Path(parsed.cluster))
-        for name, run in parsed.runs.items():
-            check_inputs(name, run)
-        return parsed, cluster
-    except ShardmakeError as error:
-        raise WorkflowError(str(error)) from None
+    """Return the configuration and the cluster; the commands find the configuration through the environment.
+
+    The Snakemake that an executor starts for a job takes the configuration of the invocation that submitted the job.
+    """
+    kept = None if workflow.is_main_process else os.environ.get(VARIABLE)
+    if kept:
+        parsed = load_config(Path(kept))
+    else:
+        overrides = ["--config"] if workflow.config_settings.config else []
+        source = " + ".join([*map(str, workflow.configfiles), *overrides])
+        parsed = parse_config(config, source)
+        os.environ[VARIABLE] = str(write_merged(parsed, source).absolute())
+    cluster = load_cluster(Path(parsed.cluster))
+    if workflow.is_main_process:
+        check_executor(cluster, parsed.cluster, executor_in_force())
+    for name, run in parsed.runs.items():
+        check_inputs(name, run)
+    return parsed, cluster
 
 
-CONFIG, CLUSTER = read_configuration()
+CONFIG, CLUSTER = checked(read_configuration)
 RUNS = CONFIG.runs
 PATHS = RunDir(Path("runs/{run}"))  # the paths of every run, for inputs and outputs of rules
 
@@ -90,13 +133,14 @@ def settings_of(run, stage):
 def command_params(stage):
     """Return the parameters of a stage's rule; a rule runs again if one of them changes.
 
-    One parameter per setting, because a dry run shows those that changed, before and now.
+    One parameter per setting, because a dry run shows those that changed, before and now. The file of the
+    configuration is not among them: another file with the same settings reruns nothing.
     """
 
     def setting(key):
         return lambda wildcards: f"{key}: {settings_of(wildcards.run, stage)[key]}"
 
-    return {"config": CONFIG_FLAGS} | {key.replace(".", "_"): setting(key) for key in compared_keys(stage)}
+    return {key.replace(".", "_"): setting(key) for key in compared_keys(stage)}
 
 
 def inputs_of(*parts):

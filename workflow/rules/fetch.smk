@@ -13,7 +13,7 @@ rule fetch_run:
     message:
         "{wildcards.run}: fetching the data and the model's description, pinned to their commits"
     shell:
-        "shardmake fetch {wildcards.run} {params.config} --part description 2>&1 | tee -i {log}"
+        "shardmake fetch {wildcards.run} --part description 2>&1 | tee -i {log}"
 
 
 # After the plan, so that no weights are downloaded for a run that does not fit.
@@ -33,4 +33,4 @@ rule fetch_weights_run:
     message:
         "{wildcards.run}: fetching the base model's weights, so that no job needs the internet"
     shell:
-        "shardmake fetch {wildcards.run} {params.config} --part weights 2>&1 | tee -i {log}"
+        "shardmake fetch {wildcards.run} --part weights 2>&1 | tee -i {log}"

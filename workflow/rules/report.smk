@@ -14,9 +14,7 @@ rule report_run:
     localrule: True
     conda:
         ENVIRONMENT
-    params:
-        config=CONFIG_FLAGS,
     message:
         "{wildcards.run}: putting losses, speed, memory and samples on one page, {output.page}"
     shell:
-        "shardmake report {wildcards.run} {params.config} 2>&1 | tee -i {log}"
+        "shardmake report {wildcards.run} 2>&1 | tee -i {log}"

@@ -17,9 +17,7 @@ rule train_run:
         ENVIRONMENT
     resources:
         driver=1,
-    params:
-        config=CONFIG_FLAGS,
     message:
         "{wildcards.run}: training; the driver adopts a running job or submits one, and resumes it until it is done{SUBMISSION:{wildcards.run}}"
     shell:
-        "shardmake train {wildcards.run} {params.config} 2>&1 | tee -i {log}"
+        "shardmake train {wildcards.run} 2>&1 | tee -i {log}"

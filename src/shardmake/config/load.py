@@ -3,6 +3,7 @@
 An error message names the key, the value, the allowed values and the nearest spelling.
 """
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,12 +18,16 @@ from shardmake.core.errors import ConfigError, nearest
 S = TypeVar("S", bound=Section)
 
 
+COPY_OF = "# The configuration of one invocation, merged from "
+"""Start of the first line of a merged configuration; the files that the user wrote follow."""
+
+
 def load_config(*paths: Path) -> Config:
     """Read and validate configuration files; later ones override earlier ones, as in Snakemake."""
     merged: dict[str, Any] = {}
     for path in paths:
         _merge(merged, read_yaml(path))
-    return parse_config(merged, " + ".join(str(path) for path in paths))
+    return parse_config(merged, " + ".join(map(_origin, paths)))
 
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:
@@ -31,8 +36,31 @@ def parse_config(values: Mapping[str, Any], source: str) -> Config:
 
 
 def load_cluster(path: Path) -> Cluster:
-    """Read and validate a cluster file."""
+    """Read and validate the cluster file ``path``, which the key ``cluster`` names."""
+    if not path.is_file():
+        raise ConfigError(f"cluster: {_absent(path)} Name a cluster file, such as config/clusters/local.yaml.")
     return _parse(Cluster, read_yaml(path), str(path))
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML or JSON file."""
+    if not path.is_file():
+        raise ConfigError(f"{_absent(path)} Name an existing file.")
+    try:
+        values = _parse_text(path.read_bytes())
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else "?"
+        raise ConfigError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"{path}, line {line} is not valid UTF-8. Save the file as UTF-8.") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path} has no keys. See config/README.md for the keys.")
+    return values
 
 
 class _Loader(yaml.SafeLoader):
@@ -49,20 +77,30 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """Return the mapping in a YAML file."""
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist in {Path.cwd()}. Name an existing file.")
+def _parse_text(content: bytes) -> Any:
+    """Return the value of a YAML or JSON file. Only JSON may be indented with tabs."""
+    text = content.decode()
     try:
-        values = yaml.load(path.read_bytes(), _Loader)
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else "?"
-        raise ConfigError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
-    if not isinstance(values, dict):
-        raise ConfigError(f"{path} has no keys. See config/README.md for the keys.")
-    return values
+        return yaml.load(text, _Loader)
+    except yaml.scanner.ScannerError:
+        try:
+            return json.loads(text)
+        except ValueError:
+            pass
+        raise
+
+
+def _absent(path: Path) -> str:
+    if path.is_dir():
+        return f"{str(path)!r} is a folder."
+    return f"{str(path)!r} does not exist{'' if path.is_absolute() else f' in {Path.cwd()}'}."
+
+
+def _origin(path: Path) -> str:
+    """Return the name of ``path`` for messages: for a merged configuration, the files that the user wrote."""
+    with path.open(errors="replace") as file:
+        first = file.readline().rstrip()
+    return first.removeprefix(COPY_OF) if first.startswith(COPY_OF) else str(path)
 
 
 def get_run(config: Config, name: str) -> Run:

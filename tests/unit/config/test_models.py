@@ -240,9 +240,14 @@ def test_invalid_yaml_is_rejected_with_its_line(text: str, message: str, tmp_pat
 
 def test_text_that_is_not_unicode_is_rejected(tmp_path: Path) -> None:
     path = tmp_path / "c.yaml"
-    path.write_bytes(b"cluster: \xff\n")
-    with pytest.raises(ShardmakeError, match=f"^{path} is not valid YAML: "):
+    path.write_bytes(b"cluster: a\nruns: \xff\n")
+    with pytest.raises(ShardmakeError) as error:
         read_yaml(path)
+    assert str(error.value) == f"{path}, line 2 is not valid UTF-8. Save the file as UTF-8."
+
+
+def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:
+    assert read_yaml(write(tmp_path / "c.json", '{\n\t"cluster":\t"a"\n}\n')) == {"cluster": "a"}
 
 
 def test_yaml_anchors_are_accepted(tmp_path: Path) -> None:
@@ -254,7 +259,14 @@ def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ShardmakeError) as error:
         load_cluster(Path("c.yaml"))
-    assert str(error.value) == f"c.yaml does not exist in {tmp_path}. Name an existing file."
+    advice = "Name a cluster file, such as config/clusters/local.yaml."
+    assert str(error.value) == f"cluster: 'c.yaml' does not exist in {tmp_path}. {advice}"
+    with pytest.raises(ShardmakeError) as error:
+        load_cluster(tmp_path)
+    assert str(error.value) == f"cluster: '{tmp_path}' is a folder. {advice}"
+    with pytest.raises(ShardmakeError) as error:
+        read_yaml(tmp_path / "d.yaml")
+    assert str(error.value) == f"'{tmp_path}/d.yaml' does not exist. Name an existing file."
 
 
 def test_later_files_override_earlier_ones(tmp_path: Path) -> None:

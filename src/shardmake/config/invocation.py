@@ -1,0 +1,71 @@
+"""The configuration of one invocation of Snakemake, in a file that all its commands read.
+
+Snakemake merges the configuration from files and ``--config KEY=VALUE``. The merged file carries that to the commands,
+also to those in a job on a node. Its name is its digest, so another invocation with other values cannot change it.
+"""
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+import yaml
+
+from shardmake.config.load import COPY_OF, read_yaml
+from shardmake.config.models import Cluster, Config
+from shardmake.core.atomic import write_text
+from shardmake.core.errors import ConfigError
+
+VARIABLE: Final = "SHARDMAKE_CONFIG"
+"""Environment variable with the merged file. The parameters of a rule would rerun it for every other file."""
+FOLDER: Final = Path(".snakemake/shardmake")
+
+
+def write_merged(config: Config, source: str, folder: Path = FOLDER) -> Path:
+    """Write ``config`` below ``folder`` and return the file; ``source`` names the user's files for messages."""
+    values = config.model_dump(exclude_unset=True)
+    text = f"{COPY_OF}{source}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}"
+    path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
+    try:
+        write_text(path, text)
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write {path}: {error.strerror}. Run Snakemake in a folder that you can write to."
+        ) from None
+    return path
+
+
+def check_config_files(arguments: Sequence[str]) -> None:
+    """Exit with a message if a file of Snakemake's ``--configfile`` is not valid YAML.
+
+    ``profiles/default`` calls this, because Snakemake reads these files before the workflow, and its own message names
+    neither the file nor the line.
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+", type=Path, default=[])
+    try:
+        for path in parser.parse_known_args(arguments)[0].configfile:
+            read_yaml(path)
+    except argparse.ArgumentError:
+        return  # Snakemake reports it
+    except ConfigError as error:
+        sys.exit(f"Error: {error}")
+
+
+def check_executor(cluster: Cluster, file: str, executor: str | None) -> None:
+    """Raise a `ConfigError` if the cluster ``file`` and Snakemake's ``executor`` name different places for the jobs.
+
+    An ``executor`` of None runs no job.
+    """
+    if cluster.executor == "slurm" and executor == "local":
+        raise ConfigError(
+            f"cluster: {file} has `executor: slurm`, but Snakemake would run the stages on this machine. Use "
+            "`--profile slurm`, or name a cluster file with `executor: local`."
+        )
+    if cluster.executor == "local" and executor not in (None, "local"):
+        raise ConfigError(
+            f"cluster: {file} has `executor: local`, but Snakemake would submit jobs through {executor!r}. Use "
+            "`--profile profiles/local`, or name a cluster file with `executor: slurm`."
+        )

@@ -1,0 +1,99 @@
+"""The merged configuration of one invocation of Snakemake, and the checks before Snakemake reads a file."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from shardmake.cli import app
+from shardmake.config.invocation import VARIABLE, check_config_files, check_executor, write_merged
+from shardmake.config.load import load_config, parse_config
+from shardmake.config.models import Cluster
+from shardmake.core.errors import ConfigError
+from tests.unit.config.test_models import CLUSTER, RUN, write
+
+
+def values(**changes: Any) -> dict[str, Any]:
+    return {"cluster": "c.yaml", "runs": {"chat": {**RUN, **changes}}}
+
+
+def test_the_merged_file_holds_the_same_configuration(tmp_path: Path) -> None:
+    config = parse_config(values(learning_rate="5e-4", lora={"targets": ["q"]}), "a.yaml")
+    assert load_config(write_merged(config, "a.yaml", tmp_path)) == config
+
+
+def test_another_configuration_never_changes_a_merged_file(tmp_path: Path) -> None:
+    first = write_merged(parse_config(values(), "a"), "a", tmp_path)
+    before = first.read_bytes(), first.stat().st_mtime_ns
+    second = write_merged(parse_config(values(seed=7), "a"), "a", tmp_path)
+    again = write_merged(parse_config(values(), "a"), "a", tmp_path)
+    assert second != first == again
+    assert (first.read_bytes(), first.stat().st_mtime_ns) == before
+    assert sorted(tmp_path.iterdir()) == sorted([first, second])
+
+
+def test_messages_about_the_merged_file_name_the_files_of_the_user(tmp_path: Path) -> None:
+    merged = write_merged(parse_config(values(), "a"), "/home/ada/mine.yaml + --config", tmp_path)
+    merged.write_text(merged.read_text().replace("max_steps: 60", "max_steps: 0"))
+    with pytest.raises(
+        ConfigError, match=r"^/home/ada/mine\.yaml \+ --config cannot be used:\n  runs\.chat\.max_steps: "
+    ):
+        load_config(merged)
+
+
+def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^Cannot write .*: .* Run Snakemake in a folder that you can write to\.$"):
+        write_merged(parse_config(values(), "a"), "a", tmp_path / "file")
+
+
+def test_the_commands_read_the_file_in_the_environment_unless_one_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    merged = write_merged(parse_config(values(), "a"), "a", tmp_path)
+    monkeypatch.setenv(VARIABLE, str(merged))
+    own = write(tmp_path / "own.yaml", {"cluster": "other.yaml", "runs": {"chat": RUN}})
+    answer = CliRunner().invoke(app, ["status", "chat"])
+    assert str(answer.exception).startswith("cluster: 'c.yaml' does not exist")
+    answer = CliRunner().invoke(app, ["status", "chat", "--config", str(own)])
+    assert str(answer.exception).startswith("cluster: 'other.yaml' does not exist")
+
+
+def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "good.yaml", {"a": 1})
+    write(tmp_path / "bad.yaml", "a: 1\nb: {c: 1\nd: 2\n")
+    check_config_files(["plan", "--configfile", "good.yaml", "--config", "runs={a: 1", "--cores", "1"])
+    check_config_files(["--configfile"])
+    for option in ("--configfile", "--configfiles"):
+        with pytest.raises(SystemExit) as end:
+            check_config_files(["-n", option, "good.yaml", "bad.yaml", "--cores", "1"])
+        assert end.value.code == "Error: bad.yaml, line 3 is not valid YAML: expected ',' or '}', but got ':'."
+
+
+@pytest.mark.parametrize(
+    ("cluster", "executor", "advice"),
+    [
+        ("slurm", "local", "has `executor: slurm`, but Snakemake would run the stages on this machine. Use `--profile slurm`"),
+        ("local", "slurm", "has `executor: local`, but Snakemake would submit jobs through 'slurm'. Use `--profile profiles/local`"),
+        ("slurm", "slurm", None),
+        ("slurm", "cluster-generic", None),
+        ("local", "local", None),
+        ("slurm", None, None),
+        ("local", None, None),
+    ],
+)  # fmt: skip
+def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
+    cluster: str, executor: str | None, advice: str | None
+) -> None:
+    file = Cluster(**{**CLUSTER, "executor": cluster})
+    if advice is None:
+        check_executor(file, "c.yaml", executor)
+        return
+    with pytest.raises(ConfigError) as error:
+        check_executor(file, "c.yaml", executor)
+    assert str(error.value).startswith(f"cluster: c.yaml {advice}, or name a cluster file with ")

@@ -1,0 +1,100 @@
+"""`--configfile` and `--config` of Snakemake reach the stages as Snakemake merged them, and rerun only what they change."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from shardmake.config.invocation import VARIABLE
+from tests.workflow.checkout import LOCAL, RUN, Checkout
+
+TARGET = "runs/mine/plan/training.json"
+
+
+@pytest.fixture
+def outside(tmp_path: Path, checkout: Checkout) -> Path:
+    """A configuration and a cluster file outside the checkout, whose own configuration has a run and settings of others."""
+    folder = tmp_path / "outside"
+    folder.mkdir()
+    (folder / "one.yaml").write_text(yaml.safe_dump(LOCAL | {"processes_per_node": 1}))
+    write(folder / "mine.yaml", learning_rate=9e-4)
+    assert checkout.root not in folder.parents
+    return folder
+
+
+def write(path: Path, **changes: Any) -> Path:
+    run = RUN | {"strategy": "zero2"} | changes
+    path.write_text(yaml.safe_dump({"cluster": str(path.parent / "one.yaml"), "runs": {"mine": run}}))
+    return path
+
+
+def snakemake(checkout: Checkout, *options: str) -> str:
+    return checkout("snakemake", "--profile", "profiles/local", TARGET, *options).stdout
+
+
+def settings(checkout: Checkout) -> tuple[float, int]:
+    """Learning rate and seed of the rendered training."""
+    arguments = json.loads((checkout.root / TARGET).read_text())["arguments"]
+    return arguments["learning_rate"], arguments["seed"]
+
+
+def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files outside the clone, several files, single values, and the same settings under another name."""
+    mine = str(outside / "mine.yaml")
+    assert "demo:" not in snakemake(checkout, "--configfile", mine), "the configuration of the clone is not merged in"
+    assert settings(checkout) == (9e-4, 42)
+    plan = json.loads((checkout.root / "runs/mine/plan/plan.json").read_text())
+    assert plan["choice"]["processes_per_node"] == 1, "the cluster file is mine"
+
+    moved = write(outside / "moved.yaml", learning_rate=9e-4)
+    assert "Nothing to be done" in snakemake(checkout, "--configfile", str(moved))
+    extra = outside / "extra.yaml"
+    extra.write_text(yaml.safe_dump({"runs": {"mine": {"push": {"to": "file:elsewhere"}}}}))
+    assert "Nothing to be done" in snakemake(checkout, "--configfile", mine, str(extra))
+
+    extra.write_text(yaml.safe_dump({"runs": {"mine": {"learning_rate": 7e-4, "seed": 7}}}))
+    several = ("--configfile", mine, str(extra), "--config", "runs={mine: {learning_rate: 5.0e-4}}")
+    snakemake(checkout, *several)
+    assert settings(checkout) == (5e-4, 7)
+    assert "Nothing to be done" in snakemake(checkout, *several)
+
+    # A job of the first invocation starts Snakemake again, after the files were edited while it was in the queue.
+    copies = {yaml.safe_load(path.read_text())["runs"]["mine"]["learning_rate"]: path for path in merged(checkout)}
+    monkeypatch.setenv(VARIABLE, str(copies[9e-4]))
+    again = ("--mode", "subprocess", "--nolock", "--cores", "1", "--forceall")
+    checkout("snakemake", TARGET, *again, "--configfile", str(extra))
+    assert settings(checkout) == (9e-4, 42)
+
+
+def merged(checkout: Checkout) -> list[Path]:
+    return sorted((checkout.root / ".snakemake/shardmake").glob("*.yaml"))
+
+
+def test_values_on_the_command_line_override_the_configuration_of_the_clone(checkout: Checkout) -> None:
+    options = ("--profile", "profiles/local", "runs/demo/plan/training.json")
+    checkout("snakemake", *options, "--config", "runs={demo: {learning_rate: 5.0e-4}}")
+    assert checkout.read("plan/training.json")["arguments"]["learning_rate"] == 5e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n\tb: 2\n", "line 2 is not valid YAML: found character '\\t' that cannot start any token."),
+        ("a: {b: 1\nc: 2\n", "line 2 is not valid YAML: expected ',' or '}', but got ':'."),
+        ("a: *b\n", "line 1 is not valid YAML: found undefined alias 'b'."),
+        ("a: 1\na: 2\n", "line 2 is not valid YAML: the key 'a' occurs twice."),
+        ("a: \xff\n", "line 1 is not valid UTF-8. Save the file as UTF-8."),
+        ("", " has no keys. See config/README.md for the keys."),
+        ("cluster: c\nruns: {}\n", " cannot be used:\n  runs: add at least one run."),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_reported_without_python(checkout: Checkout, text: str, message: str) -> None:
+    """Both the configuration of the clone and a file of ``--configfile``, which Snakemake reads before the workflow."""
+    for name, options in (("config/config.yaml", ()), ("mine.yaml", ("--configfile", "mine.yaml"))):
+        (checkout.root / name).write_bytes(text.encode("latin-1"))
+        done = checkout("snakemake", "--profile", "profiles/local", "-n", *options, check=False)
+        assert done.returncode == 1
+        assert message in done.stdout and name in done.stdout
+        assert 'File "' not in done.stdout and "Traceback" not in done.stdout
