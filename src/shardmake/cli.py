@@ -40,6 +40,7 @@ ConfigFiles = Annotated[
     typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones."),
 ]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
+Workers = Annotated[int, typer.Option(help="Worker threads besides the reading one.", min=0, max=1024)]
 Weights = Literal["bf16", "fp32"]
 FetchPart = Literal["all", "description", "weights"]
 LossKind = Literal["plain", "fused", "chunked"]
@@ -51,6 +52,8 @@ BUG: Final = 70
 
 _folder: ContextVar[Path] = ContextVar("folder", default=Path())
 """Folder that the command writes to, for error messages."""
+MOST_PROCESSES = 1024
+MOST_RANKS = 1_000_000
 
 
 @app.callback()
@@ -116,7 +119,9 @@ def estimate(
     model: Annotated[str, typer.Argument(help="Hub id, model folder, or config.json.")] = "",
     nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs per node.")] = 8,
-    gpu_memory: Annotated[float, typer.Option(help="Memory of a GPU, GiB.")] = 80.0,
+    gpu_memory: Annotated[
+        float | None, typer.Option(help="Memory of a GPU, GiB. Default: that of the accelerator.")
+    ] = None,
     sequence_length: Annotated[
         int | None, typer.Option(help="Tokens per sequence. Default: 4096, or the model's positions if fewer.")
     ] = None,
@@ -135,19 +140,19 @@ def estimate(
     loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
     fsdp_version: Annotated[int, typer.Option(help="FSDP version for the fsdp strategies.", min=1, max=2)] = 2,
     host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB. Default: no limit.")] = None,
-    accelerator: Annotated[str, typer.Option(help="GPU model, for the step time.")] = "a100-80gb",
+    accelerator: Annotated[str, typer.Option(help="GPU model, for its memory and speed.")] = "a100-80gb",
     revision: Annotated[str | None, typer.Option(help="Revision of a hub model.")] = None,
     trust_remote_code: Annotated[bool, typer.Option(help="Run model code that comes with the model.")] = False,
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure context, NCCL and stream pools on this machine's GPU first.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, sizes in bytes.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
     explain: Annotated[bool, typer.Option(help="Print every term with its formula or source.")] = False,
     list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the known GPU models.")] = False,
 ) -> None:
     """Estimate the memory of every strategy, from a config.json alone."""
     from shardmake.commands import estimate
-    from shardmake.memory.hardware import ACCELERATORS
+    from shardmake.config.accelerators import ACCELERATORS
 
     if list_gpus:
         typer.echo("\n".join(ACCELERATORS))
@@ -262,7 +267,7 @@ def data(
     name: Name,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
-    cpus: Annotated[int, typer.Option(help="Processes for tokenization.")] = 1,
+    cpus: Annotated[int, typer.Option(help="Processes for tokenization.", min=1, max=MOST_PROCESSES)] = 1,
 ) -> None:
     """Tokenize and pack the data."""
     from shardmake.data import prepare
@@ -285,7 +290,7 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 def reshard(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: runs/NAME/train/checkpoints/checkpoint-N.")],
     out: Annotated[Path, typer.Argument(help="Folder to write.")],
-    ranks: Annotated[int, typer.Option(help="Number of ranks that will resume the checkpoint.", min=1)],
+    ranks: Annotated[int, typer.Option(help="Number of ranks that will resume the checkpoint.", min=1, max=MOST_RANKS)],
     strategy: Annotated[Strategy | None, typer.Option(help="Strategy that will resume it. Default: unchanged.")] = None,
 ) -> None:
     """Convert a checkpoint for another strategy or number of ranks; `train` does this automatically."""
@@ -303,8 +308,12 @@ def consolidate(
     dtype: Annotated[Target, typer.Option(help="Data type of the weights. keep: that of the training.")] = "keep",
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the LoRA adapter, unmerged.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
-    workers: Annotated[int, typer.Option(help="Worker threads besides the reading one.")] = 4,
-    tasks: Annotated[int, typer.Option(help="Number of processes, on any nodes, that share the merge.")] = 1,
+    workers: Annotated[
+        int, typer.Option(help="Worker threads besides the reading one.", min=1, max=MOST_PROCESSES)
+    ] = 4,
+    tasks: Annotated[
+        int, typer.Option(help="Number of processes, on any nodes, that share the merge.", min=1, max=MOST_PROCESSES)
+    ] = 1,
     task_index: Annotated[
         int, typer.Option(envvar="SLURM_PROCID", help="Index of this process, from 0. Default: that of the Slurm task.")
     ] = 0,
@@ -369,7 +378,9 @@ def verify(
     model: Annotated[Path, typer.Argument(help="A model folder.")],
     against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit by bit.")] = None,
     base: Annotated[Path | None, typer.Option(help="Folder of the base model, if one of them is an adapter.")] = None,
-    workers: Annotated[int, typer.Option(help="Worker threads besides the reading one.")] = 4,
+    workers: Annotated[
+        int, typer.Option(help="Worker threads besides the reading one.", min=1, max=MOST_PROCESSES)
+    ] = 4,
 ) -> None:
     """Verify a model folder tensor by tensor, optionally against its checkpoint."""
     from shardmake.consolidate.verify import verify as check_model

@@ -13,9 +13,10 @@ from safetensors.torch import load_file
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.consolidate import merge, verify
-from shardmake.consolidate.layout import parse_size, plan_shards
+from shardmake.consolidate.layout import plan_shards
 from shardmake.consolidate.loading import LoadingReport, load, load_adapter
 from shardmake.consolidate.writer import ShardWriter
+from shardmake.core.units import parse_size
 
 HERE = Path(__file__).parent
 ZERO = {

@@ -4,12 +4,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
+from shardmake.config.accelerators import find_accelerator
+from shardmake.config.load import parse_section
 from shardmake.config.models import (
     STRATEGIES,
     Attention,
     Cluster,
-    Data,
-    Lora,
     Method,
     Optimizer,
     Precision,
@@ -17,7 +17,7 @@ from shardmake.config.models import (
     Strategy,
 )
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
-from shardmake.core.units import GIB
+from shardmake.core.units import GIB, format_count
 from shardmake.memory import calibration
 from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
@@ -71,7 +71,8 @@ class EstimateRequest:
     model: str
     nodes: int = 1
     gpus_per_node: int = 8
-    gpu_memory: float = 80.0
+    gpu_memory: float | None = None
+    """None: that of the accelerator."""
     sequence_length: int | None = None
     """None: 4096, or the model's positions if it has fewer."""
     micro_batch: int = 1
@@ -156,43 +157,60 @@ def estimate(request: EstimateRequest) -> EstimateResult:
 
 def resolve_request(request: EstimateRequest) -> ResolvedRun:
     """Return the run and the cluster that ``request`` describes, as the planner takes them."""
-    checkpointing = request.gradient_checkpointing
-    targets = request.lora_targets
-    run = Run(
-        model=request.model,
-        revision=request.revision,
-        trust_remote_code=request.trust_remote_code,
-        data=Data(train="train.jsonl"),
-        sequence_length=request.sequence_length or _default_length(request),
-        global_batch_size=request.nodes * request.gpus_per_node * request.micro_batch,
-        micro_batch_size=request.micro_batch,
-        max_steps=1,
-        learning_rate=1e-4,
-        optimizer=request.optimizer,
-        precision=request.precision,
-        attention=request.attention or "auto",
-        gradient_checkpointing="auto" if checkpointing is None else checkpointing,
-        loss="plain" if request.loss == "plain" else "fused",
-        method=request.method,
-        lora=Lora(rank=request.lora_rank, targets="all-linear" if targets == "all-linear" else _words(targets)),
-        nodes=request.nodes,
-        fsdp_version=request.fsdp_version,
-    )
-    cluster = Cluster(
-        executor="local",
-        accelerator=request.accelerator,
-        gpu_memory_gib=request.gpu_memory,
-        max_nodes=request.nodes,
-        processes_per_node=request.gpus_per_node,
-        cpus_per_node=CORES_PER_GPU * request.gpus_per_node,
-        memory_gib_per_node=request.host_memory or NO_LIMIT,
-        nvme_path="/nvme",
-    )
     behavior = LibraryBehavior(liger_layers=request.loss == "fused")
-    settings = resolve(run, cluster)
+    settings = resolve(_run(request), _cluster(request))
     fastest = settings.abilities.best_attention(kernels_of(settings.hardware), packing=False)
     attention = request.attention or fastest
     return replace(settings, attention=attention, weights=request.weights or "fp32", behavior=behavior)
+
+
+def _run(request: EstimateRequest) -> Run:
+    checkpointing = request.gradient_checkpointing
+    targets = request.lora_targets
+    return parse_section(
+        Run,
+        {
+            "model": request.model,
+            "revision": request.revision,
+            "trust_remote_code": request.trust_remote_code,
+            "data": {"train": "train.jsonl"},
+            "sequence_length": request.sequence_length or _default_length(request),
+            "global_batch_size": request.nodes * request.gpus_per_node * request.micro_batch,
+            "micro_batch_size": request.micro_batch,
+            "max_steps": 1,
+            "learning_rate": 1e-4,
+            "optimizer": request.optimizer,
+            "precision": request.precision,
+            "attention": request.attention or "auto",
+            "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
+            "loss": "plain" if request.loss == "plain" else "fused",
+            "method": request.method,
+            "lora": {"rank": request.lora_rank, "targets": targets if targets == "all-linear" else _words(targets)},
+            "nodes": request.nodes,
+            "fsdp_version": request.fsdp_version,
+        },
+        "The options",
+    )
+
+
+def _cluster(request: EstimateRequest) -> Cluster:
+    cluster = parse_section(
+        Cluster,
+        {
+            "executor": "local",
+            "accelerator": request.accelerator,
+            "gpu_memory_gib": request.gpu_memory,
+            "max_nodes": request.nodes,
+            "processes_per_node": request.gpus_per_node,
+            "cpus_per_node": CORES_PER_GPU * request.gpus_per_node,
+            "memory_gib_per_node": request.host_memory or LARGEST_HOST,
+            "nvme_path": "/nvme",
+        },
+        "The options",
+    )
+    if request.host_memory is None:
+        cluster = cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT})
+    return cluster
 
 
 def _default_length(request: EstimateRequest) -> int:
@@ -218,18 +236,20 @@ def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
 
 
 def _check(request: EstimateRequest) -> None:
+    if not request.model:
+        raise ConfigError("No model is named. Name a hub id, a model folder or a config.json.")
     for name in ("nodes", "gpus_per_node", "sequence_length", "micro_batch", "lora_rank"):
         value = getattr(request, name)
         if value is not None and value < 1:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
-    if request.gpu_memory > LARGEST_GPU:
+    if request.gpu_memory is not None and request.gpu_memory > LARGEST_GPU:
         raise ConfigError(
             f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "
             f"If that were MiB, write {request.gpu_memory / 1024:.0f}."
         )
     if request.host_memory is not None and not 0 < request.host_memory <= LARGEST_HOST:
         raise ConfigError(f"--host-memory is {request.host_memory:g}; give the RAM of one node in GiB, such as 512.")
-    if request.gpu_memory < 1:
+    if request.gpu_memory is not None and request.gpu_memory < 1:
         raise ConfigError(f"--gpu-memory is {request.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
 
 
@@ -264,10 +284,11 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
 
     console = Console()
     request = result.request
+    ranks = f"{request.nodes} x {request.gpus_per_node} {_devices(request)}"
     console.print(
-        f"{result.model.architecture}, {result.model.parameters / 1e9:.2f} B parameters, "
-        f"{result.split.trainable / 1e9:.2f} B trained; {request.nodes} x {request.gpus_per_node} GPUs of "
-        f"{request.gpu_memory:g} GiB, {request.micro_batch} x {request.sequence_length} tokens"
+        f"{result.model.architecture}, {format_count(result.model.parameters)} parameters, "
+        f"{format_count(result.split.trainable)} trained; {ranks}, "
+        f"{request.micro_batch} x {request.sequence_length} tokens"
     )
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("strategy", "ckpt"):
@@ -288,6 +309,11 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
         console.print(f"Nothing fits. What would: {result.advice}.")
     if explain:
         _print_terms(console, result.rows)
+
+
+def _devices(request: EstimateRequest) -> str:
+    accelerator = find_accelerator(request.accelerator)
+    return "CPU ranks" if accelerator.is_cpu else f"GPUs of {request.gpu_memory or accelerator.memory:g} GiB"
 
 
 def _cells(row: Candidate) -> list[str]:

@@ -32,14 +32,14 @@ def load_config(*paths: Path) -> Config:
 
 def parse_config(values: Mapping[str, Any], source: str) -> Config:
     """Validate ``values``; ``source`` is the file name for errors."""
-    return _parse(Config, values, source)
+    return parse_section(Config, values, source)
 
 
 def load_cluster(path: Path) -> Cluster:
     """Read and validate the cluster file ``path``, which the key ``cluster`` names."""
     if not path.is_file():
         raise ConfigError(f"cluster: {_absent(path)} Name a cluster file, such as config/clusters/local.yaml.")
-    return _parse(Cluster, read_yaml(path), str(path))
+    return parse_section(Cluster, read_yaml(path), str(path))
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -120,7 +120,8 @@ def _merge(base: dict[str, Any], update: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def _parse(model: type[S], values: Mapping[str, Any], source: str) -> S:
+def parse_section(model: type[S], values: Mapping[str, Any], source: str) -> S:
+    """Validate ``values`` as a ``model``; ``source`` is what the error names first."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
@@ -150,7 +151,7 @@ def _message(schema: Schema, detail: Detail) -> str:
     if detail["type"] == "missing":
         return "this key is required and missing."
     if detail["type"] == "value_error":
-        return f"{detail['msg'].removeprefix('Value error, ')}."
+        return f"{detail['msg'].removeprefix('Value error, ').removesuffix('.')}."
     if detail["loc"][-1:] == (KEY_ITSELF,):
         return "YAML reads this name as a number or as true or false. Put it in quotes."
     return _wrong_value(schema, detail)

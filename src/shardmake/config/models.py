@@ -6,15 +6,43 @@ are part of the stages.
 """
 
 import re
-from pathlib import Path
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from shardmake.config.accelerators import find_accelerator
+from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.script_variables import check_variables
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
+from shardmake.config.values import (
+    AsNumber,
+    Bandwidth,
+    Count,
+    DiskSpace,
+    Epochs,
+    FileSize,
+    Fraction,
+    GpuMemory,
+    GradientNorm,
+    HostMemory,
+    Hours,
+    LearningRate,
+    Nodes,
+    PathText,
+    Ranks,
+    Seconds,
+    Seed,
+    Sequences,
+    SlurmNumber,
+    Steps,
+    TimeLimit,
+    Tokens,
+    WeightDecay,
+    minutes,
+)
 
 if TYPE_CHECKING:
     Strategy = str
@@ -33,18 +61,6 @@ Attention = Literal["flash", "sdpa", "eager"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 Method = Literal["full", "lora", "qlora"]
 Loss = Literal["plain", "fused"]
-
-
-def _number(value: Any) -> Any:
-    """Convert text such as ``5e-4`` to a number, because YAML 1.1 reads it as text."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
-        return float(value)
-    return value
-
-
-AsNumber = BeforeValidator(_number)
-PositiveNumber = Annotated[float, Field(gt=0), AsNumber]
-PositiveInt = Annotated[int, Field(gt=0)]
 
 
 class Section(BaseModel):
@@ -81,12 +97,12 @@ class Columns(Section):
 class Data(Section):
     """The source of the examples and their format."""
 
-    train: str = Field(
+    train: PathText = Field(
         description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
         "`org/name:split`. Files: `.jsonl`, `.json` (an array, or one object per line), `.csv`, `.tsv` with a header, "
         "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`)."
     )
-    eval: str | None = Field(
+    eval: PathText | None = Field(
         None,
         description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). "
         "Without it, a part of `train` is held out.",
@@ -123,8 +139,8 @@ class Data(Section):
 class Lora(Section):
     """Low-rank adapters, for `method: lora` and `method: qlora`."""
 
-    rank: PositiveInt = Field(16, description="Rank of the adapters.")
-    alpha: PositiveInt = Field(32, description="Scale: updates are multiplied by alpha / rank.")
+    rank: Count = Field(16, description="Rank of the adapters.")
+    alpha: Count = Field(32, description="Scale: updates are multiplied by alpha / rank.")
     dropout: Annotated[float, Field(ge=0, lt=1), AsNumber] = Field(0.0, description="Dropout on the adapters' input.")
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="Names of the layers that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."
@@ -134,17 +150,17 @@ class Lora(Section):
 class Checkpoints(Section):
     """When training saves checkpoints, and which ones it keeps."""
 
-    every_steps: PositiveInt | Literal["auto"] | None = Field(
+    every_steps: Steps | Literal["auto"] | None = Field(
         None,
         description="Optimizer steps between checkpoints. `auto`: the interval that loses the least time, from the "
         "measured duration of a save and the cluster's `node_mtbf_hours`. Without it, about ten checkpoints per run.",
     )
-    keep: Annotated[int, Field(ge=1)] = Field(2, description="Number of newest checkpoints to keep.")
+    keep: Count = Field(2, description="Number of newest checkpoints to keep.")
     keep_best: bool = Field(
         False,
         description="Also keep the checkpoint with the lowest evaluation loss. Every saved step is then evaluated.",
     )
-    keep_every_steps: PositiveInt | None = Field(
+    keep_every_steps: Steps | None = Field(
         None,
         description="Also keep the first checkpoint at or after every multiple of this number of steps, permanently.",
     )
@@ -163,33 +179,34 @@ class Checkpoints(Section):
 class Evaluation(Section):
     """Settings of the evaluate stage, which measures the base and the tuned model."""
 
-    batch_size: PositiveInt = Field(8, description="Sequences per forward pass.")
+    batch_size: Sequences = Field(8, description="Sequences per forward pass.")
     prompts: list[str] = Field(
         default_factory=list, description="Prompts for both models. The report and the model card show the answers."
     )
-    max_new_tokens: PositiveInt = Field(64, description="Maximum length of a generated answer, in tokens.")
+    max_new_tokens: Tokens = Field(64, description="Maximum length of a generated answer, in tokens.")
     backend: Literal["auto"] | EvaluationBackend = Field(
         "auto",
         description="Placement of the model. `whole`: a copy on every GPU. `zero3`: partitioned over all GPUs; with "
         "`-offload` in host memory, with `-nvme` on the cluster's `nvme_path`. `device-map`: one process, layer by "
         "layer over GPUs, host memory and the model's files. `auto`: the first of these that fits.",
     )
-    processes: PositiveInt | None = Field(
+    processes: Ranks | None = Field(
         None, description="Ranks that share the sequences. Without it, one per GPU of a node, or one on CPUs."
     )
     lm_eval: list[str] = Field(
         default_factory=list, description="Tasks of the `lm_eval` package for both models, such as `[piqa]`."
     )
-    lm_eval_path: str | None = Field(None, description="Folder with your own `lm_eval` task files.")
-    lm_eval_limit: PositiveInt | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
+    lm_eval_path: PathText | None = Field(None, description="Folder with your own `lm_eval` task files.")
+    lm_eval_limit: Steps | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
 
 
 class Push(Section):
     """The destination of the final model."""
 
     to: str | list[str] = Field(
-        description="`file:FOLDER`, `hub:ORG/NAME`, a URL for fsspec (`s3://BUCKET/PREFIX`), or a list of these.",
-        examples=["file:published/docs-chat", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"],
+        description="`file:FOLDER`, `hub:ORG/NAME`, a URL for fsspec (`s3://BUCKET/PREFIX`), or a list of these. "
+        "`{run}` stands for the run's name. No two runs may have the same destination.",
+        examples=["file:published/{run}", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"],
     )
     private: bool = Field(True, description="Create a hub repository as private.")
     revision: str | None = Field(None, description="Branch of the hub repository. Without it, the main branch.")
@@ -203,45 +220,35 @@ class Push(Section):
     @field_validator("to")
     @classmethod
     def _check_destinations(cls, to: str | list[str]) -> str | list[str]:
-        for destination in [to] if isinstance(to, str) else to:
-            kind, _, rest = destination.partition(":")
-            if not rest or (kind not in ("file", "hub") and not re.fullmatch(r"//[^/].*", rest)):
-                raise ValueError(
-                    f"{destination!r} is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX"
-                )
-            if kind == "hub" and not re.fullmatch(r"[\w.-]+/[\w.-]+", rest):
-                raise ValueError(f"{destination!r} is not a hub repository. Write hub:ORG/NAME")
-        return to
+        return check_destination(to) if isinstance(to, str) else [check_destination(one) for one in to]
 
 
 class Run(Section):
     """One fine-tuning run: the model, the data, the training and the destination."""
 
-    model: str = Field(description="Base model: a hub id (`org/name`) or a folder with config.json and weights.")
+    model: PathText = Field(description="Base model: a hub id (`org/name`) or a folder with config.json and weights.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")
-    sequence_length: PositiveInt = Field(
+    sequence_length: Tokens = Field(
         description="Tokens per training sequence. Longer conversations are truncated, longer texts are split."
     )
     packing: bool = Field(True, description="Pack several examples into one sequence, without attention between them.")
-    global_batch_size: PositiveInt = Field(
+    global_batch_size: Sequences = Field(
         description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
     )
-    micro_batch_size: PositiveInt | Literal["auto"] = Field(
+    micro_batch_size: Sequences | Literal["auto"] = Field(
         "auto", description="Sequences per rank and forward pass. Gradient accumulation fills the global batch."
     )
-    max_steps: PositiveInt | None = Field(None, description="Optimizer steps. Set this or `epochs`.")
-    epochs: PositiveNumber | None = Field(None, description="Passes over the data.")
-    learning_rate: PositiveNumber = Field(description="Peak learning rate.")
+    max_steps: Steps | None = Field(None, description="Optimizer steps. Set this or `epochs`.")
+    epochs: Epochs | None = Field(None, description="Passes over the data.")
+    learning_rate: LearningRate = Field(description="Peak learning rate.")
     scheduler: Literal["cosine", "linear", "constant", "constant_with_warmup"] = Field(
         "cosine", description="Schedule of the learning rate after the warm-up."
     )
-    warmup_ratio: Annotated[float, Field(ge=0, le=1), AsNumber] = Field(
-        0.05, description="Fraction of the steps with a rising learning rate."
-    )
-    weight_decay: Annotated[float, Field(ge=0), AsNumber] = Field(0.0, description="Decoupled weight decay.")
-    max_grad_norm: PositiveNumber = Field(1.0, description="Maximum norm of the gradients; larger ones are clipped.")
+    warmup_ratio: Fraction = Field(0.05, description="Fraction of the steps with a rising learning rate.")
+    weight_decay: WeightDecay = Field(0.0, description="Decoupled weight decay.")
+    max_grad_norm: GradientNorm = Field(1.0, description="Maximum norm of the gradients; larger ones are clipped.")
     optimizer: Optimizer = Field(
         "adamw",
         description="Optimizer. `adamw8bit` needs bitsandbytes and a GPU. `adamw8bit` and `adafactor` do not work with "
@@ -266,20 +273,18 @@ class Run(Section):
     strategy: Strategy | Literal["auto"] = Field(
         "auto", description="Sharding of the training states. `auto`: the fastest strategy that fits."
     )
-    tensor_parallel: PositiveInt = Field(
+    tensor_parallel: Ranks = Field(
         1,
         description="Ranks of a node that share each layer's matrices (docs/how-to/tensor-parallel.md). It needs "
         "`strategy: zero1` or `zero2`, or `fsdp` and your own script.",
     )
-    nodes: PositiveInt | None = Field(
-        None, description="Nodes for training. Without it, the fewest on which the model fits."
-    )
+    nodes: Nodes | None = Field(None, description="Nodes for training. Without it, the fewest on which the model fits.")
     fsdp_version: Literal[1, 2] = Field(2, description="FSDP version for the `fsdp` strategies.")
     engine: Literal["trainer", "loop"] = Field(
         "trainer",
         description="Training loop: Hugging Face's Trainer, or a plain loop over Accelerate. The result is the same.",
     )
-    script: str | None = Field(
+    script: PathText | None = Field(
         None,
         description="Your own training program for `accelerate launch`, which replaces Shardmake's "
         "(docs/how-to/user-script.md).",
@@ -293,11 +298,11 @@ class Run(Section):
         "explicit",
         description='`auto`: deepspeed.json holds "auto" wherever Trainer fills in its value. The result is the same.',
     )
-    deepspeed_config: str | None = Field(
+    deepspeed_config: PathText | None = Field(
         None,
         description="Your own DeepSpeed file (docs/how-to/own-files.md). Each key is taken and reported, or refused.",
     )
-    accelerate_config: str | None = Field(
+    accelerate_config: PathText | None = Field(
         None, description="Your own Accelerate file, with the same rule as for `deepspeed_config`."
     )
     torch_compile: bool = Field(False, description="Compile the model with torch.compile.")
@@ -306,9 +311,9 @@ class Run(Section):
         description="Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest "
         "checkpoint. `rewind` also stops if the value occurs at the same step again.",
     )
-    seed: int = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
+    seed: Seed = Field(42, description="Seed of the data order, the adapters' initialization and dropout.")
     checkpoints: Checkpoints = Field(Checkpoints(), description="Checkpoints during training.")
-    eval_every_steps: PositiveInt | None = Field(
+    eval_every_steps: Steps | None = Field(
         None, description="Optimizer steps between evaluations during training. Without it, training does not evaluate."
     )
     report_to: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = Field(
@@ -319,7 +324,7 @@ class Run(Section):
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
         "bf16", description="Data type of the final model's weights. `keep`: that of the training's master weights."
     )
-    max_shard_size: str = Field("5GB", description="Maximum size of one file of the final model.")
+    max_shard_size: FileSize = Field("5GB", description="Maximum size of one file of the final model.")
     evaluation: Evaluation = Field(Evaluation(), description="Settings of the evaluate stage.")
     push: Push | None = Field(
         None, description="Destination of the final model. Without it, the model stays in the run's folder."
@@ -361,12 +366,12 @@ class Slurm(Section):
     partition: str | None = Field(None, description="Partition. Without it, Slurm's default.")
     account: str | None = Field(None, description="Account.")
     qos: str | None = Field(None, description="Quality of service.")
-    time_limit: str = Field("24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`.")
+    time_limit: TimeLimit = Field("24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`.")
     gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
         "gres", description="Option with which this cluster requests GPUs."
     )
     gpu_type: str | None = Field(None, description="GPU type in the request, as in `gres=gpu:a100:4`.")
-    signal_seconds: PositiveInt = Field(
+    signal_seconds: Count = Field(
         120,
         description="Seconds before the time limit at which a job gets the signal to save and stop. It is raised to "
         "two measured saves and a minute if that is longer, up to a quarter of the limit.",
@@ -377,23 +382,14 @@ class Slurm(Section):
     setup: list[str] = Field(
         default_factory=list, description="Shell commands to run first in each job, such as `module load cuda`."
     )
-    extra: dict[str, str | int | bool] = Field(
+    extra: dict[str, str | SlurmNumber | bool] = Field(
         default_factory=dict, description="Further #SBATCH parameters, by their long names."
     )
 
     @property
     def time_limit_minutes(self) -> int:
         """Return `time_limit` in minutes, rounded up."""
-        days, _, clock = self.time_limit.rpartition("-")
-        hours, minutes, seconds = (int(part) for part in clock.split(":"))
-        return int(days or 0) * 1440 + hours * 60 + minutes + (seconds > 0)
-
-    @field_validator("time_limit")
-    @classmethod
-    def _check_time_limit(cls, time_limit: str) -> str:
-        if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", time_limit):
-            raise ValueError(f"{time_limit!r} is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'")
-        return time_limit
+        return minutes(self.time_limit)
 
 
 class Cluster(Section):
@@ -403,19 +399,19 @@ class Cluster(Section):
     accelerator: str = Field(
         "cpu", description="GPU model as in `shardmake estimate --list-gpus` (a100-80gb, h100, ...), or `cpu`."
     )
-    gpu_memory_gib: PositiveNumber | None = Field(
+    gpu_memory_gib: GpuMemory | None = Field(
         None, description="Memory of one GPU, GiB. Without it, that of the GPU model."
     )
-    max_nodes: PositiveInt = Field(1, description="Maximum number of nodes for one run.")
-    processes_per_node: PositiveInt = Field(description="Ranks per node: on a GPU node, its number of GPUs.")
-    cpus_per_node: PositiveInt = Field(description="Cores that a job can use on a node.")
-    memory_gib_per_node: PositiveNumber = Field(description="Host RAM that a job can use on a node, GiB.")
-    nvme_path: str | None = Field(None, description="Folder on node-local NVMe for offload.")
-    nvme_gib_per_node: PositiveNumber | None = Field(None, description="Free NVMe space per node, GiB.")
-    intra_node_gbps: PositiveNumber | None = Field(
+    max_nodes: Nodes = Field(1, description="Maximum number of nodes for one run.")
+    processes_per_node: Ranks = Field(description="Ranks per node: on a GPU node, its number of GPUs.")
+    cpus_per_node: Count = Field(description="Cores that a job can use on a node.")
+    memory_gib_per_node: HostMemory = Field(description="Host RAM that a job can use on a node, GiB.")
+    nvme_path: PathText | None = Field(None, description="Folder on node-local NVMe for offload.")
+    nvme_gib_per_node: DiskSpace | None = Field(None, description="Free NVMe space per node, GiB.")
+    intra_node_gbps: Bandwidth | None = Field(
         None, description="Bandwidth between two GPUs of a node, GB/s each way. Without it, that of the GPU model."
     )
-    inter_node_gbps: PositiveNumber = Field(
+    inter_node_gbps: Bandwidth = Field(
         12.5, description="Bandwidth between two nodes, GB/s each way (100 Gbit/s is 12.5)."
     )
     network_interface: str | None = Field(
@@ -425,30 +421,44 @@ class Cluster(Section):
     shared: bool = Field(
         False, description="Share the runs in a lab: the folder's group can read and write every file."
     )
-    hang_seconds: PositiveNumber = Field(
+    hang_seconds: Seconds = Field(
         600,
         description="Seconds without progress after which a training step counts as hung, or five median steps if "
         "that is longer. Loading, saves and evaluations have six times as long. Stacks are kept and training resumes.",
     )
-    node_mtbf_hours: PositiveNumber = Field(
+    node_mtbf_hours: Hours = Field(
         3700,
         description="Mean time between failures of one node, in hours and including preemptions, for "
         "`checkpoints.every_steps: auto`. The default follows from 6.5 failures per 1000 node-days (arXiv 2410.21680).",
     )
-    trainings_per_user: PositiveInt = Field(
+    trainings_per_user: Count = Field(
         2,
         description="Fair use: maximum number of trainings of one user in Slurm's queue, pending or running, over all "
         "runs and checkouts. Further ones wait.",
     )
-    cache: str | None = Field(
+    cache: PathText | None = Field(
         None, description="Folder of the hub's cache, which a lab can share. Without it, `HF_HOME`."
     )
-    scratch: str = Field(
+    scratch: PathText = Field(
         "/tmp",
         description="Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. "
         "Below `/dev/shm` it counts as host RAM.",
     )
     slurm: Slurm = Field(Slurm(), description="Slurm parameters, for `executor: slurm`.")
+
+    @field_validator("accelerator")
+    @classmethod
+    def _check_accelerator(cls, accelerator: str) -> str:
+        return find_accelerator(accelerator).name
+
+    @model_validator(mode="after")
+    def _check_executor(self) -> "Cluster":
+        if self.executor == "local" and "slurm" in self.model_fields_set:
+            raise ValueError(
+                "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
+                "`executor: slurm`"
+            )
+        return self
 
     @property
     def is_cpu(self) -> bool:
@@ -458,14 +468,19 @@ class Cluster(Section):
     @property
     def scratch_in_memory(self) -> bool:
         """Return whether `scratch` is in host RAM, judged by its path."""
-        return Path(self.scratch).is_relative_to("/dev/shm")
+        return PurePath(self.scratch).is_relative_to("/dev/shm")
 
 
 class Config(Section):
     """`config/config.yaml`: a cluster and the runs."""
 
-    cluster: str = Field(description="The cluster file, relative to the folder in which Snakemake runs.")
+    cluster: PathText = Field(description="The cluster file, relative to the folder in which Snakemake runs.")
     runs: dict[str, Run] = Field(description="The runs by name. A run's folder is `runs/NAME`.")
+
+    @field_validator("runs", mode="before")
+    @classmethod
+    def _name_destinations(cls, runs: Any) -> Any:
+        return {name: with_run_name(name, run) for name, run in runs.items()} if isinstance(runs, dict) else runs
 
     @field_validator("runs")
     @classmethod
@@ -477,4 +492,5 @@ class Config(Section):
                 raise ValueError(
                     f"{name!r} cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'"
                 )
+        check_distinct({name: run.push for name, run in runs.items() if run.push})
         return runs

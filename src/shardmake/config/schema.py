@@ -52,8 +52,7 @@ class Schema:
             return ["names, each with " + " or ".join(self.words(option["additionalProperties"]))]
         if option["type"] == "boolean":
             return ["true", "false"]
-        limits = [f"{sign} {option[limit]:g}" for limit, sign in _LIMITS.items() if limit in option]
-        return [" ".join([_SCALARS[option["type"]], " and ".join(limits)]).rstrip()]
+        return [f"{_SCALARS[option['type']]} {_limits(option)}".rstrip()]
 
     def sections(self, node: SchemaNode | None = None, name: str = "") -> Iterator[tuple[str, SchemaNode]]:
         """Yield every section below ``node`` with its dotted name, outer ones first; NAME is any name."""
@@ -83,6 +82,17 @@ class Schema:
             keys.append(str(part))
             node = _below(options[0], part)
         return keys, node
+
+
+def _limits(option: SchemaNode) -> str:
+    """Describe the limits of a number."""
+    if "minimum" in option and "maximum" in option:
+        return f"from {_digits(option['minimum'])} to {_digits(option['maximum'])}"
+    return " and ".join(f"{sign} {_digits(option[limit])}" for limit, sign in _LIMITS.items() if limit in option)
+
+
+def _digits(number: float) -> str:
+    return f"{number:,.0f}" if number == int(number) else f"{number:g}"
 
 
 def _values(option: SchemaNode) -> list[Any]:

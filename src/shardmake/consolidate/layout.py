@@ -1,7 +1,6 @@
 """The layout of the merged model: every output file and every offset, computed before the first byte is written."""
 
 import json
-import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,10 +8,6 @@ from dataclasses import dataclass
 from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, converted
 from shardmake.checkpoint.formats.huggingface import MODEL, WeightFiles
-from shardmake.core.errors import ConfigError
-from shardmake.core.units import GIB, MIB
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": MIB, "GIB": GIB}
 
 
 @dataclass(frozen=True)
@@ -37,14 +32,6 @@ class PlannedShard:
     header: bytes
     tensors: tuple[PlannedTensor, ...]
     size: int
-
-
-def parse_size(text: str) -> int:
-    """Return the bytes of a size such as ``5GB``, ``500MB`` or ``2GiB``."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
-    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
-        raise ConfigError(f"Cannot parse the size {text!r}. Write a number and a unit, such as 5GB, 500MB or 2GiB.")
-    return int(float(match[1]) * _UNITS[match[2]])
 
 
 def plan_shards(

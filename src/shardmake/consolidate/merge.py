@@ -19,7 +19,7 @@ from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_model
 from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files
-from shardmake.consolidate.layout import PlannedShard, index_json, parse_size, plan_shards
+from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.consolidate.staging import (
     StagingLock,
@@ -34,6 +34,7 @@ from shardmake.consolidate.verify import verify_loaded
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
+from shardmake.core.units import parse_size
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
 

@@ -1,7 +1,10 @@
 """Units of bytes, and sizes and counts as text."""
 
+import re
 from collections.abc import Sequence
 from typing import Final
+
+from shardmake.core.errors import ConfigError
 
 MIB: Final = 1 << 20
 GIB: Final = 1 << 30
@@ -34,3 +37,22 @@ def plural(count: int, noun: str) -> str:
 def numbered(noun: str, numbers: Sequence[int]) -> str:
     """Return ``noun`` with its numbers: ``rank 3``, ``ranks 1, 3``."""
     return f"{noun}{'' if len(numbers) == 1 else 's'} {', '.join(map(str, numbers))}"
+
+
+_UNITS: Final = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": MIB, "GIB": GIB}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as ``5GB``, ``500MB`` or ``2GiB``."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?I?B?)\s*", text.upper())
+    if not match or match[2] not in _UNITS or float(match[1]) <= 0:
+        raise ConfigError(f"Cannot parse the size {text!r}. Write a number and a unit, such as 5GB, 500MB or 2GiB.")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def format_count(number: int) -> str:
+    """Return ``number`` with a suffix, such as ``7.62 billion`` or ``150 thousand``."""
+    for size, word in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return str(number)

@@ -1,75 +1,10 @@
-"""The hardware of a node: accelerators by name, and sizes and link speeds from a cluster file."""
+"""The hardware of a node: sizes and link speeds from a cluster file."""
 
 from dataclasses import dataclass
 
+from shardmake.config.accelerators import Accelerator, find_accelerator
 from shardmake.config.models import Cluster, Precision
-from shardmake.core.errors import ConfigError, nearest
 from shardmake.core.units import GB, GIB
-
-TERA = 10**12
-
-
-@dataclass(frozen=True)
-class Accelerator:
-    """One GPU model, or the CPU.
-
-    ``memory`` is what the driver reports as total (GiB; less than the nominal size if ECC takes a part), ``bf16``,
-    ``fp16`` and ``fp32`` are dense peak TFLOP/s from the vendors' data sheets (0: not supported in hardware),
-    ``bandwidth`` is device memory in GB/s, ``link`` is GPU to GPU within a node in GB/s each way, ``host_link`` is
-    GPU to host.
-    """
-
-    name: str
-    memory: float
-    bf16: float
-    fp16: float
-    fp32: float
-    bandwidth: float
-    link: float
-    host_link: float
-    capability: float
-
-    @property
-    def is_cpu(self) -> bool:
-        """True if ranks run on the CPU."""
-        return self.name == "cpu"
-
-    def flops(self, precision: Precision) -> float:
-        """Return the dense peak in FLOP/s."""
-        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32}[precision] * TERA
-
-
-_ROWS = [
-    # name            GiB    bf16   fp16   fp32  GB/s  link  host  capability
-    ("v100-16gb", 15.8, 0, 125, 15.7, 900, 150, 12, 7.0),
-    ("v100-32gb", 31.7, 0, 125, 15.7, 900, 150, 12, 7.0),
-    ("t4", 14.6, 0, 65, 8.1, 320, 12, 12, 7.5),
-    ("rtx2080ti", 10.7, 0, 54, 13.4, 616, 12, 12, 7.5),
-    ("a100-40gb", 39.4, 312, 312, 19.5, 1555, 300, 25, 8.0),
-    ("a100-80gb", 79.1, 312, 312, 19.5, 2039, 300, 25, 8.0),
-    ("a30", 23.5, 165, 165, 10.3, 933, 100, 25, 8.0),
-    ("a10", 22.0, 125, 125, 31.2, 600, 25, 25, 8.6),
-    ("a40", 44.5, 150, 150, 37.4, 696, 56, 25, 8.6),
-    ("rtx-a6000", 47.5, 155, 155, 38.7, 768, 56, 25, 8.6),
-    ("rtx3090", 23.6, 71, 71, 35.6, 936, 25, 25, 8.6),
-    ("rtx4090", 23.5, 165, 165, 82.6, 1008, 25, 25, 8.9),
-    ("rtx6000-ada", 47.4, 364, 364, 91.1, 960, 25, 25, 8.9),
-    ("l4", 22.0, 121, 121, 30.3, 300, 25, 25, 8.9),
-    ("l40", 44.4, 181, 181, 90.5, 864, 25, 25, 8.9),
-    ("l40s", 44.4, 362, 362, 91.6, 864, 25, 25, 8.9),
-    ("h100", 79.1, 989, 989, 67, 3350, 450, 50, 9.0),
-    ("h100-pcie", 79.1, 756, 756, 51, 2000, 50, 50, 9.0),
-    ("h100-nvl", 93.1, 835, 835, 60, 3900, 300, 50, 9.0),
-    ("gh200", 94.5, 989, 989, 67, 4000, 450, 400, 9.0),
-    ("h200", 139.8, 989, 989, 67, 4800, 450, 50, 9.0),
-    ("b200", 178.3, 2250, 2250, 80, 8000, 900, 50, 10.0),
-    ("rtx5090", 31.4, 209, 209, 104.8, 1792, 50, 50, 12.0),
-    ("mi250x", 64.0, 191, 191, 47.9, 1638, 50, 25, 9.0),
-    ("mi300x", 191.7, 1307, 1307, 163.4, 5300, 64, 50, 9.4),
-    # A core does about 50 GFLOP/s in fp32 (AVX2); the figure is per core here and multiplied by the cores of a rank.
-    ("cpu", 0, 0.05, 0.05, 0.05, 20, 5, 5, 0),
-]
-ACCELERATORS: dict[str, Accelerator] = {str(row[0]): Accelerator(*row) for row in _ROWS}
 
 
 @dataclass(frozen=True)
@@ -100,16 +35,6 @@ class Hardware:
         return self.accelerator.flops(precision) * cores
 
 
-def find_accelerator(name: str) -> Accelerator:
-    """Return the catalogue's entry for ``name``."""
-    if name not in ACCELERATORS:
-        raise ConfigError(
-            f"There is no accelerator {name!r} in the catalogue.{nearest(name, ACCELERATORS)} "
-            f"Known: {', '.join(ACCELERATORS)}. For another GPU name the nearest one and set gpu_memory_gib."
-        )
-    return ACCELERATORS[name]
-
-
 def from_cluster(cluster: Cluster) -> Hardware:
     """Return the hardware that a cluster file describes."""
     accelerator = find_accelerator(cluster.accelerator)
@@ -133,9 +58,4 @@ def _gpu_memory(accelerator: Accelerator, cluster: Cluster, host: int) -> int:
         return host // cluster.processes_per_node
     if cluster.gpu_memory_gib is None:
         return int(accelerator.memory * GIB)
-    if not 1 <= cluster.gpu_memory_gib <= 1024:
-        raise ConfigError(
-            f"gpu_memory_gib is {cluster.gpu_memory_gib:g}. Give the memory of one GPU in GiB, such as 80 "
-            "(nvidia-smi prints MiB: divide by 1024)."
-        )
     return int(cluster.gpu_memory_gib * GIB)

@@ -7,8 +7,8 @@ examples cost less than one long one.
 
 from dataclasses import dataclass
 
+from shardmake.config.accelerators import find_accelerator
 from shardmake.config.models import Method, Run
-from shardmake.memory.hardware import find_accelerator
 from shardmake.memory.model import Model, matrix_weights
 from shardmake.memory.read_config import read_model
 from shardmake.report.history import TrainingHistory, attempt_of

@@ -5,10 +5,11 @@ from typing import Literal
 
 import pytest
 
-from shardmake.commands.estimate import EXPLANATIONS, EstimateRequest, estimate, print_table
+from shardmake.commands.estimate import EXPLANATIONS, EstimateRequest, estimate, print_table, resolve_request
 from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
+from shardmake.core.units import GIB
 from shardmake.plan.stage import make_plan
 
 CONFIG = {
@@ -120,8 +121,29 @@ BAD = [
     (EstimateRequest("x", gpu_memory=81920), "If that were MiB, write 80"),
     (EstimateRequest("x", gpu_memory=0), "memory of one GPU in GiB"),
     (EstimateRequest("x", sequence_length=0), "--sequence-length is 0"),
-    (EstimateRequest("x", accelerator="h1000"), r"no accelerator 'h1000'.*Did you mean 'h100"),
+    (
+        EstimateRequest("x", accelerator="h1000"),
+        r"options cannot be used:\n  accelerator: 'h1000' is .*Did you mean 'h100",
+    ),
+    (
+        EstimateRequest("x", sequence_length=10**9),
+        r"sequence_length: 1000000000 is not allowed\. Allowed: .* to 10,000,000",
+    ),
+    (EstimateRequest("x", sequence_length=10**6), r"sequence_length is 1000000, but .* has only \d+ positions"),
 ]
+
+
+def test_the_model_must_be_named() -> None:
+    with pytest.raises(ConfigError, match=r"^No model is named\. Name a hub id, a model folder or a config\.json\.$"):
+        estimate(EstimateRequest(""))
+
+
+def test_the_memory_is_that_of_the_accelerator(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    ddp = EstimateRequest(model, accelerator="H200", strategies=["ddp"])
+    print_table(estimate(ddp))
+    assert "8 GPUs of 139.8 GiB" in " ".join(capsys.readouterr().out.split())
+    assert resolve_request(ddp).hardware.gpu_memory == int(139.8 * GIB)
+    assert resolve_request(replace(ddp, gpu_memory=94.0)).hardware.gpu_memory == 94 * GIB
 
 
 @pytest.mark.parametrize(("options", "message"), BAD, ids=str)

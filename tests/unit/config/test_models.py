@@ -1,5 +1,6 @@
 """The exact messages about invalid configuration files."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +9,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import get_run, load_cluster, load_config, parse_config, read_yaml
 from shardmake.config.models import STRATEGIES, Cluster, Config, Run
+from shardmake.config.schema import Schema
 from shardmake.core.errors import ShardmakeError
 
 RUN: dict[str, Any] = {
@@ -29,6 +32,7 @@ CLUSTER: dict[str, Any] = {
 }
 RUN_KEYS = ", ".join(Run.model_fields)
 DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, subset, revision"
+KNOWN = f"Known: {', '.join(ACCELERATORS)}. For another GPU, name the most similar one and set gpu_memory_gib."
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
 
@@ -95,37 +99,52 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                                             "learning_rate: this key is required and missing."]),
     ({"model": 7}, [f"model: 7 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"]),
     ({"revision": True}, [f"revision: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"]),
-    ({"sequence_length": 0}, ["sequence_length: 0 is not allowed. Allowed: a whole number > 0."]),
-    ({"sequence_length": "256"}, ["sequence_length: '256' is not allowed. Allowed: a whole number > 0."]),
-    ({"sequence_length": 2.5}, ["sequence_length: 2.5 is not allowed. Allowed: a whole number > 0."]),
-    ({"sequence_length": True}, ["sequence_length: True is not allowed. Allowed: a whole number > 0."]),
-    ({"sequence_length": None}, ["sequence_length: the value is missing. Allowed: a whole number > 0."]),
-    ({"micro_batch_size": "many"}, ["micro_batch_size: 'many' is not allowed. Allowed: a whole number > 0, auto."]),
-    ({"micro_batch_size": -1}, ["micro_batch_size: -1 is not allowed. Allowed: a whole number > 0, auto."]),
+    ({"sequence_length": 0}, ["sequence_length: 0 is not allowed. Allowed: a whole number from 1 to 10,000,000."]),
+    ({"sequence_length": "256"}, ["sequence_length: '256' is not allowed. Allowed: a whole number from 1 to 10,000,000."]),
+    ({"sequence_length": 2.5}, ["sequence_length: 2.5 is not allowed. Allowed: a whole number from 1 to 10,000,000."]),
+    ({"sequence_length": True}, ["sequence_length: True is not allowed. Allowed: a whole number from 1 to 10,000,000."]),
+    ({"sequence_length": None}, ["sequence_length: the value is missing. Allowed: a whole number from 1 to 10,000,000."]),
+    ({"micro_batch_size": "many"}, ["micro_batch_size: 'many' is not allowed. Allowed: a whole number from 1 to 10,000,000, auto."]),
+    ({"micro_batch_size": -1}, ["micro_batch_size: -1 is not allowed. Allowed: a whole number from 1 to 10,000,000, auto."]),
     ({"gradient_checkpointing": "on"}, ["gradient_checkpointing: 'on' is not allowed. Allowed: true, false, auto."]),
     ({"packing": 1}, ["packing: 1 is not allowed. Allowed: true, false."]),
-    ({"learning_rate": "fast"}, ["learning_rate: 'fast' is not allowed. Allowed: a number > 0."]),
-    ({"learning_rate": 0}, ["learning_rate: 0 is not allowed. Allowed: a number > 0."]),
-    ({"learning_rate": float("inf")}, ["learning_rate: inf is not allowed. Allowed: a number > 0."]),
-    ({"learning_rate": False}, ["learning_rate: False is not allowed. Allowed: a number > 0."]),
-    ({"warmup_ratio": 1.5}, ["warmup_ratio: 1.5 is not allowed. Allowed: a number >= 0 and <= 1."]),
+    ({"learning_rate": "fast"}, ["learning_rate: 'fast' is not allowed. Allowed: a number > 0 and <= 100."]),
+    ({"learning_rate": 0}, ["learning_rate: 0 is not allowed. Allowed: a number > 0 and <= 100."]),
+    ({"learning_rate": float("inf")}, ["learning_rate: inf is not allowed. Allowed: a number > 0 and <= 100."]),
+    ({"learning_rate": False}, ["learning_rate: False is not allowed. Allowed: a number > 0 and <= 100."]),
+    ({"warmup_ratio": 1.5}, ["warmup_ratio: 1.5 is not allowed. Allowed: a number from 0 to 1."]),
     ({"data": {"train": "a", "eval_fraction": 0.5}}, ["data.eval_fraction: 0.5 is not allowed. Allowed: a number > 0 "
                                                       "and < 0.5."]),
     ({"epochs": 1}, ["set exactly one of max_steps and epochs."]),
     ({"max_steps": ...}, ["set exactly one of max_steps and epochs."]),
-    ({"max_steps": ..., "epochs": -1}, ["epochs: -1 is not allowed. Allowed: a number > 0."]),
+    ({"max_steps": ..., "epochs": -1}, ["epochs: -1 is not allowed. Allowed: a number > 0 and <= 100,000."]),
     ({"lora": {"targets": "all-lin"}}, ["lora.targets: 'all-lin' is not allowed. Did you mean 'all-linear'? Allowed: a list of "
                                     "text, all-linear."]),
     ({"lora": {"targets": ["q", 1]}}, [f"lora.targets.1: 1 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"]),
     ({"lora": {"dropout": 1}}, ["lora.dropout: 1 is not allowed. Allowed: a number >= 0 and < 1."]),
-    ({"checkpoints": {"keep": 0}}, ["checkpoints.keep: 0 is not allowed. Allowed: a whole number >= 1."]),
-    ({"checkpoints": {"every_steps": "often"}}, ["checkpoints.every_steps: 'often' is not allowed. Allowed: a whole number > 0, "
+    ({"checkpoints": {"keep": 0}}, ["checkpoints.keep: 0 is not allowed. Allowed: a whole number from 1 to 1,000,000."]),
+    ({"checkpoints": {"every_steps": "often"}}, ["checkpoints.every_steps: 'often' is not allowed. Allowed: a whole number from 1 to 1,000,000,000, "
                                                 "auto."]),
     ({"evaluation": {"prompts": "Hello?"}}, ["evaluation.prompts: 'Hello?' is not allowed. Allowed: a list of text."]),
     ({"push": {"to": "published"}}, ["push.to: 'published' is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
     ({"push": {"to": ["file:a", "file:"]}}, ["push.to: 'file:' is not a destination. Write file:FOLDER, hub:ORG/NAME or s3://BUCKET/PREFIX."]),
     ({"push": {"to": "hub:name"}}, ["push.to: 'hub:name' is not a hub repository. Write hub:ORG/NAME."]),
     ({"push": {"to": 3}}, [f"push.to: 3 is not allowed. Allowed: text, a list of text. {TEXT_OR_NUMBER}"]),
+    ({"push": {"to": "file:a/{name}"}}, ["push.to: 'file:a/{name}' has the unknown name {name}. Only {run}, the run's "
+                                         "name, is replaced."]),
+    ({"push": {"to": "file:$NOT_SET/a"}}, ["push.to: '$NOT_SET/a' cannot be expanded: the environment variable NOT_SET is "
+                                           "not set. Set it, or write the path."]),
+    ({"model": "~nobody-here/base"}, ["model: '~nobody-here/base' cannot be expanded: there is no such user. Write the path."]),
+    ({"script": "${NOT_SET}.py"}, ["script: '${NOT_SET}.py' cannot be expanded: the environment variable NOT_SET is not set. "
+                                   "Set it, or write the path."]),
+    ({"global_batch_size": 10**20}, ["global_batch_size: 100000000000000000000 is not allowed. Allowed: a whole number from 1 "
+                                     "to 10,000,000."]),
+    ({"seed": -1}, ["seed: -1 is not allowed. Allowed: a whole number from 0 to 4,294,967,295."]),
+    ({"seed": 2**32}, ["seed: 4294967296 is not allowed. Allowed: a whole number from 0 to 4,294,967,295."]),
+    ({"learning_rate": float("nan")}, ["learning_rate: nan is not allowed. Allowed: a number > 0 and <= 100."]),
+    ({"max_shard_size": "5 parsecs"}, ["max_shard_size: Cannot parse the size '5 parsecs'. Write a number and a unit, such as "
+                                       "5GB, 500MB or 2GiB."]),
+    ({"max_shard_size": "5"}, ["max_shard_size: '5' is not the size of a file. Write a size from 1KB to 1000TB, such as 5GB."]),
     ({"push": "file:a"}, ["push: 'file:a' is not allowed. Allowed: the keys to, private, revision, pull_request."]),
 ]  # fmt: skip
 
@@ -166,18 +185,31 @@ def test_a_config_is_rejected(values: Any, expected: list[str], tmp_path: Path) 
     ("changes", "expected"),
     [
         ({"executor": "slrum"}, ["executor: 'slrum' is not allowed. Did you mean 'slurm'? Allowed: local, slurm."]),
-        ({"memory_gib_per_node": "480GB"}, ["memory_gib_per_node: '480GB' is not allowed. Allowed: a number > 0."]),
+        ({"memory_gib_per_node": "480GB"}, ["memory_gib_per_node: '480GB' is not allowed. Allowed: a number > 0 and <= 65,536."]),
         ({"processes_per_node": ...}, ["processes_per_node: this key is required and missing."]),
         ({"slurm": {"time_limit": "5h"}}, [
             "slurm.time_limit: '5h' is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
         ({"slurm": {"time_limit": "24:00"}}, [
             "slurm.time_limit: '24:00' is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'."]),
+        ({"slurm": {"time_limit": "00:00:00"}}, ["slurm.time_limit: '00:00:00' means no limit in Slurm. Write the limit of the "
+                                                 "partition, such as '24:00:00'."]),
+        ({"slurm": {"time_limit": "9999-00:00:00"}}, ["slurm.time_limit: '9999-00:00:00' is longer than a year. Write at most "
+                                                      "'365-00:00:00'."]),
+        ({"executor": "local", "slurm": {"partition": "gpu"}}, [
+            "slurm: these parameters have no effect with `executor: local`. Remove the section, or write `executor: slurm`."]),
+        ({"accelerator": "A100"}, ["accelerator: 'A100' is not in the catalogue of accelerators. Did you mean 'a100-40gb' or "
+                                   f"'a100-80gb'? {KNOWN}"]),
+        ({"accelerator": "h1000"}, [f"accelerator: 'h1000' is not in the catalogue of accelerators. Did you mean 'h100'? {KNOWN}"]),
+        ({"accelerator": "gtx9999"}, [f"accelerator: 'gtx9999' is not in the catalogue of accelerators. {KNOWN}"]),
+        ({"gpu_memory_gib": 81920}, ["gpu_memory_gib: 81920 is not allowed. Allowed: a number from 1 to 1,024."]),
+        ({"scratch": "$NOT_SET"}, ["scratch: '$NOT_SET' cannot be expanded: the environment variable NOT_SET is not set. Set "
+                                   "it, or write the path."]),
         ({"slurm": {"setup": "module load cuda"}}, [
             "slurm.setup: 'module load cuda' is not allowed. Allowed: a list of text."]),
         ({"slurm": {"extra": {"nice": 1.5}}}, [
-            f"slurm.extra.nice: 1.5 is not allowed. Allowed: text, a whole number, true, false. {TEXT_OR_NUMBER}"]),
+            f"slurm.extra.nice: 1.5 is not allowed. Allowed: text, a whole number from -2,147,483,648 to 2,147,483,647, true, false. {TEXT_OR_NUMBER}"]),
         ({"slurm": {"extra": ["nice"]}}, [
-            "slurm.extra: ['nice'] is not allowed. Allowed: names, each with text or a whole number or true or false."]),
+            "slurm.extra: ['nice'] is not allowed. Allowed: names, each with text or a whole number from -2,147,483,648 to 2,147,483,647 or true or false."]),
         ({"slurm": {"partion": "gpu"}}, [
             "slurm.partion: there is no such key. Did you mean 'partition'? Allowed here: partition, account, qos, "
             "time_limit, gpu_request, gpu_type, signal_seconds, wckey, constraint, exclude, setup, extra."]),
@@ -195,9 +227,9 @@ def test_a_cluster_is_rejected(changes: dict[str, Any], expected: list[str], tmp
         ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
         ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
         ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number or as true or false. Put it in quotes."),
-        ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number > 0."),
+        ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
         ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
-        ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0."),
+        ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),
     ],
 )  # fmt: skip
 def test_values_that_yaml_converts_are_explained(line: str, expected: str, tmp_path: Path) -> None:
@@ -309,7 +341,8 @@ runs = st.fixed_dictionaries(
     {
         "model": st.just("org/base"),
         "data": st.fixed_dictionaries(
-            {"train": st.text(min_size=1)}, optional={"eval_fraction": st.floats(0.01, 0.4), "loss_on": st.just("all")}
+            {"train": st.text(st.characters(exclude_characters="~$"), min_size=1)},
+            optional={"eval_fraction": st.floats(0.01, 0.4), "loss_on": st.just("all")},
         ),
         "sequence_length": st.integers(1, 2**20),
         "global_batch_size": st.integers(1, 4096),
@@ -319,9 +352,11 @@ runs = st.fixed_dictionaries(
         "strategy": st.sampled_from([*STRATEGIES, "auto"]),
         "micro_batch_size": st.integers(1, 64) | st.just("auto"),
         "warmup_ratio": st.floats(0, 1),
-        "seed": st.integers(),
+        "seed": st.integers(0, 2**32 - 1),
         "lora": st.fixed_dictionaries({}, optional={"targets": st.lists(st.text()) | st.just("all-linear")}),
-        "push": st.fixed_dictionaries({"to": st.sampled_from(["file:a", "hub:a/b", ["file:a", "hub:a/b"]])}),
+        "push": st.fixed_dictionaries(
+            {"to": st.sampled_from(["file:{run}", "hub:a/{run}", ["file:{run}", "hub:a/{run}"]])}
+        ),
     },
 ).flatmap(lambda run: st.sampled_from([{**run, "max_steps": 3}, {**run, "epochs": 1.5}]))
 
@@ -333,6 +368,55 @@ def test_a_config_is_equal_after_writing_and_reading(values: Any, tmp_path_facto
     path = tmp_path_factory.getbasetemp() / "round-trip.yaml"
     path.write_text(yaml.safe_dump(config.model_dump()))
     assert load_config(path) == config
+
+
+def test_every_number_has_a_lower_and_an_upper_limit() -> None:
+    """Also numbers of types that are added later: no number of the configuration is without limits."""
+    found = {where: node for model in (Config, Cluster) for where, node in numbers(Schema(model).root, model.__name__)}
+    assert len(found) > 35
+    for where, node in found.items():
+        assert {"minimum", "exclusiveMinimum"} & set(node), where
+        assert {"maximum", "exclusiveMaximum"} & set(node), where
+
+
+def numbers(node: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield every part of a schema that is a number."""
+    if isinstance(node, dict):
+        if node.get("type") in ("integer", "number") and "enum" not in node:
+            yield where, node
+        for key, inner in node.items():
+            yield from numbers(inner, f"{where}.{key}")
+    elif isinstance(node, list):
+        for index, inner in enumerate(node):
+            yield from numbers(inner, f"{where}.{index}")
+
+
+def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    monkeypatch.setenv("DATA", "/data")
+    run = make_run(
+        model="~/base", data={"train": "$DATA/a.jsonl", "eval": "${DATA}/b.jsonl"}, script="~/t.py",
+        deepspeed_config="$DATA/ds.json", accelerate_config="$DATA/acc.yaml",
+        evaluation={"lm_eval_path": "~/tasks"}, push={"to": ["file:~/out/{run}", "hub:lab/{run}", "s3://b$DATA/x"]},
+    )  # fmt: skip
+    assert run.model_dump(include={"model", "script", "deepspeed_config", "accelerate_config"}) == {
+        "model": "/home/ada/base", "script": "/home/ada/t.py", "deepspeed_config": "/data/ds.json",
+        "accelerate_config": "/data/acc.yaml",
+    }  # fmt: skip
+    assert (run.data.train, run.data.eval, run.evaluation.lm_eval_path) == (
+        "/data/a.jsonl",
+        "/data/b.jsonl",
+        "/home/ada/tasks",
+    )
+    assert run.push is not None
+    assert run.push.destinations == ["file:/home/ada/out/chat", "hub:lab/chat", "s3://b/data/x"]
+    cluster = Cluster(**CLUSTER, nvme_path="$DATA/n", cache="~/c", scratch="$DATA")
+    assert (cluster.nvme_path, cluster.cache, cluster.scratch) == ("/data/n", "/home/ada/c", "/data")
+    assert parse_config({"cluster": "~/c.yaml", "runs": {"chat": RUN}}, "c").cluster == "/home/ada/c.yaml"
+
+
+def test_accelerators_are_found_in_any_case() -> None:
+    assert Cluster(**CLUSTER, accelerator="A100-80GB").accelerator == "a100-80gb"
 
 
 def test_an_unknown_run_is_rejected() -> None:

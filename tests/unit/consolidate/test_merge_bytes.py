@@ -27,9 +27,10 @@ from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.consolidate import blocks, jobs, stream, writer
 from shardmake.consolidate.blocks import PAGE, Block, Converter, page_aligned
-from shardmake.consolidate.layout import PlannedTensor, parse_size, plan_shards
+from shardmake.consolidate.layout import PlannedTensor, plan_shards
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.errors import ConfigError
+from shardmake.core.units import parse_size
 
 SHAPE = st.lists(st.integers(0, 7), max_size=3).map(tuple)
 GROUPS = st.lists(st.lists(SHAPE, min_size=1, max_size=5), min_size=1, max_size=3)

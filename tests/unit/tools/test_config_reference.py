@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from shardmake.config.accelerators import find_accelerator
 from shardmake.config.load import load_cluster, load_config
 from shardmake.config.models import Cluster, Config, Section
-from shardmake.memory.hardware import find_accelerator
 from tools import config_reference
 
 ROOT = Path(__file__).parents[3]

@@ -1,0 +1,92 @@
+"""The types of values in the configuration: numbers with limits, paths, sizes and durations.
+
+The upper limits are far above what anybody trains. They find typing errors and units that were mixed up.
+"""
+
+import os
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from shardmake.core.units import parse_size
+
+SMALLEST_FILE = 1000
+LARGEST_FILE = 10**15
+MINUTES_OF_A_YEAR = 365 * 24 * 60
+
+
+def _number(value: Any) -> Any:
+    """Convert text such as ``5e-4`` to a number, because YAML 1.1 reads it as text."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+def expand(text: str) -> str:
+    """Expand ``~`` and environment variables in a path.
+
+    Raises:
+        ValueError: A user or a variable is unknown. The path would otherwise be taken literally.
+    """
+    try:
+        path = str(Path(text).expanduser()) if text.startswith("~") else text
+    except RuntimeError:
+        raise ValueError(f"{text!r} cannot be expanded: there is no such user. Write the path") from None
+    expanded = os.path.expandvars(path)
+    if unknown := re.search(r"\$(?:(\w+)|\{(\w+)\})", expanded):
+        raise ValueError(
+            f"{text!r} cannot be expanded: the environment variable {unknown[1] or unknown[2]} is not set. "
+            "Set it, or write the path"
+        )
+    return expanded
+
+
+def _size(text: str) -> str:
+    if not SMALLEST_FILE <= parse_size(text) <= LARGEST_FILE:
+        raise ValueError(f"{text!r} is not the size of a file. Write a size from 1KB to 1000TB, such as 5GB")
+    return text
+
+
+def minutes(time_limit: str) -> int:
+    """Return ``[D-]HH:MM:SS`` in minutes, rounded up."""
+    days, _, clock = time_limit.rpartition("-")
+    hours, rest, seconds = (int(part) for part in clock.split(":"))
+    return int(days or 0) * 1440 + hours * 60 + rest + (seconds > 0)
+
+
+def _time_limit(text: str) -> str:
+    if not re.fullmatch(r"(\d+-)?\d+:[0-5]\d:[0-5]\d", text):
+        raise ValueError(f"{text!r} is not a time limit. Write [D-]HH:MM:SS in quotes, such as '24:00:00'")
+    if minutes(text) == 0:
+        raise ValueError(f"{text!r} means no limit in Slurm. Write the limit of the partition, such as '24:00:00'")
+    if minutes(text) > MINUTES_OF_A_YEAR:
+        raise ValueError(f"{text!r} is longer than a year. Write at most '365-00:00:00'")
+    return text
+
+
+AsNumber = BeforeValidator(_number)
+PathText = Annotated[str, AfterValidator(expand)]
+FileSize = Annotated[str, AfterValidator(_size)]
+TimeLimit = Annotated[str, AfterValidator(_time_limit)]
+
+Fraction = Annotated[float, Field(ge=0, le=1), AsNumber]
+LearningRate = Annotated[float, Field(gt=0, le=100), AsNumber]
+WeightDecay = Annotated[float, Field(ge=0, le=100), AsNumber]
+GradientNorm = Annotated[float, Field(gt=0, le=10**12), AsNumber]
+Epochs = Annotated[float, Field(gt=0, le=100_000), AsNumber]
+Steps = Annotated[int, Field(ge=1, le=1_000_000_000)]
+Tokens = Annotated[int, Field(ge=1, le=10_000_000)]
+Sequences = Annotated[int, Field(ge=1, le=10_000_000)]
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+Ranks = Annotated[int, Field(ge=1, le=1024)]
+Nodes = Annotated[int, Field(ge=1, le=100_000)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+GpuMemory = Annotated[float, Field(ge=1, le=1024), AsNumber]
+HostMemory = Annotated[float, Field(gt=0, le=65_536), AsNumber]
+DiskSpace = Annotated[float, Field(gt=0, le=10_000_000), AsNumber]
+Bandwidth = Annotated[float, Field(gt=0, le=100_000), AsNumber]
+Seconds = Annotated[float, Field(gt=0, le=604_800), AsNumber]
+Hours = Annotated[float, Field(gt=0, le=100_000_000), AsNumber]
+SlurmNumber = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
