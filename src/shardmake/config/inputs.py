@@ -1,9 +1,10 @@
 """The inputs of the stages: the files on this machine that a run names."""
 
+import filecmp
 from pathlib import Path
 
 from shardmake.config.formats import data_kind
-from shardmake.config.models import Run
+from shardmake.config.models import Data, Run
 from shardmake.core.errors import ConfigError
 
 
@@ -11,8 +12,8 @@ def local_files(run: Run, *parts: str) -> list[str]:
     """Return the files and folders on this machine that a run names.
 
     ``parts`` are ``model``, ``data``, ``script`` and ``own_files`` (`deepspeed_config`, `accelerate_config`). A hub id
-    is not among them. A name counts as a path if it exists, ends in a data suffix, starts with ``.``, ``/`` or ``~``,
-    or has more than one ``/``.
+    is not among them. A name counts as a path if it exists, ends in a data suffix, starts with ``.`` or ``/``, or
+    has more than one ``/``.
     """
     named = {
         "model": [run.model],
@@ -26,11 +27,11 @@ def local_files(run: Run, *parts: str) -> list[str]:
 
 
 def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/", "~")) or name.count("/") > 1 or data_kind(name) is not None
+    return name.startswith((".", "/")) or name.count("/") > 1 or data_kind(name) is not None
 
 
 def check_inputs(name: str, run: Run) -> None:
-    """Raise a `ConfigError` if the model folder, a data file or the script of the run does not exist."""
+    """Raise a `ConfigError` if a file of the run does not exist, or if it would be evaluated on its training data."""
     if run.script:
         check_script(f"runs.{name}.script", Path(run.script))
     for key in ("deepspeed_config", "accelerate_config"):
@@ -48,6 +49,30 @@ def check_inputs(name: str, run: Run) -> None:
         raise ConfigError(
             f"runs.{name}.data: {file!r} does not exist. Name an existing file or folder, or a hub data set."
         )
+
+    _check_evaluation_data(name, run.data)
+
+
+def _check_evaluation_data(name: str, data: Data) -> None:
+    if data.eval is not None and _shares_examples(data.train, data.eval):
+        raise ConfigError(
+            f"runs.{name}.data.eval: {data.eval!r} has the examples of data.train ({data.train!r}). It would "
+            "measure examples that training has seen. Name other examples, or remove eval: eval_fraction of "
+            "train is then held out."
+        )
+
+
+def _shares_examples(train: str, held_out: str) -> bool:
+    """Return whether both names lead to the same file, to a folder and a file in it, or to the same hub split."""
+    files = Path(train), Path(held_out)
+    if not all(file.exists() for file in files):
+        return held_out == (train if ":" in train else f"{train}:train")
+    first, second = (file.resolve() for file in files)
+    if first.is_relative_to(second) or second.is_relative_to(first):
+        return True
+    if not (first.is_file() and second.is_file()):
+        return False
+    return first.samefile(second) or filecmp.cmp(first, second, shallow=False)
 
 
 def check_script(key: str, path: Path) -> None:

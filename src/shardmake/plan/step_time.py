@@ -7,8 +7,9 @@ with these and with other sources.
 
 from dataclasses import dataclass
 
+from shardmake.config.accelerators import Accelerator
 from shardmake.core.units import GB
-from shardmake.memory.hardware import Accelerator, Hardware
+from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
 

@@ -469,3 +469,46 @@ def test_local_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ShardmakeError, match=r"^runs\.chat\.model: 'base' is not a model folder\. It has no config\.json\. "
     ):
         check_inputs("chat", run)
+
+
+@pytest.fixture
+def data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two files of different examples, a copy, a symbolic and a hard link of the first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data/train.jsonl", '{"text": "a"}\n')
+    write(tmp_path / "data/other.jsonl", '{"text": "b"}\n')
+    write(tmp_path / "copy.jsonl", '{"text": "a"}\n')
+    write(tmp_path / "eval.jsonl", '{"text": "b"}\n')
+    (tmp_path / "link.jsonl").symlink_to("data/train.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to("data/train.jsonl")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("data/train.jsonl", "data/train.jsonl"),
+        ("data/train.jsonl", "./data/../data/train.jsonl"),
+        ("data/train.jsonl", "link.jsonl"),
+        ("data/train.jsonl", "hard.jsonl"),
+        ("data/train.jsonl", "copy.jsonl"),
+        ("data", "data/other.jsonl"),
+        ("data/other.jsonl", "data"),
+        ("org/data", "org/data:train"),
+        ("org/data:all", "org/data:all"),
+    ],
+)
+def test_evaluation_on_the_training_data_is_rejected(train: str, held_out: str, data_files: Path) -> None:
+    run = make_run(data={"train": train, "eval": held_out})
+    with pytest.raises(
+        ShardmakeError, match=rf"^runs\.chat\.data\.eval: '{held_out}' has the examples of data\.train "
+    ):
+        check_inputs("chat", run)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"), [("data/train.jsonl", "eval.jsonl"), ("org/data", "org/data"), ("org/data", "org/data:test")]
+)
+def test_other_evaluation_data_are_accepted(train: str, held_out: str, data_files: Path) -> None:
+    check_inputs("chat", make_run(data={"train": train, "eval": held_out}))
