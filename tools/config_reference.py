@@ -120,15 +120,18 @@ complete keys and mark errors if the first line of the file names the schema, as
 clone:
 
 ```
-snakemake --profile slurm --configfile ~/experiments/june.yaml plan
-snakemake --profile slurm --configfile ~/experiments/june.yaml more.yaml       # later files override earlier ones
+snakemake plan --profile slurm --configfile ~/experiments/june.yaml
+snakemake --profile slurm --configfile ~/experiments/june.yaml more.yaml        # later files override earlier ones
 snakemake --profile slurm --config 'runs={docs-chat: {learning_rate: 1.0e-4}}'  # single values override files
 ```
 
-With `--configfile`, `config/config.yaml` is not read. Relative paths in a configuration start at the folder in which
-Snakemake runs, not at the file. Every stage reads what Snakemake merged, from a file in `.snakemake/shardmake` that no
-other invocation changes: an edit, or another invocation with other values, does not reach a stage that is running or
-queued. Only changed settings rerun a stage; another file with the same settings does not.
+Targets such as `plan` stand before `--configfile`, which takes every word after it. With `--configfile`,
+`config/config.yaml` is not read. Relative paths in a configuration start at the folder in which Snakemake runs, not at
+the file. `~` and environment variables in paths are expanded; an unknown one is an error.
+
+Every stage reads what Snakemake merged, from a file in `.snakemake/shardmake` that no other invocation changes: an
+edit, or another invocation with other values, does not reach a stage that is running or queued. Only changed settings
+rerun a stage; another file with the same settings does not.
 
 By hand, `shardmake STAGE NAME --config FILE` reads FILE, and `--config` may be repeated. Without it, the commands read
 the file in the environment variable `SHARDMAKE_CONFIG`, or else `config/config.yaml`.

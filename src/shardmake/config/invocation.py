@@ -47,6 +47,11 @@ def check_config_files(arguments: Sequence[str]) -> None:
     parser.add_argument("--configfile", "--configfiles", nargs="+", type=Path, default=[])
     try:
         for path in parser.parse_known_args(arguments)[0].configfile:
+            if not path.exists() and not path.suffix:
+                raise ConfigError(
+                    f"--configfile: {str(path)!r} does not exist. The option takes every word after it as a file. "
+                    "Write targets before it, such as `snakemake plan --configfile FILE`."
+                )
             read_yaml(path)
     except argparse.ArgumentError:
         return  # Snakemake reports it

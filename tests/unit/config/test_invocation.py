@@ -69,6 +69,10 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
     write(tmp_path / "bad.yaml", "a: 1\nb: {c: 1\nd: 2\n")
     check_config_files(["plan", "--configfile", "good.yaml", "--config", "runs={a: 1", "--cores", "1"])
     check_config_files(["--configfile"])
+    with pytest.raises(
+        SystemExit, match=r"^Error: --configfile: 'plan' does not exist\. .* Write targets before it, such as"
+    ):
+        check_config_files(["--configfile", "good.yaml", "plan"])
     for option in ("--configfile", "--configfiles"):
         with pytest.raises(SystemExit) as end:
             check_config_files(["-n", option, "good.yaml", "bad.yaml", "--cores", "1"])
