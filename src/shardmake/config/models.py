@@ -453,7 +453,7 @@ class Cluster(Section):
 
     @model_validator(mode="after")
     def _check_executor(self) -> "Cluster":
-        if self.executor == "local" and "slurm" in self.model_fields_set:
+        if self.executor == "local" and self.slurm != Slurm():
             raise ValueError(
                 "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
                 "`executor: slurm`"

@@ -129,13 +129,20 @@ BAD = [
         EstimateRequest("x", sequence_length=10**9),
         r"sequence_length: 1000000000 is not allowed\. Allowed: .* to 10,000,000",
     ),
-    (EstimateRequest("x", sequence_length=10**6), r"sequence_length is 1000000, but .* has only \d+ positions"),
 ]
 
 
 def test_the_model_must_be_named() -> None:
     with pytest.raises(ConfigError, match=r"^No model is named\. Name a hub id, a model folder or a config\.json\.$"):
         estimate(EstimateRequest(""))
+
+
+def test_sequences_are_at_most_as_long_as_the_model_has_positions(tmp_path: Path) -> None:
+    short = tmp_path / "config.json"
+    short.write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
+    assert estimate(EstimateRequest(str(short), strategies=["ddp"])).request.sequence_length == 512
+    with pytest.raises(ConfigError, match=r"^sequence_length is 513, but LlamaForCausalLM has only 512 positions"):
+        estimate(EstimateRequest(str(short), sequence_length=513))
 
 
 def test_the_memory_is_that_of_the_accelerator(model: str, capsys: pytest.CaptureFixture[str]) -> None:
