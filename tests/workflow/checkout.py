@@ -31,7 +31,7 @@ RUN: dict[str, Any] = {
     "dtype": "keep",
     "checkpoints": {"every_steps": 2},
     "evaluation": {"batch_size": 32, "prompts": ["What does os.getcwd do?"], "max_new_tokens": 4},
-    "push": {"to": "file:published/demo"},
+    "push": {"to": "file:published/{run}"},
 }
 
 
