@@ -195,6 +195,7 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.data import check_first_rows, check_sources
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
+    from shardmake.evaluate.stage import check_prompts
     from shardmake.plan.stage import describe, describe_checkpoints, plan_run
     from shardmake.push.check import check_push
     from shardmake.train.trackers import check_trackers
@@ -207,6 +208,7 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
         prepare_tasks(run.evaluation)
         check_sources(run)
         check_first_rows(run)
+        check_prompts(run)
         made = plan_run(run, cluster, rundir)
     typer.echo(describe(made, rundir))
     typer.echo(describe_checkpoints(made, run, cluster, rundir))

@@ -233,7 +233,11 @@ class Run(Section):
     sequence_length: Tokens = Field(
         description="Tokens per training sequence. Longer conversations are truncated, longer texts are split."
     )
-    packing: bool = Field(True, description="Pack several examples into one sequence, without attention between them.")
+    packing: bool = Field(
+        True,
+        description="Pack several examples into one sequence, without attention between them. The plan refuses this "
+        "for models that do not keep examples apart (OPT, BLOOM).",
+    )
     global_batch_size: Sequences = Field(
         description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
     )
@@ -259,7 +263,8 @@ class Run(Section):
     )
     attention: Attention | Literal["auto"] = Field(
         "auto",
-        description="Attention kernel. `auto`: flash if the GPU supports it and the package is installed, else sdpa.",
+        description="Attention kernel. `auto`: the fastest of flash, sdpa and eager that the GPU, the installed "
+        "packages and the model's class support.",
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         "auto", description="Recompute activations in the backward pass. `auto`: only if memory requires it."

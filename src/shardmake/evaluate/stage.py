@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Cluster, EvaluationBackend, Run
+from shardmake.core.errors import ConfigError
 from shardmake.core.units import plural
 from shardmake.evaluate.backends import (
     Machine,
@@ -175,11 +176,31 @@ def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples)
     return [_opening(examples[index]) for index in range(min(_PROMPTS, len(examples)))]
 
 
+def check_prompts(run: Run) -> None:
+    """Raise a `ConfigError` if the base model's chat template rejects one of the run's prompts."""
+    if not run.evaluation.prompts:
+        return
+    from transformers import AutoTokenizer
+
+    source = {"revision": run.revision, "trust_remote_code": run.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(run.model, **source)
+    for prompt in run.evaluation.prompts:
+        _as_prompt(tokenizer, prompt)
+
+
 def _as_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
+    from jinja2 import TemplateError
+
     if tokenizer.chat_template is None:
         return list(tokenizer(prompt)["input_ids"])
     conversation = [{"role": "user", "content": prompt}]
-    return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
+    try:
+        return list(tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_dict=False))
+    except TemplateError as error:
+        raise ConfigError(
+            f"evaluation.prompts: the chat template of the base model rejects {prompt!r}: {error}. Remove the prompt, "
+            "or use a template that accepts a single message of a user."
+        ) from None
 
 
 def _opening(example: Example) -> list[int]:

@@ -4,10 +4,12 @@ The families that `shardmake.memory.families` writes down can do everything, so 
 any other model, `shardmake.plan.inspect_model` asks the class in a process of its own, once per config and version.
 """
 
+import ast
 import hashlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from shardmake.memory.cache import cached_helper
 from shardmake.memory.model import Model, inventory_request
 
 KERNELS: tuple[Attention, ...] = ("flash", "sdpa", "eager")
+_LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _HELPER = "shardmake.plan.inspect_model"
 
 
@@ -102,6 +105,32 @@ def check_packing(run: Run, abilities: Abilities, attention: Attention) -> None:
         f"packing: true cannot be used: {abilities.model_class} mixes packed examples with attention {attention}, "
         f"because it does not keep them apart by their position ids. Set packing: false{alternative}."
     )
+
+
+def check_loss(run: Run, model_type: str) -> None:
+    """Raise a `ConfigError` if Liger has no fused loss for the model; it would silently keep the plain one."""
+    supported = _fused_model_types() if run.loss == "fused" and not run.script else None
+    if supported is not None and model_type not in supported:
+        raise ConfigError(
+            f"loss: fused cannot be used: liger-kernel {version('liger-kernel')} has no kernels for the model type "
+            f"{model_type!r}. Set loss: plain. It has kernels for {', '.join(sorted(supported))}."
+        )
+
+
+def _fused_model_types() -> set[str] | None:
+    """Return the model types in the table of the installed Liger; None if there is no such table.
+
+    The table is read from the source, because importing it needs Triton and a GPU.
+    """
+    package = find_spec("liger_kernel")
+    source = Path(package.origin).parent / "transformers/monkey_patch.py" if package and package.origin else None
+    if source is None or not source.is_file():
+        return None
+    for node in ast.walk(ast.parse(source.read_text())):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == _LIGER_TABLE:
+            keys = getattr(node.value, "keys", ())
+            return {key.value for key in keys if isinstance(key, ast.Constant) and isinstance(key.value, str)}
+    return None
 
 
 def _code() -> str:

@@ -12,7 +12,7 @@ from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, split
 from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
-from shardmake.plan.abilities import KERNELS, Abilities, check_packing, check_settings, find_abilities
+from shardmake.plan.abilities import KERNELS, Abilities, check_loss, check_packing, check_settings, find_abilities
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
 
@@ -103,6 +103,7 @@ def check(settings: ResolvedRun) -> None:
     check_refused(settings.user_files, run)
     check_packing(run, settings.abilities, settings.attention)
     _check_packages(run)
+    check_loss(run, model.model_type)
 
 
 def check_strategy(run: Run, strategy: Strategy) -> None:

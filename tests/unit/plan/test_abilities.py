@@ -13,7 +13,7 @@ from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory import cache
 from shardmake.memory.families import FAMILIES
-from shardmake.plan import inspect_model, resolve
+from shardmake.plan import abilities, inspect_model, resolve
 from shardmake.plan.abilities import Abilities
 from shardmake.plan.candidates import choices
 from shardmake.plan.shrink import shrunk
@@ -158,9 +158,9 @@ def test_estimate_refuses_the_same_models(tmp_path: Path) -> None:
 
 
 def test_best_attention_prefers_a_kernel_that_can_pack() -> None:
-    abilities = Abilities("Own", attention=("sdpa", "eager"), mixing=("sdpa",))
-    assert abilities.best_attention(("flash", "sdpa", "eager"), packing=True) == "eager"
-    assert abilities.best_attention(("flash", "sdpa", "eager"), packing=False) == "sdpa"
+    own = Abilities("Own", attention=("sdpa", "eager"), mixing=("sdpa",))
+    assert own.best_attention(("flash", "sdpa", "eager"), packing=True) == "eager"
+    assert own.best_attention(("flash", "sdpa", "eager"), packing=False) == "sdpa"
     assert Abilities("Own", attention=("flash",)).best_attention(("sdpa",), packing=True) == "eager"
 
 
@@ -180,6 +180,21 @@ def test_the_helper_answers_as_a_process(tmp_path: Path, monkeypatch: pytest.Mon
     assert resolved(run).abilities.attention == ("eager",)
     with pytest.raises(ShardmakeError, match="mixes packed examples"):
         resolved(run.model_copy(update={"packing": True}))
+
+
+def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "site/liger_kernel"
+    (package / "transformers").mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    table = 'MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": apply_to_llama, "qwen2": apply_to_qwen2}'
+    (package / "transformers/monkey_patch.py").write_text(f"import no_such_package\n{table}\n")
+    (package.parent / "liger_kernel-0.7.0.dist-info").mkdir()
+    (package.parent / "liger_kernel-0.7.0.dist-info/METADATA").write_text("Name: liger-kernel\nVersion: 0.7.0\n")
+    monkeypatch.syspath_prepend(str(package.parent))
+    abilities.check_loss(make_run(loss="fused"), "llama")
+    abilities.check_loss(make_run(), "bloom")
+    with pytest.raises(ShardmakeError, match=r"liger-kernel 0\.7\.0 has no kernels for .*'bloom'.*llama, qwen2"):
+        abilities.check_loss(make_run(loss="fused"), "bloom")
 
 
 def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> None:
