@@ -130,7 +130,12 @@ def test_programs_train_as_planned(
         ("zero2", "hf_trainer.py", [*TRAINER, "--deepspeed", "OWN_FILE"], "zero_stage: planned 2, found 3"),
         ("ddp", "hf_trainer.py", [*TRAINER, "--deepspeed", "OWN_FILE"], "engine: planned ddp, found deepspeed"),
         ("zero2", "hf_trainer.py", [*TRAINER, "--gradient_accumulation_steps", "8"], "found 32 sequences"),
-        ("zero2", "accelerate_loop.py", [*ACCELERATE, "--own_plugin"], r"(?s)zero_stage: planned 2, found 3.*bfloat16"),
+        (
+            "zero2",
+            "accelerate_loop.py",
+            [*ACCELERATE, "--own_plugin", "OWN_FILE"],
+            r"(?s)zero_stage: planned 2, found 3.*bfloat16",
+        ),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--precision", "bf16"], "dtype: planned float32, found bfloat16"),
         (
             "ddp",

@@ -65,6 +65,8 @@ class Batch:
 def mismatch_message(found: Mapping[str, Any], expected: Mapping[str, Any], advice: Mapping[str, str] = _ADVICE) -> str:
     """Return a line per value in ``found`` that is not the expected one, and how to change it; empty if all are."""
     keys = [key for key in expected if key in found and found[key] != expected[key]]
+    if "engine" in keys:  # every other difference of the model follows from it
+        keys = [key for key in keys if key in ("engine", "world_size")]
     if not keys:
         return ""
     lines = [f"  {key}: planned {expected[key]}, found {found[key]}" for key in keys]
@@ -108,10 +110,14 @@ class ScriptGuard:
         self.declared_by_trainer = False
         self.rows_compared = False
 
-    def check_accelerator(self, distributed_type: str, world_size: int) -> None:
-        """Check the engine and the ranks of a new Accelerator."""
+    def check_accelerator(self, distributed_type: str, world_size: int, *, has_deepspeed_plugin: bool = False) -> None:
+        """Check the engine and the ranks of a new Accelerator.
+
+        On a CPU, Accelerate ignores a DeepSpeed plugin for which transformers may already have partitioned the model.
+        """
         self.api = "accelerate" if self.api == "torch" else self.api
-        found = {"engine": _ENGINES.get(distributed_type, distributed_type), "world_size": world_size}
+        engine = DEEPSPEED if has_deepspeed_plugin else _ENGINES.get(distributed_type, distributed_type)
+        found = {"engine": engine, "world_size": world_size}
         self._report(found)
         no_fsdp = self.on_cpu and self.expected["engine"] == FSDP and found["engine"] == DDP
         self._check(found, {"engine": _CPU_FSDP} if no_fsdp else {})

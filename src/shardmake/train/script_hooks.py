@@ -80,7 +80,10 @@ class ScriptObserver:
         @wraps(start)
         def check_accelerator(self_: Any, *args: Any, **kwargs: Any) -> None:
             start(self_, *args, **kwargs)
-            self.guard.check_accelerator(self_.distributed_type.value, self_.num_processes)
+            has_plugin = kwargs.get("deepspeed_plugin") is not None
+            self.guard.check_accelerator(
+                self_.distributed_type.value, self_.num_processes, has_deepspeed_plugin=has_plugin
+            )
 
         def check_result(function: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(function)

@@ -30,6 +30,8 @@ def test_the_message_names_every_difference_and_how_to_change_it() -> None:
     assert lines[0] == "The script does not train as planned. Nothing was trained."
     assert lines[1:3] == ["  zero_stage: planned 2, found 3", "  offload_param: planned None, found cpu"]
     assert "deepspeed_config" in lines[3] and "set strategy" in lines[4]
+    lines = mismatch_message({"engine": "ddp", "zero_stage": 0, "dtype": "bfloat16"}, expected).splitlines()
+    assert len(lines) == 3 and lines[1] == "  engine: planned deepspeed, found ddp"
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,11 @@ def test_an_accelerator_has_the_planned_library_and_ranks(
     else:
         with pytest.raises(EngineMismatchError, match=words):
             guard.check_accelerator(kind, ranks)
+
+
+def test_a_deepspeed_plugin_is_refused_where_accelerate_ignores_it(tmp_path: Path) -> None:
+    with pytest.raises(EngineMismatchError, match="engine: planned ddp, found deepspeed"):
+        make_guard(tmp_path, "ddp").check_accelerator("MULTI_CPU", 2, has_deepspeed_plugin=True)
 
 
 @pytest.mark.parametrize(

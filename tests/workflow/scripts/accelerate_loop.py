@@ -23,7 +23,7 @@ parser.add_argument("--checkpoints")
 parser.add_argument("--die_after", type=int)
 parser.add_argument("--load_dtype", default="float32")
 parser.add_argument("--precision", help="mixed_precision of the Accelerator")
-parser.add_argument("--own_plugin", action="store_true", help="bring a DeepSpeed plugin")
+parser.add_argument("--own_plugin", help="a DeepSpeed file for a plugin, with bf16")
 parser.add_argument("--own_loader", action="store_true", help="do not prepare the data loader")
 parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
 
@@ -39,7 +39,7 @@ def main() -> None:
     args = parser.parse_args()
     set_seed(0)
     steps = args.gradient_accumulation_steps
-    plugin = DeepSpeedPlugin(zero_stage=3, gradient_accumulation_steps=steps) if args.own_plugin else None
+    plugin = DeepSpeedPlugin(hf_ds_config=args.own_plugin) if args.own_plugin else None
     precision = "bf16" if args.own_plugin else args.precision
     accelerator = Accelerator(gradient_accumulation_steps=steps, deepspeed_plugin=plugin, mixed_precision=precision)
     tokenizer = AutoTokenizer.from_pretrained(args.model)

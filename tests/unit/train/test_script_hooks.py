@@ -1,0 +1,144 @@
+"""The hooks in torch and Accelerate, on one rank in this process."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate.accelerator
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from shardmake.config.models import Strategy
+from shardmake.core.errors import EngineMismatchError
+from shardmake.render.training_file import expected_engine
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.trained_engine import TrainedEngine
+from shardmake.train.script_hooks import ScriptObserver, default_to_gloo
+from tests.unit.plans import make_plan
+
+ROWS = torch.arange(48.0).reshape(12, 4)
+
+
+def make_context(folder: Path, strategy: Strategy = "ddp") -> Any:
+    """One rank with a global batch of two passes of two rows."""
+    plan = make_plan(strategy, nodes=1, processes_per_node=1, precision="fp32")
+    settings = SimpleNamespace(expected=expected_engine(plan.choice, 2))
+    attempt = SimpleNamespace(accelerator="cpu")
+    return SimpleNamespace(folder=AttemptDir(folder), rank=0, plan=plan, settings=settings, attempt=attempt)
+
+
+@pytest.fixture
+def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptObserver]:
+    """Hooks in torch and Accelerate, and a process group of one rank."""
+    for owner, names in (
+        (DistributedDataParallel, ["__init__"]),
+        (torch.Tensor, ["backward"]),
+        (Accelerator, ["__init__", "prepare", "prepare_model"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    observer = ScriptObserver(make_context(tmp_path))
+    observer.hook_torch(torch)
+    observer.hook_accelerator(accelerate.accelerator)
+    yield observer
+    sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks.clear()
+    dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def trained(folder: Path) -> tuple[str, str, int | None, int | None, int | None]:
+    found = TrainedEngine.read(AttemptDir(folder).trained)
+    batch = found.micro_batch_size, found.gradient_accumulation_steps, found.global_batch_size
+    return found.api, found.engine, *batch
+
+
+def train_with_torch(accumulation: int) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with torch.no_grad():
+        model(ROWS[:5])  # no training pass
+    for number, batch in enumerate(DataLoader(ROWS, batch_size=2), 1):  # type: ignore[arg-type]
+        model(batch).sum().backward()
+        if number % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.usefixtures("hooked")
+def test_passes_are_counted_where_no_library_declares_them(tmp_path: Path) -> None:
+    train_with_torch(2)
+    assert trained(tmp_path) == ("torch", "ddp", 2, 2, 4)
+
+
+@pytest.mark.usefixtures("hooked")
+def test_another_number_of_passes_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    with pytest.raises(EngineMismatchError, match="found 6 sequences, 1 ranks x 2 x 3 accumulation steps"):
+        train_with_torch(3)
+    assert not AttemptDir(tmp_path).trained.exists()
+
+
+@pytest.mark.usefixtures("hooked")
+def test_torch_is_as_before_after_the_first_step() -> None:
+    counting = torch.Tensor.backward
+    train_with_torch(2)
+    assert torch.Tensor.backward is not counting
+
+
+def train_with_accelerate(accumulation: int, declared: int) -> int:
+    """Return the number of passes before the end."""
+    accelerator = Accelerator(gradient_accumulation_steps=declared)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ROWS, batch_size=2))  # type: ignore[arg-type]
+    for number, batch in enumerate(loader, 1):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch).sum())
+            if number % accumulation == 0:
+                optimizer.step()
+                optimizer.zero_grad()
+    return number
+
+
+@pytest.mark.parametrize(("accumulation", "declared"), [(1, 2), (2, 1)])
+@pytest.mark.usefixtures("hooked")
+def test_accelerate_accumulates_as_declared_or_as_the_loop_does(
+    tmp_path: Path, accumulation: int, declared: int
+) -> None:
+    assert train_with_accelerate(accumulation, declared) == 6
+    assert trained(tmp_path) == ("accelerate", "ddp", 2, 2, 4)
+
+
+@pytest.mark.parametrize(("accumulation", "declared"), [(1, 3), (3, 1), (1, 1)])
+@pytest.mark.usefixtures("hooked")
+def test_another_accumulation_under_accelerate_is_refused(tmp_path: Path, accumulation: int, declared: int) -> None:
+    with pytest.raises(EngineMismatchError, match="global_batch_size: planned 4 sequences"):
+        train_with_accelerate(accumulation, declared)
+    assert not AttemptDir(tmp_path).trained.exists()
+
+
+def test_accelerate_gets_a_backend_on_cpus() -> None:
+    calls = []
+
+    class State:
+        def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
+            calls.append((cpu, kwargs))
+
+    default_to_gloo(SimpleNamespace(PartialState=State))
+    State()
+    State(True, backend="mpi", timeout=3)
+    State(backend=None)
+    assert calls == [
+        (False, {"backend": "gloo"}),
+        (True, {"backend": "mpi", "timeout": 3}),
+        (False, {"backend": "gloo"}),
+    ]
