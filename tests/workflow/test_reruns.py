@@ -110,3 +110,19 @@ def test_until_the_training_has_finished_every_setting_of_the_plan_takes_effect(
     found, output = dry_run(checkout)
     assert {"plan", "render"} <= set(found) and "data" not in found
     assert "cluster.memory_gib_per_node: 6.0" in output and "cluster.memory_gib_per_node: 5.0" in output
+
+
+def test_a_plan_names_what_changed_and_a_training_with_old_files_is_refused(checkout: Checkout) -> None:
+    """With real stages, first in the workflow and then by hand."""
+    checkout("snakemake", *PROFILE, "render", "data")
+    checkout.configure(learning_rate=1e-3)
+    refused = checkout("shardmake", "train", "demo", check=False)
+    assert refused.returncode == 2
+    assert "the plan stage of demo ran with other settings: learning_rate: 0.002 -> 0.001" in refused.stdout
+    assert not (checkout.run / "train/attempts").exists()
+    output = checkout("snakemake", *PROFILE, "plan").stdout
+    assert "Settings changed since the last plan of demo: learning_rate: 0.002 -> 0.001." in output
+    stages = dict(line.split()[1::-1] for line in checkout("shardmake", "status", "demo").stdout.splitlines()[1:5])
+    assert stages == {"fetch": "open", "plan": "done", "render:": "changed", "data": "done"}
+    line = "demo  changed since the last render: learning_rate: 0.002 -> 0.001\n"
+    assert checkout("shardmake", "status").stdout == line

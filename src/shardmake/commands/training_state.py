@@ -116,12 +116,15 @@ def _ended(rundir: RunDir, last: AttemptRecord) -> TrainingState:
     """Return the state of a training whose last attempt has ended, and which no driver continues."""
     if last.end == EndReason.STOP_REQUESTED.value:
         return TrainingState("stopped on request", (last.message,))
+    continues = last.next_fallback is not None
+    logs = short_path(rundir.attempts / f"{last.attempt:03d}")
+    following = "The same command resumes the training, unless a driver on another machine does"
     return TrainingState(
-        f"failed: {last.end}",
+        f"between two attempts: {last.end}" if continues else f"failed: {last.end}",
         (
             f"Attempt {last.attempt} (job {last.job}) ended: {last.message}",
             *_last_step(rundir),
-            f"Logs: {short_path(rundir.attempts / f'{last.attempt:03d}')}. The same command resumes the training.",
+            f"Logs: {logs}. {following}.",
         ),
     )
 

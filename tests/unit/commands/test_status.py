@@ -157,11 +157,11 @@ def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, mon
     assert "in phase save" in text and "Slurm does not answer." in text
 
 
-def end(rundir: RunDir, reason: str, message: str) -> None:
-    rundir.job.unlink()
+def end(rundir: RunDir, reason: str, message: str, next_fallback: int | None = None) -> None:
+    rundir.job.unlink(missing_ok=True)
     record = AttemptRecord(
         attempt=2, job="12", plan="p", strategy="zero2", fallback=0, submitted=0, ended=1, end=reason, message=message,
-        host=None, checkpoint_step=90,
+        host=None, checkpoint_step=90, next_fallback=next_fallback,
     )  # fmt: skip
     save_history(rundir.attempt_history, [record])
 
@@ -173,6 +173,8 @@ def test_a_failure_is_shown_with_attempt_reason_and_last_step(training: RunDir) 
     text = describe(make_run(push=PUSH), SLURM, training)
     assert "Attempt 2 (job 12) ended: Rank 3 on c2: CUDA out of memory." in text
     assert "The last logged step is 95. The newest checkpoint is of step 90." in text
+    end(training, "preempted", "Slurm preempted the job.", next_fallback=0)
+    assert one_line(training) == "chat  between two attempts: preempted"
 
 
 def test_a_requested_stop_is_shown_as_a_stop(training: RunDir) -> None:
