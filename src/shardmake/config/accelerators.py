@@ -66,8 +66,6 @@ _ROWS = [
     ("h200", 139.8, 989, 989, 67, 4800, 450, 50, 9.0),
     ("b200", 178.3, 2250, 2250, 80, 8000, 900, 50, 10.0),
     ("rtx5090", 31.4, 209, 209, 104.8, 1792, 50, 50, 12.0),
-    ("mi250x", 64.0, 191, 191, 47.9, 1638, 50, 25, 9.0),
-    ("mi300x", 191.7, 1307, 1307, 163.4, 5300, 64, 50, 9.4),
     # A core does about 50 GFLOP/s in fp32 (AVX2); the figure is per core here and multiplied by the cores of a rank.
     ("cpu", 0, 0.05, 0.05, 0.05, 20, 5, 5, 0),
 ]
@@ -77,6 +75,11 @@ ACCELERATORS: dict[str, Accelerator] = {str(row[0]): Accelerator(*row) for row i
 def find_accelerator(name: str) -> Accelerator:
     """Return the catalogue's entry for ``name``; capitals do not matter."""
     entry = ACCELERATORS.get(name.lower())
+    if entry is None and name.lower().startswith("mi"):
+        raise ConfigError(
+            f"{name!r} is not supported. Nothing of Shardmake ran on AMD GPUs, and its checks of nodes ask nvidia-smi. "
+            "Use NVIDIA GPUs."
+        )
     if entry is None:
         raise ConfigError(
             f"{name!r} is not in the catalogue of accelerators.{_suggestion(name.lower())} Known: "

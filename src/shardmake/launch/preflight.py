@@ -7,12 +7,10 @@ node, which is then excluded, or a problem of the run, which would fail on every
 import os
 import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import psutil
 
@@ -21,17 +19,14 @@ from shardmake.checkpoint.record import RECORD_NAME
 from shardmake.core.disk import check_save
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import ShardmakeError
-from shardmake.core.process import wait_for_output
 from shardmake.core.units import GIB
+from shardmake.launch.gpus import check_build, check_gpus, installed_build, list_gpus
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
 from shardmake.run.training_settings import TrainingSettings
 
-GPU_IDLE_BYTES = 2 * GIB
-"""Memory that the GPU driver, a display or a monitor may use on an idle GPU."""
 SCRATCH_BYTES = GIB
 _NAME_SECONDS = 2.0
-_NVIDIA_SMI_SECONDS = 20.0
 
 
 class PreflightError(RuntimeError):
@@ -40,16 +35,6 @@ class PreflightError(RuntimeError):
     def __init__(self, findings: Sequence[str], *, blames_run: bool = False) -> None:
         super().__init__("; ".join(findings))
         self.blames_run = blames_run
-
-
-class GpuStatus(NamedTuple):
-    """One GPU as nvidia-smi lists it."""
-
-    number: str
-    uuid: str
-    used: int | None
-    """Bytes; None if nvidia-smi does not report it."""
-    uncorrected_errors: int
 
 
 def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int, report: Callable[[str], None]) -> None:
@@ -82,8 +67,10 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan) -> list[str]
         *(f"{path} cannot be written here" for path in folders if not os.access(path, os.W_OK | os.X_OK)),
     ]
     if attempt.accelerator != "cpu":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        findings += check_gpus(_list_gpus(), visible, attempt.processes_per_node)
+        gpus = list_gpus()
+        if unusable := check_build(gpus or [], installed_build()):
+            raise PreflightError(unusable, blames_run=True)
+        findings += check_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), attempt.processes_per_node)
     return findings
 
 
@@ -111,61 +98,6 @@ def check_scratch(scratch: Path) -> list[str]:
     if free >= SCRATCH_BYTES:
         return []
     return [f"the scratch folder {scratch} has {free / GIB:.2f} GiB free and needs {SCRATCH_BYTES / GIB:.0f} GiB"]
-
-
-def check_gpus(gpus: Sequence[GpuStatus] | None, visible: str | None, planned: int) -> list[str]:
-    """Return findings about GPUs that are missing, in use or broken.
-
-    Args:
-        gpus: Every GPU of the node; None if nvidia-smi does not answer.
-        visible: ``CUDA_VISIBLE_DEVICES``: indices, UUIDs or their prefixes, slices (MIG-...); None for all.
-        planned: Number of ranks, one per GPU.
-    """
-    if gpus is None:
-        return ["nvidia-smi does not answer"]
-    named = [gpu.number for gpu in gpus] if visible is None else [name.strip() for name in visible.split(",")]
-    mine = [gpu for gpu in gpus if any(_names(name, gpu) for name in named)]
-    count = len(mine) + sum(name.startswith("MIG-") for name in named)  # nvidia-smi does not list slices as GPUs
-    findings = [f"{count} GPUs are visible, and the plan needs {planned}"] if count < planned else []
-    for gpu in mine:
-        if gpu.used is not None and gpu.used > GPU_IDLE_BYTES:
-            findings.append(f"GPU {gpu.number} is in use: {gpu.used / GIB:.1f} GiB")
-        if gpu.uncorrected_errors:
-            findings.append(f"GPU {gpu.number} has {gpu.uncorrected_errors} uncorrected memory errors")
-    return findings
-
-
-def _names(name: str, gpu: GpuStatus) -> bool:
-    """Return whether ``name`` from ``CUDA_VISIBLE_DEVICES`` identifies ``gpu``."""
-    return name == gpu.number or (name.startswith("GPU-") and gpu.uuid.startswith(name))
-
-
-def parse_gpus(text: str) -> list[GpuStatus]:
-    """Parse `nvidia-smi --query-gpu=index,uuid,memory.used,ecc... --format=csv,noheader,nounits` (MiB).
-
-    Unavailable values are text: ``[N/A]``, ``[Insufficient Permissions]``.
-    """
-    rows = [[field.strip() for field in line.split(",")] for line in text.splitlines() if line.strip()]
-    return [
-        GpuStatus(
-            number=row[0],
-            uuid=row[1],
-            used=int(row[2]) << 20 if row[2].isdigit() else None,
-            uncorrected_errors=int(row[3]) if row[3].isdigit() else 0,
-        )
-        for row in rows
-    ]
-
-
-def _list_gpus() -> list[GpuStatus] | None:
-    query = "--query-gpu=index,uuid,memory.used,ecc.errors.uncorrected.volatile.total"
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
-    try:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-    except OSError:
-        return None
-    answer = wait_for_output(process, _NVIDIA_SMI_SECONDS)
-    return None if answer is None else parse_gpus(answer)
 
 
 def check_names(host: str) -> list[str]:

@@ -201,6 +201,7 @@ def test_a_config_is_rejected(values: Any, expected: list[str], tmp_path: Path) 
                                    f"'a100-80gb'? {KNOWN}"]),
         ({"accelerator": "h1000"}, [f"accelerator: 'h1000' is not in the catalogue of accelerators. Did you mean 'h100'? {KNOWN}"]),
         ({"accelerator": "gtx9999"}, [f"accelerator: 'gtx9999' is not in the catalogue of accelerators. {KNOWN}"]),
+        ({"accelerator": "MI300X"}, ["accelerator: 'MI300X' is not supported. Nothing of Shardmake ran on AMD GPUs, and its checks of nodes ask nvidia-smi. Use NVIDIA GPUs."]),
         ({"gpu_memory_gib": 81920}, ["gpu_memory_gib: 81920 is not allowed. Allowed: a number from 1 to 1,024."]),
         ({"scratch": "$NOT_SET"}, ["scratch: '$NOT_SET' cannot be expanded: the environment variable NOT_SET is not set. Set "
                                    "it, or write the path."]),

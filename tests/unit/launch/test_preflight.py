@@ -8,66 +8,17 @@ from shardmake.core.atomic import write_json
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.preflight import (
     GIB,
-    GpuStatus,
     PreflightError,
-    check_gpus,
     check_memory,
     check_names,
     check_node,
     check_scratch,
     check_versions,
-    parse_gpus,
 )
 from shardmake.launch.worker import oom_kills
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan, Resources
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
-
-ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
-
-
-def test_gpus_as_nvidia_smi_prints_them() -> None:
-    gpus = parse_gpus(ROWS)
-    assert gpus[1] == GpuStatus("1", "GPU-b", 40 * GIB, 0)
-    assert [gpu.uncorrected_errors for gpu in gpus] == [0, 0, 0, 2]
-
-
-@pytest.mark.parametrize(
-    ("visible", "planned", "words"),
-    [
-        ("0,2", 2, []),
-        ("GPU-a,GPU-c", 2, []),
-        ("0", 2, ["1 GPUs are visible, and the plan needs 2"]),
-        ("0,1", 2, ["GPU 1 is in use: 40.0 GiB"]),
-        ("0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
-        (None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
-    ],
-)
-def test_gpus_must_be_present_idle_and_healthy(visible: str | None, planned: int, words: list[str]) -> None:
-    assert check_gpus(parse_gpus(ROWS), visible, planned) == words
-
-
-UUID = "GPU-8f6d2a10-0000-4000-8000-000000000001"
-SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-8000-000000000001/1/0"
-
-
-@pytest.mark.parametrize(
-    ("row", "visible", "planned", "words"),
-    [
-        (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
-        (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
-        (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and the plan needs 1"]),
-        (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, []),
-        (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and the plan needs 3"]),
-        (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and the plan needs 1"]),
-    ],
-)
-def test_missing_values_uuid_prefixes_and_slices(row: str, visible: str | None, planned: int, words: list[str]) -> None:
-    assert check_gpus(parse_gpus(row), visible, planned) == words
-
-
-def test_an_nvidia_smi_without_an_answer_is_a_finding() -> None:
-    assert check_gpus(None, None, 2) == ["nvidia-smi does not answer"]
 
 
 def test_versions_memory_and_scratch(tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""GPUs as nvidia-smi reports them on real nodes, and builds of torch that cannot use them."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.units import GIB
+from shardmake.launch.gpus import (
+    GpuStatus,
+    TorchBuild,
+    check_build,
+    check_gpus,
+    installed_build,
+    list_gpus,
+    parse_gpus,
+)
+
+ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
+
+
+def test_gpus_as_nvidia_smi_prints_them() -> None:
+    gpus = parse_gpus(ROWS)
+    assert gpus[1] == GpuStatus("1", "GPU-b", 40 * GIB, 0)
+    assert [gpu.uncorrected_errors for gpu in gpus] == [0, 0, 0, 2]
+
+
+@pytest.mark.parametrize(
+    ("visible", "planned", "words"),
+    [
+        ("0,2", 2, []),
+        ("GPU-a,GPU-c", 2, []),
+        ("0", 2, ["1 GPUs are visible, and the plan needs 2"]),
+        ("0,1", 2, ["GPU 1 is in use: 40.0 GiB"]),
+        ("0,3", 2, ["GPU 3 has 2 uncorrected memory errors"]),
+        (None, 4, ["GPU 1 is in use: 40.0 GiB", "GPU 3 has 2 uncorrected memory errors"]),
+    ],
+)
+def test_gpus_must_be_present_idle_and_healthy(visible: str | None, planned: int, words: list[str]) -> None:
+    assert check_gpus(parse_gpus(ROWS), visible, planned) == words
+
+
+UUID = "GPU-8f6d2a10-0000-4000-8000-000000000001"
+FIRST_SLICE = "2 MIG slices are visible, but CUDA shows only the first: one rank per node works"
+SLICES = "MIG-3c1a0000-0000-4000-8000-000000000001,MIG-GPU-8f6d2a10-0000-4000-8000-000000000001/1/0"
+
+
+@pytest.mark.parametrize(
+    ("row", "visible", "planned", "words"),
+    [
+        (f"0, {UUID}, [Insufficient Permissions], [N/A]", None, 1, []),
+        (f"0, {UUID}, 3, 0", "GPU-8f6d2a10", 1, []),
+        (f"0, {UUID}, 3, 0", "GPU-8f6d2a11", 1, ["0 GPUs are visible, and the plan needs 1"]),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 1, []),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 2, [FIRST_SLICE]),
+        (f"0, {UUID}, [N/A], [N/A]", SLICES, 3, ["2 GPUs are visible, and the plan needs 3", FIRST_SLICE]),
+        (f"0, {UUID}, 3, 0", "", 1, ["0 GPUs are visible, and the plan needs 1"]),
+    ],
+)
+def test_missing_values_uuid_prefixes_and_slices(row: str, visible: str | None, planned: int, words: list[str]) -> None:
+    assert check_gpus(parse_gpus(row), visible, planned) == words
+
+
+def test_an_nvidia_smi_without_an_answer_is_a_finding() -> None:
+    assert check_gpus(None, None, 2) == ["nvidia-smi does not answer"]
+
+
+RECORDED = {
+    "8 A100": "".join(f"{n}, GPU-{n}, 4, 0, 550.54.15, 8.0\n" for n in range(8)),
+    "8 H100": "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0\n" for n in range(8)),
+    "V100": "0, GPU-0, 0, 0, 535.183.01, 7.0\n",
+    "B200": "0, GPU-0, 0, 0, 580.65.06, 10.0\n",
+    "RTX 4090": "0, GPU-0, 310, [N/A], 580.65.06, 8.9\n",
+    "no rights": "0, GPU-0, [Insufficient Permissions], [N/A], [N/A], [N/A]\n",
+    "old driver": "0, GPU-0, 0, 0, 470.256.02\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("rows", "cuda", "words"),
+    [
+        ("8 H100", "13.0", None),
+        ("8 A100", "12.8", None),
+        ("8 A100", "13.0", "driver is 550, and this torch, built for CUDA 13.0, needs 580"),
+        ("old driver", "12.6", "driver is 470, and this torch, built for CUDA 12.6, needs 525"),
+        ("V100", "12.6", None),
+        ("V100", "13.0", "compute capability 7.0, and torch for CUDA 13.0 starts at 7.5: install torch for CUDA 12.6"),
+        ("B200", "12.6", "compute capability 10.0, and torch for CUDA 12.6 has no code for it"),
+        ("B200", "12.8", None),
+        ("RTX 4090", "13.0", None),
+        ("no rights", "13.0", None),
+        ("8 H100", None, "torch is a build without CUDA"),
+    ],
+)
+def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | None, words: str | None) -> None:
+    findings = check_build(parse_gpus(RECORDED[rows]), TorchBuild(cuda, None))
+    assert (words is None) == (not findings)
+    assert words is None or words in "; ".join(findings)
+
+
+def test_eight_equal_gpus_are_one_finding() -> None:
+    assert len(check_build(parse_gpus(RECORDED["8 A100"]), TorchBuild("13.0", None))) == 1
+
+
+def test_the_installed_build_is_read_without_importing_torch() -> None:
+    import torch
+
+    assert installed_build() == TorchBuild(torch.version.cuda, torch.version.hip)
+
+
+def fake_nvidia_smi(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_gpus_are_listed_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, f"cat <<'END'\n{RECORDED['8 H100']}END")
+    gpus = list_gpus()
+    assert gpus is not None and len(gpus) == 8
+    assert gpus[7] == GpuStatus("7", "GPU-7", 1 << 20, 0, 580, 9.0)
+
+
+def test_a_driver_without_the_field_of_the_capability_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = 'case "$*" in *compute_cap*) echo "Field compute_cap is not a valid field to query."; exit 2;; esac'
+    fake_nvidia_smi(tmp_path, monkeypatch, f"{refused}\necho '0, GPU-0, 0, 0, 470.256.02'")
+    assert list_gpus() == [GpuStatus("0", "GPU-0", 0, 0, 470, None)]
+
+
+def test_a_failing_nvidia_smi_gives_no_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = "echo Failed to initialize NVML: Driver/library version mismatch; exit 18"
+    fake_nvidia_smi(tmp_path, monkeypatch, failed)
+    assert list_gpus() is None
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    assert list_gpus() is None
