@@ -130,8 +130,9 @@ Targets such as `plan` stand before `--configfile`, which takes every word after
 the file. `~` and environment variables in paths are expanded; an unknown one is an error.
 
 Every stage reads what Snakemake merged, from a file in `.snakemake/shardmake` that no other invocation changes: an
-edit, or another invocation with other values, does not reach a stage that is running or queued. Only changed settings
-rerun a stage; another file with the same settings does not.
+edit, or another invocation with other values, does not reach a stage that is running or queued. If the configuration
+has a password, the file is in `~/.cache/shardmake/config`, which only you can read. Only changed settings rerun a
+stage; another file with the same settings does not.
 
 By hand, `shardmake STAGE NAME --config FILE` reads FILE, and `--config` may be repeated. Without it, the commands read
 the file in the environment variable `SHARDMAKE_CONFIG`, or else `config/config.yaml`.

@@ -54,10 +54,12 @@ if not workflow.overwrite_configfiles:
 
 
 def executor_in_force():
-    """Return the executor of this invocation, or None if it has neither a profile nor cores and runs no job.
+    """Return the executor that the command line asks for, or None if it has neither a profile nor cores and runs no job.
 
     Snakemake sets the executor in the workflow only after it has read the rules.
     """
+    if Path(sys.argv[0]).name not in ("snakemake", "__main__.py"):
+        return None
     with redirect_stderr(StringIO()):
         asked = parse_args(sys.argv[1:])[1]
     return None if asked.executor == "local" and asked.cores is None else asked.executor

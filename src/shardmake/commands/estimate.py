@@ -145,13 +145,13 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     settings = resolve_request(request)
     request = replace(request, sequence_length=settings.run.sequence_length)
     if request.probe:
-        calibration.keep(request.accelerator, probe(settings.model))
+        calibration.keep(settings.hardware.accelerator.name, probe(settings.model))
     possible = sorted(
         choices(settings, _strategies(request, settings.run)), key=lambda choice: not choice.gradient_checkpointing
     )
     rows = CachedPlanner(settings).simulate_all(possible)
     advice = None if any(row.fits for row in rows) else smallest_change(request)
-    measured = calibration.read(request.accelerator)
+    measured = calibration.read(settings.hardware.accelerator.name)
     return EstimateResult(request, settings.model, settings.split, tuple(rows), advice, measured)
 
 

@@ -16,7 +16,9 @@ import yaml
 from shardmake.config.load import COPY_OF, read_yaml
 from shardmake.config.models import Cluster, Config
 from shardmake.core.atomic import write_text
+from shardmake.core.environment import cache_folder
 from shardmake.core.errors import ConfigError
+from shardmake.core.secrets import mask
 
 VARIABLE: Final = "SHARDMAKE_CONFIG"
 """Environment variable with the merged file. The parameters of a rule would rerun it for every other file."""
@@ -24,11 +26,17 @@ FOLDER: Final = Path(".snakemake/shardmake")
 
 
 def write_merged(config: Config, source: str, folder: Path = FOLDER) -> Path:
-    """Write ``config`` below ``folder`` and return the file; ``source`` names the user's files for messages."""
+    """Write ``config`` below ``folder`` and return the file; ``source`` names the user's files for messages.
+
+    A configuration with a secret, such as the password of a store, goes to a folder that only the user can read.
+    """
     values = config.model_dump(exclude_unset=True)
     text = f"{COPY_OF}{source}\n{yaml.safe_dump(values, sort_keys=False, allow_unicode=True)}"
+    if mask(text) != text:
+        folder = cache_folder() / "config"
     path = folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.yaml"
     try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o777 if folder == FOLDER else 0o700)
         write_text(path, text)
     except OSError as error:
         raise ConfigError(

@@ -10,13 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.core.atomic import digest, write_json
+from shardmake.core.environment import cache_folder
 from shardmake.core.process import run_module
-
-
-def cache_folder() -> Path:
-    """Return the user's cache folder of Shardmake."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shardmake"
 
 
 def cached_path(module: str, request: Mapping[str, Any]) -> Path:

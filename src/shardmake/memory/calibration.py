@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from shardmake.core.atomic import digest, write_json
+from shardmake.core.environment import cache_folder
 from shardmake.core.errors import ConfigError
-from shardmake.memory.cache import cache_folder
 
 LARGEST = 8 << 30  # no context or communicator takes that much: another process's memory was counted
 

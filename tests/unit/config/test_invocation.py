@@ -42,6 +42,17 @@ def test_messages_about_the_merged_file_name_the_files_of_the_user(tmp_path: Pat
         load_config(merged)
 
 
+def test_a_configuration_with_a_password_is_readable_for_the_user_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = parse_config(values(push={"to": "s3://ada:hunter2hunter2@bucket/x"}), "a")
+    path = write_merged(config, "a", tmp_path / "shared")
+    assert path.is_relative_to(tmp_path / "cache") and not (tmp_path / "shared").exists()
+    assert path.parent.stat().st_mode & 0o077 == 0
+    assert load_config(path) == config
+
+
 def test_a_folder_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"^Cannot write .*: .* Run Snakemake in a folder that you can write to\.$"):
