@@ -1,7 +1,10 @@
 """A user's `accelerate launch` script runs unmodified through the whole workflow and under every engine."""
 
 import json
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +44,13 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     evaluation = checkout.read("evaluation.json")
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"] - 0.3
     card = (checkout.root / "published/demo/README.md").read_text()
-    assert "| Trained by | `accelerate_loop.py` |" in card
+    assert re.search(r"\| Trained by \| `accelerate_loop\.py` \(SHA-256 `\w{16}\.\.\.`\) with Accelerate \|", card)
+    assert "| Engine | DeepSpeed ZeRO-2 |" in card and "| Global batch | 8 sequences" in card
+    figures = {path.stem for path in (checkout.run / "figures").iterdir()}
+    assert set(re.findall(r"plots/([a-z-]+)\.png", card)) == figures
+    assert (checkout.run / "report.html").read_text().count("<svg") == len(figures)
+    example = card.partition("```python\n")[2].partition("```")[0]
+    subprocess.run([sys.executable, "-c", example], cwd=checkout.root / "published", check=True)
     assert "Trained with zero2 on 2 ranks in 2 attempts." in checkout("shardmake", "status", "demo").stdout
     assert "Nothing to be done" in checkout("snakemake", "--profile", "profiles/local").stdout
 
