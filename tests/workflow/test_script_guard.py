@@ -77,7 +77,7 @@ class Programs:
         errors = folder.rank_errors()
         assert any(codes) and errors, log(rundir)
         assert errors[0].kind == "EngineMismatchError", errors[0].traceback
-        assert not folder.trained.exists() and not rundir.metrics.exists() and not rundir.script_output.exists()
+        assert not folder.trained.exists() and not rundir.metrics.exists() and not any(rundir.script_output.glob("*"))
         assert "Nothing was trained." in errors[0].message
         return errors[0].message
 
