@@ -51,7 +51,7 @@ def write_script_receipt(rundir: RunDir, attempt: int, settings_digest: str) -> 
     """
     folder = AttemptDir(rundir.attempts / f"{attempt:03d}")
     choice, lines = Plan.read(folder.plan).choice, read_metrics(rundir.metrics)
-    trained = TrainedEngine.read_if_exists(folder.trained)
+    trained = _trained_engine(rundir, attempt, settings_digest)
     TrainingReceipt(
         steps=lines[-1].step if lines else None,
         tokens=next((line.tokens for line in reversed(lines) if line.tokens is not None), None),
@@ -65,3 +65,16 @@ def write_script_receipt(rundir: RunDir, attempt: int, settings_digest: str) -> 
         finished_at=max(node.ended for node in folder.exits()),
         trained=trained,
     ).write(rundir.train_receipt)
+
+
+def _trained_engine(rundir: RunDir, attempt: int, settings_digest: str) -> TrainedEngine | None:
+    """Return the engine that a script found in ``attempt``, or in the newest one before it that trained the same.
+
+    An attempt that resumes after the last step trains nothing.
+    """
+    for number in range(attempt, 0, -1):
+        folder = AttemptDir(rundir.attempts / f"{number:03d}")
+        trained = TrainedEngine.read_if_exists(folder.trained)
+        if trained and folder.read().settings_digest == settings_digest:
+            return trained
+    return None

@@ -146,7 +146,9 @@ def test_status_0_on_all_nodes_and_a_model_write_the_receipt(folder: AttemptDir)
     (rundir.script_output / "model.safetensors").touch()
     rundir.metrics.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0, "tokens": 64}\n')
     trained = TrainedEngine(api="trainer", engine="deepspeed", zero_stage=2, world_size=3, dtype="float32")
-    trained.write(folder.trained)
+    earlier = AttemptDir(folder.root.parent / "001")
+    folder.read().model_copy(update={"number": 1}).write(earlier.settings)
+    trained.write(earlier.trained)  # attempt 2 resumed after the last step
     outcome = user_script.finished_outcome(rundir, folder, "r")
     assert outcome is not None and outcome.end is EndReason.FINISHED
     receipt = json.loads(rundir.train_receipt.read_text())
