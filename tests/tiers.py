@@ -35,6 +35,8 @@ QUICK = {
 
 
 SLOW_UNIT = {
+    "unit/plan/test_abilities.py": "auto_takes|answers_as_a_process",
+    "unit/plan/test_before_the_queue.py": "sound_run.*(gpt2|bloom)",
     "unit/render/test_lint.py": "any_value_in_any_key",
     "unit/memory/test_trace.py": "can_be_traced.(phi3|gpt_neox|mixtral|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
     "unit/memory/test_estimate.py": "outside_the_families_is_traced",

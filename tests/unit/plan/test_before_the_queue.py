@@ -1,0 +1,119 @@
+"""`shardmake plan` ends with one message for everything that can be known before a job is queued."""
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake import cli
+from shardmake.memory import cache
+from tests.unit.data.test_encode import MARKED, make_tokenizer
+from tests.unit.plan.test_abilities import BLOOM, GEMMA2, GPT2, MIXTRAL, OPT, T5
+from tests.unit.plans import LLAMA
+
+TEXTS = [{"text": "a b c"}, {"text": "d e f g"}] * 3
+CHAT = [{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b c"}]}] * 4
+CLUSTER = {"executor": "local", "processes_per_node": 2, "cpus_per_node": 2, "memory_gib_per_node": 4}
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.fixture
+def plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str]]:
+    """Plan a run of the model ``config`` and the rows of ``data`` in this process; return status and output."""
+
+    def run_helper(module: str, request: Mapping[str, Any]) -> Any:
+        return json.loads(json.dumps(import_module(module).answer(json.loads(json.dumps(request)))))
+
+    def run(config: dict[str, Any], data: str, template: str | None, settings: dict[str, Any]) -> tuple[int, str]:
+        make_tokenizer(template).save_pretrained("base")
+        Path("base/config.json").write_text(json.dumps(config))
+        Path("train.jsonl").write_text(data)
+        values = {
+            "model": "./base",
+            "data": {"train": "train.jsonl"},
+            "sequence_length": 16,
+            "global_batch_size": 2,
+            "micro_batch_size": 1,
+            "max_steps": 2,
+            "learning_rate": 1e-3,
+            "strategy": "ddp",
+            "gradient_checkpointing": False,
+            **settings,
+        }
+        Path("cluster.json").write_text(json.dumps(CLUSTER))
+        Path("config.json").write_text(json.dumps({"cluster": "cluster.json", "runs": {"ours": values}}))
+        monkeypatch.setattr(sys, "argv", ["shardmake", "plan", "ours", "--config", "config.json"])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        return int(end.value.code or 0), "".join(capfd.readouterr())
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cache, "run_helper", run_helper)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return run
+
+
+BROKEN_LIST = [{"messages": "hello"}]
+SHORT = [{"role": "user", "content": "a"}]
+Case = tuple[dict[str, Any], str, str | None, dict[str, Any], str]
+REFUSED: dict[str, Case] = {
+    "no template": (LLAMA, lines(CHAT), None, {}, "has no chat template"),
+    "no list": (LLAMA, lines(BROKEN_LIST * 2), MARKED, {}, "line 1"),
+    "empty": (LLAMA, "\n", MARKED, {}, "No examples in train.jsonl"),
+    "one row": (LLAMA, lines(TEXTS[:1]), MARKED, {}, "has one example, and evaluation needs another"),
+    "format": (LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "format": "chat"}}, "line 1"),
+    "columns": (LLAMA, lines([{"body": "a"}] * 2), MARKED, {}, "unknown format. The columns are"),
+    "nothing to learn": (LLAMA, lines([{"messages": SHORT}] * 2), MARKED, {}, "has a token to learn"),
+    "gemma2 sdpa": (GEMMA2, lines(TEXTS), MARKED, {"attention": "sdpa"}, "attention: sdpa cannot be used"),
+    "bloom": (BLOOM, lines(TEXTS), MARKED, {}, "packing: true cannot be used: BloomForCausalLM"),
+    "opt": (OPT, lines(TEXTS), MARKED, {}, "packing: true cannot be used: OPTForCausalLM"),
+    "t5": (T5, lines(TEXTS), MARKED, {}, "is an encoder-decoder model (t5)"),
+    "mixtral lora": (MIXTRAL, lines(TEXTS), MARKED, {"method": "lora"}, "cannot be merged for MixtralForCausalLM"),
+    "lora targets": (LLAMA, lines(TEXTS), MARKED, {"method": "lora", "lora": {"targets": ["x"]}}, "target not found"),
+    "shard size": (LLAMA, lines(TEXTS), MARKED, {"max_shard_size": "5 parsecs"}, "max_shard_size"),
+    "protocol": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "s4://x/y"}}, "does not know the protocol s4://"),
+    "folder": (LLAMA, lines(TEXTS), MARKED, {"push": {"to": "file:/proc/x"}}, "no folder can be created in /proc"),
+    "seed": (LLAMA, lines(TEXTS), MARKED, {"seed": -1}, "seed"),
+    "batch": (LLAMA, lines(TEXTS), MARKED, {"global_batch_size": 10**20}, "global_batch_size"),
+    "variable": (
+        LLAMA, lines(TEXTS), MARKED, {"script": "x.py", "script_args": ["$SHARDMAKE_SED"]}, "Did you mean 'SHARDMAKE_SEED'"
+    ),
+    "fsdp": (LLAMA, lines(TEXTS), MARKED, {"strategy": "fsdp"}, "strategy: fsdp needs GPUs"),
+    "prompt": (
+        LLAMA, lines(TEXTS), "{{ raise_exception('no') }}", {"evaluation": {"prompts": ["a"]}}, "evaluation.prompts"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=list(REFUSED))
+def test_a_mistake_is_refused_at_plan(case: Case, plan: Callable[..., tuple[int, str]]) -> None:
+    *inputs, sentence = case
+    status, printed = plan(*inputs)
+    assert status == 2, printed
+    assert sentence in printed and "Traceback" not in printed, printed
+    assert not Path("runs/ours/plan/plan.json").exists()
+
+
+ACCEPTED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "llama": (LLAMA, {}),
+    "gpt2 lora": (GPT2, {"method": "lora"}),
+    "bloom": (BLOOM, {"packing": False}),
+}
+
+
+@pytest.mark.parametrize(("config", "settings"), ACCEPTED.values(), ids=list(ACCEPTED))
+def test_a_sound_run_is_planned(
+    config: dict[str, Any], settings: dict[str, Any], plan: Callable[..., tuple[int, str]]
+) -> None:
+    status, printed = plan(config, lines(CHAT), MARKED, settings)
+    assert status == 0, printed
+    assert Path("runs/ours/plan/plan.json").is_file()
