@@ -58,13 +58,13 @@ def exchange(text: str) -> list[str] | None:
     return [store.get(key).decode() for key in keys]
 
 
-def equal_ranks(digests: Sequence[str], tensor_parallel: int) -> tuple[int, int] | None:
-    """Return two ranks with equal digests, if there are any, of different tensor-parallel groups.
+def conflict(digests: Sequence[str], tensor_parallel: int) -> tuple[int, int] | None:
+    """Return two ranks whose rows are equal and must not be, or are different and must be equal; None if all are right.
 
-    The ranks of one group, which follow each other, need the same rows.
+    Ranks of one tensor-parallel group, which follow each other, need the same rows, all others different ones.
     """
-    known = [(rank, digest) for rank, digest in enumerate(digests) if digest]
-    pairs = (
-        (a, b) for (a, x), (b, y) in combinations(known, 2) if x == y and a // tensor_parallel != b // tensor_parallel
-    )
-    return next(pairs, None)
+    for one, other in combinations(range(len(digests)), 2):
+        is_group = one // tensor_parallel == other // tensor_parallel
+        if (digests[one] == digests[other]) != is_group:
+            return one, other
+    return None

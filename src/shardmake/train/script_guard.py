@@ -141,7 +141,7 @@ class ScriptGuard:
         self.check_batch()
 
     def check_rows(self, inputs: Any) -> None:
-        """Check that no two ranks, or groups of ranks, have the same rows in the inputs of their first forward pass."""
+        """Check that the ranks got different rows for their first forward pass, and tensor-parallel ranks the same."""
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
         digests = first_batch.exchange(first_batch.digest_rows(inputs))
@@ -149,13 +149,21 @@ class ScriptGuard:
             logger.warning("The ranks' first rows were not compared: a rank has none, or did not train in time.")
             return
         self.rows_compared = True
-        equal = first_batch.equal_ranks(digests, self.choice.tensor_parallel)
-        if equal:
+        ranks = first_batch.conflict(digests, self.choice.tensor_parallel)
+        if ranks is None:
+            return
+        one, other = ranks
+        if digests[one] == digests[other]:
             raise EngineMismatchError(
-                f"Ranks {equal[0]} and {equal[1]} got the same rows in their first batch. Nothing was trained. Every "
-                "rank needs rows of its own: pass the data loader to accelerator.prepare, or give it a "
+                f"Ranks {one} and {other} got the same rows in their first batch. Nothing was trained. Every rank "
+                "needs rows of its own: pass the data loader to accelerator.prepare, or give it a "
                 "torch.utils.data.DistributedSampler."
             )
+        raise EngineMismatchError(
+            f"Ranks {one} and {other} of a tensor-parallel group got different rows in their first batch. Nothing was "
+            "trained. The ranks of a group share each layer's matrices and need the same rows: prepare the data loader "
+            "after the mesh of tensor-parallel ranks."
+        )
 
     def check_batch(self) -> None:
         """Check the global batch, if it is known; report another split of the same one."""

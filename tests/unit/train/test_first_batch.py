@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardmake.train.first_batch import count_rows, digest_rows, equal_ranks, exchange
+from shardmake.train.first_batch import conflict, count_rows, digest_rows, exchange
 
 ROWS = torch.arange(12).reshape(3, 4)
 
@@ -28,19 +28,20 @@ def test_the_digest_depends_on_every_value_and_not_on_the_container() -> None:
 
 
 @pytest.mark.parametrize(
-    ("digests", "tensor_parallel", "equal"),
+    ("digests", "tensor_parallel", "ranks"),
     [
         (["a", "b", "c", "d"], 1, None),
         (["a", "b", "c", "a"], 1, (0, 3)),
         (["a", "a", "b", "b"], 1, (0, 1)),
         (["a", "a", "b", "b"], 2, None),
         (["a", "a", "a", "a"], 2, (0, 2)),
+        (["a", "b", "c", "c"], 2, (0, 1)),
     ],
 )
-def test_equal_rows_are_right_within_a_tensor_parallel_group_only(
-    digests: list[str], tensor_parallel: int, equal: tuple[int, int] | None
+def test_equal_rows_are_right_exactly_within_a_tensor_parallel_group(
+    digests: list[str], tensor_parallel: int, ranks: tuple[int, int] | None
 ) -> None:
-    assert equal_ranks(digests, tensor_parallel) == equal
+    assert conflict(digests, tensor_parallel) == ranks
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from shardmake.core.errors import EngineMismatchError
 from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.trained_engine import TrainedEngine
+from shardmake.train import script_guard
 from shardmake.train.script_guard import Batch, ScriptGuard, compute_dtype, mismatch_message
 from tests.unit.plans import make_plan
 
@@ -112,3 +113,28 @@ def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_p
     guard.batch = Batch.of(2, 2, 2)
     guard.check_first_step(has_engine=True)
     assert TrainedEngine.read(guard.folder.trained).global_batch_size == 8
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "digests", "words"),
+    [
+        (1, ["a", "b"], None),
+        (1, ["a", "a"], "Ranks 0 and 1 got the same rows"),
+        (2, ["a", "a"], None),
+        (2, ["a", "b"], "Ranks 0 and 1 of a tensor-parallel group got different rows"),
+        (1, ["a", ""], None),
+    ],
+)
+def test_rows_are_compared_between_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tensor_parallel: int, digests: list[str], words: str | None
+) -> None:
+    monkeypatch.setattr(script_guard.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(script_guard.dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(script_guard.first_batch, "exchange", lambda digest: digests)
+    guard = make_guard(tmp_path, tensor_parallel=tensor_parallel, gradient_accumulation_steps=2 * tensor_parallel)
+    if words:
+        with pytest.raises(EngineMismatchError, match=words):
+            guard.check_rows({})
+    else:
+        guard.check_rows({})
+    assert guard.rows_compared == all(digests)
