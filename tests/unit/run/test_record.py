@@ -11,7 +11,7 @@ from shardmake.run.attempt import Heartbeat, ProcessStates, RequestedStop
 from shardmake.run.record import read_record
 
 
-@given(beat=st.builds(Heartbeat, median_step_seconds=st.floats(allow_nan=False)))
+@given(beat=st.builds(Heartbeat, time=st.floats(allow_nan=False), median_step_seconds=st.floats(allow_nan=False)))
 def test_a_record_is_read_back_equal(beat: Heartbeat, tmp_path_factory: pytest.TempPathFactory) -> None:
     path = tmp_path_factory.mktemp("record") / "beat.json"
     beat.write(path)
