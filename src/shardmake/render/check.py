@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import TypeAdapter
 
@@ -18,6 +18,8 @@ from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
 from shardmake.render import parsers
+from shardmake.render.comparison import Library, Settings
+from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
 from shardmake.run.training_settings import TrainingSettings
 
@@ -43,6 +45,11 @@ class Rendering:
     flags: list[str]
 
 
+NAMES: Final[dict[Library, str]] = {
+    "Trainer": "training.json",
+    "DeepSpeed": "deepspeed.json",
+    "Accelerate": "accelerate.yaml",
+}
 _RENDERINGS = TypeAdapter(list[Rendering])
 
 
@@ -116,7 +123,6 @@ def problems_of(check: Callable[[], list[str]]) -> list[str]:
 
 
 def _check(request: dict[str, Any], folder: Path) -> list[list[str]]:
-    parsers.pretend_world(request["world_size"])
     renderings = _RENDERINGS.validate_python(request["renderings"])
     return [_find_problems(one, request["hidden_size"], folder) for one in renderings]
 
@@ -124,6 +130,7 @@ def _check(request: dict[str, Any], folder: Path) -> list[list[str]]:
 def _find_problems(rendering: Rendering, hidden_size: int, folder: Path) -> list[str]:
     """Return what the libraries find in the files of one rendering, whatever they left in the environment before."""
     files, choice = rendering.files, rendering.choice
+    parsers.pretend_world(choice.world_size)
     for name in [name for name in os.environ if name.startswith(_VARIABLES)]:
         del os.environ[name]
     if files.deepspeed:
@@ -132,7 +139,23 @@ def _find_problems(rendering: Rendering, hidden_size: int, folder: Path) -> list
         *problems_of(lambda: _check_accelerate(files, choice, rendering.flags, folder)),
         *problems_of(lambda: _check_deepspeed(files, choice)),
         *problems_of(lambda: _check_training(files, choice, hidden_size, folder)),
+        *_check_settings(rendering, folder),
     ]
+
+
+def _check_settings(rendering: Rendering, folder: Path) -> list[str]:
+    """Compare the settings of the three files, as `shardmake check` does."""
+    files = rendering.files
+    settings = Settings(
+        trainer=files.training.arguments,
+        deepspeed=files.deepspeed or None,
+        accelerate=files.accelerate,
+        flags=rendering.flags,
+        world_size=rendering.choice.world_size,
+    )
+    found = compare(settings, folder)
+    errors = [problem.sentence(NAMES) for problem in found.problems if problem.level == "error"]
+    return [*(row.sentence(NAMES) for row in found.contradictions), *errors]
 
 
 def _check_accelerate(files: Files, choice: Choice, flags: list[str], folder: Path) -> list[str]:
@@ -188,7 +211,7 @@ def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path
     return [
         *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),
         *(f"training.json: transformers ignores {key}" for key in ignored),
-        *(parsers.mismatches(arguments, hidden_size) if files.deepspeed else []),
+        *(parsers.unfilled(arguments, hidden_size) if files.deepspeed else []),
     ]
 
 

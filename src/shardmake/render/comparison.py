@@ -9,7 +9,7 @@ entry for each setting.
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final, Literal
 
@@ -64,6 +64,17 @@ class Row:
     verdict: Verdict
     effect: str = ""
 
+    def sentence(self, names: Mapping[Library, str]) -> str:
+        """Return the value of each library, with ``names`` of the files, and the effect."""
+        sides = [
+            f"{value.key} is {as_text(value.value)} in {names.get(library, library)}"
+            if value.written
+            else f"{value.key} is {as_text(value.value)}, {library}'s default"
+            for library, value in self.values.items()
+            if value.value is not None
+        ]
+        return f"{self.setting}: {'; '.join(sides)}. {self.effect}"
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -74,6 +85,16 @@ class Problem:
     value: Any
     level: Literal["error", "warning"]
     effect: str
+
+    def sentence(self, names: Mapping[Library, str]) -> str:
+        """Return the key, its value and file, and the effect."""
+        value = "is missing" if self.value is None else f"is {as_text(self.value)}"
+        return f"{self.key} {value} in {names.get(self.library, self.library)}. {self.effect}"
+
+
+def as_text(value: Any) -> str:
+    """Return a value as a file would have it."""
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 @dataclass(frozen=True)

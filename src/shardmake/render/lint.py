@@ -9,7 +9,7 @@ import itertools
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -21,7 +21,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
 from shardmake.render import command_lines
-from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value
+from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
 
 Kind = Literal["accelerate", "deepspeed", "training"]
 TITLES: Final[dict[Kind, str]] = {
@@ -293,8 +293,8 @@ def format_report(report: Report, *, every_row: bool) -> str:
     lines = [report.title, *(f"note: {note}" for note in report.notes)]
     if rows:
         lines += ["", *_table(rows), ""]
-    lines += [f"error: {_sentence(row, report.names)}" for row in report.comparison.contradictions]
-    lines += [f"{problem.level}: {_of_problem(problem, report.names)}" for problem in report.comparison.problems]
+    lines += [f"error: {row.sentence(report.names)}" for row in report.comparison.contradictions]
+    lines += [f"{problem.level}: {problem.sentence(report.names)}" for problem in report.comparison.problems]
     compared = len(report.comparison.rows)
     lines.append(f"{report.errors} errors." if report.errors else f"No errors: {compared} settings agree.")
     return "\n".join(lines)
@@ -304,7 +304,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
     cells = [["setting", *LIBRARIES, "what will run"]]
     for row in rows:
         values = [_cell(row.values.get(library)) for library in LIBRARIES]
-        cells.append([row.setting, *values, "stops" if row.verdict == "stops" else _text(row.runs)])
+        cells.append([row.setting, *values, "stops" if row.verdict == "stops" else as_text(row.runs)])
     widths = [max(len(line[column]) for line in cells) for column in range(len(cells[0]))]
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
 
@@ -312,27 +312,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 def _cell(value: Value | None) -> str:
     if value is None or (value.value is None and not value.written):
         return "-"
-    return _text(value.value) if value.written else f"{_text(value.value)} (default)"
-
-
-def _text(value: Any) -> str:
-    return "-" if value is None else str(value) if isinstance(value, str) else json.dumps(value)
-
-
-def _sentence(row: Row, names: Mapping[Library, str]) -> str:
-    sides = [
-        f"{value.key} is {_text(value.value)} in {names.get(library, library)}"
-        if value.written
-        else f"{value.key} is {_text(value.value)}, {library}'s default"
-        for library, value in row.values.items()
-        if value.value is not None
-    ]
-    return f"{row.setting}: {'; '.join(sides)}. {row.effect}"
-
-
-def _of_problem(problem: Problem, names: Mapping[Library, str]) -> str:
-    value = "is missing" if problem.value is None else f"is {_text(problem.value)}"
-    return f"{problem.key} {value} in {names.get(problem.library, problem.library)}. {problem.effect}"
+    return as_text(value.value) if value.written else f"{as_text(value.value)} (default)"
 
 
 if __name__ == "__main__":

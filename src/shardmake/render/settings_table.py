@@ -236,7 +236,7 @@ def _fsdp(attribute: str) -> Runs:
     def value(found: EngineSettings) -> Any:
         read = getattr(found.fsdp, attribute, None)
         if attribute == "cpu_offload" and not isinstance(read, bool):
-            read = getattr(read, "offload_params", read is not None and "NoneType" not in type(read).__name__)
+            read = getattr(read, "offload_params", type(read).__name__ == "CPUOffloadPolicy")
         return getattr(read, "name", read)
 
     return value
@@ -501,7 +501,8 @@ def _values(setting: Setting, settings: Settings, found: EngineSettings) -> dict
         has = setting.accelerate in written or not setting.deepspeed or found.launcher == "deepspeed_launcher"
         if has and hasattr(found.launched, setting.accelerate):
             value = getattr(found.launched, setting.accelerate)
-            values["Accelerate"] = Value(value, setting.accelerate in written, written.get(setting.accelerate, ""))
+            key = written.get(setting.accelerate, setting.accelerate)
+            values["Accelerate"] = Value(value, setting.accelerate in written, key)
     return values
 
 
@@ -571,6 +572,7 @@ def _same(setting: Setting, asked: Any, runs: Any) -> bool:
     if setting.name == "optimizer":
         return optimizer_family(asked) == optimizer_family(runs)
     if isinstance(asked, str) or isinstance(runs, str):
+        asked, runs = (",".join(map(str, one)) if isinstance(one, list | tuple) else one for one in (asked, runs))
         return str(asked).lower() == str(runs).lower()
     return bool(
         list(asked) == list(runs)
