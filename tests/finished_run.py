@@ -290,5 +290,5 @@ def make_data_receipt(digest: str) -> DataReceipt:
     )  # fmt: skip
     return DataReceipt(
         digest=digest, layout=1, tokenizer="t", sources={}, settings=settings, pad_token_id=0, format="text",
-        columns={"text": "text"}, loss_on_assistant=False, train=split, eval=split,
+        columns={"text": "text"}, loss_on_assistant=False, repeated=0, train=split, eval=split,
     )  # fmt: skip

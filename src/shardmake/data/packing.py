@@ -4,6 +4,8 @@ import heapq
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -11,6 +13,7 @@ from shardmake.data.encode import Tokens
 
 if TYPE_CHECKING:
     import datasets
+    import numpy as np
 
 Outcome = Literal["whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated"]
 KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
@@ -70,6 +73,25 @@ def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
         totals.update(tokens=len(ids), loss_tokens=pc.sum(mask).as_py() or 0)
         largest = max(largest, pc.max(ids).as_py() or 0)
     return {**totals, "largest_token_id": largest}
+
+
+def token_digests(examples: "datasets.Dataset") -> "np.ndarray":
+    """Return a 64-bit digest of the tokens of each example."""
+    import numpy as np
+
+    digests: list[bytes] = []
+    for table in examples.select_columns("input_ids").with_format("arrow").iter(1000):
+        for chunk in table.column(0).chunks:
+            tokens, offsets = chunk.values.to_numpy(), chunk.offsets.to_numpy()
+            digests += (blake2b(tokens[a:b].tobytes(), digest_size=8).digest() for a, b in pairwise(offsets))
+    return np.frombuffer(b"".join(digests), dtype=np.uint64)
+
+
+def count_repeated(examples: "np.ndarray", others: "np.ndarray") -> int:
+    """Return how many of the ``examples`` are also among the ``others``, by their digests."""
+    import numpy as np
+
+    return int(np.isin(examples, others).sum())
 
 
 def columns_of(pieces: list[tuple[Tokens, Outcome]], places: list[str]) -> dict[str, list[Any]]:

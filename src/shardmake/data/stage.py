@@ -30,7 +30,15 @@ from shardmake.data.examples import (
     make_encoder,
     tokenizer_digest,
 )
-from shardmake.data.packing import KEPT, count_outcomes, count_tokens, first_dropped, pack
+from shardmake.data.packing import (
+    KEPT,
+    count_outcomes,
+    count_repeated,
+    count_tokens,
+    first_dropped,
+    pack,
+    token_digests,
+)
 from shardmake.data.sources import Source, file_record, identity, read
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, SplitReceipt
@@ -72,6 +80,11 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         _publish(work, rundir, receipt)
     for split, counts in {"train": receipt.train, "eval": receipt.eval}.items():
         logger.info(f"{rundir.data / split}: {_summary(counts, run.sequence_length)}.")
+    if receipt.repeated:
+        logger.warning(
+            f"Evaluation examples with the same tokens as a training example: {receipt.repeated:,}. Their loss does "
+            "not show how the model does on new examples. Remove the duplicates from data.train or data.eval."
+        )
     return receipt
 
 
@@ -121,8 +134,9 @@ def _build(
         split: _build_split(split, rows[split], sources[split], encoder, run, work, cpus) for split in ("train", "eval")
     }
     check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
+    repeated = count_repeated(*(results[split].pop("token_digests") for split in ("eval", "train")))
     layout = {"format": encoder.layout.format, "columns": dict(encoder.layout.columns)}
-    return {**layout, "loss_on_assistant": encoder.assistant_only, **results}
+    return {**layout, "loss_on_assistant": encoder.assistant_only, "repeated": repeated, **results}
 
 
 def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
@@ -142,10 +156,11 @@ def _build_split(
     check_learned(split, counts, dropped, encoder)
     kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
     kept = kept.remove_columns(["outcome", "dropped"]).shuffle(seed=run.seed, keep_in_memory=True)
+    digests = token_digests(kept)
     if run.packing:
         kept = kept.remove_columns("seq_lengths")
         kept = pack(kept, run.sequence_length, work / "cache" / f"{split}-packed.arrow", split)
-    return {**counts, "first_dropped": dropped, **_save(split, kept, work)}
+    return {**counts, "first_dropped": dropped, "token_digests": digests, **_save(split, kept, work)}
 
 
 def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":

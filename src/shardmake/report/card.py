@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
+from shardmake.core.units import plural
 from shardmake.report import figures
 from shardmake.report.figures import length_name
 from shardmake.report.plots import plots
@@ -106,20 +107,20 @@ def _trained_sentence(records: Records) -> str:
 
 
 def held_out(records: Records) -> str:
-    """Return what the evaluation's tokens are, without a claim about what the base model or a script has seen."""
-    tokens = f"{records.evaluation.tokens:,} tokens"
-    if records.run.data.eval:
-        seen = not _checksums(records, "eval").isdisjoint(_checksums(records, "train"))
-        note = "which is also training data" if seen else "a source apart from the training data"
-        return f"{tokens} of {public_name(records.run.data.eval)}, {note}"
-    part = f"{100 * records.data.settings.eval_fraction:.3g} % of the examples of {public_name(records.run.data.train)}"
+    """Return what the evaluation's tokens are, and how many of its examples are training examples too."""
+    data, evaluation = records.data, records.run.data.eval
+    share = f"{100 * data.settings.eval_fraction:.3g} % of the examples of {public_name(records.run.data.train)}"
+    source = public_name(evaluation) if evaluation else f"{share}, which were held out"
+    return f"{plural(records.evaluation.tokens, 'token')} of {source}. {_repeated(records)}"
+
+
+def _repeated(records: Records) -> str:
     if records.is_script:
-        return f"{tokens} of {part}, which the script may have read"
-    return f"{tokens} of {part}, held out from training"
-
-
-def _checksums(records: Records, split: str) -> set[str]:
-    return {file["sha256"] for file in records.data.sources.get(split, {}).get("files", [])}
+        return "The script may have trained on them"
+    count = records.data.repeated
+    if not count:
+        return "None of these examples has the same tokens as a training example"
+    return f"{count:,} of these examples {'has' if count == 1 else 'have'} the same tokens as a training example"
 
 
 def _hub_name(run: Run) -> str | None:

@@ -69,6 +69,7 @@ class DataReceipt(RunRecord):
     format: DataFormat = Field(description="Format of the examples.")
     columns: dict[str, str] = Field(description="Columns that this format reads, by their usual names.")
     loss_on_assistant: bool = Field(description="Only the assistant's tokens have loss.")
+    repeated: int = Field(description="Evaluation examples with the same tokens as a training example.")
     train: SplitReceipt = Field(description="Training sequences.")
     eval: SplitReceipt = Field(description="Evaluation sequences.")
 

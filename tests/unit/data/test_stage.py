@@ -129,6 +129,23 @@ def files_of(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
+@pytest.mark.parametrize("packing", [True, False])
+def test_evaluation_examples_that_are_also_trained_on_are_counted(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, packing: bool
+) -> None:
+    rows = conversations(40)
+    fresh = [{"messages": chat(f"u:{'e' * size}", "a:wwe")} for size in range(1, 6)]
+    data = {
+        "train": write_jsonl(tmp_path / "train.jsonl", rows),
+        "eval": write_jsonl(tmp_path / "eval.jsonl", [*fresh, rows[3], rows[7]]),
+    }
+    receipt = prepare(make_run(model, data, packing=packing), RunDir(tmp_path / "run"))
+    assert receipt.repeated == 2
+    assert "Evaluation examples with the same tokens as a training example: 2." in caplog.text
+    write_jsonl(tmp_path / "eval.jsonl", fresh)
+    assert prepare(make_run(model, data, packing=packing), RunDir(tmp_path / "run")).repeated == 0
+
+
 def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -98,7 +98,8 @@ def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
         "| Loss, up to 128 tokens | 2.6000 | 2.6000 |",
         "| Loss, longer | 2.4000 | 2.4000 |",
         "| sums, acc | 0.2500 | 0.7500 |",
-        "On 4,096 tokens of 10 % of the examples of train.jsonl, held out from training. The loss is the mean over tokens.",
+        "On 4,096 tokens of 10 % of the examples of train.jsonl, which were held out. "
+        "None of these examples has the same tokens as a training example. The loss is the mean over tokens.",
     ):
         assert f"\n{line}\n" in f"{card.text}\n"
 
@@ -260,14 +261,16 @@ def test_files_of_the_data_are_named_with_their_checksums(tmp_path: Path) -> Non
     card = render_card(make_run(data={"train": "data/x/train.jsonl", "eval": "data/x/eval.jsonl"}), rundir)
     assert f"| Data | train.jsonl, SHA-256 `{'a' * 16}...` |" in card
     assert f"| Evaluation data | eval.jsonl, SHA-256 `{'b' * 16}...` |" in card
-    assert "On 4,096 tokens of eval.jsonl, a source apart from the training data." in card
+    assert "On 4,096 tokens of eval.jsonl. None of these examples has the same tokens" in card
 
 
-def test_an_evaluation_on_the_training_data_is_called_that(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("repeated", "said"), [(1, "1 of these examples has the same tokens"), (30, "30 of these examples have the same")]
+)
+def test_evaluation_examples_that_were_trained_on_are_counted(tmp_path: Path, repeated: int, said: str) -> None:
     rundir = make_rundir(tmp_path)
-    write_sources(rundir, "a" * 64, "a" * 64)
-    card = render_card(make_run(data={"train": "data/x/train.jsonl", "eval": "data/x/copy.jsonl"}), rundir)
-    assert "On 4,096 tokens of copy.jsonl, which is also training data." in card
+    make_data_receipt("d").model_copy(update={"repeated": repeated}).write(rundir.data_receipt)
+    assert said in render_card(make_run(), rundir)
 
 
 SCRIPT = ScriptProgram(path="/home/ada/train.py", args=["--token", "x"], sha256="e" * 64)
@@ -302,6 +305,7 @@ def test_a_script_is_stated_as_its_ranks_found_it(tmp_path: Path) -> None:
         "| Length | set by the script |",
     ):
         assert row in card
+    assert "which were held out. The script may have trained on them." in card
     planned = ("0.0005", "zero2", "cosine", "256 tokens", "AdamW", "fine-tuning", "ada", "--token")
     assert [word for word in planned if word in card.partition("## Evaluation")[0].replace("fine-tuned", "")] == []
 

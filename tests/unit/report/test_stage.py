@@ -53,7 +53,7 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         "Strategy zero2, no checkpointing, micro batch 4, 1 node: the fastest of 2 candidates that fit (11 of 40 GiB).",
         "Global batch 16 sequences = 4 per forward pass x 2 accumulation steps x 2 ranks",
         "Optimizer AdamW of PyTorch, betas 0.9 and 0.999, epsilon 1e-08",
-        "On 4,096 tokens of 10 % of the examples of train.jsonl, held out from training.",
+        "On 4,096 tokens of 10 % of the examples of train.jsonl, which were held out. None of these examples has the same",
         "up to 128 tokens 1,024 2.6000 2.6000",
         "sums acc 0.2500 0.7500",
         "It returns the number of items.",
