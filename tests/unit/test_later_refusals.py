@@ -80,6 +80,7 @@ TABLE: dict[str, Why | str] = {
     "evaluate/harness.py": "cli.py:plan",
     "evaluate/scores.py:Scores.as_record": A,
     "evaluate/stage.py:_as_prompt": "evaluate/stage.py:check_prompts",
+    "evaluate/stage.py:check_prompts": "cli.py:plan",
     "launch/attempt_end.py:apply_decision": R,
     "launch/driver.py": C,
     "launch/monitor.py:raise_on_signals.stop": C,

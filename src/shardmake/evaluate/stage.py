@@ -9,7 +9,7 @@ import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Cluster, EvaluationBackend, Run
 from shardmake.core.errors import ConfigError
@@ -177,15 +177,26 @@ def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples)
 
 
 def check_prompts(run: Run) -> None:
-    """Raise a `ConfigError` if the base model's chat template rejects one of the run's prompts."""
+    """Raise a `ConfigError` if a prompt of the run is too long for the base model, or its chat template rejects it."""
     if not run.evaluation.prompts:
         return
-    from transformers import AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     source = {"revision": run.revision, "trust_remote_code": run.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(run.model, **source)
+    positions = _positions(AutoConfig.from_pretrained(run.model, **source))
     for prompt in run.evaluation.prompts:
-        _as_prompt(tokenizer, prompt)
+        length = len(_as_prompt(tokenizer, prompt))
+        if positions is not None and length >= positions:
+            raise ConfigError(
+                f"evaluation.prompts: {prompt[:40]!r} has {length} tokens, but the model has only {positions} "
+                "positions. Shorten the prompt."
+            )
+
+
+def _positions(config: Any) -> int | None:
+    """Return the number of positions of a model; None if there is no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def _as_prompt(tokenizer: "PreTrainedTokenizerBase", prompt: str) -> list[int]:
@@ -236,15 +247,19 @@ def _question(tokenizer: "PreTrainedTokenizerBase", prompt: list[int]) -> str:
 
 
 def _answer(network: "PreTrainedModel", prompt: list[int], max_new_tokens: int) -> list[int]:
-    """Return the greedy continuation of ``prompt`` as token ids."""
+    """Return the greedy continuation of ``prompt`` as token ids, up to the last position of the model."""
     import torch
 
+    positions = _positions(network.config)
+    room = max_new_tokens if positions is None else min(max_new_tokens, positions - len(prompt))
+    if room < 1:
+        return []
     ids = torch.tensor([prompt], device=network.device)
     with torch.inference_mode():
         output = network.generate(
             ids,
             attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=room,
             do_sample=False,
             pad_token_id=0,  # not used: one prompt at a time needs no padding
         )
