@@ -19,6 +19,7 @@ from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.invocation import VARIABLE, check_executor, write_merged
 from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
 from shardmake.run.paths import RunDir
 from shardmake.run.settings import compared_keys, rerun_settings
@@ -34,20 +35,23 @@ DEFAULT_CONFIG = "config/config.yaml"
 
 
 def checked(function, *arguments):
-    """Return the result of ``function``, or end Snakemake with the message of a `ShardmakeError`.
+    """Return the result of ``function``, or end Snakemake with the message of an error that the user can fix.
 
     Snakemake would print an exception with the lines of Python that raised it.
     """
     try:
         return function(*arguments)
-    except ShardmakeError as error:
-        logger.error(f"Error: {error}")
+    except (ShardmakeError, OSError) as error:
+        logger.error(f"Error: {explain(error, Path())}")
         sys.exit(1)
 
 
+# The Snakemake that an executor starts for a job takes the configuration of the invocation that submitted the job.
+KEPT_CONFIG = None if workflow.is_main_process else os.environ.get(VARIABLE)
+
 # A configuration that the user names replaces the demo's. The file is read before Snakemake reads it, because
 # Snakemake's message about invalid YAML has no line.
-if not workflow.overwrite_configfiles:
+if not KEPT_CONFIG and not workflow.overwrite_configfiles:
     checked(read_yaml, Path(DEFAULT_CONFIG))
 
     configfile: DEFAULT_CONFIG
@@ -66,13 +70,9 @@ def executor_in_force():
 
 
 def read_configuration():
-    """Return the configuration and the cluster; the commands find the configuration through the environment.
-
-    The Snakemake that an executor starts for a job takes the configuration of the invocation that submitted the job.
-    """
-    kept = None if workflow.is_main_process else os.environ.get(VARIABLE)
-    if kept:
-        parsed = load_config(Path(kept))
+    """Return the configuration and the cluster; the commands find the configuration through the environment."""
+    if KEPT_CONFIG:
+        parsed = load_config(Path(KEPT_CONFIG))
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
