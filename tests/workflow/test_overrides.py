@@ -60,11 +60,12 @@ def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypa
     assert settings(checkout) == (5e-4, 7)
     assert "Nothing to be done" in snakemake(checkout, *several)
 
-    # A job of the first invocation starts Snakemake again, after the files were edited while it was in the queue.
+    # A job of the first invocation starts Snakemake again, after a file was damaged while it was in the queue.
     copies = {yaml.safe_load(path.read_text())["runs"]["mine"]["learning_rate"]: path for path in merged(checkout)}
     monkeypatch.setenv(VARIABLE, str(copies[9e-4]))
     again = ("--mode", "subprocess", "--nolock", "--cores", "1", "--forceall")
-    checkout("snakemake", TARGET, *again, "--configfile", str(extra))
+    (checkout.root / "config/config.yaml").write_text("cluster: [\n")
+    checkout("snakemake", TARGET, *again)
     assert settings(checkout) == (9e-4, 42)
 
 
@@ -76,6 +77,17 @@ def test_values_on_the_command_line_override_the_configuration_of_the_clone(chec
     options = ("--profile", "profiles/local", "runs/demo/plan/training.json")
     checkout("snakemake", *options, "--config", "runs={demo: {learning_rate: 5.0e-4}}")
     assert checkout.read("plan/training.json")["arguments"]["learning_rate"] == 5e-4
+
+
+@pytest.mark.parametrize(("executor", "profile"), [("local", "slurm"), ("slurm", "profiles/local")])
+def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
+    checkout: Checkout, executor: str, profile: str
+) -> None:
+    checkout.configure({"executor": executor})
+    done = checkout("snakemake", "-n", "--profile", profile, check=False)
+    assert done.returncode == 1
+    assert f"Error: cluster: config/cluster.yaml has `executor: {executor}`, but Snakemake would " in done.stdout
+    assert "runs/demo" not in done.stdout
 
 
 @pytest.mark.parametrize(
