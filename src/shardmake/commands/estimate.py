@@ -10,10 +10,12 @@ from shardmake.config.models import (
     STRATEGIES,
     Attention,
     Cluster,
+    Lora,
     Method,
     Optimizer,
     Precision,
     Run,
+    Section,
     Strategy,
 )
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
@@ -235,13 +237,31 @@ def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
     return named
 
 
+_COUNTS: dict[str, tuple[type[Section], str]] = {
+    "nodes": (Cluster, "max_nodes"),
+    "gpus_per_node": (Cluster, "processes_per_node"),
+    "sequence_length": (Run, "sequence_length"),
+    "micro_batch": (Run, "global_batch_size"),
+    "lora_rank": (Lora, "rank"),
+}
+"""The key of the configuration that limits each option."""
+
+
+def _largest(section: type[Section], field: str) -> int:
+    return next(limit.le for limit in section.model_fields[field].metadata if hasattr(limit, "le"))
+
+
 def _check(request: EstimateRequest) -> None:
     if not request.model:
         raise ConfigError("No model is named. Name a hub id, a model folder or a config.json.")
-    for name in ("nodes", "gpus_per_node", "sequence_length", "micro_batch", "lora_rank"):
-        value = getattr(request, name)
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} is {value}; it must be at least 1.")
+    for name, (section, field) in _COUNTS.items():
+        value, largest = getattr(request, name), _largest(section, field)
+        if value is not None and not 1 <= value <= largest:
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}. Write a number from 1 to {largest:,}.")
+    try:
+        find_accelerator(request.accelerator)
+    except ConfigError as error:
+        raise ConfigError(f"--accelerator: {error}") from None
     if request.gpu_memory is not None and request.gpu_memory > LARGEST_GPU:
         raise ConfigError(
             f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "

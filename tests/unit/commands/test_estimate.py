@@ -123,11 +123,11 @@ BAD = [
     (EstimateRequest("x", sequence_length=0), "--sequence-length is 0"),
     (
         EstimateRequest("x", accelerator="h1000"),
-        r"options cannot be used:\n  accelerator: 'h1000' is .*Did you mean 'h100",
+        r"--accelerator: 'h1000' is .*Did you mean 'h100",
     ),
     (
         EstimateRequest("x", sequence_length=10**9),
-        r"sequence_length: 1000000000 is not allowed\. Allowed: .* to 10,000,000",
+        r"--sequence-length is 1000000000\. Write a number from 1 to 10,000,000\.",
     ),
 ]
 
