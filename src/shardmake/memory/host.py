@@ -16,7 +16,7 @@ def pinned(size: int) -> int:
 
 
 def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
-    """Return the host RAM of one node during training, and the additional peak of loading or of gathering to save."""
+    """Return the host RAM of one node during training, and the largest additional peak: of loading or of a save."""
     ranks = scenario.ranks_per_node
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
     for name, size in offloaded(scenario, buckets).items():
@@ -24,10 +24,14 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     if scenario.checkpoint_in_memory:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]
-    if scenario.gathers_on_save and scenario.zero_stage == 3:
-        terms["gathered weights"] = scenario.compute * scenario.model.parameters  # at least as much as loading
-    else:
-        terms["loading"] = max(0, _load(scenario) - steady)
+    gathered = scenario.compute * scenario.model.parameters
+    peaks = {
+        "gathered weights": gathered if scenario.gathers_on_save and scenario.zero_stage == 3 else 0,
+        "loading": max(0, _load(scenario) - steady),
+        "saving": _save(scenario, buckets),
+    }
+    largest = max(peaks, key=peaks.__getitem__)
+    terms[largest] = peaks[largest]
     return {name: size for name, size in terms.items() if size}
 
 
@@ -69,6 +73,20 @@ def _load(scenario: Scenario) -> int:
     held = BYTES[scenario.weights] if full and scenario.zero_stage == 0 else scenario.compute
     size = held * scenario.model.parameters
     return size if scenario.gathers_parameters else scenario.ranks_per_node * size
+
+
+def _save(scenario: Scenario, buckets: Buckets) -> int:
+    """Return the copies of GPU memory on one node while all its ranks save under ZeRO.
+
+    torch.save copies each storage to the host as a whole before it writes it (`torch/serialization.py`, ``_save``). The
+    largest storages are the flat fp32 states: a rank's whole part, or a sub-group of it under ZeRO-3. The distributed
+    checkpoint of FSDP copies one tensor at a time.
+    """
+    if scenario.on_cpu or not scenario.zero_stage or scenario.offloads_optimizer:
+        return 0
+    part = ceil(scenario.split.trainable / scenario.world_size)
+    largest = min(buckets.sub_group_size, part) if scenario.zero_stage == 3 else part
+    return scenario.ranks_per_node * 4 * largest
 
 
 def nvme_bytes(scenario: Scenario) -> Terms:

@@ -1,11 +1,14 @@
 """Host RAM and NVMe: what offload keeps there."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from shardmake.memory import host
 from tests.unit.memory.llama_8b import BUCKETS, P, scenario
+
+SMALL_GROUPS = replace(BUCKETS, sub_group_size=10**8)
 
 
 def test_pinned_buffers_are_powers_of_two() -> None:
@@ -41,6 +44,20 @@ def test_parameters_on_nvme_have_buffers_and_a_part_in_ram() -> None:
 
 def test_a_script_under_zero3_may_gather_the_whole_model_to_save_it() -> None:
     for strategy, size in (("zero3", 2 * P), ("zero3-offload", 2 * P), ("zero2", 0), ("ddp", 0)):
-        terms = host.host_terms(scenario(strategy=strategy, gathers_on_save=True), BUCKETS)
+        terms = host.host_terms(scenario(strategy=strategy, gathers_on_save=True), SMALL_GROUPS)
         assert terms.get("gathered weights", 0) == pytest.approx(size, rel=1e-3), strategy
         assert ("loading" in terms) == (size == 0), strategy
+
+
+def test_a_save_copies_the_largest_storage_of_each_rank() -> None:
+    """Eight ranks under ZeRO-3 hold an eighth of an 8B model each; a sub-group has at most 1e9 elements."""
+    terms = host.host_terms(scenario(strategy="zero3"), BUCKETS)
+    assert terms["saving"] == 8 * 4 * 10**9
+    small = host.host_terms(scenario(strategy="zero3"), SMALL_GROUPS)
+    assert "saving" not in small and small["loading"] == 2 * P
+    assert host.host_terms(scenario(strategy="zero2"), BUCKETS)["loading"] == 8 * 2 * P
+
+
+@pytest.mark.parametrize("changes", [{"strategy": "fsdp"}, {"strategy": "zero3-offload"}, {"on_cpu": True}])
+def test_states_that_are_on_the_host_or_split_need_no_copy(changes: dict[str, Any]) -> None:
+    assert "saving" not in host.host_terms(scenario(**changes), BUCKETS)
