@@ -14,6 +14,7 @@ from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
 from shardmake.plan.stage import make_plan
 from shardmake.render.stage import launch_command, render_files, write_files
+from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan
@@ -53,7 +54,7 @@ class Forked:
             rundir.root.mkdir(parents=True, exist_ok=True)
             rundir.data.symlink_to(self.checkout.run / "data")
         model = read_model(run.model)
-        files = render_files(plan, run, cluster, model, folder.root)
+        files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
         plan.write(folder.plan)
         write_files(files, folder.root, model)
         changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}

@@ -7,6 +7,7 @@ from typing import Any
 from shardmake.checkpoint.record import CheckpointRecord, is_intact
 from shardmake.core.environment import library_versions
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
@@ -27,7 +28,7 @@ def is_final(record: CheckpointRecord, checkpoint: Path) -> bool:
 
 
 def write_training_receipt(rundir: RunDir, record: CheckpointRecord, checkpoint: Path) -> None:
-    """Write ``train/receipt.json`` from the last checkpoint alone, so that a lost receipt can be written again."""
+    """Write ``train/receipt.json`` from the last checkpoint and its attempt; a lost receipt can be written again."""
     losses = [line["loss"] for line in read_trainer_state(checkpoint)["log_history"] if "loss" in line]
     TrainingReceipt(
         steps=record.step,
@@ -40,6 +41,7 @@ def write_training_receipt(rundir: RunDir, record: CheckpointRecord, checkpoint:
         attempts=record.attempt,
         versions=record.versions,
         finished_at=record.saved_at,
+        learning=LearningSettings.read_if_exists(AttemptDir(rundir.attempts / f"{record.attempt:03d}").learning),
     ).write(rundir.train_receipt)
 
 

@@ -163,6 +163,9 @@ class AttemptDir:
     stopped = BelowRoot(
         "stopped.json", "Written by rank 0 when the ranks saved and stopped because they were asked to."
     )
+    learning = BelowRoot(
+        "learning.json", "What the attempt learned with (`shardmake.run.learning_settings.LearningSettings`)."
+    )
     trained = BelowRoot(
         "trained.json", "The engine that a user's script trained with (`shardmake.run.trained_engine.TrainedEngine`)."
     )

@@ -6,6 +6,7 @@ from pydantic import Field
 
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.core.manifest import FileRecord
+from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.record import RunRecord
 from shardmake.run.trained_engine import TrainedEngine
 
@@ -93,6 +94,9 @@ class TrainingReceipt(RunRecord):
     attempts: int = Field(description="Attempts.")
     versions: dict[str, str] = Field(description="Versions of the libraries.")
     finished_at: float = Field(description="Unix time.")
+    learning: LearningSettings | None = Field(
+        None, exclude_if=_is_none, description="What the last attempt learned with; None for a user's script."
+    )
     trained: TrainedEngine | None = Field(
         None, exclude_if=_is_none, description="What a user's script trained with; None if it built no engine."
     )

@@ -24,9 +24,9 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     class_name = type(model).__name__
-    if class_name == "DeepSpeedEngine":
+    if is_deepspeed_engine(model):
         return {"engine": DEEPSPEED, "world_size": world_size, **_describe_deepspeed(model)}
-    common = {"zero_stage": 0, "world_size": world_size, "dtype": _DTYPES[precision]}
+    common = {"zero_stage": 0, "world_size": world_size, "dtype": compute_dtype(model, precision)}
     if class_name.startswith("FSDP"):
         return {"engine": FSDP, **common, **_describe_fsdp2(model)}
     if class_name == "FullyShardedDataParallel":
@@ -35,11 +35,22 @@ def describe_engine(model: Any, precision: str) -> dict[str, Any]:
     return {"engine": DDP if is_ddp else class_name, **common, "offload_optimizer": None, "offload_param": None}
 
 
+def is_deepspeed_engine(model: Any) -> bool:
+    """Return True if DeepSpeed trains the wrapped model."""
+    return type(model).__name__ == "DeepSpeedEngine"
+
+
+def compute_dtype(model: Any, precision: str) -> str:
+    """Return the compute data type by torch's name; ``precision`` is Accelerate's name of it without DeepSpeed."""
+    if not is_deepspeed_engine(model):
+        return _DTYPES[precision]
+    return "bfloat16" if model.bfloat16_enabled() else "float16" if model.fp16_enabled() else "float32"
+
+
 def _describe_deepspeed(engine: Any) -> dict[str, Any]:
-    dtype = "bfloat16" if engine.bfloat16_enabled() else "float16" if engine.fp16_enabled() else "float32"
     return {
         "zero_stage": engine.zero_optimization_stage(),
-        "dtype": dtype,
+        "dtype": compute_dtype(engine, "no"),
         "offload_optimizer": _device(engine.zero_offload_optimizer()),
         "offload_param": _device(engine.zero_offload_param()),
         "tensor_parallel": max(1, engine.autotp_size()),

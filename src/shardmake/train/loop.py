@@ -30,6 +30,7 @@ from transformers.trainer_utils import align_special_tokens
 from shardmake.data.dataset import collator, load
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import checkpoint_files
+from shardmake.train.learning_check import BuiltTraining
 from shardmake.train.load_model import load_model, load_tokenizer
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.training_setup import (
@@ -67,7 +68,17 @@ def train(attempt_folder: Path) -> None:
     callbacks = make_callbacks(context, heartbeat)
 
     loop = Loop(accelerator, model, optimizer, batches, eval_batches, arguments, tokenizer, callbacks)
-    check_ready(context, model, accelerator.mixed_precision, collate, accelerator.device)
+    built = BuiltTraining(
+        model=model,
+        optimizer=optimizer,
+        scheduler=loop.scheduler,
+        batches=batches,
+        arguments=arguments,
+        precision=accelerator.mixed_precision,
+        autocasts=accelerator.native_amp,
+        steps=loop.state.max_steps,
+    )
+    check_ready(context, built, collate, accelerator.device)
     loop.run(Path(attempt.resume_from) if attempt.resume_from else None)
     if context.rank == 0:
         record_completion(context, loop.state, stopped=callbacks.stop.requested)

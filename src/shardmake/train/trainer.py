@@ -13,6 +13,7 @@ from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.callbacks.save_scheduler import StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.learning_check import BuiltTraining
 from shardmake.train.load_model import load_model, load_tokenizer, model_configs
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
@@ -135,6 +136,15 @@ class EngineCheck(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Raise on every rank if the engine differs from the plan."""
         extend_timeouts(args.ddp_timeout_delta)
-        wrapped, precision = self.trainer.model_wrapped, self.trainer.accelerator.mixed_precision
-        collate: Any = self.trainer.data_collator
-        check_ready(self.context, wrapped, precision, collate, args.device)
+        accelerator, collate = self.trainer.accelerator, self.trainer.data_collator
+        built = BuiltTraining(
+            model=self.trainer.model_wrapped,
+            optimizer=kwargs["optimizer"],
+            scheduler=kwargs["lr_scheduler"],
+            batches=kwargs["train_dataloader"],
+            arguments=args,
+            precision=accelerator.mixed_precision,
+            autocasts=accelerator.native_amp,
+            steps=state.max_steps,
+        )
+        check_ready(self.context, built, collate, args.device)

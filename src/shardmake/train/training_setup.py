@@ -25,6 +25,13 @@ from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
+from shardmake.train.learning_check import (
+    BuiltTraining,
+    check_deepspeed_file,
+    check_learning,
+    describe_learning,
+    planned_learning,
+)
 from shardmake.train.rank_context import RankContext
 from shardmake.train.trackers import PROJECT, prepare_trackers
 
@@ -109,15 +116,22 @@ def _scratch_folder(context: RankContext) -> ScratchFolder:
     return ScratchFolder(attempt.saves / f"node-{node}", context.folder.root, node, attempt.nodes, share)
 
 
-def check_ready(context: RankContext, model: Any, precision: str, collator: Collator, device: Any) -> None:
-    """Write this rank's report before the first step, and raise if the engine or the data isolation is not as planned.
+def check_ready(context: RankContext, built: BuiltTraining, collator: Collator, device: Any) -> None:
+    """Write this rank's report before the first step, and raise if engine, settings or data isolation are not planned.
 
-    ``model`` is already wrapped by its engine; ``precision`` is Accelerate's name of the compute data type.
+    Rank 0 also writes what the training learns with, for the receipt and the card.
     """
-    found = describe_engine(model, precision)
+    settings, choice = context.settings, context.plan.choice
+    found = describe_engine(built.model, built.precision)
     rank_report(context.folder, context.rank, environment_report() | found)
-    check_engine(found, context.settings.expected.as_json())
-    check_isolation(model, collator, device)
+    check_engine(found, settings.expected.as_json())
+    learning = describe_learning(built, settings)
+    rank_report(context.folder, context.rank, environment_report() | found | {"learning": learning.as_json()})
+    check_learning(learning, planned_learning(settings, choice, built.arguments, built.steps))
+    check_deepspeed_file(built.model, read_json(context.folder.deepspeed, "shardmake train NAME"))
+    if context.rank == 0:
+        learning.write(context.folder.learning)
+    check_isolation(built.model, collator, device)
 
 
 def record_completion(context: RankContext, state: TrainerState, *, stopped: bool) -> None:

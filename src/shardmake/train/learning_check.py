@@ -1,0 +1,181 @@
+"""Check that the optimizer, the schedule, the batch and the precision are the planned ones, before the first step.
+
+Each rank reads them from the engine, the optimizer, the scheduler and the data loader that will train, not from the
+arguments that asked for them: a DeepSpeed file may replace any of them silently.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from transformers import TrainingArguments, get_scheduler
+
+from shardmake.core.nested import leaves, same
+from shardmake.run.learning_settings import LearningSettings
+from shardmake.run.plan import Choice
+from shardmake.run.training_settings import TrainingSettings
+from shardmake.train.engine_check import EngineMismatchError, compute_dtype, is_deepspeed_engine
+
+OPTIMIZER_CLASSES: Final = {
+    "adamw_torch": "AdamW",
+    "adamw_torch_fused": "AdamW",
+    "adamw_bnb_8bit": "AdamW",
+    "adafactor": "Adafactor",
+    "sgd": "SGD",
+}
+"""Class of the optimizer that transformers builds for ``optim``."""
+
+
+@dataclass(frozen=True)
+class BuiltTraining:
+    """The objects that will train: the wrapped model, the optimizer, the scheduler and the batches of one rank.
+
+    ``precision`` is Accelerate's name of the compute data type; ``steps`` is the number of optimizer steps in all.
+    """
+
+    model: Any
+    optimizer: Any
+    scheduler: Any
+    batches: Any
+    arguments: TrainingArguments
+    precision: str
+    autocasts: bool
+    steps: int
+
+
+def describe_learning(built: BuiltTraining, settings: TrainingSettings) -> LearningSettings:
+    """Return what the training learns with."""
+    model, arguments = built.model, built.arguments
+    deepspeed = is_deepspeed_engine(model)
+    optimizer = _unwrapped(model.basic_optimizer if deepspeed else built.optimizer, "optimizer")
+    engines_own = model.lr_scheduler if deepspeed else None
+    scheduler = _unwrapped(engines_own or built.scheduler, "scheduler")
+    accumulation = model.gradient_accumulation_steps() if deepspeed else arguments.gradient_accumulation_steps
+    decays = {float(group["weight_decay"]) for group in optimizer.param_groups}
+    first, dtype = optimizer.param_groups[0], compute_dtype(model, built.precision)
+    betas = first.get("betas")
+    return LearningSettings(
+        optimizer=type(optimizer).__name__,
+        learning_rate=float(first.get("initial_lr", first["lr"])),
+        betas=list(betas) if betas else None,
+        epsilon=first["eps"] if betas else None,
+        weight_decay=max(decays),
+        decays_vectors=max(decays) > 0 and 0.0 not in decays and _trains_vectors(model),
+        schedule=_schedule(scheduler, arguments),
+        warmup_steps=arguments.get_warmup_steps(built.steps),
+        steps=built.steps,
+        rates=_rates(scheduler, built.steps),
+        max_grad_norm=float(model.gradient_clipping() if deepspeed else arguments.max_grad_norm),
+        dtype=dtype,
+        autocast=_autocast(built, deepspeed, dtype),
+        micro_batch_size=model.train_micro_batch_size_per_gpu() if deepspeed else arguments.train_batch_size,
+        gradient_accumulation_steps=accumulation,
+        global_batch_size=built.batches.total_batch_size * accumulation,
+        own_files=settings.own_files,
+    )
+
+
+def planned_learning(
+    settings: TrainingSettings, choice: Choice, arguments: TrainingArguments, steps: int
+) -> dict[str, Any]:
+    """Return the planned value of each field of `LearningSettings` that the plan or the run decides."""
+    given, expected = settings.arguments, settings.expected
+    optimizer = OPTIMIZER_CLASSES[given["optim"]]
+    if settings.optimizer is not None:
+        optimizer = settings.optimizer.class_name.rpartition(".")[2]
+    is_adam = "Adam" in optimizer
+    warmup = arguments.get_warmup_steps(steps)
+    return {
+        "optimizer": optimizer,
+        "learning_rate": given["learning_rate"],
+        "betas": [given["adam_beta1"], given["adam_beta2"]] if is_adam else None,
+        "epsilon": given["adam_epsilon"] if is_adam else None,
+        "weight_decay": given["weight_decay"],
+        "decays_vectors": False,
+        "schedule": given["lr_scheduler_type"],
+        "warmup_steps": warmup,
+        "rates": planned_rates(given["lr_scheduler_type"], given["learning_rate"], warmup, steps),
+        "max_grad_norm": given["max_grad_norm"],
+        "dtype": expected.dtype,
+        "autocast": None if choice.is_deepspeed or expected.dtype == "float32" else expected.dtype,
+        "micro_batch_size": choice.micro_batch_size,
+        "gradient_accumulation_steps": choice.gradient_accumulation_steps,
+        "global_batch_size": choice.global_batch_size,
+    }
+
+
+def planned_rates(schedule: str, rate: float, warmup: int, steps: int) -> list[float]:
+    """Return the learning rates of transformers' ``schedule`` at the steps of `LearningSettings.rates`."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=rate)
+    return _rates(get_scheduler(schedule, optimizer, warmup, steps), steps)
+
+
+def check_learning(found: LearningSettings, planned: Mapping[str, Any]) -> None:
+    """Raise `EngineMismatchError` with every difference between ``found`` and ``planned``."""
+    values = found.as_json()
+    differing = [name for name, value in planned.items() if not _close(values[name], value)]
+    if differing:
+        lines = [f"  {name}: planned {planned[name]!r}, found {values[name]!r}" for name in differing]
+        raise EngineMismatchError(
+            "The training would not learn with the planned settings. Nothing was trained.\n" + "\n".join(lines)
+        )
+
+
+def check_deepspeed_file(model: Any, rendered: Mapping[str, Any]) -> None:
+    """Raise `EngineMismatchError` if DeepSpeed runs with other values than those of the rendered file."""
+    if not is_deepspeed_engine(model):
+        return
+    running = dict(leaves(model.config))
+    differing = [
+        f"  {key}: planned {value!r}, found {running.get(key)!r}"
+        for key, value in leaves(rendered)
+        if value != "auto" and not same(value, running.get(key))
+    ]
+    if differing:
+        raise EngineMismatchError(
+            "DeepSpeed does not run with the rendered file. Nothing was trained.\n" + "\n".join(differing)
+        )
+
+
+def _unwrapped(wrapper: Any, attribute: str) -> Any:
+    """Return the innermost optimizer or scheduler; Accelerate and DeepSpeed wrap it, under the same name."""
+    while hasattr(wrapper, attribute):
+        wrapper = getattr(wrapper, attribute)
+    return wrapper
+
+
+def _trains_vectors(model: torch.nn.Module) -> bool:
+    """Return True if a norm or a bias is trained; `ds_shape` is the shape of a weight that ZeRO-3 has sharded."""
+    return any(len(getattr(p, "ds_shape", p.shape)) < 2 for p in model.parameters() if p.requires_grad)
+
+
+def _schedule(scheduler: Any, arguments: TrainingArguments) -> str:
+    """Return transformers' name, or the class of a scheduler that transformers did not build."""
+    is_ours = isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+    return str(arguments.lr_scheduler_type.value) if is_ours else type(scheduler).__name__
+
+
+def _rates(scheduler: Any, steps: int) -> list[float]:
+    """Return the learning rates at five steps; empty for a scheduler whose future is unknown."""
+    if not isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR):
+        return []
+    factor, rate = scheduler.lr_lambdas[0], float(scheduler.base_lrs[0])
+    return [rate * factor(step) for step in (0, 1, 2, steps // 2, max(0, steps - 1))]
+
+
+def _autocast(built: BuiltTraining, deepspeed: bool, dtype: str) -> str | None:
+    if deepspeed:
+        enabled = built.model.torch_autocast_enabled()
+        return str(built.model.torch_autocast_dtype()).removeprefix("torch.") if enabled else None
+    return dtype if built.autocasts else None
+
+
+def _close(found: Any, planned: Any) -> bool:
+    """Return True for equal values; rates may differ in the last digits."""
+    if isinstance(found, list) and isinstance(planned, list):
+        return len(found) == len(planned) and all(map(_close, found, planned))
+    if isinstance(found, float) and isinstance(planned, int | float) and not isinstance(planned, bool):
+        return math.isclose(found, planned, rel_tol=1e-9, abs_tol=1e-15)
+    return same(found, planned)
