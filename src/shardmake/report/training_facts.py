@@ -1,6 +1,6 @@
 """The facts of a training as rows of a table: data, settings, engine and outcome.
 
-Shardmake's own trainings state the rendered settings of their last attempt, which the ranks compared with the engine. A
+Shardmake's own trainings state what their last attempt learned with, as its ranks found it in the built engine. A
 user's script may not follow them. Of a script only those settings are stated that its ranks or its metrics showed.
 """
 
@@ -98,8 +98,29 @@ def _own_settings(records: Records) -> dict[str, str]:
         "Seed": str(values["seed"]),
         "Strategy": _strategy(records),
         "World size": f"{plural(choice.world_size, 'rank')} on {plural(choice.nodes, 'node')}",
+        **_learned(records),
         **_own_files(records),
     }
+
+
+def _learned(records: Records) -> dict[str, str]:
+    """Return the settings that the ranks found in the engine, which replace the rendered ones."""
+    found = records.training.learning
+    if found is None:
+        return {}
+    decay = found.weight_decay
+    excluded = "" if found.decays_vectors or not decay else ", not on norms and biases"
+    is_constant = found.schedule == "constant" or not found.warmup_steps
+    facts = {
+        "Learning rate": f"{found.learning_rate:g} at its peak, {_words(found.schedule)} schedule",
+        "Warm-up": "none" if is_constant else plural(found.warmup_steps, "step"),
+        "Weight decay": f"{decay:g}{excluded}",
+        "Gradient clipping": f"norm {found.max_grad_norm:g}",
+    }
+    if found.autocast:
+        dtype = _PRECISIONS.get(found.autocast, found.autocast)
+        facts["Precision"] = _precision(f"{dtype} under autocast", records)
+    return facts
 
 
 def _words(name: str) -> str:

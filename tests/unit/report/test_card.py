@@ -10,6 +10,7 @@ from shardmake.report.card import card_plots, render_card
 from shardmake.report.records import public_name
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
+from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources
 from shardmake.run.trained_engine import TrainedEngine
@@ -232,6 +233,35 @@ def test_settings_are_those_that_were_rendered(tmp_path: Path, arguments: dict[s
     rundir = make_rundir(tmp_path)
     SETTINGS.with_arguments(**arguments).write(rundir.training)
     assert [row for row in rows if row not in render_card(make_run(), rundir)] == []
+
+
+def test_what_the_ranks_found_is_stated_rather_than_what_was_rendered(tmp_path: Path) -> None:
+    learning = LearningSettings(
+        optimizer="AdamW",
+        learning_rate=0.004,
+        betas=[0.9, 0.999],
+        epsilon=1e-8,
+        weight_decay=0.2,
+        decays_vectors=True,
+        schedule="linear",
+        warmup_steps=7,
+        steps=60,
+        rates=[],
+        max_grad_norm=0.25,
+        dtype="bfloat16",
+        autocast="bfloat16",
+        micro_batch_size=4,
+        gradient_accumulation_steps=2,
+        global_batch_size=16,
+    )
+    rundir = make_rundir(tmp_path)
+    TRAINED.model_copy(update={"learning": learning}).write(rundir.train_receipt)
+    card = render_card(make_run(), rundir)
+    assert "| Learning rate | 0.004 at its peak, linear schedule |" in card
+    assert "| Warm-up | 7 steps |" in card
+    assert "| Weight decay | 0.2 |" in card
+    assert "| Gradient clipping | norm 0.25 |" in card
+    assert "| Precision | bf16 under autocast in training, bf16 in these files |" in card
 
 
 def test_a_fallback_is_stated_as_what_trained(tmp_path: Path) -> None:

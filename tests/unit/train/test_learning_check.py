@@ -1,0 +1,208 @@
+"""What a training learns with is read from what was built, and every difference from the plan ends the run."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import ExponentialLR
+from transformers import TrainingArguments, get_scheduler
+
+from shardmake.render.training_file import training_settings
+from shardmake.run.plan import Choice
+from shardmake.run.training_settings import TrainingSettings
+from shardmake.train.engine_check import EngineMismatchError
+from shardmake.train.learning_check import (
+    BuiltTraining,
+    check_deepspeed_file,
+    check_learning,
+    describe_learning,
+    planned_learning,
+)
+from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+
+RATE, STEPS = 1e-3, 10
+
+
+@dataclass
+class Batches:
+    """As much of Accelerate's data loader as is read: the sequences of all ranks per forward pass."""
+
+    total_batch_size: int = 8
+
+
+class DeepSpeedEngine(nn.Module):
+    """As much of DeepSpeed's engine as is read."""
+
+    def __init__(self, module: nn.Module, optimizer: Optimizer, **changes: Any) -> None:
+        super().__init__()
+        self.module, self.basic_optimizer = module, optimizer
+        self.lr_scheduler: Any = None
+        self.values = {"clipping": 1.0, "accumulation": 2, "micro": 2, "autocast": False} | changes
+        self.config = {"gradient_clipping": 1.0, "zero_optimization": {"stage": 2, "reduce_bucket_size": 4096}}
+
+    def gradient_clipping(self) -> Any:
+        return self.values["clipping"]
+
+    def gradient_accumulation_steps(self) -> Any:
+        return self.values["accumulation"]
+
+    def train_micro_batch_size_per_gpu(self) -> Any:
+        return self.values["micro"]
+
+    def torch_autocast_enabled(self) -> Any:
+        return self.values["autocast"]
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+    def bfloat16_enabled(self) -> bool:
+        return False
+
+    def fp16_enabled(self) -> bool:
+        return False
+
+
+@pytest.fixture(scope="module")
+def arguments(tmp_path_factory: pytest.TempPathFactory) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=str(tmp_path_factory.mktemp("output")),
+        use_cpu=True,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        lr_scheduler_type="cosine",
+        warmup_steps=3,
+    )
+
+
+def settings(choice: Choice) -> TrainingSettings:
+    run = make_run(scheduler="cosine", warmup_ratio=0.3, weight_decay=0.01)
+    plan = make_plan("ddp").model_copy(update={"choice": choice})
+    return training_settings(plan, run, make_cluster(), make_model())
+
+
+def choice(strategy: Any = "ddp") -> Choice:
+    return make_plan(strategy, precision="fp32").choice
+
+
+def groups(model: nn.Module, vectors: float = 0.0) -> list[dict[str, Any]]:
+    parts = list(model.parameters())
+    matrices = {"params": [p for p in parts if p.ndim > 1], "weight_decay": 0.01}
+    return [matrices, {"params": [p for p in parts if p.ndim < 2], "weight_decay": vectors}]
+
+
+def built(
+    arguments: TrainingArguments, optimizer: Callable[..., Optimizer] = AdamW, schedule: str = "cosine",
+    warmup: int = 3, vectors: float = 0.0, **changes: Any,
+) -> BuiltTraining:  # fmt: skip
+    model = nn.Linear(3, 3)
+    made = optimizer(groups(model, vectors), lr=RATE)
+    scheduler = get_scheduler(schedule, made, warmup, STEPS)
+    plain = BuiltTraining(model, made, scheduler, Batches(), arguments, "no", autocasts=False, steps=STEPS)
+    return replace(plain, **changes)
+
+
+def check(training: BuiltTraining, planned: Choice) -> None:
+    given = settings(planned)
+    check_learning(
+        describe_learning(training, given), planned_learning(given, planned, training.arguments, training.steps)
+    )
+
+
+def test_the_planned_training_passes(arguments: TrainingArguments) -> None:
+    check(built(arguments), choice())
+    found = describe_learning(built(arguments), settings(choice()))
+    assert (found.optimizer, found.schedule, found.warmup_steps) == ("AdamW", "cosine", 3)
+    assert found.rates[:3] == pytest.approx([0, RATE / 3, 2 * RATE / 3])
+
+
+class Wrapper:
+    """Accelerate's and DeepSpeed's wrappers keep the original under the same name."""
+
+    def __init__(self, **parts: Any) -> None:
+        self.__dict__.update(parts)
+
+
+def test_wrappers_are_looked_through(arguments: TrainingArguments) -> None:
+    plain = built(arguments)
+    wrapped = replace(plain, optimizer=Wrapper(optimizer=plain.optimizer), scheduler=Wrapper(scheduler=plain.scheduler))
+    check(wrapped, choice())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"optimizer": partial(SGD, momentum=0.9)}, "optimizer: planned 'AdamW', found 'SGD'"),
+        ({"optimizer": partial(AdamW, betas=(0.9, 0.95))}, "betas: planned [0.9, 0.999], found [0.9, 0.95]"),
+        ({"optimizer": partial(AdamW, eps=1e-6)}, "epsilon: planned 1e-08, found 1e-06"),
+        ({"optimizer": lambda parts, lr: AdamW(parts, lr=2 * lr)}, "learning_rate: planned 0.001, found 0.002"),
+        ({"vectors": 0.01}, "decays_vectors: planned False, found True"),
+        ({"schedule": "linear"}, "rates: planned"),
+        ({"warmup": 0}, "rates: planned"),
+        ({"batches": Batches(16)}, "global_batch_size: planned 16, found 32"),
+        ({"precision": "bf16", "autocasts": True}, "autocast: planned None, found 'bfloat16'"),
+    ],
+)
+def test_every_difference_is_refused(arguments: TrainingArguments, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(EngineMismatchError) as error:
+        check(built(arguments, **changes), choice())
+    assert words in str(error.value)
+
+
+def test_a_scheduler_that_transformers_did_not_build_is_refused(arguments: TrainingArguments) -> None:
+    plain = built(arguments)
+    with pytest.raises(EngineMismatchError, match="schedule: planned 'cosine', found 'ExponentialLR'"):
+        check(replace(plain, scheduler=ExponentialLR(plain.optimizer, 0.9)), choice())
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({}, ""),
+        ({"clipping": 0.0}, "max_grad_norm: planned 1.0, found 0.0"),
+        ({"accumulation": 1}, "gradient_accumulation_steps: planned 2, found 1"),
+        ({"micro": 4}, "micro_batch_size: planned 2, found 4"),
+        ({"autocast": True}, "autocast: planned None, found 'bfloat16'"),
+    ],
+)
+def test_deepspeeds_own_settings_count(arguments: TrainingArguments, values: dict[str, Any], words: str) -> None:
+    """The arguments are those of the plan in each case."""
+    plain = built(arguments)
+    training = replace(plain, model=DeepSpeedEngine(plain.model, plain.optimizer, **values))
+    if not words:
+        check(training, choice("zero2"))
+        return
+    with pytest.raises(EngineMismatchError) as error:
+        check(training, choice("zero2"))
+    assert words in str(error.value)
+
+
+def test_deepspeeds_own_scheduler_and_optimizer_count(arguments: TrainingArguments) -> None:
+    plain = built(arguments)
+    engine = DeepSpeedEngine(plain.model, SGD(groups(plain.model), lr=RATE))
+    engine.lr_scheduler = ExponentialLR(engine.basic_optimizer, 0.9)
+    with pytest.raises(EngineMismatchError, match=r"(?s)'SGD'.*'ExponentialLR'"):
+        check(replace(plain, model=engine), choice("zero2"))
+
+
+def test_deepspeed_runs_with_the_rendered_file(arguments: TrainingArguments) -> None:
+    plain = built(arguments)
+    engine = DeepSpeedEngine(plain.model, plain.optimizer)
+    rendered = {"gradient_clipping": "auto", "zero_optimization": {"stage": 2}}
+    check_deepspeed_file(engine, rendered)
+    check_deepspeed_file(plain.model, rendered | {"steps_per_print": 3})
+    with pytest.raises(EngineMismatchError, match=r"zero_optimization\.stage: planned 3, found 2"):
+        check_deepspeed_file(engine, {"zero_optimization": {"stage": 3}})
+
+
+def test_adapters_without_vectors_decay_everything(arguments: TrainingArguments) -> None:
+    model = nn.Linear(3, 3, bias=False)
+    optimizer = AdamW(model.parameters(), lr=RATE, weight_decay=0.01)
+    training = replace(
+        built(arguments), model=model, optimizer=optimizer, scheduler=get_scheduler("cosine", optimizer, 3, STEPS)
+    )
+    check(training, choice())
