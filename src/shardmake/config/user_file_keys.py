@@ -13,10 +13,10 @@ from shardmake.config.user_files import Kind, UserFile
 from shardmake.core.errors import nearest
 from shardmake.core.nested import leaves, same
 
-Use = Literal["planned", "estimated", "result", "inert", "launch", "refused"]
+Use = Literal["planned", "estimated", "result", "inert", "unused", "refused"]
 """``planned``: the plan or the run decides it; ``estimated``: taken, and the memory estimate counts it; ``result``:
-taken, and the receipt and the card state it; ``inert``: taken, and the result is the same; ``launch``: left out,
-because the command line of the launch states it; ``refused``: refused, except a value that has no effect."""
+taken, and the receipt and the card state it; ``inert``: taken, and the result is the same; ``unused``: left out,
+because it has no effect in a file; ``refused``: refused, except a value that has no effect."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,6 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
     **_taken(
         "inert",
         _SAME,
-        "steps_per_print",
         "wall_clock_breakdown",
         "memory_breakdown",
         "dump_state",
@@ -137,6 +136,7 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
         "zero_optimization.stage3_gather_16bit_weights_on_model_save",
         "zero_optimization.offload_optimizer.fast_init",
     ),
+    **_taken("unused", "Accelerate always turns these lines off.", "steps_per_print"),
     **_refused(
         _NOT_COUNTED,
         zero_optimization__allgather_partitions=True,
@@ -285,8 +285,13 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
         "dynamo_backend",
         "dynamo_config.dynamo_backend",
     ),
-    **_taken("launch", "The command line of the launch sets it.", *("machine_rank", "main_process_ip")),
-    **_taken("launch", "The command line of the launch sets it.", "main_process_port"),
+    **_taken(
+        "unused",
+        "The command line of the launch sets it.",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+    ),
     **_taken("inert", "Accelerate checks the shapes of collectives.", "debug"),
     "rdzv_backend": KeyRule("refused", "Shardmake always uses a static rendezvous.", ("static",)),
     "same_network": KeyRule("refused", "Shardmake always uses one network for all nodes.", (True,)),

@@ -63,9 +63,9 @@ def _take(file: UserFile, rendered: Mapping[str, Any], planned: Planned, run: Ru
         key, value = one.key, one.value
         if one.rule.use == "planned":
             continue
-        if one.is_idle or one.rule.use == "launch":
-            why = f"{value!r} has no effect" if one.is_idle else "the command line of the launch sets it"
-            merge.lines.append(f"{file.name}: {key} is left out; {why}")
+        if one.is_idle or one.rule.use == "unused":
+            why = f"{value!r} has no effect." if one.is_idle else one.rule.effect
+            merge.lines.append(f"{file.name}: {key} is left out. {why}")
             continue
         filled = planned.get(key, _rate(key, run)) if value == "auto" else value
         taken[key] = filled

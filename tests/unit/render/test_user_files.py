@@ -183,8 +183,8 @@ def test_the_questionnaires_accelerate_file_fits(tmp_path: Path) -> None:
     own = written(tmp_path, "accelerate.yaml", QUESTIONNAIRE)
     files, changes = merge("fsdp", accelerate_config=own)
     assert files.accelerate == merge("fsdp")[0].accelerate | {"debug": False}
-    assert f"{own}: machine_rank is left out; the command line of the launch sets it" in changes
-    assert f"{own}: rdzv_backend is left out; 'static' has no effect" in changes
+    assert f"{own}: machine_rank is left out. The command line of the launch sets it." in changes
+    assert f"{own}: rdzv_backend is left out. 'static' has no effect." in changes
 
 
 def test_contradictions_of_an_accelerate_file(tmp_path: Path) -> None:
@@ -361,13 +361,13 @@ def test_the_diff_makes_hugging_faces_samples_fit(tmp_path: Path, strategy: Stra
     assert json.loads(own.read_text()) == rest
     assert set(own.read_text().splitlines()) <= set(before.splitlines())
     _, lines = merge(strategy, deepspeed_config=str(own))
-    assert f"{own}: steps_per_print is 2000. The result is the same." in lines
+    assert f"{own}: steps_per_print is left out. Accelerate always turns these lines off." in lines
 
 
 def test_every_row_of_the_tables_has_a_full_stop() -> None:
     rules = [(key, rule) for table in TABLES.values() for key, rule in table.items()]
     assert [key for key, rule in rules if not rule.effect.endswith(".")] == []
-    assert {rule.use for _, rule in rules} == {"planned", "estimated", "result", "inert", "launch", "refused"}
+    assert {rule.use for _, rule in rules} == {"planned", "estimated", "result", "inert", "unused", "refused"}
 
 
 def test_the_page_about_own_files_names_every_key_that_is_not_refused() -> None:
@@ -385,7 +385,7 @@ EVERYTHING_TAKEN = {
         "zero_optimization": {
             "reduce_bucket_size": 1e6,
             "allgather_bucket_size": 1e6,
-            "overlap_comm": False,
+            "overlap_comm": True,
             "round_robin_gradients": True,
             "ignore_unused_parameters": False,
             "cpu_offload": False,
