@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
-from transformers import TrainingArguments, get_scheduler
+from transformers import Trainer, TrainingArguments, get_scheduler
 
 from shardmake.render.training_file import training_settings
 from shardmake.run.plan import Choice
@@ -23,6 +24,7 @@ from shardmake.train.learning_check import (
     describe_learning,
     planned_learning,
 )
+from shardmake.train.loop import make_optimizer
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 RATE, STEPS = 1e-3, 10
@@ -206,3 +208,31 @@ def test_adapters_without_vectors_decay_everything(arguments: TrainingArguments)
         built(arguments), model=model, optimizer=optimizer, scheduler=get_scheduler("cosine", optimizer, 3, STEPS)
     )
     check(training, choice())
+
+
+@pytest.mark.parametrize("has_vectors", [True, False])
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adafactor"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "constant_with_warmup"])
+def test_what_transformers_builds_from_the_rendered_arguments_passes(
+    tmp_path: Path, optimizer: str, schedule: str, has_vectors: bool
+) -> None:
+    """Trainer's own optimizer and scheduler, and those of the plain loop, are the planned ones."""
+    planned = choice()
+    run = make_run(scheduler=schedule, warmup_ratio=0.3, weight_decay=0.01, optimizer=optimizer)
+    given = training_settings(
+        make_plan("ddp").model_copy(update={"choice": planned}), run, make_cluster(), make_model()
+    )
+    single = {key: value for key, value in given.arguments.items() if key != "ddp_backend"}
+    arguments = TrainingArguments(output_dir=str(tmp_path), **single)
+    model = nn.Linear(3, 3, bias=has_vectors)
+    trainer = Trainer(model=model, args=arguments)
+    trainer.create_optimizer_and_scheduler(STEPS)
+    looped = make_optimizer(model, arguments, given)
+    for made, scheduler in (
+        (trainer.optimizer, trainer.lr_scheduler),
+        (looped, get_scheduler(schedule, looped, arguments.get_warmup_steps(STEPS), STEPS)),
+    ):
+        training = BuiltTraining(model, made, scheduler, Batches(), arguments, "no", autocasts=False, steps=STEPS)
+        found = describe_learning(training, given)
+        check_learning(found, planned_learning(given, planned, arguments, STEPS))
+        assert (found.betas is None) is (optimizer != "adamw")
