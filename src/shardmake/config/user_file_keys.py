@@ -343,6 +343,11 @@ def estimated_values(file: UserFile) -> dict[str, Any]:
     }
 
 
+def changes_result(key: str) -> bool:
+    """Return True if a value of ``key`` that was taken from a run's own file can change the result."""
+    return any(_rule(kind, key, is_script=True).use == "result" for kind in TABLES)
+
+
 def _rule(kind: Kind, key: str, is_script: bool) -> KeyRule:
     table = TABLES[kind]
     if is_script and kind == "deepspeed" and key.startswith(("optimizer.", "scheduler.")):

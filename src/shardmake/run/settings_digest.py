@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Mapping
 
 from shardmake.config.effects import as_text, differences
+from shardmake.config.user_file_keys import changes_result
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError
 from shardmake.run.attempt import Attempt, AttemptDir
@@ -46,6 +47,7 @@ def result_settings(settings: TrainingSettings, plan: Plan, data_digest: str) ->
         "global_batch_size": plan.choice.global_batch_size,
         "sequence_length": plan.workload.sequence_length,
         "content of the data": data_digest,
+        **{key: value for key, value in settings.own_files.items() if changes_result(key)},
     }
     return {name: as_text(value) for name, value in values.items()}
 

@@ -1,0 +1,13 @@
+"""The settings that define the result of a training."""
+
+from shardmake.run.settings_digest import result_settings, settings_digest
+from tests.unit.plans import make_plan, make_training_settings
+
+
+def test_values_of_own_files_count_if_they_can_change_the_result() -> None:
+    plan, plain = make_plan("zero2"), make_training_settings()
+    own = {"communication_data_type": "fp32", "zero_optimization.reduce_bucket_size": 4096, "debug": True}
+    with_files = plain.model_copy(update={"own_files": own})
+    before, after = (result_settings(settings, plan, "data") for settings in (plain, with_files))
+    assert after.items() - before.items() == {("communication_data_type", "fp32")}
+    assert settings_digest(before) != settings_digest(after)
