@@ -146,6 +146,9 @@ def estimate(
     probe: Annotated[
         bool, typer.Option("--probe", help="Measure context, NCCL and stream pools on this machine's GPU first.")
     ] = False,
+    deepspeed_config: Annotated[
+        str | None, typer.Option(help="Your own DeepSpeed file; its stage, offload and sizes count.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
     explain: Annotated[bool, typer.Option(help="Print every term with its formula or source.")] = False,
     list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the known GPU models.")] = False,
@@ -181,6 +184,7 @@ def estimate(
             revision=revision,
             trust_remote_code=trust_remote_code,
             probe=probe,
+            deepspeed_config=deepspeed_config,
         )
     )
     if as_json:

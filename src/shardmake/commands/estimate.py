@@ -18,6 +18,7 @@ from shardmake.config.models import (
     Section,
     Strategy,
 )
+from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
 from shardmake.core.units import GIB, format_count
 from shardmake.memory import calibration
@@ -31,6 +32,7 @@ from shardmake.plan.choose import choose_from
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.resolve import ResolvedRun, check_strategy, kernels_of, resolve
 from shardmake.plan.suggestions import changes, suggestions
+from shardmake.run.own_files import check_refused
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
 LARGEST_HOST = 64 * 1024  # GiB
@@ -95,6 +97,7 @@ class EstimateRequest:
     revision: str | None = None
     trust_remote_code: bool = False
     probe: bool = False
+    deepspeed_config: str | None = None
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,9 @@ def estimate(request: EstimateRequest) -> EstimateResult:
 def resolve_request(request: EstimateRequest) -> ResolvedRun:
     """Return the run and the cluster that ``request`` describes, as the planner takes them."""
     behavior = LibraryBehavior(liger_layers=request.loss == "fused")
-    settings = resolve(_run(request), _cluster(request))
+    run = _run(request)
+    check_refused(read_user_files(run), run)
+    settings = resolve(run, _cluster(request))
     fastest = settings.abilities.best_attention(kernels_of(settings.hardware), packing=False)
     attention = request.attention or fastest
     return replace(settings, attention=attention, weights=request.weights or "fp32", behavior=behavior)
@@ -190,6 +195,7 @@ def _run(request: EstimateRequest) -> Run:
             "lora": {"rank": request.lora_rank, "targets": targets if targets == "all-linear" else _words(targets)},
             "nodes": request.nodes,
             "fsdp_version": request.fsdp_version,
+            "deepspeed_config": request.deepspeed_config,
         },
         "The options",
     )

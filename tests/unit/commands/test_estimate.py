@@ -52,6 +52,18 @@ def test_every_strategy_with_the_documented_keys(model: str) -> None:
         assert set(candidate["gpu"]) == {"allocated", "reserved", "wanted", "device", "phase", "terms"}
 
 
+def test_a_deepspeed_file_gives_stage_and_sizes(model: str, tmp_path: Path) -> None:
+    own = tmp_path / "ds.json"
+    own.write_text(json.dumps({"zero_optimization": {"stage": 2, "reduce_bucket_size": 2e9}}))
+    (plain,) = estimate(EstimateRequest(model, strategies=["zero2"], gradient_checkpointing=True)).rows
+    counted = estimate(EstimateRequest(model, gradient_checkpointing=True, deepspeed_config=str(own))).rows
+    assert [row.choice.strategy for row in counted] == ["zero2", "zero2-offload"]
+    assert counted[0].memory.gpu.allocated > plain.memory.gpu.allocated
+    own.write_text(json.dumps({"zero_optimization": {"mics_shard_size": 2}}))
+    with pytest.raises(ConfigError, match="mics_shard_size"):
+        estimate(EstimateRequest(model, deepspeed_config=str(own)))
+
+
 def test_every_term_is_explained(model: str) -> None:
     for row in estimate(EstimateRequest(model, method="lora")).rows + estimate(EstimateRequest(model)).rows:
         assert set(row.memory.gpu.terms) <= set(EXPLANATIONS)
