@@ -1,4 +1,4 @@
-"""What a training learns with is read from what was built, and every difference from the plan ends the run."""
+"""The ranks read from the built objects how a training learns; a difference from the plan ends the run."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
