@@ -98,11 +98,16 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
 
 _SHELL: Final = "\ue000"
 """Stands for a dollar sign in single quotes, which the shell does not evaluate."""
+_SUBSTITUTION: Final = re.compile(r"\$\((?:[^()]|\([^()]*\))*\)|`[^`]*`")
+_HIDDEN: Final = {ord(character): 0xE100 + ord(character) for character in "()<>|&; '\"#"}
+"""Stand for what would end a word within a command substitution."""
+_SHOWN: Final = {hidden: character for character, hidden in _HIDDEN.items()}
 
 
 def _split(name: str, number: int, line: str) -> list[list[str]]:
     """Return the words of each simple command of a line, without redirections."""
     quoted = re.sub(r"'[^']*'", lambda found: found[0].replace("$", _SHELL), line)
+    quoted = _SUBSTITUTION.sub(lambda found: found[0].translate(_HIDDEN), quoted)
     try:
         lexer = shlex.shlex(quoted, posix=True, punctuation_chars=True)
         lexer.whitespace_split = True
@@ -186,7 +191,7 @@ def _without_unknown(words: list[str]) -> tuple[list[str], list[str]]:
             kept.append(word)
             continue
         option = kept.pop() if kept and kept[-1].startswith("--") and "=" not in kept[-1] else ""
-        written = f"{option} {word}".strip()
+        written = f"{option} {word.translate(_SHOWN)}".strip()
         notes.append(f"{written} is not compared: only a shell can evaluate it.")
     return kept, notes
 

@@ -270,13 +270,12 @@ def _ranks(training: Training, ranks: int | None) -> tuple[int, list[str]]:
             return known, []
     if not {"training", "deepspeed"} <= training.files.keys():
         return 1, []
+    unknown = 1, ["No file and no command has the number of ranks. The total batch is that of 1: give --ranks N."]
     total = training.files["deepspeed"].values.get("train_batch_size")
     arguments = training.files["training"].values
     one = [arguments.get(key, default) for key, default in (("per_device_train_batch_size", 8), (ACCUMULATION, 1))]
-    if not all(isinstance(size, int) and size > 0 for size in (total, *one)):
-        return 1, []
-    if total % (one[0] * one[1]):
-        return 1, []
+    if not all(isinstance(size, int) and size > 0 for size in (total, *one)) or total % (one[0] * one[1]):
+        return unknown
     implied = min(total // (one[0] * one[1]), 1 << 20)
     return implied, [f"train_batch_size {total} suits {implied} ranks. Give --ranks N to check another number."]
 

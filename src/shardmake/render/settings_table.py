@@ -591,6 +591,10 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
             key = f"zero_optimization.{which}.nvme_path"
             yield Problem("DeepSpeed", key, None, "error", "Offload to NVMe needs a folder on the node's own disk.")
     yield from _impossible_schedule(found)
+    section = found.deepspeed.get("activation_checkpointing", {})
+    for key in [key for key, value in section.items() if value]:
+        effect = "Models of transformers do not use it. Set gradient_checkpointing in the training arguments."
+        yield Problem("DeepSpeed", f"activation_checkpointing.{key}", section[key], "warning", effect)
     name, stage = found.config.optimizer_name, int(found.config.zero_optimization_stage)
     if name is not None and _optimizer_class(found) is None and name not in _deepspeed_optimizers():
         yield Problem("DeepSpeed", "optimizer.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
@@ -610,11 +614,14 @@ def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
     if schedule is None:
         yield Problem("DeepSpeed", "scheduler.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
         return
-    try:
-        inspect.signature(schedule).bind(None, **found.config.scheduler_params or {})
-    except TypeError as error:
-        effect = f"DeepSpeed stops: {name} has a {error}."
-        yield Problem("DeepSpeed", "scheduler.params", found.config.scheduler_params, "error", effect)
+    known = dict(list(inspect.signature(schedule).parameters.items())[1:])
+    given = found.config.scheduler_params or {}
+    missing = [key for key, one in known.items() if one.default is inspect.Parameter.empty and key not in given]
+    unknown = [key for key in given if key not in known]
+    for keys, effect in ((missing, "needs this parameter"), (unknown, "does not know this parameter")):
+        for key in keys:
+            effect_of_key = f"DeepSpeed stops: {name} {effect}."
+            yield Problem("DeepSpeed", f"scheduler.params.{key}", given.get(key), "error", effect_of_key)
 
 
 def _deepspeed_optimizers() -> list[str]:

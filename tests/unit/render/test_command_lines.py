@@ -1,0 +1,97 @@
+"""Command lines and shell scripts: the launcher's options and the program's arguments."""
+
+import shlex
+from typing import Any
+
+import pytest
+
+from shardmake.core.errors import ConfigError
+from shardmake.render.command_lines import Arguments, Command, read_arguments, read_command, read_script
+
+TRAIN = "train.py --deepspeed ds.json --learning_rate 1e-4 --bf16"
+
+
+def command(line: str) -> Command:
+    found = read_command(shlex.split(line), "a line")
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("line", "launcher", "ranks"),
+    [
+        (f"accelerate launch --config_file a.yaml --num_processes 4 {TRAIN}", "accelerate", 4),
+        (f"srun -N 2 accelerate launch --num-processes=4 {TRAIN}", "accelerate", 4),
+        (f"python -m accelerate.commands.launch --num_processes 4 {TRAIN}", "accelerate", 4),
+        (f"torchrun --nproc_per_node=2 --nnodes 3 {TRAIN}", "torchrun", 6),
+        (f"torchrun --nproc-per-node gpu {TRAIN}", "torchrun", None),
+        (f"python3.11 -m torch.distributed.run --nproc_per_node 2 {TRAIN}", "torchrun", 2),
+        (f"deepspeed --num_gpus=2 {TRAIN}", "deepspeed", 2),
+        (f"deepspeed {TRAIN}", "deepspeed", None),
+        (f"CUDA_VISIBLE_DEVICES=0 python -u {TRAIN}", "python", 1),
+    ],
+)
+def test_launchers(line: str, launcher: str, ranks: int | None) -> None:
+    found = command(line)
+    assert (found.launcher, found.ranks, found.program) == (launcher, ranks, "train.py")
+    assert read_arguments(found) == Arguments({"learning_rate": 1e-4, "bf16": True}, "ds.json")
+
+
+def test_the_config_file_is_not_one_of_the_flags() -> None:
+    found = command("accelerate launch --config_file a.yaml --mixed_precision bf16 train.py")
+    assert (found.config_file, found.flags) == ("a.yaml", ["--mixed_precision", "bf16"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ("args.json", Arguments({}, files=["args.json"])),
+        ("--config sft.yaml --max_steps 5", Arguments({"max_steps": 5}, files=["sft.yaml"])),
+        ("--deepspeed --deepspeed_config ds.json --learning_rate 1", Arguments(None, "ds.json")),
+        ("--epochs 3", Arguments(None)),
+        ("--bf16 False --model_name_or_path x", Arguments({"bf16": False})),
+    ],
+)
+def test_arguments_of_the_program(arguments: str, expected: Arguments) -> None:
+    assert read_arguments(command(f"torchrun train.py {arguments}")) == expected
+
+
+def test_a_value_that_transformers_cannot_read_is_refused() -> None:
+    with pytest.raises(ConfigError, match="learning.rate: invalid float value: 'fast'"):
+        read_arguments(command("torchrun train.py --learning_rate fast"))
+
+
+SCRIPT = """#!/bin/bash
+#SBATCH --nodes 2
+LR=1e-4  # once
+SEED=1
+SEED=2
+ARGS="--bf16 --max_steps 5"
+WORDS='$LR'
+cat > notes <<END
+torchrun ignored.py
+END
+if true; then
+  srun torchrun --nproc_per_node 2 train.py --learning_rate ${LR} $ARGS \\
+    --seed $SEED --run_name "$WORDS" --weight_decay $(cat decay) "$@" > log 2>&1 && echo done
+fi
+deepspeed --num_gpus=2 train.py --deepspeed ds.json | tee log
+"""
+
+
+def test_a_script() -> None:
+    first, second = read_script("train.sh", SCRIPT)
+    assert (first.title, second.title) == ("train.sh, line 12", "train.sh, line 15")
+    values: dict[str, Any] = {"learning_rate": 1e-4, "bf16": True, "max_steps": 5}
+    assert read_arguments(first).trainer == values | {"run_name": "$LR"}
+    assert [note.split(" is not compared")[0] for note in first.notes] == [
+        "--seed $SEED",
+        "--weight_decay $(cat decay)",
+        "$@",
+    ]
+    assert read_arguments(second) == Arguments({}, "ds.json")
+
+
+def test_a_script_without_a_launcher_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no line of it starts accelerate"):
+        read_script("train.sh", "#!/bin/sh\n$LAUNCHER train.py\n")
