@@ -88,7 +88,7 @@ class Problem:
 
     def sentence(self, names: Mapping[Library, str]) -> str:
         """Return the key, its value and file, and the effect."""
-        value = "is missing" if self.value is None else f"is {as_text(self.value)}"
+        value = "is missing" if self.value is None else f"is {json.dumps(self.value)}"
         return f"{self.key} {value} in {names.get(self.library, self.library)}. {self.effect}"
 
 

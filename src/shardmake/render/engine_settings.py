@@ -565,7 +565,8 @@ def _fill_last(config: dict[str, Any], key: str, found: EngineSettings) -> dict[
         return config
     script = ("train_batch_size", *(f"optimizer.params.{name}" for name in ("lr", "weight_decay")))
     sized = key.startswith(("scheduler.params.", "zero_optimization.reduce", "zero_optimization.stage3_"))
-    if found.arguments is not None or not (key in script or sized):
+    by_itself = found.launched is None and found.arguments is None
+    if not by_itself and (found.arguments is not None or not (key in script or sized)):
         found.refuse("DeepSpeed", key, "auto", 'Nothing fills in this "auto", and the run stops. Write a value.')
     return without(config, key)
 

@@ -20,6 +20,7 @@ from pydantic import TypeAdapter
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
+from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
 
@@ -185,6 +186,10 @@ def _combinations(sources: Sequence[ConfigFile]) -> Iterator[Training]:
         files = {source.kind: source for source in combined}
         training = Training(" + ".join(source.name for source in files.values()), files)
         _add_named(training)
+        if files.keys() == {"accelerate", "deepspeed"} and training.named_by_trainer:
+            training.flags = ["--deepspeed_config_file", files["deepspeed"].name]
+            training.named_by_trainer = False
+            training.notes.append(f"{files['deepspeed'].name} is read as --deepspeed_config_file of the launcher.")
         yield training
 
 
@@ -288,14 +293,16 @@ ACCUMULATION: Final = "gradient_accumulation_steps"
 
 def format_report(report: Report, *, every_row: bool) -> str:
     """Return the table of a report as text, and a line for each error and warning."""
-    rows = report.comparison.rows if every_row else report.comparison.contradictions
+    rows = report.comparison.contradictions
+    if every_row:
+        rows = [row for row in report.comparison.rows if any(value.value is not None for value in row.values.values())]
     lines = [report.title, *(f"note: {note}" for note in report.notes)]
     if rows:
         lines += ["", *_table(rows), ""]
     lines += [f"error: {row.sentence(report.names)}" for row in report.comparison.contradictions]
     lines += [f"{problem.level}: {problem.sentence(report.names)}" for problem in report.comparison.problems]
     compared = len(report.comparison.rows)
-    lines.append(f"{report.errors} errors." if report.errors else f"No errors: {compared} settings agree.")
+    lines.append(f"{plural(report.errors, 'error')}." if report.errors else f"No errors: {compared} settings agree.")
     return "\n".join(lines)
 
 

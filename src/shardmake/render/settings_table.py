@@ -51,10 +51,14 @@ def _engine_or_trainer(attribute: str, argument: str) -> Runs:
 
 
 def _trainer_or_engine(attribute: str, argument: str) -> Runs:
-    """Trainer's own loop decides: it reads the batches and decides when the engine steps."""
-    return lambda found: (
-        getattr(found.arguments, argument) if found.arguments else getattr(found.config, attribute, None)
-    )
+    """Trainer's own loop decides: it reads the batches. Without Trainer, "auto" leaves it to the script."""
+
+    def value(found: EngineSettings) -> Any:
+        if found.arguments is not None:
+            return getattr(found.arguments, argument)
+        return None if found.deepspeed.get(attribute, "auto") == "auto" else getattr(found.config, attribute, None)
+
+    return value
 
 
 def _section(found: EngineSettings, name: str) -> dict[str, Any] | None:
@@ -258,9 +262,13 @@ def _betas(found: EngineSettings, value: Any) -> list[float]:
     return [found.arguments.adam_beta1, found.arguments.adam_beta2]
 
 
+GAS: Final = "gradient_accumulation_steps"
+
+
 def _batch(found: EngineSettings, value: Any = None) -> Any:
     if found.arguments is None:
-        return getattr(found.config, "train_batch_size", None)
+        is_open = "auto" in (found.deepspeed.get("train_micro_batch_size_per_gpu", "auto"), found.deepspeed.get(GAS))
+        return None if is_open else getattr(found.config, "train_batch_size", None)
     one = found.arguments.per_device_train_batch_size * found.arguments.gradient_accumulation_steps
     return one * found.world_size
 

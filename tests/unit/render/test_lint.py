@@ -43,7 +43,7 @@ def test_a_script_and_each_command_name_the_setting_with_both_values(folder: Pat
     assert "note: --seed $SEED is not compared: only a shell can evaluate it." in text
     assert "max_grad_norm is 0.5 in train.sh, line 3; gradient_clipping is 1.0, DeepSpeed's default. 1.0 runs" in text
     assert "setting            Trainer  DeepSpeed      Accelerate  what will run" in text
-    assert "1 errors." in text
+    assert "1 error." in text
 
 
 def test_files_are_combined_with_those_that_they_name(folder: Path) -> None:
@@ -58,8 +58,9 @@ def test_a_named_file_that_is_not_there_is_an_error(folder: Path) -> None:
     (folder / "accelerate.yaml").write_text(json.dumps(ACCELERATE | section))
     (report,) = check(["accelerate.yaml", "ds.json"])
     assert report.errors == 1
-    assert "deepspeed_config.deepspeed_config_file is other.json in accelerate.yaml. The file does not exist" in texts(
-        [report]
+    assert (
+        'deepspeed_config.deepspeed_config_file is "other.json" in accelerate.yaml. The file does not exist'
+        in texts([report])
     )
 
 
