@@ -329,7 +329,9 @@ class Run(Section):
     dtype: Literal["keep", "bf16", "fp16", "fp32"] = Field(
         "bf16", description="Data type of the final model's weights. `keep`: that of the training's master weights."
     )
-    max_shard_size: FileSize = Field("5GB", description="Maximum size of one file of the final model.")
+    max_shard_size: FileSize = Field(
+        "5GB", description="Maximum size of one file of the final model, from 1KB to 1000TB."
+    )
     evaluation: Evaluation = Field(Evaluation(), description="Settings of the evaluate stage.")
     push: Push | None = Field(
         None, description="Destination of the final model. Without it, the model stays in the run's folder."
@@ -371,7 +373,9 @@ class Slurm(Section):
     partition: str | None = Field(None, description="Partition. Without it, Slurm's default.")
     account: str | None = Field(None, description="Account.")
     qos: str | None = Field(None, description="Quality of service.")
-    time_limit: TimeLimit = Field("24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`.")
+    time_limit: TimeLimit = Field(
+        "24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`, at most a year."
+    )
     gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
         "gres", description="Option with which this cluster requests GPUs."
     )

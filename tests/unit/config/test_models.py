@@ -8,7 +8,10 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
+from shardmake.config import models
 from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.load import get_run, load_cluster, load_config, parse_config, read_yaml
@@ -390,6 +393,37 @@ def numbers(node: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
     elif isinstance(node, list):
         for index, inner in enumerate(node):
             yield from numbers(inner, f"{where}.{index}")
+
+
+NOT_PATHS = {
+    "Columns": None,  # every key of the section
+    "Data": {"subset", "revision"},
+    "Push": {"to", "revision"},  # `to` begins with a kind; its paths are tested below
+    "Run": {"revision"},
+    "Slurm": {"partition", "account", "qos", "gpu_type", "wckey", "constraint", "exclude"},
+    "Cluster": {"accelerator", "network_interface"},
+}
+
+
+def test_every_text_is_a_path_that_is_expanded_or_known_as_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key that is added later must be one or the other."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    sections = {
+        model for model in vars(models).values() if isinstance(model, type) and issubclass(model, models.Section)
+    }
+    for section in sections:
+        known = NOT_PATHS.get(section.__name__, set())
+        for name, field in section.model_fields.items():
+            if known is not None and name not in known and (read := as_text(field)) is not None:
+                assert read == "/home/ada/x", f"{section.__name__}.{name}"
+
+
+def as_text(field: FieldInfo) -> str | None:
+    """Return what a field makes of a path, None if it takes no text."""
+    try:
+        return str(TypeAdapter(field.rebuild_annotation()).validate_python("~/x"))
+    except ValidationError:
+        return None
 
 
 def test_every_path_is_expanded(monkeypatch: pytest.MonkeyPatch) -> None:
