@@ -42,30 +42,25 @@ def settings(checkout: Checkout) -> tuple[float, int]:
 
 def test_overrides_reach_every_stage(checkout: Checkout, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Files outside the clone, several files, single values, and the same settings under another name."""
-    mine = str(outside / "mine.yaml")
-    assert "demo:" not in snakemake(checkout, "--configfile", mine), "the configuration of the clone is not merged in"
-    assert settings(checkout) == (9e-4, 42)
+    mine, extra = outside / "mine.yaml", outside / "extra.yaml"
+    extra.write_text(yaml.safe_dump({"runs": {"mine": {"learning_rate": 7e-4, "seed": 7}}}))
+    several = ("--configfile", str(mine), str(extra), "--config", "runs={mine: {learning_rate: 5.0e-4}}")
+    assert "demo:" not in snakemake(checkout, *several), "the configuration of the clone is not merged in"
+    assert settings(checkout) == (5e-4, 7)
     plan = json.loads((checkout.root / "runs/mine/plan/plan.json").read_text())
     assert plan["choice"]["processes_per_node"] == 1, "the cluster file is mine"
 
-    moved = write(outside / "moved.yaml", learning_rate=9e-4)
-    assert "Nothing to be done" in snakemake(checkout, "--configfile", str(moved))
-    extra = outside / "extra.yaml"
-    extra.write_text(yaml.safe_dump({"runs": {"mine": {"push": {"to": "file:elsewhere"}}}}))
-    assert "Nothing to be done" in snakemake(checkout, "--configfile", mine, str(extra))
-
-    extra.write_text(yaml.safe_dump({"runs": {"mine": {"learning_rate": 7e-4, "seed": 7}}}))
-    several = ("--configfile", mine, str(extra), "--config", "runs={mine: {learning_rate: 5.0e-4}}")
-    snakemake(checkout, *several)
-    assert settings(checkout) == (5e-4, 7)
     assert "Nothing to be done" in snakemake(checkout, *several)
+    equal = write(outside / "equal.yaml", learning_rate=5e-4, seed=7, evaluation={"max_new_tokens": 9})
+    assert "Nothing to be done" in snakemake(checkout, "--configfile", str(equal))
 
-    # A job of the first invocation starts Snakemake again, after a file was damaged while it was in the queue.
+    # A job of another invocation starts Snakemake again, after a file was damaged while it was in the queue.
+    snakemake(checkout, "-n", "--configfile", str(mine))
     copies = {yaml.safe_load(path.read_text())["runs"]["mine"]["learning_rate"]: path for path in merged(checkout)}
+    assert set(copies) == {5e-4, 9e-4}
     monkeypatch.setenv(VARIABLE, str(copies[9e-4]))
-    again = ("--mode", "subprocess", "--nolock", "--cores", "1", "--forceall")
     (checkout.root / "config/config.yaml").write_text("cluster: [\n")
-    checkout("snakemake", TARGET, *again)
+    checkout("snakemake", TARGET, "--mode", "subprocess", "--nolock", "--cores", "1", "--forceall")
     assert settings(checkout) == (9e-4, 42)
 
 
