@@ -57,7 +57,7 @@ GROUPS = {
     "workflow/test_consolidate": "consolidate",
     **{
         f"workflow/test_{name}.py": "forked"
-        for name in ("asynchronous", "loop", "reshard", "resume", "saving", "script_guard", "trackers")
+        for name in ("asynchronous", "loop", "own_files", "reshard", "resume", "saving", "script_guard", "trackers")
     },
     **{
         f"workflow/test_{name}.py": "shared checkout"
