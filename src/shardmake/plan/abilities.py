@@ -49,10 +49,11 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     Raises:
         ModelError: transformers has no causal language model for this config.
     """
-    if model.decoder is not None:
+    own_code = run.trust_remote_code and bool(model.config.get("auto_map"))
+    if model.decoder is not None and not own_code:
         check_class(model.config, model.architecture, model.source)
         return Abilities(model.architecture)
-    request = inventory_request(model.config, model.source, model.trust_remote_code)
+    request = inventory_request(model.config, model.source, own_code)
     adapters = {"rank": run.lora.rank, "targets": run.lora.targets} if run.method != "full" else None
     found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()})
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}

@@ -99,7 +99,7 @@ def _small_models(config: Any, kernel: str, trust_remote_code: bool) -> Iterator
 
     for narrow in (True, False):
         try:
-            small = type(config).from_dict(shrunk(config.to_dict(), narrow=narrow))
+            small = type(config).from_dict(shrunk(config.to_dict(), narrow=narrow), name_or_path=config.name_or_path)
             options = {"attn_implementation": kernel, "trust_remote_code": trust_remote_code, "dtype": torch.float32}
             with torch.device("meta"):
                 size = AutoModelForCausalLM.from_config(small, **options).num_parameters()

@@ -182,6 +182,22 @@ def test_the_helper_answers_as_a_process(tmp_path: Path, monkeypatch: pytest.Mon
         resolved(run.model_copy(update={"packing": True}))
 
 
+def test_a_model_with_its_own_code_is_asked_itself(tmp_path: Path) -> None:
+    """Its model type may be that of a family, but its class is another one."""
+    (tmp_path / "own.py").write_text(
+        "from transformers import LlamaForCausalLM\n"
+        "class OwnForCausalLM(LlamaForCausalLM):\n"
+        "    _supports_flash_attn = False\n"
+        "    supports_gradient_checkpointing = False\n"
+        "    def forward(self, input_ids, position_ids=None, **rest):\n"
+        "        return super().forward(input_ids, **rest)\n"
+    )
+    own = {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    run = make_run(model=make_folder(tmp_path, {"model_type": "llama", **SIZES, **own}), trust_remote_code=True)
+    found = resolve.resolve(run, make_cluster()).abilities
+    assert found == Abilities("OwnForCausalLM", ("sdpa", "eager"), ("sdpa", "eager"), gradient_checkpointing=False)
+
+
 def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "site/liger_kernel"
     (package / "transformers").mkdir(parents=True)
