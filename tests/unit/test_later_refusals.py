@@ -105,6 +105,7 @@ TABLE: dict[str, Why | str] = {
     "train/callbacks/non_finite.py:NonFiniteCheck.on_step_end": Why.RANKS,
     "train/checkpoint_saver.py": C,
     "train/engine_check.py:check_engine": Why.RANKS,
+    "train/learning_check.py": Why.RANKS,
     "train/network_check.py": Why.NODE,
     "train/script_guard.py": Why.RANKS,
     "train/trackers.py:check_trackers": "cli.py:plan",
