@@ -200,4 +200,22 @@ PLANTED = [
             "zero_force_ds_cpu_optimizer": False,
         },
     ),
+    Planted(
+        "a schedule without a length", "scheduler.params.total_num_steps", STOPS, "TypeError",
+        {}, schedule("WarmupDecayLR", warmup_num_steps="auto", warmup_max_lr="auto"),
+        twin=schedule("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto", warmup_max_lr="auto"),
+    ),
+    Planted(
+        "DeepSpeed and FSDP", "engine", STOPS, "ValueError",
+        {"fsdp": True}, twin_trainer={"fsdp": None},
+    ),
+    Planted(
+        "an optimizer that offload replaces", "optimizer", "Adam (DeepSpeedCPUAdam, L2 weight decay)", None,
+        {"optim": "sgd"}, {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+        twin={
+            "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+            "zero_force_ds_cpu_optimizer": False,
+        },
+        unverified="DeepSpeed compiles its Adam for minutes.",
+    ),
 ]  # fmt: skip

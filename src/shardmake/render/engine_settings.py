@@ -16,11 +16,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Final, get_type_hints
+from typing import Any, Final, get_args, get_type_hints
 from unittest import mock
 
 from pydantic import TypeAdapter, ValidationError
-from pydantic.errors import PydanticSchemaGenerationError
 
 from shardmake.render import parsers
 from shardmake.render.comparison import Library, Problem, Settings
@@ -411,6 +410,8 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
 
 def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
     """Return a training argument with the type that transformers declares; record what it would take otherwise."""
+    if not {*(get_args(hint) or [hint])} <= PLAIN_TYPES:
+        return value
     try:
         read = TypeAdapter(hint).validate_python(value)
     except ValidationError:
@@ -419,8 +420,6 @@ def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
         name = getattr(hint, "__name__", str(hint)).replace("typing.", "")
         found.refuse("Trainer", key, value, f"Transformers needs {name} and does not check it: the run stops later.")
         return None
-    except PydanticSchemaGenerationError:
-        return value
     if isinstance(value, str) and isinstance(read, bool):
         found.refuse("Trainer", key, value, "Transformers takes any text for true. Write true or false without quotes.")
         return read
@@ -431,6 +430,7 @@ def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
     return value
 
 
+PLAIN_TYPES: Final = {int, float, bool, str, type(None)}
 NOT_COMPARED: Final = ("deepspeed", "output_dir", "use_cpu", "ddp_backend", "local_rank", "no_cuda")
 """Arguments of the machine and of paths; the check runs on a machine without a GPU."""
 

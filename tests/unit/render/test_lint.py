@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.render.comparison import Settings, compare_settings
-from shardmake.render.engine_settings import REFUSED_BESIDE_DEEPSPEED_FILE
+from shardmake.render.engine_settings import MAPPINGS, REFUSED_BESIDE_DEEPSPEED_FILE
 from shardmake.render.lint import Report, check, format_report, read_source
+from shardmake.render.settings_table import SETTINGS
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO
 
 SCRIPT = """#!/bin/bash
@@ -158,7 +159,7 @@ values = st.recursive(scalars, lambda inner: st.lists(inner, max_size=2) | st.di
 
 def mappings(*keys: str) -> st.SearchStrategy[dict[str, Any]]:
     """Draw a few of the dotted ``keys`` with any values."""
-    return st.dictionaries(st.sampled_from(keys), values, max_size=3).map(nested)
+    return st.dictionaries(st.sampled_from(keys), values, max_size=4).map(nested)
 
 
 def nested(flat: dict[str, Any]) -> dict[str, Any]:
@@ -172,30 +173,28 @@ def nested(flat: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-deepspeed = mappings(
-    "zero_optimization", "zero_optimization.stage", "zero_optimization.offload_param", "bf16", "bf16.enabled", "fp16",
-    "optimizer", "optimizer.type", "optimizer.params", "scheduler.type", "scheduler.params", "gradient_clipping",
-    "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "tensor_parallel",
-    "torch_autocast", "compile", "checkpoint", "elasticity", "steps_per_print", "x",
-)  # fmt: skip
-arguments = mappings(
-    "learning_rate", "per_device_train_batch_size", "gradient_accumulation_steps", "max_steps", "warmup_steps", "bf16",
-    "optim", "lr_scheduler_type", "max_grad_norm", "weight_decay", "adam_beta1", "fsdp", "fsdp_config", "torch_compile",
-    "gradient_checkpointing", "accelerator_config", "report_to",
-)  # fmt: skip
-accelerate = mappings(
-    "distributed_type", "num_processes", "num_machines", "mixed_precision", "use_cpu", "deepspeed_config", "gpu_ids",
-    "deepspeed_config.zero_stage", "fsdp_config", "fsdp_config.fsdp_version", "dynamo_config", "main_process_port", "x",
-)  # fmt: skip
-drawn = st.builds(
-    Settings,
-    trainer=st.none() | arguments.map(lambda one: ARGUMENTS | one),
-    deepspeed=st.none() | deepspeed.map(lambda one: AUTO | one),
-    accelerate=st.none() | accelerate.map(lambda one: ACCELERATE | one),
+@st.composite
+def drawn_settings(draw: st.DrawFn) -> Settings:
+    """Draw settings with any values in any keys that the libraries have."""
+    from accelerate.commands.config.config_args import ClusterConfig
+    from transformers import TrainingArguments
+
+    shared = [key for setting in SETTINGS for key in setting.deepspeed]
+    deepspeed = mappings(*MAPPINGS, *shared, "elasticity", "steps_per_print", "communication_data_type", "x")
+    arguments = mappings(*TrainingArguments.__dataclass_fields__)
+    sections = [f"deepspeed_config.{key}" for key in REFUSED_BESIDE_DEEPSPEED_FILE]
+    sections += [f"fsdp_config.{setting.accelerate}" for setting in SETTINGS if setting.name.startswith("FSDP")]
+    accelerate = mappings(*ClusterConfig.__dataclass_fields__, *sections, "dynamo_backend", "x")
+    return Settings(
+        trainer=draw(st.none() | arguments.map(lambda one: ARGUMENTS | one)),
+        deepspeed=draw(st.none() | deepspeed.map(lambda one: AUTO | one)),
+        accelerate=draw(st.none() | accelerate.map(lambda one: ACCELERATE | one)),
+    )
+
+
+@settings(
+    max_examples=3, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.explicit, Phase.generate]
 )
-
-
-@settings(max_examples=1, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases=st.lists(drawn, min_size=30, max_size=30))
+@given(cases=st.lists(drawn_settings(), min_size=40, max_size=40))
 def test_any_value_in_any_key_gives_a_comparison(cases: list[Settings]) -> None:
     assert len(compare_settings(cases)) == len(cases)
