@@ -21,7 +21,7 @@ from shardmake.run.plan import Choice
 from shardmake.run.trained_engine import ScriptApi, TrainedEngine
 from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
-from shardmake.train.engine_check import describe_engine, environment_report
+from shardmake.train.engine_check import describe_engine, environment_report, is_deepspeed_engine
 
 logger = logging.getLogger(__name__)
 _ENGINES: Final = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MULTI_GPU": DDP, "MULTI_CPU": DDP, "NO": DDP}
@@ -74,11 +74,13 @@ def mismatch_message(found: Mapping[str, Any], expected: Mapping[str, Any], advi
     return "\n".join(["The script does not train as planned. Nothing was trained.", *lines, *words])
 
 
-def compute_dtype(model: torch.nn.Module, described: str) -> str:
-    """Return the data type of the forward pass: the engine's mixed precision, or that of most of the weights.
+def trained_dtype(model: Any, described: str) -> str:
+    """Return the data type of the forward pass: the engine's mixed precision or autocast, or that of most weights.
 
-    ``described`` is the engine's; float32 there means that the engine casts nothing.
+    ``described`` is the engine's mixed precision; float32 means that it casts nothing.
     """
+    if is_deepspeed_engine(model) and model.torch_autocast_enabled():
+        return str(model.torch_autocast_dtype()).removeprefix("torch.")
     if described != "float32":
         return described
     policy = _sharding_policy(model)
@@ -91,10 +93,10 @@ def compute_dtype(model: torch.nn.Module, described: str) -> str:
     return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)).removeprefix("torch.")
 
 
-def _sharding_policy(model: torch.nn.Module) -> torch.dtype | None:
+def _sharding_policy(model: Any) -> torch.dtype | None:
     """Return the data type to which FSDP casts the weights, if it does."""
     if hasattr(model, "_get_fsdp_state"):
-        return model._get_fsdp_state()._mp_policy.param_dtype  # type: ignore[operator]
+        return model._get_fsdp_state()._mp_policy.param_dtype
     return getattr(getattr(model, "mixed_precision", None), "param_dtype", None)
 
 
@@ -130,7 +132,7 @@ class ScriptGuard:
         model = getattr(model, "_orig_mod", model)  # of a compiled model
         found = describe_engine(model, precision)
         found["world_size"] = dist.get_world_size() if dist.is_initialized() else 1
-        found["dtype"] = compute_dtype(model, found["dtype"])
+        found["dtype"] = trained_dtype(model, found["dtype"])
         self._report(found)
         self._check(found)
 

@@ -14,7 +14,7 @@ from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.trained_engine import TrainedEngine
 from shardmake.train import script_guard
-from shardmake.train.script_guard import Batch, ScriptGuard, compute_dtype, mismatch_message
+from shardmake.train.script_guard import Batch, ScriptGuard, mismatch_message, trained_dtype
 from tests.unit.plans import make_plan
 
 
@@ -96,10 +96,29 @@ def test_another_split_of_the_batch_is_reported(tmp_path: Path, caplog: pytest.L
 
 def test_the_compute_type_is_that_of_the_weights_unless_the_engine_casts() -> None:
     model = torch.nn.Linear(8, 8)
-    assert compute_dtype(model, "float32") == "float32"
-    assert compute_dtype(model, "bfloat16") == "bfloat16"
-    assert compute_dtype(model.to(torch.bfloat16), "float32") == "bfloat16"
-    assert compute_dtype(torch.nn.Sequential(model, torch.nn.LayerNorm(8)), "float32") == "bfloat16"
+    assert trained_dtype(model, "float32") == "float32"
+    assert trained_dtype(model, "bfloat16") == "bfloat16"
+    assert trained_dtype(model.to(torch.bfloat16), "float32") == "bfloat16"
+    assert trained_dtype(torch.nn.Sequential(model, torch.nn.LayerNorm(8)), "float32") == "bfloat16"
+
+
+class DeepSpeedEngine(torch.nn.Linear):
+    """An engine as far as the guard reads it."""
+
+    autocast = False
+
+    def torch_autocast_enabled(self) -> bool:
+        return self.autocast
+
+    def torch_autocast_dtype(self) -> torch.dtype:
+        return torch.bfloat16
+
+
+def test_the_autocast_of_deepspeed_is_a_data_type_too() -> None:
+    engine = DeepSpeedEngine(2, 2)
+    assert trained_dtype(engine, "float32") == "float32"
+    engine.autocast = True
+    assert trained_dtype(engine, "float32") == "bfloat16"
 
 
 def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_path: Path) -> None:
