@@ -584,7 +584,7 @@ def _check_batch(config: dict[str, Any], found: EngineSettings) -> None:
         config["train_micro_batch_size_per_gpu"] = 1
     elif all(isinstance(size, int) for size in (total, micro, accumulation)):
         product = micro * accumulation * ranks  # type: ignore[operator]
-        if total != product:
+        if total != product and not found.stops.keys() & {*BATCH}:
             sizes = f"{micro} x {accumulation} steps x {ranks} ranks make {product}"
-            found.stops.setdefault("train_batch_size", f"DeepSpeed stops: {sizes}.")
+            found.stops["train_batch_size"] = f"DeepSpeed stops: {sizes}."
         del config["train_batch_size"]

@@ -25,9 +25,10 @@ ADD_AUTO: Final = 'Write "auto" in the DeepSpeed file.'
 class Setting:
     """One setting and the key of each library.
 
-    ``engine`` returns DeepSpeed's value or default, None if DeepSpeed leaves it to others; ``runs`` returns the value
-    that trains. The ``ask`` functions turn a written value into one to compare with it, or into None if it asks for
-    nothing. ``advice`` follows if something else trains.
+    ``engine`` returns DeepSpeed's default, None if DeepSpeed leaves it to others; ``runs`` returns the value that
+    trains. ``trainer_name`` is the name of Trainer's value if several arguments make it. The ``ask`` functions turn
+    a written value into one to compare with it, or into None if it asks for nothing. ``advice`` follows if
+    something else trains.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Setting:
     ask_deepspeed: Ask = lambda found, value: value
     ask_accelerate: Ask = lambda found, value: value
     show_trainer: Ask = lambda found, value: value
+    trainer_name: str = ""
     advice: str = ADD_AUTO
 
 
@@ -286,7 +288,6 @@ SETTINGS: Final = (
         _trainer_or_engine("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
         ("per_device_train_batch_size",),
         ("train_micro_batch_size_per_gpu",),
-        engine=lambda found: found.config.train_micro_batch_size_per_gpu,
     ),
     Setting(
         "accumulation steps",
@@ -306,6 +307,7 @@ SETTINGS: Final = (
         ("train_batch_size",),
         ask_trainer=_batch,
         show_trainer=_batch,
+        trainer_name="batch per rank x accumulation steps x ranks",
     ),
     Setting(
         "gradient clipping",
@@ -331,6 +333,7 @@ SETTINGS: Final = (
         engine=_BETAS[0],
         ask_trainer=_betas,
         show_trainer=_betas,
+        trainer_name="adam_beta1 and adam_beta2",
     ),
     Setting("epsilon", _EPS[1], ("adam_epsilon",), ("optimizer.params.eps",), engine=_EPS[0]),
     Setting("weight decay", _DECAY[1], ("weight_decay",), ("optimizer.params.weight_decay",), engine=_DECAY[0]),
@@ -372,9 +375,10 @@ SETTINGS: Final = (
         ("bf16", "fp16"),
         ("bf16.enabled", "fp16.enabled", "torch_autocast.enabled"),
         "mixed_precision",
-        engine=lambda found: _precision(replace(found, config=found.defaults)),
+        engine=_precision,
         ask_trainer=_trainer_precision,
         show_trainer=_trainer_precision,
+        trainer_name="the precision",
         ask_deepspeed=lambda found, value: _precision(found),
         ask_accelerate=_ask_precision,
         advice="Set the same precision everywhere, or remove all but one.",
@@ -518,10 +522,20 @@ def _trainer_value(setting: Setting, settings: Settings, found: EngineSettings) 
     given = dict(parsers.leaves(settings.trainer or {}))
     key = next((key for key in setting.trainer if key in given), setting.trainer[0])
     if key.startswith("fsdp_config."):
+        name = key.removeprefix("fsdp_config.")
+        defaults = found.arguments.fsdp_plugin_args or {}
         section = found.arguments.fsdp_config if isinstance(found.arguments.fsdp_config, dict) else {}
-        value = section.get(key.removeprefix("fsdp_config."))
+        value = section.get(name, defaults.get(PLUGIN_NAMES.get(name, name)))
         return Value(value, key in given or key.replace(".", ".fsdp_") in given, key)
-    return Value(setting.show_trainer(found, _plain(getattr(found.arguments, key))), key in given, key)
+    value = setting.show_trainer(found, _plain(getattr(found.arguments, key)))
+    return Value(value, key in given, setting.trainer_name or key)
+
+
+PLUGIN_NAMES: Final = {
+    "version": "fsdp_version",
+    "transformer_layer_cls_to_wrap": "transformer_cls_names_to_wrap",
+}
+"""Accelerate's names of keys of Trainer's ``fsdp_config``."""
 
 
 def _deepspeed_value(setting: Setting, found: EngineSettings) -> Value:
@@ -529,7 +543,10 @@ def _deepspeed_value(setting: Setting, found: EngineSettings) -> Value:
     written = [key for key in setting.deepspeed if key in given]
     # Of two keys, the one that says yes: bf16.enabled beside fp16.enabled.
     key = next((key for key in written if given[key]), written[0] if written else setting.deepspeed[0])
-    return Value(given[key], True, key) if written else Value(setting.engine(found), False, key)
+    if written:
+        return Value(given[key], True, key)
+    by_section = key.startswith(("optimizer.", "scheduler."))
+    return Value(setting.engine(found if by_section else replace(found, config=found.defaults)), False, key)
 
 
 def _written_for_launcher(settings: Settings) -> dict[str, str]:

@@ -97,7 +97,7 @@ def test_every_parser_refuses_errors_in_its_own_file() -> None:
     assert "accelerate.yaml: accelerate ignores same_network" in message
     assert "deepspeed.json: train_batch_size is understood as 24; planned is 16" in message
     assert "gradient_accumulation_steps is 2 in training.json; gradient_accumulation_steps is 3 in deepspeed" in message
-    assert "bf16 is fp32 in training.json; bf16.enabled is true in deepspeed.json" in message
+    assert "the precision is fp32 in training.json; bf16.enabled is true in deepspeed.json" in message
     assert "deepspeed.json: DeepSpeed ignores zero_optimisation" in message
     assert "gradient_clipping" not in message
 
