@@ -1,7 +1,6 @@
 """`shardmake check`: what it reads, refuses and prints."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,12 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from shardmake.cli import app
 from shardmake.core.errors import ConfigError, ShardmakeError
-from shardmake.render.comparison import Settings, compare_settings
+from shardmake.render import lint
+from shardmake.render.comparison import Comparison, Library, Row, Settings, Value, Verdict, compare_settings
 from shardmake.render.engine_settings import MAPPINGS, REFUSED_BESIDE_DEEPSPEED_FILE
 from shardmake.render.lint import Report, check, format_report, read_source
 from shardmake.render.settings_table import SETTINGS
@@ -25,7 +27,7 @@ accelerate launch --config_file accelerate.yaml --num-processes 4 \\
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     clipping = {key: value for key, value in AUTO.items() if key != "gradient_clipping"}
     contents = {"accelerate.yaml": ACCELERATE, "ds.json": clipping, "args.yaml": ARGUMENTS | {"deepspeed": "ds.json"}}
@@ -122,6 +124,18 @@ def test_the_refused_keys_are_those_of_the_installed_accelerate() -> None:
     environment.setenv("ACCELERATE_CONFIG_DS_FIELDS", "deepspeed_config_file,zero3_init_flag")
     DeepSpeedPlugin(hf_ds_config=dict(AUTO))
     environment.undo()
+
+
+@pytest.mark.parametrize("verdict", ["equal", "stops", "differs"])
+def test_the_exit_status_and_json(verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
+    values: dict[Library, Value] = {"Trainer": Value(0.5, True, "max_grad_norm")}
+    report = Report("x", {}, Comparison([Row("gradient clipping", values, 1.0, verdict, "1.0 runs.")], []))
+    monkeypatch.setattr(lint, "check", lambda words, ranks: [report])
+    printed = CliRunner().invoke(app, ["check", "--json", "x.yaml"])
+    (answer,) = json.loads(printed.stdout)
+    assert printed.exit_code == answer["errors"] == (0 if verdict == "equal" else 1)
+    text = CliRunner().invoke(app, ["check", "--all", "x.yaml"]).stdout
+    assert "gradient clipping  0.5      -          -           " in text
 
 
 ODD: dict[str, Settings] = {
