@@ -94,7 +94,7 @@ class ScriptObserver:
                 finally:
                     self.inside_accelerate -= 1
                 if not kwargs.get("evaluation_mode"):
-                    for model in result if isinstance(result, tuple) else (result,):
+                    for model in result if isinstance(result, list | tuple) else [result]:  # FSDP2 returns a list
                         self.add_model(model, self_.mixed_precision)
                 return result
 

@@ -126,6 +126,28 @@ def test_another_accumulation_under_accelerate_is_refused(tmp_path: Path, accumu
     assert not AttemptDir(tmp_path).trained.exists()
 
 
+@pytest.mark.parametrize("container", [tuple, list])
+def test_the_prepared_model_is_found_in_every_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, container: type
+) -> None:
+    """Accelerate 1.15 returns a list for FSDP2 and a tuple otherwise."""
+    found: list[tuple[Any, str]] = []
+
+    class Engine:
+        mixed_precision = "bf16"
+
+        def prepare(self, *objects: Any) -> Any:
+            return container(objects)
+
+        prepare_model = prepare
+
+    observer = ScriptObserver(make_context(tmp_path))
+    monkeypatch.setattr(observer, "add_model", lambda model, precision: found.append((model, precision)))
+    observer.hook_accelerator(SimpleNamespace(Accelerator=Engine))
+    assert Engine.prepare(Engine.__new__(Engine), "model", "optimizer") == container(("model", "optimizer"))
+    assert found == [("model", "bf16"), ("optimizer", "bf16")]
+
+
 def test_accelerate_gets_a_backend_on_cpus() -> None:
     calls = []
 
