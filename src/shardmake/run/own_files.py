@@ -10,6 +10,7 @@ from shardmake.config.user_files import UserFile, UserFiles
 from shardmake.core.errors import ConfigError
 from shardmake.core.key_removal import removal_diff
 from shardmake.core.nested import leaves, same
+from shardmake.core.units import plural
 from shardmake.run.plan import Choice
 
 Planned = Mapping[str, Any]
@@ -118,7 +119,7 @@ def check_own_files(own: UserFiles, planned: Mapping[str, Planned], run: Run, *,
     lines, diffs = [], []
     for file in own.found:
         wrong = _wrong_keys(file, planned[file.kind], run, is_complete)
-        lines += [f"  {line}" for line in wrong.values()]
+        lines += [f"  {line}" for line in wrong.values() if line]
         if wrong:
             diffs.append(removal_diff(file.name, file.text, wrong))
     if lines:
@@ -133,7 +134,7 @@ _ADVICE: Final = (
 
 
 def _wrong_keys(file: UserFile, planned: Planned, run: Run, is_complete: bool) -> dict[str, str]:
-    """Return a line for each key of ``file`` that does not fit, with the effect of its value."""
+    """Return a line for each key of ``file`` that does not fit, empty if the line of another key includes it."""
     is_script, values = run.script is not None, dict(leaves(file.values))
     wrong = {}
     for key, rule in contradictions(file, planned, is_script).items():
@@ -142,9 +143,23 @@ def _wrong_keys(file: UserFile, planned: Planned, run: Run, is_complete: bool) -
         elif is_complete:
             effect = ACCELERATE_STOPS if key == "mixed_precision" else rule.effect
             wrong[key] = f"{key}: {values[key]!r} in {file.name}, not set in the plan. {effect}"
-    for key, reason in refusals(file, is_script).items():
-        wrong[key] = f"{key}: {values[key]!r} in {file.name}. {reason}"
+    refused = refusals(file, is_script)
+    for key, others in _by_section(refused).items():
+        more = f" and {plural(len(others), 'other key')} of this section" if others else ""
+        wrong[key] = f"{key}: {values[key]!r}{more} in {file.name}. {refused[key]}"
+        wrong |= dict.fromkeys(others, "")
     return {key: wrong[key] for key in values if key in wrong}
+
+
+def _by_section(refused: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return each refused key with the others of its line: optimizer and scheduler are refused as a whole."""
+    first: dict[str, str] = {}
+    groups: dict[str, list[str]] = {}
+    for key in refused:
+        section = key.partition(".")[0]
+        leader = first.setdefault(section if section in ("optimizer", "scheduler") else key, key)
+        groups.setdefault(leader, []).extend([key] if key != leader else [])
+    return groups
 
 
 def _strategy_hint(own: UserFiles, planned: Mapping[str, Planned]) -> list[str]:
