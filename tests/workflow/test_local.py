@@ -37,15 +37,15 @@ def test_from_config_to_pushed_model_through_a_killed_head_and_a_failed_push(
 ) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
-    blocked = checkout.root / "published"
-    blocked.write_text("a file where the folder should be")
     checkout.configure(max_steps=10, report_to=["tensorboard", "mlflow"])
     assert "This was a dry-run" in checkout("snakemake", *PROFILE, "-n").stdout
     head = checkout.start("snakemake", *PROFILE, log=checkout.root / "first.log")
-    wait_for(lambda: len(checkout.metrics()) >= 2)
+    wait_for(lambda: len(checkout.metrics()) >= 2 or head.poll() is not None)
     kill_tree(head.pid, spare="shardmake.launch.worker")
     head.wait()
 
+    blocked = checkout.root / "published"
+    blocked.write_text("a file where the folder should be")  # after the plan, which would refuse it
     checkout("snakemake", *PROFILE, "--unlock")
     again = checkout("snakemake", *PROFILE, check=False)
     assert again.returncode != 0
