@@ -2,6 +2,8 @@
 
 import os
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,8 @@ import pytest
 from shardmake.config.models import Push
 from shardmake.core.errors import ShardmakeError
 from shardmake.push.check import check_destinations, check_push
+
+NOBODY = 65534
 
 
 def refusal(to: str | list[str], **more: Any) -> str:
@@ -32,10 +36,20 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     assert f"{file} is a file" in refusal(f"file:{file}")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_permission_is_refused(tmp_path: Path) -> None:
-    tmp_path.chmod(0o500)
-    assert f"no folder can be created in {tmp_path}: Permission denied" in refusal(f"file:{tmp_path}/x")
+@pytest.fixture
+def read_only() -> Iterator[Path]:
+    """A folder in which this process may not write, also if the tests run as root."""
+    folder, user = Path(tempfile.mkdtemp(prefix="shardmake-test-")), os.geteuid()
+    folder.chmod(0o555)
+    if user == 0:
+        os.seteuid(NOBODY)
+    yield folder
+    os.seteuid(user)
+    folder.rmdir()
+
+
+def test_a_folder_without_permission_is_refused(read_only: Path) -> None:
+    assert f"no folder can be created in {read_only}: Permission denied" in refusal(f"file:{read_only}/x")
 
 
 def test_a_folder_with_the_files_of_others_is_refused(tmp_path: Path) -> None:
