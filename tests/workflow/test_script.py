@@ -46,7 +46,7 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     card = (checkout.root / "published/demo/README.md").read_text()
     assert re.search(r"\| Trained by \| `accelerate_loop\.py` \(SHA-256 `\w{16}\.\.\.`\) with Accelerate \|", card)
     assert "| Engine | DeepSpeed ZeRO-2 |" in card and "| Global batch | 8 sequences" in card
-    figures = {path.stem for path in (checkout.run / "figures").iterdir()}
+    figures = {path.stem for path in (checkout.run / "figures").glob("*.svg")}
     assert set(re.findall(r"plots/([a-z-]+)\.png", card)) == figures
     assert (checkout.run / "report.html").read_text().count("<svg") == len(figures)
     example = card.partition("```python\n")[2].partition("```")[0]

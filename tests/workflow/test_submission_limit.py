@@ -17,7 +17,7 @@ from tests.workflow.checkout import RUN, Checkout
 
 TOOLS = {
     "srun": "exit 1",
-    "sinfo": "echo 'gpu*|3|2|8000|infinite'",
+    "sinfo": "echo 'gpu*|3|2|8000|infinite|(null)|(null)'",
     "scontrol": "exit 1",
     "sbatch": """
         name=$(sed -n 's/^#SBATCH --job-name=//p' "$1")

@@ -49,7 +49,10 @@ def parse_partitions(text: str) -> dict[str, Partition]:
     """
     found: dict[str, Partition] = {}
     for line in text.splitlines():
-        name, nodes, cpus, memory, limit, gres, features = line.strip().split("|")
+        fields = line.strip().split("|")
+        if len(fields) != _SINFO_FORMAT.count("|") + 1:
+            raise SlurmError(f"Cannot read a row of sinfo: {line!r}. Its format is {_SINFO_FORMAT}. Check sinfo here.")
+        name, nodes, cpus, memory, limit, gres, features = fields
         group = NodeGroup(int(nodes), _number(cpus), _number(memory), parse_gpus(gres), _features(features))
         bare = name.rstrip("*")
         earlier = found[bare].groups if bare in found else ()

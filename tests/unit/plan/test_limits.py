@@ -55,6 +55,11 @@ def test_rows_of_sinfo_become_groups_of_nodes() -> None:
     assert mixed.groups[3].gpus == {} and mixed.groups[3].features == {"highmem"}
 
 
+def test_a_row_of_another_form_is_reported() -> None:
+    with pytest.raises(ShardmakeError, match=r"Cannot read a row of sinfo: 'gpu\*\|3\|2'"):
+        parse_partitions("gpu*|3|2\n")
+
+
 @pytest.mark.parametrize(
     ("gres", "gpus"),
     [
