@@ -14,6 +14,7 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Attention, Cluster, Method, Optimizer, Precision, Run, Strategy
@@ -84,6 +85,8 @@ def _stage(
 ) -> Iterator[tuple[Run, Cluster, RunDir]]:
     """Open a run as `_open`, and record the settings of ``stage`` after its success."""
     run, cluster, rundir = _open(name, files, runs, on_node=on_node)
+    if stage in ("fetch", "plan"):
+        check_inputs(name, run)
     with recorded_settings(stage, run, cluster, rundir):
         yield run, cluster, rundir
 

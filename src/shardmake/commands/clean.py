@@ -37,6 +37,9 @@ def clean(runs: Path, *, remove: bool) -> list[Removable]:
         logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
         if remove:
             store.remove(item.path)
+    if not found:
+        logger.info("Nothing to remove: no pushed run in %s has old checkpoints or caches.", runs)
+        return found
     total = format_bytes(sum(item.size for item in found))
     outcome = "Removed." if remove else "Nothing was removed. Use --remove to remove these folders."
     logger.info("%10s in total. %s", total, outcome)

@@ -6,11 +6,11 @@ A key that is not in these tables is refused, because Shardmake does not know it
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any, Final, Literal
 
 from shardmake.config.user_files import Kind, UserFile
-from shardmake.core.errors import nearest
 from shardmake.core.nested import leaves, same
 
 Use = Literal["planned", "estimated", "result", "inert", "unused", "refused"]
@@ -365,7 +365,10 @@ def _unknown(kind: Kind, key: str) -> str:
         return "A section with keys is needed here." + (
             " To use a DeepSpeed file, name it under deepspeed_config of the run." if key == "deepspeed_config" else ""
         )
-    return f"Shardmake does not know its effect.{nearest(key, TABLES[kind])}"
+    section, dot, name = key.rpartition(".")
+    siblings = [known.rpartition(".")[2] for known in TABLES[kind] if known.rpartition(".")[0] == section]
+    alike = get_close_matches(name, siblings, 1)
+    return "Shardmake does not know its effect." + (f" Did you mean '{section}{dot}{alike[0]}'?" if alike else "")
 
 
 def _sections_that_are_off(file: UserFile) -> set[str]:

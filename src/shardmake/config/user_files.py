@@ -72,24 +72,33 @@ def _read(kind: Kind, name: str | None) -> UserFile | None:
 def _read_json(key: str, path: Path) -> Any:
     """Return the content of a JSON file; DeepSpeed refuses a key that occurs twice, and so does this."""
     try:
-        return json.loads(path.read_text(), object_pairs_hook=_without_duplicates)
+        return parse_json(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{key}: {path} does not exist in {Path.cwd()}. Name an existing file.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{key}: {path} cannot be read: {error}.") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{key}: {path}, line {error.lineno} is not valid JSON: {error.msg}.") from None
-    except _DuplicateKeyError as error:
+    except DuplicateKeyError as error:
         raise ConfigError(f"{key}: {path} is ambiguous. The key {error} occurs twice. Remove one of them.") from None
 
 
-class _DuplicateKeyError(ValueError):
+class DuplicateKeyError(ValueError):
     """A key of a JSON object occurs twice."""
+
+
+def parse_json(text: str) -> Any:
+    """Return the content of a JSON text.
+
+    Raises:
+        DuplicateKeyError: A key occurs twice; DeepSpeed refuses this, and other readers silently take the last.
+    """
+    return json.loads(text, object_pairs_hook=_without_duplicates)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _DuplicateKeyError(repr(next(name for name in names if names.count(name) > 1)))
+        raise DuplicateKeyError(repr(next(name for name in names if names.count(name) > 1)))
     return values

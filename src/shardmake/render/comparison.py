@@ -73,7 +73,7 @@ class Row:
             for library, value in self.values.items()
             if value.value is not None
         ]
-        return f"{self.setting}: {'; '.join(sides)}. {self.effect}"
+        return f"{self.setting}: {'; '.join(sides)}. {self.effect}" if sides else f"{self.setting}: {self.effect}"
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Problem:
 
     def sentence(self, names: Mapping[Library, str]) -> str:
         """Return the key, its value and file, and the effect."""
-        value = "is missing" if self.value is None else f"is {json.dumps(self.value)}"
+        value = "is missing or null" if self.value is None else f"is {json.dumps(self.value)}"
         return f"{self.key} {value} in {names.get(self.library, self.library)}. {self.effect}"
 
 

@@ -150,6 +150,8 @@ def _well_formed(values: Mapping[str, Any], found: EngineSettings) -> dict[str, 
         if isinstance(section, dict) and last in section and not isinstance(section[last], dict):
             found.refuse("DeepSpeed", key, section.pop(last), "Transformers and DeepSpeed stop: they need a mapping.")
     _read_text(copied, "", found)
+    if "type" not in copied.get("optimizer", {"type": ""}):
+        found.refuse("DeepSpeed", "optimizer.type", None, "DeepSpeed creates no optimizer without its type.")
     if "zero_optimization" not in values:
         found.refuse("DeepSpeed", "zero_optimization", None, "Accelerate and Trainer stop without this section.")
     copied.setdefault("zero_optimization", {"stage": 0})
@@ -198,7 +200,7 @@ def _launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineS
             key = culprit(values, attempt)
             if key is None:
                 missing = next((key for key in ("distributed_type", "num_processes") if key in str(error)), "options")
-                found.refuse("Accelerate", missing, None, "`accelerate launch` stops: this is missing or contradicts.")
+                found.refuse("Accelerate", missing, None, "`accelerate launch` stops: it cannot start without it.")
                 return
             found.refuse("Accelerate", key, values.pop(key), "`accelerate launch` stops: it cannot use this value.")
     if found.launched.use_cpu and found.launcher == "simple_launcher" and values.get("distributed_type") not in PLAIN:

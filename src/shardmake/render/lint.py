@@ -17,6 +17,7 @@ from typing import Any, Final, Literal
 import yaml
 from pydantic import TypeAdapter
 
+from shardmake.config.user_files import DuplicateKeyError, parse_json
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
@@ -99,13 +100,15 @@ def read_text(path: Path) -> str:
 def _parse(path: Path, text: str) -> Any:
     """Return the content as the libraries read it: YAML reads 5e8 as text, JSON as a number."""
     try:
-        return json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        return parse_json(text) if path.suffix == ".json" else yaml.safe_load(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno} is not valid JSON: {error.msg}. Correct the line.") from None
     except yaml.YAMLError as error:
         mark, problem = getattr(error, "problem_mark", None), getattr(error, "problem", None) or "unreadable"
         line = f", line {mark.line + 1}" if mark else ""
         raise ConfigError(f"{path}{line} is not valid YAML: {problem}. Correct the line.") from None
+    except DuplicateKeyError as error:
+        raise ConfigError(f"{path} is ambiguous: the key {error} occurs twice. Remove one of them.") from None
     except (ValueError, RecursionError, TypeError):
         raise ConfigError(f"{path} cannot be read: it holds a value that is not valid. Correct the file.") from None
 

@@ -111,3 +111,10 @@ def test_a_checkpoint_with_an_unreadable_record_is_kept(rundir: RunDir) -> None:
     push(RUN, rundir)
     (rundir.checkpoints / "checkpoint-10/shardmake.json").write_text("{")
     assert listed(rundir.root.parent) == {"checkpoint-20", "checkpoint-30"}
+
+
+def test_runs_without_anything_to_remove_are_reported(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "demo").mkdir()
+    caplog.set_level("INFO", "shardmake")
+    assert clean(tmp_path, remove=False) == []
+    assert f"Nothing to remove: no pushed run in {tmp_path}" in caplog.text

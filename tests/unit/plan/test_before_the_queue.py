@@ -71,6 +71,10 @@ REFUSED: dict[str, Case] = {
     "empty": (LLAMA, "\n", MARKED, {}, "No examples in train.jsonl"),
     "one row": (LLAMA, lines(TEXTS[:1]), MARKED, {}, "has one example, and evaluation needs another"),
     "format": (LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "format": "chat"}}, "line 1"),
+    "evaluation": (
+        LLAMA, lines(TEXTS), MARKED, {"data": {"train": "train.jsonl", "eval": "./train.jsonl"}},
+        "has the examples of data.train",
+    ),
     "columns": (LLAMA, lines([{"body": "a"}] * 2), MARKED, {}, "unknown format. The columns are"),
     "nothing to learn": (LLAMA, lines([{"messages": SHORT}] * 2), MARKED, {}, "has a token to learn"),
     "gemma2 sdpa": (GEMMA2, lines(TEXTS), MARKED, {"attention": "sdpa"}, "attention: sdpa cannot be used"),

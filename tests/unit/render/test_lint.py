@@ -73,6 +73,7 @@ UNREADABLE: dict[str, tuple[bytes, str]] = {
     "list.json": (b"[1, 2]", "holds a list"),
     "broken.json": (b'{\n"a" 1}', "line 2 is not valid JSON"),
     "broken.yaml": (b"a: 1\nb: [1\n", "line 3 is not valid YAML"),
+    "twice.json": (b'{"bf16": {"enabled": true, "enabled": false}}', "the key 'enabled' occurs twice"),
     "odd.yaml": (b"a: 1", "not a known configuration file"),
 }
 
@@ -145,6 +146,7 @@ ODD: dict[str, Settings] = {
     "a null section": Settings(ARGUMENTS, AUTO | {"bf16": None}),
     "a number for a section": Settings(ARGUMENTS, AUTO | {"tensor_parallel": 4}),
     "no type of launch": Settings(accelerate={"num_processes": 2}),
+    "an optimizer without a name": Settings(ARGUMENTS, AUTO | {"optimizer": {"params": {"lr": "auto"}}}),
     "an unknown schedule": Settings(ARGUMENTS | {"lr_scheduler_type": "cosinus"}, AUTO),
     "an unknown key": Settings(ARGUMENTS, AUTO | {"zero_optimization": {"stage": 2, "bucket": 1}}),
     "an ignored key": Settings(ARGUMENTS, AUTO | {"zero_optimisation": {"stage": 2}}),
@@ -153,7 +155,7 @@ ODD: dict[str, Settings] = {
 }
 ODD_KEYS = [
     "num_processes", "num_processes", "deepspeed_config", "bf16", "tensor_parallel", "distributed_type",
-    "lr_scheduler_type", "zero_optimization.bucket", "zero_optimisation", "rdzv_backend",
+    "optimizer.type", "lr_scheduler_type", "zero_optimization.bucket", "zero_optimisation", "rdzv_backend",
     "deepspeed_config.deepspeed_fil",
 ]  # fmt: skip
 
