@@ -243,7 +243,7 @@ ACCELERATE_KEYS: Final[dict[str, KeyRule]] = {
         "deepspeed_config.zero3_init_flag",
         "parallelism_config.*",
     ),
-    **_planned("use_cpu would have won: the launcher silently starts one plain process.", "use_cpu"),
+    **_planned("The launcher ignores it for the planned engine; the training arguments have it.", "use_cpu"),
     **_planned(
         "The training arguments would have won where they ask for bf16 or fp16, else your file.", "mixed_precision"
     ),

@@ -14,8 +14,8 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
     """Return Accelerate's file.
 
     The node's rank, the address of node 0 and the place of the DeepSpeed file are known only at launch and stand on
-    the command line. ``use_cpu`` is false also on CPU: with true, the launcher silently drops DeepSpeed and starts one
-    process only. The training arguments say that the ranks run on the CPU.
+    the command line. ``use_cpu`` is false also on CPU, because the launcher ignores it for these engines. The training
+    arguments say that the ranks run on the CPU.
     """
     choice, spec = plan.choice, plan.choice.spec
     values: dict[str, Any] = {

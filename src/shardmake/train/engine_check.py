@@ -1,6 +1,6 @@
 """Check that the engine is the planned one, and refuse to train otherwise.
 
-In several configurations Accelerate and transformers silently fall back to DDP (``use_cpu: true`` in the launch file,
+In several configurations Accelerate and transformers silently fall back to DDP (``accelerate launch --cpu``,
 FSDP on a device type that they do not list). The run would then train, save and exit with 0.
 """
 
