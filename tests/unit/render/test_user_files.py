@@ -311,7 +311,7 @@ REFUSED_ACCELERATE: list[tuple[Strategy, str, Any, str]] = [
     ("fsdp", "distributed_type", "MULTI_GPU", "'FSDP' in the plan"),
     ("fsdp", "num_processes", 8, "4 in the plan"),
     ("fsdp", "num_machines", 1, "2 in the plan"),
-    ("fsdp", "use_cpu", True, "silently starts one plain process"),
+    ("fsdp", "use_cpu", True, "The launcher ignores it for the planned engine"),
     ("fsdp", "mixed_precision", "fp16", "'bf16' in the plan"),
     ("zero2", "mixed_precision", "bf16", "it refuses this key beside a DeepSpeed file"),
     ("fsdp", "dynamo_backend", "INDUCTOR", "The run decides it (torch_compile)"),
