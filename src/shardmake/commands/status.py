@@ -29,6 +29,8 @@ def describe(run: Run, cluster: Cluster, rundir: RunDir) -> str:
     queue = query_queue([rundir]) if cluster.executor == "slurm" and rundir.job.exists() else None
     if not rundir.train_receipt.exists() and (training := _training(cluster, rundir, queue)):
         lines += [f"\nTraining: {training.headline}", *(f"  {line}" for line in training.details)]
+        if any(stages[stage][0] == CHANGED for stage in ("plan", "render", "data")):
+            lines.append("  It ran before the settings changed. If they change the result, training starts anew.")
     if rundir.train_receipt.exists():
         lines += _trained(TrainingReceipt.read(rundir.train_receipt), stages["train"][0])
     if rundir.evaluation.exists():

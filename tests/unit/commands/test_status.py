@@ -192,6 +192,13 @@ def driver() -> Iterator[psutil.Process]:
     process.wait()
 
 
+def test_a_stopped_training_is_not_promised_to_changed_settings(training: RunDir) -> None:
+    end(training, "stop requested", "Training of chat saved and stopped at step 93. Run the same command again.")
+    note = "It ran before the settings changed. If they change the result, training starts anew."
+    assert note not in describe(make_run(push=PUSH), LOCAL, training)
+    assert note in describe(make_run(push=PUSH, learning_rate=0.5), LOCAL, training)
+
+
 def test_a_driver_without_a_job_is_shown(training: RunDir, driver: psutil.Process) -> None:
     training.job.unlink()
     (training.train / "driver.lock").write_text(f"process {driver.pid} on {socket.gethostname()}\n")
