@@ -3,29 +3,36 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
+# Tests on Slurm mostly wait, so a third process has work to do on two cores.
+PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
-EXTRA := not nvme and not trackers and not two_users and not faults and not sweep
+EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not gpu
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install install-test check fmt words test test-all unit test-nvme test-trackers test-two-users \
-        test-faults test-sweep docs clean
+.PHONY: demo install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
+        test-two-users test-faults test-sweep gpu-check docs clean
 
 demo: install
 	$(BIN)/shardmake demo
 	$(BIN)/snakemake --profile profiles/local
 	$(BIN)/shardmake status docs-chat
 
+# CUDA=cu126, cu130 or cpu names the build of torch; without it, the driver of this machine decides. TORCH_INDEX=ADDRESS
+# is a package index that has the build.
 install: .venv/installed
 
-# torch goes first: DeepSpeed's build imports it, and its version decides whether CUDA packages are installed.
-.venv/installed: pyproject.toml constraints.txt
+# torch goes first: DeepSpeed's build imports it, and its build decides whether packages for GPUs are installed.
+.venv/installed: pyproject.toml constraints.txt $(if $(CUDA),always)
 	PYTHON=$(PYTHON) envs/system.sh demo
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install -q "$$(grep '^torch==' constraints.txt)"
+	PYTHONPATH=src $(BIN)/python -m tools.install_torch $(CUDA)
 	$(BIN)/pip install -q setuptools wheel
-	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e .
+	$(BIN)/pip install -q -c constraints.txt --no-build-isolation -e ".$$(PYTHONPATH=src $(BIN)/python -m tools.install_torch extras)"
 	touch $@
+
+.PHONY: always
+always:
 
 install-test: .venv/installed-test
 
@@ -42,7 +49,7 @@ check: install-test
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m tools.check_words
 	$(BIN)/mypy
-	$(BIN)/snakemake --lint --configfile tests/lint.yaml
+	$(BIN)/python -m tools.lint_workflow
 
 fmt: install-test
 	$(BIN)/ruff check --fix .
@@ -58,11 +65,25 @@ test: check
 	$(PYTEST) -m "not full and $(EXTRA)"
 
 # The other tests of CI.
-test-all: install-test
-	$(PYTEST) -m "full and $(EXTRA)"
+test-all: install-test test-fake-cuda .venv/bitsandbytes
+	$(PYTEST_ALL) -m "full and $(EXTRA)"
 
 unit: install-test
 	$(PYTEST) tests/unit
+
+# Forward passes on fake CUDA tensors, which need no GPU but the build of torch for CUDA: 5 GB, beside the environment.
+test-fake-cuda: install-test .venv/cuda-build/installed
+	PYTHONPATH=.venv/cuda-build $(BIN)/pytest tests/fake_cuda
+
+.venv/cuda-build/installed: constraints.txt
+	$(BIN)/pip install -q --no-compile --upgrade --target .venv/cuda-build -c constraints.txt \
+		"torch===$$(sed -n 's/^torch==//p' constraints.txt)" liger-kernel
+	touch $@
+
+# Quantized training on CPUs, apart from the environment: an importable bitsandbytes would change other tests.
+.venv/bitsandbytes: .venv/installed-test
+	$(BIN)/pip install -q --no-deps --upgrade --target $@ -c constraints.txt bitsandbytes
+	touch $@
 
 # DeepSpeed first compiles its asynchronous I/O and its Adam for several minutes.
 test-nvme: install-test
@@ -85,6 +106,12 @@ test-faults: install-test
 # A rank is killed at every write of a save: about an hour.
 test-sweep: install-test
 	$(BIN)/pytest -m sweep tests/workflow
+
+# On a node with GPUs: ten minutes on one, more on several. ACCELERATOR=a100-80gb names a GPU that is not recognized.
+# The first call installs pytest, for which a node needs internet access; call it on the login node before.
+gpu-check: install
+	$(BIN)/pip install -q -c constraints.txt hypothesis pytest pytest-timeout pytest-xdist
+	$(if $(ACCELERATOR),ACCELERATOR=$(ACCELERATOR)) $(BIN)/pytest -m gpu tests/gpu
 
 docs: install
 	$(BIN)/python -m tools.config_reference

@@ -52,8 +52,9 @@ import time; start = time.time()
 import json
 from pathlib import Path
 from shardmake.checkpoint.formats.registry import read_model
-from shardmake.consolidate.layout import parse_size, plan_shards
+from shardmake.consolidate.layout import plan_shards
 from shardmake.consolidate.writer import ShardWriter
+from shardmake.core.units import parse_size
 contents = read_model(Path("{source}"), "{dtype}")
 writer = ShardWriter(plan_shards(contents.tensors.values(), "{dtype}", parse_size("5GB")), Path("{out}"))
 planned = time.time()
@@ -66,6 +67,10 @@ WHOLE = """
 from pathlib import Path
 from shardmake.consolidate.merge import consolidate
 consolidate(Path("{source}"), Path("{out}"), base=Path("{base}"), dtype="{dtype}")
+"""
+FIRST = """
+import os, tempfile
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp()  # no report of transformers is kept from an earlier merge
 """
 
 
@@ -135,6 +140,10 @@ def make_tools(sources: dict[str, Any]) -> dict[str, tuple[str, str]]:
         "shardmake, ZeRO-3 to bf16": (zero, OURS.replace("{source}", zero).replace("{dtype}", "bf16")),
         "shardmake, DCP": (dcp, OURS.replace("{source}", dcp).replace("{dtype}", "keep")),
         "shardmake, ZeRO-3, verified": (zero, WHOLE.replace("{source}", zero).replace("{dtype}", "keep")),
+        "shardmake, ZeRO-3, verified, first": (
+            zero,
+            FIRST + WHOLE.replace("{source}", zero).replace("{dtype}", "keep"),
+        ),
         "zero_to_fp32": (zero, DEEPSPEED),
         "accelerate merge-weights": (dcp, ACCELERATE),
         "dcp_to_torch_save": (dcp, TORCH_SAVE),

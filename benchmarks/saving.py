@@ -88,7 +88,7 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
     from tests.workflow.checkout import Checkout
 
     make_inputs(root / "inputs")
-    _enlarge(root / "inputs/base")
+    enlarge(root / "inputs/base", SHAPE)
     checkout = Checkout.create(root / "checkout", root / "inputs")
     steps = (rounds + 1) * len(PLACES)
     settings = {"strategy": strategy, "nodes": 1, "max_steps": steps, "checkpoints": {"every_steps": 1, "keep": 1}}
@@ -111,12 +111,12 @@ def measure(strategy: Strategy, rounds: int, root: Path) -> list[dict[str, Any]]
     return [line for line in lines if line["step"] >= len(PLACES)]
 
 
-def _enlarge(base: Path) -> None:
+def enlarge(base: Path, shape: dict[str, int]) -> None:
     """Put a larger model of the same kind and vocabulary in the place of the demo's."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(base)
-    config.update(SHAPE | {"head_dim": SHAPE["hidden_size"] // SHAPE["num_attention_heads"]})
+    config.update(shape | {"head_dim": shape["hidden_size"] // shape["num_attention_heads"]})
     AutoModelForCausalLM.from_config(config).save_pretrained(base)
 
 

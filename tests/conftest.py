@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling
 
 from shardmake.demo import make_inputs
-from tests.tiers import belongs_to_make_test, group_of
+from tests.tiers import GROUPS, belongs_to_make_test, group_of
 from tests.workflow.checkout import Checkout
 
 # No deadline for an example: tests share two cores with trainings.
@@ -32,7 +32,8 @@ def default_logging() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that ``make test`` leaves out."""
+    """Mark the tests that ``make test`` leaves out; start the longest groups first, so that none is last and alone."""
+    items.sort(key=lambda item: group_of(item.nodeid) not in GROUPS.values())
     for item in items:
         if not belongs_to_make_test(item.nodeid):
             item.add_marker(pytest.mark.full)

@@ -11,6 +11,7 @@ from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.evaluation import EvaluationResult, LengthScore, ModelScore, Sample, TaskScore
 from shardmake.run.metrics import MetricsLine
+from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import (
     CandidateEstimate,
@@ -189,6 +190,7 @@ def make_plan() -> Plan:
         choice=CHOICE,
         workload=Workload(
             model="lab/base",
+            model_class=ModelClass(name="LlamaForCausalLM"),
             sequence_length=256,
             packing=True,
             objective="sft",
@@ -236,8 +238,8 @@ MEMORY = MemoryEstimates(
 )
 SETTINGS = TrainingSettings(
     model=BaseModelSettings(
-        path="base", revision=None, trust_remote_code=False, dtype="bfloat16", attention="sdpa",
-        gradient_checkpointing=False,
+        path="base", revision=None, trust_remote_code=False, model_class=ModelClass(name="LlamaForCausalLM"), dtype="bfloat16", attention="sdpa",
+        gradient_checkpointing=False, on_gpu=False,
     ),
     objective="sft",
     method=FullMethod(),
@@ -286,7 +288,7 @@ def make_data_receipt(digest: str) -> DataReceipt:
         sequences=1, tokens=1, loss_tokens=1, files=[],
     )  # fmt: skip
     settings = DataSettings(
-        format="auto", columns={}, loss_on="auto", eval_fraction=0.1, sequence_length=32, packing=True, seed=42
+        format="auto", columns={}, loss_on="auto", eval_fraction=0.1, order="shuffled", sequence_length=32, packing=True, seed=42
     )  # fmt: skip
     return DataReceipt(
         digest=digest, layout=1, tokenizer="t", sources={}, settings=settings, pad_token_id=0, format="text",

@@ -1,9 +1,10 @@
 """One process imports the libraries once, and the ranks of every training are forked from it.
 
-`ForkServer` is the handle; the rest runs in the process behind it. A rank is `shardmake.train` in the environment that
-`accelerate launch` sets. A launched program records that environment once per strategy.
+`ForkServer` is the handle; the rest runs in the process behind it. A rank is `shardmake.train`, or a function of a test,
+in the environment that `accelerate launch` sets. A launched program records that environment once per strategy.
 """
 
+import gc
 import json
 import os
 import signal
@@ -12,34 +13,48 @@ import subprocess
 import sys
 import time
 import traceback
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-_ENVIRONMENT = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ['RANK'], 'w'))"
+WRITE_ENVIRONMENT = (
+    "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1] + os.environ.get('RANK', '0'), 'w'))"
+)
+"""A program that writes the environment of each rank to a file."""
 _TIMEOUT_SECONDS = 300
 """After that time a training is killed."""
 
 
 class ForkServer:
-    """A process that runs one training at a time."""
+    """A process that runs one training at a time.
 
-    def __init__(self) -> None:
+    ``modules`` are imported into it in addition, and may lie in the folder ``packages``.
+    """
+
+    def __init__(self, *modules: str, packages: Path | None = None) -> None:
+        environment = rank_environment()
+        if packages is not None:
+            environment["PYTHONPATH"] += f"{os.pathsep}{packages}"
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server"], cwd=REPOSITORY, env=rank_environment(), text=True,
+            [sys.executable, "-m", "tests.fork_server", *modules], cwd=REPOSITORY, env=environment, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
 
     def run(
-        self, attempt: Path, environment: dict[str, str], ranks: int, kill: dict[str, Any] | None = None
-    ) -> list[int]:
+        self, attempt: Path, environment: dict[str, str], ranks: int, kill: dict[str, Any] | None = None,
+        program: str | None = None,
+    ) -> list[int]:  # fmt: skip
         """Train the attempt in the folder ``attempt`` and return the exit status of each rank, negative for a signal.
 
         ``kill`` holds ``rank`` and the arguments of `tests.kill_at_write.Killer`. When a rank dies, the others may
-        write for another half second and are then killed.
+        write for another half second and are then killed. ``program`` is the ``module:function`` that runs instead of
+        `shardmake.train`, with the folder and the rank.
         """
         assert self.process.stdin and self.process.stdout
-        request = {"attempt": str(attempt), "environment": environment, "ranks": ranks, "kill": kill}
+        request = {
+            "attempt": str(attempt), "environment": environment, "ranks": ranks, "kill": kill, "program": program,
+        }  # fmt: skip
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return list(json.loads(self.process.stdout.readline()))
 
@@ -61,9 +76,13 @@ def launched_environment(command: list[str], folder: Path) -> dict[str, str]:
     """Return the variables that the launcher in ``command`` sets to the same value for all its ranks."""
     start = command.index("-m", command.index("--num_cpu_threads_per_process"))
     probe = folder / "environment.py"
-    probe.write_text(_ENVIRONMENT)
+    probe.write_text(WRITE_ENVIRONMENT)
     subprocess.run([*command[:start], str(probe), str(folder / "environment-")], check=True, env=rank_environment())
-    found = json.loads((folder / "environment-0").read_text())
+    return set_by_launcher(json.loads((folder / "environment-0").read_text()))
+
+
+def set_by_launcher(found: dict[str, str]) -> dict[str, str]:
+    """Return the variables of a rank's environment that its launcher sets to the same value for all ranks."""
     rank_specific = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "MASTER_", "TORCHELASTIC_", "PYTHONPATH")
     before = rank_environment()
     return {
@@ -97,8 +116,13 @@ def _import_libraries() -> None:
     import shardmake.train.loop
     import shardmake.train.trainer  # noqa: F401
     import tests.fsdp_on_cpu  # noqa: F401
+    from shardmake.core.environment import leave_collectives_to_gloo
 
     get_checkpoint_conversion_mapping("llama")
+    for name in sys.argv[1:]:
+        import_module(name)
+    leave_collectives_to_gloo()  # DeepSpeed looks for compilers here, which takes longer than a training
+    gc.freeze()  # A collection in a rank would copy the memory of all that is imported
 
 
 def _train(request: dict[str, Any]) -> list[int]:
@@ -129,7 +153,12 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
         os.dup2(log, 2)
         os.environ.update(request["environment"])
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        _run_rank(Path(request["attempt"]), rank, request["kill"])
+        os.environ["WORLD_SIZE"] = str(request["ranks"])
+        if request["program"] is None:
+            _run_rank(Path(request["attempt"]), rank, request["kill"])
+        else:
+            module, _, function = request["program"].partition(":")
+            getattr(import_module(module), function)(Path(request["attempt"]), rank)
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -50,6 +50,11 @@ def _set_cpu_offload(self: Any) -> None:
         self.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
+def undo() -> None:
+    """Let Accelerate ignore FSDP on the CPU again."""
+    PartialState.__init__, AcceleratorState.__init__ = _partial, _full
+
+
 PartialState.__init__ = _partial_state
 AcceleratorState.__init__ = _accelerator_state
 FullyShardedDataParallelPlugin.set_cpu_offload = _set_cpu_offload

@@ -81,15 +81,15 @@ ALL_AUTO = dict.fromkeys(("lr", "betas", "eps", "weight_decay"), "auto")
 
 PLANTED = [
     Planted(
-        "clipping in the arguments only", "gradient clipping", 1.0, {"clipping": 1.0},
+        "clipping in the arguments only", "gradient clipping", 1.0, {"gradient clipping": 1.0},
         {"max_grad_norm": 0.5}, dropped=("gradient_clipping",),
     ),
     Planted(
-        "accumulation in the arguments only", "accumulation steps", 1, {"accumulation": 1, "batch": 8},
+        "accumulation in the arguments only", "accumulation steps", 1, {"accumulation steps": 1, "batch": 8},
         {"gradient_accumulation_steps": 4}, dropped=("gradient_accumulation_steps",),
     ),
     Planted(
-        "two schedules", "schedule", "WarmupLR", {"scheduler": "WarmupLR"},
+        "two schedules", "schedule", "WarmupLR", {"schedule": "WarmupLR"},
         {"lr_scheduler_type": "cosine"}, schedule("WarmupLR", warmup_max_lr="auto", warmup_num_steps="auto"),
     ),
     Planted(
@@ -124,12 +124,12 @@ PLANTED = [
         dropped=("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
     ),
     Planted(
-        "parameter offload with stage 2", "parameter offload", "none", {"stage": 2, "zero_init": False},
+        "parameter offload with stage 2", "parameter offload", "none", {"ZeRO stage": 2, "zero_init": False},
         {}, {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}},
         has_no_effect=True,
     ),
     Planted(
-        "a stage as text", "zero_optimization.stage", STOPS, {"stage": 3, "partitions_at_load": False},
+        "a stage as text", "zero_optimization.stage", STOPS, {"ZeRO stage": 3, "partitions_at_load": False},
         {}, {"zero_optimization": {"stage": "3"}}, twin={"zero_optimization": {"stage": 3}},
     ),
     Planted(
@@ -159,25 +159,25 @@ PLANTED = [
         {}, adamw(betas="auto", eps="auto", weight_decay="auto"), twin=adamw(**ALL_AUTO),
     ),
     Planted(
-        "an optimizer without a weight decay", "weight decay", 0.01, {"weight_decay": 0.01},
+        "an optimizer without a weight decay", "weight decay", 0.01, {"weight decay": 0.01},
         {"weight_decay": 0.1}, adamw(lr="auto", betas="auto", eps="auto"), twin=adamw(**ALL_AUTO),
     ),
     Planted(
-        "an optimizer without an epsilon", "epsilon", 1e-8, {"eps": 1e-8},
+        "an optimizer without an epsilon", "epsilon", 1e-8, {"epsilon": 1e-8},
         {"adam_epsilon": 1e-6}, adamw(lr="auto", betas="auto", weight_decay="auto"), twin=adamw(**ALL_AUTO),
     ),
     Planted(
-        "a schedule without a peak", "learning rate", 0.001, {"peak": 0.001},
+        "a schedule without a peak", "learning rate", 0.001, {"learning rate": 0.001},
         {}, schedule("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto"),
         twin=schedule("WarmupDecayLR", total_num_steps="auto", warmup_num_steps="auto", warmup_max_lr="auto"),
     ),
     Planted(
-        "a schedule without a warm-up", "warm-up steps", 1000, {"warmup": 1000},
+        "a schedule without a warm-up", "warm-up steps", 1000, {"warm-up steps": 1000},
         {"warmup_steps": 10}, schedule("WarmupLR", warmup_max_lr="auto"),
         twin=schedule("WarmupLR", warmup_max_lr="auto", warmup_num_steps="auto"),
     ),
     Planted(
-        "half precision for the launcher only", "precision", "fp32", {"bf16": False},
+        "half precision for the launcher only", "precision", "fp32", {"precision": "fp32"},
         {}, {"bf16": {"enabled": False}}, flags=("--use_deepspeed", "--num_processes", "2", "--mixed_precision", "bf16"),
         accelerate=ACCELERATE, has_no_effect=True,
     ),
@@ -186,7 +186,7 @@ PLANTED = [
         {"bf16": True}, {"fp16": {"enabled": True}}, twin={"bf16": {"enabled": "auto"}},
     ),
     Planted(
-        "autocast in the file only", "precision", "bfloat16 autocast", {"autocast": "torch.bfloat16"},
+        "autocast in the file only", "precision", "bfloat16 autocast", {"precision": "bfloat16 autocast"},
         {"bf16": False}, {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
     ),
     Planted(
@@ -194,7 +194,7 @@ PLANTED = [
         {"max_grad_norm": 0.5}, {"gradient_clipping": "0.5"}, twin={"gradient_clipping": 0.5},
     ),
     Planted(
-        "optimizer offload without ZeRO", "optimizer offload", "none", {"stage": 0, "zero_optimizer": "AdamW"},
+        "optimizer offload without ZeRO", "optimizer offload", "none", {"ZeRO stage": 0, "zero_optimizer": "AdamW"},
         {}, {
             "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}},
             "zero_force_ds_cpu_optimizer": False,

@@ -16,7 +16,9 @@ QUICK = {
     "workflow/test_consolidate_swapped.py": "3, 'zero3-tied'",
     "workflow/test_consolidate_verify.py": "",
     "workflow/test_consolidate_zero.py": "-3ranks",
+    "workflow/test_doctor.py": "two_nodes_meet",
     "workflow/test_dry_run.py": "",
+    "workflow/test_engine_truth.py": r"(batch|steps): DeepSpeed auto\]|a script without a GPU\]|predicted.clipping in",
     "workflow/test_evaluate.py": "loss_is_the_mean|same_tokens|share_the_sequences.whole|fastest_way",
     "workflow/test_fetch_data.py": "pinned_to_the_commit",
     "workflow/test_local.py": "from_config_to_pushed_model",
@@ -35,6 +37,7 @@ QUICK = {
 
 
 SLOW_UNIT = {
+    "unit/launch/test_preflight.py": "imports_flash_attention",
     "unit/plan/test_abilities.py": "auto_takes|answers_as_a_process",
     "unit/plan/test_before_the_queue.py": "sound_run.*(gpt2|bloom)",
     "unit/render/test_lint.py": "any_value_in_any_key",
@@ -56,8 +59,18 @@ GROUPS = {
     "cluster/": "cluster",  # there is only one three-node Slurm at a time
     "workflow/test_consolidate": "consolidate",
     **{
-        f"workflow/test_{name}.py": "forked"
-        for name in ("asynchronous", "loop", "own_files", "reshard", "resume", "saving", "script_guard", "trackers")
+        f"workflow/test_{name}": "forked"
+        for name in (
+            "asynchronous",
+            "loop",
+            "mixtures",
+            "own_files",
+            "reshard",
+            "resume",
+            "saving",
+            "script_guard",
+            "trackers",
+        )
     },
     **{
         f"workflow/test_{name}.py": "shared checkout"

@@ -49,13 +49,16 @@ inter_node_gbps: 25         # one 200 Gbit/s link
 network_interface: ib0
 internet_on_compute_nodes: false
 scratch: /local/scratch
+env:
+  NCCL_IB_HCA: mlx5_0
 slurm:
   partition: gpu
   account: lab-nlp
   time_limit: "1-00:00:00"
   gpu_type: a100
+  cpu_partition: cpu        # data and consolidate need no GPU
   setup:
-    - module load cuda/12.8
+    - module load cuda/13.0
   extra:
     reservation: course
 """

@@ -1,7 +1,7 @@
 """Write ``docs/reference/strategies.md``, the rendered settings of each strategy."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,7 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.read_config import from_config
 from shardmake.render.check import Files
 from shardmake.render.stage import render_files
+from shardmake.run.model_class import ModelClass
 from shardmake.run.plan import Choice, Plan, Resources, Workload
 
 EXAMPLE = {
@@ -37,11 +38,15 @@ SAME_FOR_ALL = {
     "`deepspeed_values: auto`": '"auto" wherever Trainer fills in its own value; the engine is the same',
     "`precision`": "bf16 or fp16 in deepspeed.json for DeepSpeed, `mixed_precision` in accelerate.yaml for the others, "
     "and in the training arguments",
+    "`gradient_dtype`": "`data_types.grad_accum_dtype` and `communication_data_type` in deepspeed.json unless it is "
+    "that of `precision`; for FSDP `expected.gradient_dtype` in training.json, from which ranks set `reduce_dtype`",
     "`gradient_checkpointing`": "`fsdp_activation_checkpointing` for FSDP, else `activation_checkpointing` of the "
     "training arguments, non-reentrant",
-    "`attention`": "the model's attention kernel: flash_attention_2, sdpa or eager",
+    "`attention`": "the model's attention kernel: varlen (registered by Shardmake), flash_attention_2, sdpa or eager",
     "`max_grad_norm`": "`gradient_clipping` in deepspeed.json, and the training argument",
     "`torch_compile`": "the training argument; off unless asked for",
+    "where the weights are loaded": "`model.on_gpu` in training.json: DDP, ZeRO-1, ZeRO-2 and QLoRA load them to each "
+    "rank's GPU (`device_map`); FSDP, ZeRO-3, tensor parallelism and CPU runs to host RAM",
     "`method: lora`, `method: qlora`": "`method` in training.json; the base is loaded in the compute type, for QLoRA "
     "in 4 bits (NF4, stored in the compute type so that FSDP can shard it)",
 }
@@ -59,7 +64,7 @@ _DEEPSPEED_COLUMNS = (
     "distributed_type",
     "weights loaded as",
     "stage",
-    "reduce bucket (h²)",
+    "reduce bucket (h², on several nodes at least 50 000 000)",
     "prefetch bucket (0.9 h²)",
     "persistence threshold (10 h)",
     "sub-group",
@@ -100,7 +105,7 @@ def _deepspeed_row(strategy: Strategy) -> list[str]:
         f"`{strategy}`",
         files.accelerate["distributed_type"],
         files.training.model.dtype,
-        _cell(zero, "stage"),
+        _cell(zero, "stage") + _second_shard(zero),
         _cell(zero, "reduce_bucket_size"),
         _cell(zero, "stage3_prefetch_bucket_size"),
         _cell(zero, "stage3_param_persistence_threshold"),
@@ -109,6 +114,11 @@ def _deepspeed_row(strategy: Strategy) -> list[str]:
         _place(zero, "offload_param"),
         optimizer.rpartition(".")[2],
     ]
+
+
+def _second_shard(zero: Mapping[str, Any]) -> str:
+    ranks = zero.get("zero_hpz_partition_size")
+    return f", second shard of the weights over {ranks} ranks (zero_hpz_partition_size)" if ranks else ""
 
 
 def _fsdp_row(strategy: Strategy) -> list[str]:
@@ -195,6 +205,7 @@ def _plan(strategy: Strategy, **changes: int) -> Plan:
     ).model_copy(update=changes)
     workload = Workload(
         model="llama",
+        model_class=ModelClass(name="LlamaForCausalLM"),
         sequence_length=8192,
         packing=True,
         objective="sft",

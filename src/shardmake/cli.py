@@ -14,10 +14,12 @@ from typing import Annotated, Final, Literal
 import typer
 
 from shardmake.checkpoint.formats.dtypes import Target
+from shardmake.config.attention import Attention
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config
-from shardmake.config.models import Attention, Cluster, Method, Optimizer, Precision, Run, Strategy
+from shardmake.config.models import Cluster, Method, Optimizer, Precision, Run, Strategy
+from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
@@ -73,7 +75,9 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
     _folder.set(rundir.root)
     os.environ.update(hub_environment(cluster.cache, offline=on_node and not cluster.internet_on_compute_nodes))
     if on_node:
-        os.environ.update(kernel_caches(cluster.scratch))
+        os.environ.update(kernel_caches(cluster.scratch) | cluster.variables)
+        for message in remove_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"])):
+            logger.warning(message)
     if cluster.shared:
         share(runs, rundir.root, Path("logs"), *([Path(cluster.cache)] if cluster.cache else []))
     return run, cluster, rundir
@@ -203,6 +207,7 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.stage import check_prompts
+    from shardmake.launch.submission_check import check_submission
     from shardmake.plan.stage import describe, describe_checkpoints, plan_run
     from shardmake.push.check import check_push
     from shardmake.train.trackers import check_trackers
@@ -216,7 +221,7 @@ def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
         check_sources(run)
         check_first_rows(run)
         check_prompts(run)
-        made = plan_run(run, cluster, rundir)
+        made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
     typer.echo(describe(made, rundir))
     typer.echo(describe_checkpoints(made, run, cluster, rundir))
 
@@ -255,6 +260,7 @@ def check(
     every_row: Annotated[bool, typer.Option("--all", help="Print the settings that agree as well.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks, if no file or command has it.", min=1)] = None,
+    on_cpu: Annotated[bool, typer.Option("--cpu", help="The nodes have no GPU.")] = False,
 ) -> None:
     """Compare the settings of Trainer, DeepSpeed and Accelerate in your own files, commands and scripts."""
     from dataclasses import asdict
@@ -262,7 +268,7 @@ def check(
     from shardmake.render.lint import check as check_words
     from shardmake.render.lint import format_report
 
-    reports = check_words(words, ranks)
+    reports = check_words(words, ranks, on_cpu=on_cpu)
     if as_json:
         typer.echo(json.dumps([asdict(report) | {"errors": report.errors} for report in reports], indent=2))
     else:
@@ -313,7 +319,10 @@ def reshard(
 def consolidate(
     source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
     out: Annotated[Path | None, typer.Argument(help="Model folder to write, if the source is a checkpoint.")] = None,
-    base: Annotated[Path | None, typer.Option(help="Folder with the config and the tokenizer.")] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Base model, for tokenizer and config: a folder or a hub id, org/name[@revision]."),
+    ] = None,
     dtype: Annotated[Target, typer.Option(help="Data type of the weights. keep: that of the training.")] = "keep",
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the LoRA adapter, unmerged.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Maximum size of a file.")] = "5GB",
@@ -329,30 +338,72 @@ def consolidate(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")
     ] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a model folder that holds other files; they are deleted.")
+    ] = False,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Write the weights alone, under the checkpoint's names; needs no config.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything but the weights, and list the files to write.")
+    ] = False,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
 ) -> None:
     """Merge a sharded checkpoint into a model folder."""
+    from shardmake.consolidate.base_model import find_base
     from shardmake.consolidate.merge import consolidate as merge
+    from shardmake.consolidate.merge import plan_merge
+    from shardmake.consolidate.preview import preview
+    from shardmake.consolidate.progress import show_progress
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
-        if tasks > 1 or adapter:
-            raise ConfigError("--tasks and --adapter need the folders of a checkpoint and a model. Name both folders.")
+        _require_run(source, config, tasks > 1 or adapter or raw or dry_run or overwrite or base is not None)
         with _stage("consolidate", source, config, runs, on_node=True) as (run, _, rundir):
-            consolidate_run(localize(run, rundir), rundir, workers=workers)
+            consolidate_run(localize(run, rundir), rundir, workers=workers, progress=show_progress)
+        return
+    _folder.set(out)
+    base_folder = find_base(base) if base is not None else None
+    if dry_run:
+        plan = plan_merge(Path(source), base_folder, dtype, adapter=adapter, max_shard_size=max_shard_size, raw=raw)
+        typer.echo(preview(plan, out, trust_remote_code=trust_remote_code, overwrite=overwrite))
         return
     merge(
         Path(source),
         out,
-        base=base,
+        base=base_folder,
         dtype=dtype,
         adapter=adapter,
         max_shard_size=max_shard_size,
         workers=workers,
         task=(task_index if tasks > 1 else 0, tasks),
         trust_remote_code=trust_remote_code,
+        overwrite=overwrite,
+        raw=raw,
+        progress=show_progress,
     )
+
+
+def _require_run(source: str, config: list[Path], has_options: bool) -> None:
+    """Raise `ConfigError` if ``source`` is a checkpoint, so that the model's folder is missing, or has its options."""
+    if os.sep in source or (Path(source).is_dir() and not _is_run(source, config)):
+        raise ConfigError(
+            f"The model's folder is missing. Name it after the checkpoint: shardmake consolidate {source} MODEL"
+        )
+    if has_options:
+        raise ConfigError(
+            f"{source} is the name of a run, whose configuration decides everything but --workers. For other options, "
+            "name two folders: shardmake consolidate CHECKPOINT MODEL"
+        )
+
+
+def _is_run(name: str, config: list[Path]) -> bool:
+    try:
+        get_run(load_config(*config), name)
+    except ConfigError:
+        return False
+    return True
 
 
 @app.command()
@@ -386,15 +437,22 @@ def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
 def verify(
     model: Annotated[Path, typer.Argument(help="A model folder.")],
     against: Annotated[Path | None, typer.Option(help="Checkpoint to compare with, bit by bit.")] = None,
-    base: Annotated[Path | None, typer.Option(help="Folder of the base model, if one of them is an adapter.")] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Base model, if one of them is an adapter: a folder or a hub id.")
+    ] = None,
     workers: Annotated[
         int, typer.Option(help="Worker threads besides the reading one.", min=1, max=MOST_PROCESSES)
     ] = 4,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")
+    ] = False,
 ) -> None:
     """Verify a model folder tensor by tensor, optionally against its checkpoint."""
+    from shardmake.consolidate.base_model import find_base
     from shardmake.consolidate.verify import verify as check_model
 
-    found = check_model(model, against, base=base, workers=workers)
+    base_folder = find_base(base) if base is not None else None
+    found = check_model(model, against, base=base_folder, workers=workers, trust_remote_code=trust_remote_code)
     typer.echo(f"{model} is valid: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
     if against is not None:
         typer.echo(f"Every bit is equal to {against}.")
@@ -427,6 +485,56 @@ def status(
         return
     for line in overview(read, cluster, runs):
         typer.echo(line)
+
+
+@app.command()
+def doctor(
+    node: Annotated[bool, typer.Option("--node", help="Check compute nodes too, with one short job.")] = False,
+    nodes: Annotated[int, typer.Option(help="Nodes of that job; two also measure the network.", min=1, max=2)] = 1,
+    cluster: Annotated[Path | None, typer.Option(help="Cluster file that describes the job and is checked.")] = None,
+    config: Annotated[list[Path] | None, typer.Option(help="Configuration that names the cluster file.")] = None,
+    partition: Annotated[str | None, typer.Option(help="Without a cluster file: partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Without a cluster file: account.")] = None,
+    qos: Annotated[str | None, typer.Option(help="Without a cluster file: quality of service.")] = None,
+    constraint: Annotated[str | None, typer.Option(help="Without a cluster file: required node features.")] = None,
+    gpu_type: Annotated[str | None, typer.Option(help="Without a cluster file: GPU type as Slurm spells it.")] = None,
+    write: Annotated[Path, typer.Option(help="Cluster file to write with the measured values.")] = Path("cluster.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
+    skip_builds: Annotated[bool, typer.Option("--skip-builds", help="Do not compile DeepSpeed's kernels.")] = False,
+    folder: Annotated[Path, typer.Option(help="Folder for records and logs; nodes must see it.")] = Path("logs/doctor"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Check this login node and, with --node, compute nodes; write a cluster file with what they have."""
+    from shardmake.doctor import command
+    from shardmake.doctor.cluster_file import SlurmOptions
+    from shardmake.doctor.findings import print_table, summarize
+
+    if as_json:
+        configure_logging(quiet=True)
+    options = command.Options(
+        cluster_file=cluster,
+        config=config or (),
+        slurm=SlurmOptions(partition, account, qos, constraint, gpu_type),
+        nodes=nodes,
+        write=write,
+        force=force,
+        build_kernels=not skip_builds,
+        folder=folder,
+    )
+    result = command.Result(command.check_login(options), [])
+    if not as_json:
+        print_table("This machine", result.login)
+    if node:
+        result = command.check_compute_nodes(options, result.login)
+    if as_json:
+        typer.echo(json.dumps(result.as_json(), indent=2))
+    else:
+        if node:
+            print_table("Compute nodes", result.nodes)
+            typer.echo(f"\nRecords and logs: {result.folder}")
+        typer.echo(summarize(result.findings))
+    if result.exit_status:
+        raise typer.Exit(result.exit_status)
 
 
 def main() -> None:

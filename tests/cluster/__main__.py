@@ -7,7 +7,8 @@ import sys
 from tests.cluster.harness import Cluster, ClusterError, available, environment
 
 HOW_TO = """\
-The cluster is up: nodes c1, c2, c3, partitions gpu (default) and urgent. It stays up until you take it down.
+The cluster is up: nodes c1, c2, c3, partitions open (default), urgent, and gpu and cpu, which
+require the parameters of config/clusters/three-node-test.yaml. It stays up until you take it down.
 
   python -m tests.cluster shell                  a shell on the login node: sinfo, srun, snakemake --profile slurm
   python -m tests.cluster run snakemake ...      one command there

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import yaml
 
 from shardmake.launch.jobs import job_name
 from shardmake.run.attempt import AttemptDir, Heartbeat
-from tests.cluster.harness import Cluster, Job
+from tests.cluster.harness import Cluster, ClusterError, Job
 from tests.cluster.slurm_conf import NODES
 from tests.workflow.checkout import REPOSITORY, RUN, Checkout
 
@@ -29,9 +30,9 @@ class ClusterCheckout(Checkout):
         run = {"nodes": 2, "precision": "fp32"} | changes
         self.write_config({"cluster": "config/cluster.yaml", "runs": {"demo": RUN | run}})
 
-    def on_login_node(self, *words: str, check: bool = True) -> str:
+    def on_login_node(self, *words: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         """Return the output of a command on the login node."""
-        done = self.cluster.run(self.command(*words), cwd=self.root, check=False, timeout=400)
+        done = self.cluster.run(self.command(*words), cwd=self.root, check=False, timeout=400, env=env)
         output = f"{done.stdout}{done.stderr}"
         print(f"$ {' '.join(words)}\n{output}")
         assert not check or done.returncode == 0, f"{' '.join(words)} ended with {done.returncode}"
@@ -45,7 +46,7 @@ class ClusterCheckout(Checkout):
 HOOKS = """
 import json, os, re, resource, signal, sys, time
 ROOT = os.path.dirname(os.path.abspath(__file__))
-held = []
+held, delays = [], []
 
 def take_order(what):
     "Return the text of the test's order of this fault, for one process and one time; None without an order."
@@ -81,6 +82,9 @@ def in_rank(event, arguments):
         held.append(bytearray(os.urandom(1 << 20) * 1024))
     if take_order("sleep"):
         time.sleep(100000)
+    if take_order("slow"):
+        delays.append(3)
+    time.sleep(sum(delays))
 
 def in_driver(event, arguments):
     submits = event == "subprocess.Popen" and "sbatch" in str(arguments[1][0])
@@ -94,6 +98,9 @@ if "shardmake.train" in sys.orig_argv:
         import tests.fsdp_on_cpu
 elif sys.orig_argv[-2:-1] == ["train"]:
     sys.addaudithook(in_driver)
+elif sys.orig_argv[-2:-1] == ["plan"]:
+    import shardmake.plan.stage  # the ranks make FSDP run without GPUs
+    shardmake.plan.stage.check_fsdp = lambda run, cluster: None
 """
 
 
@@ -117,13 +124,14 @@ class FaultRun:
         wanted = run | {"ranks_per_node": ranks_per_node}
         if wanted == self.configured:
             return
-        self.configured = wanted
+        self.configured = {}
         self.checkout.configure_cluster(**run)
         file = self.checkout.root / "config/cluster.yaml"
         few = {"processes_per_node": ranks_per_node, "hang_seconds": 10}
         file.write_text(yaml.safe_dump(yaml.safe_load(file.read_text()) | few))
         for stage in ("plan", "render", "data"):
-            self.checkout.on_login_node("shardmake", stage, "demo")
+            self.checkout.on_login_node("shardmake", stage, "demo", env=self.environment)
+        self.configured = wanted
 
     @property
     def environment(self) -> dict[str, str]:
@@ -181,8 +189,11 @@ class FaultRun:
         return [record["end"] for record in self.history()]
 
     def wait_for_ends(self, count: int, what: str) -> None:
-        """Wait until ``count`` attempts have ended."""
-        self.cluster.wait_until(lambda: len(self.history()) >= count, f"the end of {what}", timeout=150)
+        """Wait until ``count`` attempts have ended; the error has the drivers' output."""
+        try:
+            self.cluster.wait_until(lambda: len(self.history()) >= count, f"the end of {what}", timeout=150)
+        except ClusterError as error:
+            raise ClusterError(f"{error}\n--- drivers\n{self.log()}\n{self.history()}") from None
 
     # ---- the training -----------------------------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from tests.cluster.slurm_conf import (
     cgroup_conf,
     gres_conf,
     hosts,
+    job_submit,
     slurm_conf,
     slurmdbd_conf,
 )
@@ -164,6 +165,7 @@ class Cluster:
         (etc / "hosts").write_text(hosts())
         (etc / "slurm/slurm.conf").write_text(slurm_conf(self.state, accounting=self.accounting))
         (etc / "slurm/gres.conf").write_text(gres_conf(self.state))
+        (etc / "slurm/job_submit.lua").write_text(job_submit())
         (etc / "slurm/cgroup.conf").write_text(cgroup_conf())
         if self.accounting:
             (etc / "slurm/slurmdbd.conf").touch(0o600)

@@ -7,6 +7,7 @@ HEAD = "head"
 ADDRESSES: Mapping[str, str] = {HEAD: "10.77.0.1", "c1": "10.77.0.11", "c2": "10.77.0.12", "c3": "10.77.0.13"}
 NODES = tuple(host for host in ADDRESSES if host != HEAD)
 GPUS_PER_NODE = 2
+FEATURE = "ib"
 _NODE_LIST = ",".join(NODES)
 
 
@@ -18,7 +19,8 @@ def hosts() -> str:
 def slurm_conf(state: Path, *, accounting: bool) -> str:
     """`slurm.conf` of a cluster that keeps its files in ``state``.
 
-    Three values differ from Slurm's defaults to save waiting: credentials expire after 5 s (a requeued job is held for
+    The partitions `gpu` and `cpu` accept only jobs with the parameters of `job_submit`, as at strict sites; `open`, the
+    default, is for the jobs of the tests themselves. Three values differ from Slurm's defaults to save waiting: credentials expire after 5 s (a requeued job is held for
     that long), a silent node is down after 10 s, and the scheduler runs every second.
     """
     return f"""\
@@ -51,9 +53,12 @@ KillWait=5
 MinJobAge=300
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+JobSubmitPlugins=lua
 {_accounting(state) if accounting else "AccountingStorageType=accounting_storage/none"}
-NodeName={_NODE_LIST} CPUs=2 RealMemory=8000 Gres=gpu:a100:{GPUS_PER_NODE}
-PartitionName=gpu Nodes={_NODE_LIST} Default=YES PriorityTier=1 GraceTime=8
+NodeName={_NODE_LIST} CPUs=2 RealMemory=8000 Gres=gpu:a100:{GPUS_PER_NODE} Feature={FEATURE}
+PartitionName=open Nodes={_NODE_LIST} Default=YES PriorityTier=1 GraceTime=8
+PartitionName=gpu Nodes={_NODE_LIST} PriorityTier=1 GraceTime=8
+PartitionName=cpu Nodes={_NODE_LIST} PriorityTier=1 GraceTime=8
 PartitionName=urgent Nodes={_NODE_LIST} PriorityTier=10 PreemptMode=OFF
 """
 
@@ -64,6 +69,35 @@ def _accounting(state: Path) -> str:
 AccountingStorageType=accounting_storage/slurmdbd
 AccountingStorageHost={ADDRESSES[HEAD]}
 AccountingStoragePass={state}/munge/socket"""
+
+
+def job_submit() -> str:
+    """`job_submit.lua`: refuse jobs without the quality of service and the features that their partition requires.
+
+    Slurm itself ignores a quality of service as long as there is no accounting.
+    """
+    return f"""\
+local required = {{
+  gpu = {{ qos = "long", features = "{FEATURE}" }},
+  cpu = {{ qos = "short" }},
+}}
+
+function slurm_job_submit(job, partitions, user)
+  for name, value in pairs(required[job.partition] or {{}}) do
+    if job[name] ~= value then
+      slurm.log_user("the partition " .. job.partition .. " requires " .. name .. "=" .. value)
+      return slurm.ERROR
+    end
+  end
+  return slurm.SUCCESS
+end
+
+function slurm_job_modify(job, record, partitions, user)
+  return slurm.SUCCESS
+end
+
+return slurm.SUCCESS
+"""
 
 
 def gres_conf(state: Path) -> str:

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.faults import cut_short, flip_a_bit
 from shardmake.checkpoint import store
+from shardmake.core.errors import STOPPED
 from shardmake.run.paths import RunDir
 from tests.cluster.baseline import STRATEGIES, BaselineRuns, Ends, assert_equals_baseline, recover_from
 from tests.cluster.fault_run import FaultRun, make_fault_run
@@ -159,7 +160,7 @@ def test_training_resumes_from_4_ranks_on_2_and_then_on_3(
         if nodes < 3:
             run.wait_for_steps(CHANCE.randint(2, 10), len(ranks) + 1)
             (run.checkout.run / "train/STOP").touch()
-        assert run.wait() == (2 if nodes < 3 else 0), run.log()
+        assert run.wait() == (STOPPED if nodes < 3 else 0), run.log()
         ranks.append(run.attempts()[-1].read().world_size)
     assert ranks == [4, 2, 3]
     assert run.ends() == ["stop requested", "stop requested", "finished"], run.log()

@@ -46,6 +46,7 @@ def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(checkout: Cl
     checkout.on_login_node("snakemake", *SLURM, "--unlock")
     output = checkout.on_login_node("snakemake", *SLURM)
     assert "Adopting job" in output
+    assert {"cpu", "gpu"} <= {job.partition for job in checkout.cluster.jobs()}, "consolidate and evaluate"
     assert [job.state for job in checkout.training_jobs()] == ["COMPLETED"]
     assert sorted(checkout.losses()) == list(range(1, 31))
     assert_ranks_met(checkout, nodes=2)
@@ -105,6 +106,9 @@ def assert_three_nodes_merge_the_same(checkout: ClusterCheckout) -> None:
     ("change", "words"),
     [
         ({"slurm": {"partition": "gpus"}}, "there is no partition 'gpus'. Did you mean 'gpu'?"),
+        ({"slurm": {"qos": None}}, "Slurm refuses the job of train:"),
+        ({"slurm": {"constraint": None}}, "Slurm refuses the job of train:"),
+        ({"slurm": {"cpu_qos": None}}, "Slurm refuses the job of data:"),
         ({"nodes": 4}, "nodes"),
         ({"global_batch_size": 6, "micro_batch_size": "auto"}, "global_batch_size"),
         ({"strategy": "zerro3"}, "'zerro3' is not allowed. Did you mean 'zero3'?"),

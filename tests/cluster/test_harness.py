@@ -40,6 +40,25 @@ def test_gpus_are_counted_and_numbered(cluster: Cluster) -> None:
     assert output.strip() == "0,1"
 
 
+@pytest.mark.parametrize(
+    ("options", "refusal"),
+    [
+        ("--partition=gpu --qos=long", "requires features=ib"),
+        ("--partition=gpu --constraint=ib", "requires qos=long"),
+        ("--partition=cpu", "requires qos=short"),
+        ("--partition=gpu --qos=long --constraint=ib", None),
+        ("--partition=cpu --qos=short", None),
+        ("", None),
+    ],
+)
+def test_strict_partitions_refuse_jobs_without_their_parameters(
+    cluster: Cluster, options: str, refusal: str | None
+) -> None:
+    done = cluster.run(f"sbatch {options} --output=/dev/null --wrap true", check=False)
+    assert (done.returncode == 0) == (refusal is None), done.stderr
+    assert (refusal or "") in done.stderr
+
+
 def test_a_job_sees_the_checkout_the_environment_and_slurm(cluster: Cluster) -> None:
     script = f"test {ROOT} -ef . && command -v python && echo $HOME && env --unset=SLURM_CONF squeue --me --noheader"
     python, home, queue = cluster.run(["srun", "bash", "-c", script], cwd=ROOT).stdout.splitlines()

@@ -6,6 +6,7 @@ from shardmake.config.models import Cluster, Data, Run, Strategy
 from shardmake.memory.model import Model
 from shardmake.memory.read_config import from_config
 from shardmake.render.training_file import training_settings
+from shardmake.run.model_class import ModelClass
 from shardmake.run.plan import Choice, Plan, Resources, Workload
 from shardmake.run.training_settings import TrainingSettings
 
@@ -62,6 +63,7 @@ def make_plan(strategy: Strategy, **changes: Any) -> Plan:
     }
     workload = Workload(
         model="base",
+        model_class=ModelClass(name="LlamaForCausalLM"),
         sequence_length=32,
         packing=True,
         objective="sft",

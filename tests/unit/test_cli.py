@@ -31,6 +31,7 @@ COMMANDS = {
     "check": ["check", "ds.json"],
     "estimate": ["estimate", "model"],
     "clean": ["clean"],
+    "doctor": ["doctor", "--cluster", "cluster.yaml"],
 }
 OF_A_RUN = [name for name, words in COMMANDS.items() if words[1:2] == ["chat"]]
 RUN = {

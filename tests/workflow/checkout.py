@@ -30,7 +30,7 @@ RUN: dict[str, Any] = {
     "strategy": "zero3",
     "dtype": "keep",
     "checkpoints": {"every_steps": 2},
-    "evaluation": {"batch_size": 32, "prompts": ["What does os.getcwd do?"], "max_new_tokens": 4},
+    "evaluation": {"batch_tokens": 2048, "prompts": ["What does os.getcwd do?"], "max_new_tokens": 4},
     "push": {"to": "file:published/{run}"},
 }
 

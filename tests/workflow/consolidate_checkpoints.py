@@ -17,6 +17,7 @@ from shardmake.consolidate.layout import plan_shards
 from shardmake.consolidate.loading import LoadingReport, load, load_adapter
 from shardmake.consolidate.writer import ShardWriter
 from shardmake.core.units import parse_size
+from shardmake.run.model_class import ModelClass
 
 HERE = Path(__file__).parent
 ZERO = {
@@ -47,8 +48,16 @@ def check_loading_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     Tests that start the command, and those of memory and kills, use the separate process.
     """
 
-    def check(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> LoadingReport:
-        return load(folder, trust_remote_code) if base is None else load_adapter(folder, base, trust_remote_code)
+    def check(
+        folder: Path,
+        trust_remote_code: bool = False,
+        base: Path | None = None,
+        layout: Path | None = None,
+        model_class: ModelClass | None = None,
+    ) -> LoadingReport:
+        if base is None:
+            return load(folder, trust_remote_code, layout, model_class)
+        return load_adapter(folder, base, trust_remote_code, model_class)
 
     monkeypatch.setattr(merge, "check_loading", check)
     monkeypatch.setattr(verify, "check_loading", check)

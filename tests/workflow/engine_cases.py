@@ -1,150 +1,384 @@
-"""Train a tiny model once per case, with the Trainer and DeepSpeed on two forked CPU ranks, and record what trained.
+"""A rank that trains a tiny model with Trainer or Accelerate and records which settings came up.
 
-Usage: ``python -m tests.workflow.engine_cases CASES.json RESULTS.json``. A case holds ``trainer`` (keyword arguments of
-TrainingArguments), ``deepspeed`` (a file's content or null), and ``environment`` (variables that a launcher sets).
+`launch` and `run_rank` are programs of `tests.fork_server`. Their folder holds ``case.json``
+(`shardmake.render.comparison.Settings`). Each rank writes ``rank-N.json``: the value of each setting in `OBSERVED` by
+its name, the rows that it trained on, and losses; or the class and the message of its error.
 """
 
 import json
 import os
-import signal
-import sys
-import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-RANKS = 2
-SECONDS_PER_CASE = 90
-SECONDS_FOR_THE_OTHER_RANK = 10
-"""Time to record the error of rank 0 after rank 1 has ended."""
+import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+from shardmake.core.environment import leave_collectives_to_gloo
+from shardmake.train.script_hooks import default_to_gloo
+from tests import fsdp_on_cpu
+from tests.fork_server import WRITE_ENVIRONMENT
+from tests.settings_cases import DEEPSPEED_FILE
+
+VOCABULARY, ROWS, LENGTH = 64, 512, 8
+STEPS = 2
+"""Optimizer steps of a script."""
+SCRIPT_BATCH, SCRIPT_RATE = 4, 1e-3
 
 
-def main() -> None:
-    """Run all cases and write a list with one result per case."""
-    os.environ |= {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    cases = json.loads(Path(sys.argv[1]).read_text())
-    import_libraries()
-    results = []
-    for number, case in enumerate(cases):
-        results.append(run_case(case, Path(sys.argv[2]).with_suffix(f".case{number}.json")))
-        print(number, json.dumps(results[-1])[:300], flush=True)
-    Path(sys.argv[2]).write_text(json.dumps(results))
+@dataclass
+class Built:
+    """The objects that the libraries built for one training, and its batches; ``arguments`` is None for a script."""
+
+    model: Any
+    accelerator: Any
+    optimizer: Any
+    scheduler: Any
+    arguments: Any = None
+    steps: int = 0
+    batches: list[list[int]] = field(default_factory=list)
+    clips: list[float] = field(default_factory=list)
+
+    @property
+    def uses_deepspeed(self) -> bool:
+        """Return whether DeepSpeed's engine trained."""
+        return type(self.model).__name__ == "DeepSpeedEngine"
 
 
-def import_libraries() -> None:
-    """Import what every rank needs, once."""
-    import deepspeed.runtime.zero.muon.original_muon  # noqa: F401
-    import transformers.models.llama.modeling_llama  # noqa: F401
-    from transformers import Trainer  # noqa: F401
+def launch(folder: Path, rank: int) -> None:
+    """Let the real `accelerate launch` start ranks, each of which writes its environment to ``environment-N``."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
 
-    from shardmake.core.environment import leave_collectives_to_gloo
+    forget_ranks()
+    settings = read_case(folder)
+    (folder / "environment.py").write_text(WRITE_ENVIRONMENT)
+    (folder / "accelerate.json").write_text(json.dumps(settings.accelerate))
+    flags = [str(folder / flag) if flag == DEEPSPEED_FILE else flag for flag in settings.flags]
+    if settings.deepspeed is not None:
+        (folder / DEEPSPEED_FILE).write_text(json.dumps(settings.deepspeed))
+    options = ["--config_file", str(folder / "accelerate.json"), *flags, "--num_cpu_threads_per_process", "1"]
+    program = [str(folder / "environment.py"), str(folder / "environment-")]
+    launch_command(launch_command_parser().parse_args([*options, "--main_process_port", "0", *program]))
 
+
+def forget_ranks() -> None:
+    """Remove the variables of a rank."""
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        del os.environ[name]
+
+
+def read_case(folder: Path) -> SimpleNamespace:
+    """Return the settings in ``folder``."""
+    return SimpleNamespace(**json.loads((folder / "case.json").read_text()))
+
+
+def run_rank(folder: Path, rank: int) -> None:
+    """Train and write what came up."""
+    settings = read_case(folder)
     leave_collectives_to_gloo()
-
-
-def run_case(case: dict[str, Any], answer: Path) -> dict[str, Any]:
-    """Fork the ranks of one case and return what rank 0 found, or ``{"error": "timeout"}``."""
-    from tests.fork_server import free_port
-
-    answer.unlink(missing_ok=True)
-    port = free_port()
-    children = [fork_rank(case, rank, port, answer) for rank in range(RANKS)]
-    deadline, running = time.monotonic() + SECONDS_PER_CASE, set(children)
-    while running:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        running.discard(pid)
-        if pid and os.waitstatus_to_exitcode(status):
-            deadline = min(deadline, time.monotonic() + SECONDS_FOR_THE_OTHER_RANK)
-        if time.monotonic() > deadline:
-            for child in running:
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.02)
-    return dict(json.loads(answer.read_text())) if answer.exists() else {"error": "timeout", "message": ""}
-
-
-def fork_rank(case: dict[str, Any], rank: int, port: int, answer: Path) -> int:
-    """Fork one rank, which writes ``answer`` if it is rank 0, and return its process id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
+    if os.environ["WORLD_SIZE"] == "1":
+        forget_ranks()  # as in a program that no launcher starts
+    elif settings.on_cpu:
+        fsdp_on_cpu.undo()
+    else:
+        behave_as_on_gpus(settings)
+    torch.manual_seed(0)
+    found: dict[str, Any] = {}
     try:
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **case.get("environment", {})}
-        try:
-            found = train(case, answer.parent)
-            status = 0
-        except BaseException as error:
-            found = {"error": type(error).__name__, "message": str(error)[:2000]}
-        if rank == 0:
-            answer.write_text(json.dumps(found))
+        built = train_script(settings) if settings.trainer is None else train_with_trainer(settings, folder, found)
+        found |= {"observed": {name: observe(built) for name, observe in OBSERVED.items()}}
+        found |= {"rows": [row for batch in built.batches for row in batch], "steps": built.steps, **details(built)}
+    except BaseException as error:
+        found = {"error": type(error).__name__, "message": str(error)[:2000]}
+        raise
     finally:
-        os._exit(status)
+        (folder / f"rank-{rank}.json").write_text(json.dumps(found))
 
 
-def train(case: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """Train and return the engine's settings and what the steps did."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+def behave_as_on_gpus(settings: SimpleNamespace) -> None:
+    """Let Accelerate see all ranks, as it does on GPUs (`shardmake.train.user_script` does the same)."""
+    import accelerate.state
+
+    if settings.trainer is None and os.environ.get("ACCELERATE_USE_DEEPSPEED") != "true":
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    default_to_gloo(accelerate.state)
+
+
+# --- the programs -----------------------------------------------------------------------------------------------------
+
+
+def train_with_trainer(settings: SimpleNamespace, folder: Path, found: dict[str, Any]) -> Built:
+    """Train with transformers' Trainer; ``found`` gets the losses."""
+    from transformers import Trainer, TrainingArguments
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-    set_seed(0)
     given = {
-        "output_dir": str(folder / "output"), "use_cpu": True, "ddp_backend": "gloo", "max_steps": 2,
-        "report_to": "none", "save_strategy": "no", "logging_steps": 1, "disable_tqdm": True,
+        "output_dir": str(folder / "output"), "report_to": "none", "save_strategy": "no", "logging_steps": 1,
+        "disable_tqdm": True,
     }  # fmt: skip
-    arguments = TrainingArguments(**given | case["trainer"], deepspeed=case["deepspeed"])
-    partitions_at_load = is_deepspeed_zero3_enabled()
+    if not settings.on_cpu:
+        given |= {"use_cpu": True, "ddp_backend": "gloo" if "RANK" in os.environ else None}
+    deepspeed = settings.deepspeed if settings.named_by_trainer else None
+    arguments = TrainingArguments(**given | settings.trainer, deepspeed=deepspeed)
+    found["partitions_at_load"] = is_deepspeed_zero3_enabled()
+    trainer = Trainer(model=tiny_model(), args=arguments, train_dataset=rows(), data_collator=collate)
+    batches, clips = record_batches(trainer.model), record_clips(trainer.accelerator)
+    trainer.train()
+    lines = trainer.state.log_history
+    found |= {name: [line[name] for line in lines if name in line] for name in ("loss", "grad_norm", "learning_rate")}
+    scheduler, steps = trainer.lr_scheduler, trainer.state.global_step
+    return Built(
+        trainer.model_wrapped, trainer.accelerator, trainer.optimizer, scheduler, arguments, steps, batches, clips
+    )
+
+
+def train_script(settings: SimpleNamespace) -> Built:
+    """Train with a loop of Accelerate that takes everything from its launcher."""
+    from accelerate import Accelerator
+    from accelerate.utils import DummyOptim, DummyScheduler
+    from torch.utils.data import DataLoader
+
+    accelerator = Accelerator()
+    model, file = tiny_model(), settings.deepspeed or {}
+    batches, clips = record_batches(model), record_clips(accelerator)
+    optimizer = (DummyOptim if "optimizer" in file else torch.optim.AdamW)(model.parameters(), lr=SCRIPT_RATE)
+    objects: list[Any] = [model, optimizer, DataLoader(rows(), SCRIPT_BATCH, collate_fn=collate)]
+    if "scheduler" in file:
+        objects.append(DummyScheduler(optimizer, total_num_steps=2 * STEPS, warmup_num_steps=1))
+    model, optimizer, loader, *scheduler = accelerator.prepare(*objects)
+    built = Built(model, accelerator, optimizer, *(scheduler or [None]), None, 0, batches, clips)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        built.steps += accelerator.sync_gradients
+        if built.steps == STEPS:
+            break
+    return built
+
+
+def tiny_model() -> Any:
+    """Return a small model with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
-        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=2,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
-    rows = [{"input_ids": row, "labels": row} for row in torch.randint(64, (512, 8)).tolist()]
-    seen: list[int] = []
-
-    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
-        seen.append(len(batch))
-        return {key: torch.tensor([row[key] for row in batch]) for key in batch[0]}
-
-    trainer = Trainer(model=model, args=arguments, train_dataset=rows, data_collator=collate)
-    trainer.train()
-    return describe(trainer) | {"micro_batches": len(seen), "partitions_at_load": partitions_at_load}
+    return LlamaForCausalLM(config)
 
 
-def describe(trainer: Any) -> dict[str, Any]:
-    """Return what the trained engine did."""
-    engine = trainer.model_wrapped
-    rates = [line["learning_rate"] for line in trainer.state.log_history if "learning_rate" in line]
-    norms = [line.get("grad_norm") for line in trainer.state.log_history if "learning_rate" in line]
-    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
-    found = {"class": type(engine).__name__, "rates": rates, "norms": norms, "losses": losses}
-    if found["class"] != "DeepSpeedEngine":
-        return found
-    offload, parameters = engine.zero_offload_optimizer(), engine.zero_offload_param()
-    return found | {
-        "accumulation": engine.gradient_accumulation_steps(),
-        "clipping": engine.gradient_clipping(),
-        "micro": engine.train_micro_batch_size_per_gpu(),
-        "batch": engine.train_batch_size(),
-        "global_steps": engine.global_steps,
-        "micro_steps": engine.micro_steps,
-        "stage": int(engine.zero_optimization_stage()),
-        "optimizer": type(engine.basic_optimizer).__name__,
-        "zero_optimizer": type(engine.optimizer).__name__,
-        "scheduler": type(engine.lr_scheduler).__name__,
-        "weight_decay": max(group["weight_decay"] for group in engine.basic_optimizer.param_groups),
-        "eps": engine.basic_optimizer.param_groups[0].get("eps"),
-        "initial_rate": engine.basic_optimizer.param_groups[0].get("initial_lr"),
-        "peak": max(getattr(engine.lr_scheduler, "max_lrs", [0])),
-        "warmup": getattr(engine.lr_scheduler, "warmup_num_steps", None),
-        "bf16": engine.bfloat16_enabled(),
-        "fp16": engine.fp16_enabled(),
-        "autocast": str(engine.torch_autocast_dtype()) if engine.torch_autocast_enabled() else None,
-        "offload_optimizer": str(getattr(offload.device, "value", offload.device)) if offload else None,
-        "offload_param": str(getattr(parameters.device, "value", parameters.device)) if parameters else None,
-        "zero_init": any(hasattr(p, "ds_id") for p in engine.module.parameters()),
+def rows() -> list[dict[str, list[int]]]:
+    """Return rows whose first two tokens are their number."""
+    tokens = torch.randint(VOCABULARY, (ROWS, LENGTH)).tolist()
+    numbered = [[*divmod(number, VOCABULARY), *row[2:]] for number, row in enumerate(tokens)]
+    return [{"input_ids": row, "labels": row} for row in numbered]
+
+
+def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a batch of shape (rows, length) for each column."""
+    return {key: torch.tensor([row[key] for row in batch]) for key in batch[0]}
+
+
+def record_batches(model: Any) -> list[list[int]]:
+    """Return a list that gets the numbers of the rows of each forward pass."""
+    batches: list[list[int]] = []
+
+    def record(module: Any, args: Any, values: dict[str, Any]) -> None:
+        ids = values["input_ids"]
+        batches.append((ids[:, 0] * VOCABULARY + ids[:, 1]).tolist())
+
+    model.register_forward_pre_hook(record, with_kwargs=True)
+    return batches
+
+
+def record_clips(accelerator: Any) -> list[float]:
+    """Return a list that gets the norm of each call that clips gradients without DeepSpeed."""
+    clips: list[float] = []
+    clip = accelerator.clip_grad_norm_
+
+    def record(parameters: Any, max_norm: float, **options: Any) -> Any:
+        clips.append(max_norm)
+        return clip(parameters, max_norm, **options)
+
+    accelerator.clip_grad_norm_ = record
+    return clips
+
+
+# --- what came up -----------------------------------------------------------------------------------------------------
+
+
+def basic_optimizer(built: Built) -> Any:
+    """Return torch's or DeepSpeed's optimizer below all wrappers."""
+    return (
+        built.model.basic_optimizer if built.uses_deepspeed else getattr(built.optimizer, "optimizer", built.optimizer)
+    )
+
+
+def schedule(built: Built) -> Any:
+    """Return the scheduler below Accelerate's wrapper, None without one."""
+    found = (built.model.lr_scheduler if built.uses_deepspeed else None) or built.scheduler
+    return getattr(found, "scheduler", found)
+
+
+def schedule_name(built: Built) -> str | None:
+    """Return DeepSpeed's or torch's class, or transformers' name of a schedule."""
+    found = schedule(built)
+    if type(found).__name__ != "LambdaLR":
+        return None if found is None else type(found).__name__
+    function = found.lr_lambdas[0]
+    name = getattr(function, "func", function).__name__.removeprefix("_get_")
+    return str(name.removesuffix("_lr_lambda").removesuffix("_lambda").removesuffix("_schedule_with_warmup")).replace(
+        "_schedule_with", "_with"
+    )
+
+
+def warmup(built: Built) -> Any:
+    """Return the steps of warm-up, None for a schedule of DeepSpeed that has none."""
+    found = schedule(built)
+    if type(found).__name__ != "LambdaLR":
+        return getattr(found, "warmup_num_steps", None)
+    return getattr(found.lr_lambdas[0], "keywords", {}).get("num_warmup_steps", 0)
+
+
+def total_steps(built: Built) -> Any:
+    """Return the length of DeepSpeed's schedule, else of the training."""
+    return getattr(schedule(built), "total_num_steps", built.steps)
+
+
+def peak_rate(built: Built) -> float:
+    """Return the highest learning rate of the schedule, of the optimizer without one."""
+    found, group = schedule(built), basic_optimizer(built).param_groups[0]
+    for name in ("max_lrs", "min_lr", "org_lrs", "base_lrs"):
+        if hasattr(found, name):
+            return float(max(getattr(found, name)))
+    return float(group.get("initial_lr", group["lr"]))
+
+
+def group_value(name: str) -> Callable[[Built], Any]:
+    """Return the observation of a value of the optimizer's first group."""
+
+    def value(built: Built) -> Any:
+        found = basic_optimizer(built).param_groups[0].get(name)
+        return list(found) if isinstance(found, tuple) else found
+
+    return value
+
+
+def engine_name(built: Built) -> str:
+    """Return the engine by the class of the model that trained, below the compiler's."""
+    model = getattr(built.model, "_orig_mod", built.model)
+    names = {"DeepSpeedEngine": "DeepSpeed", "DistributedDataParallel": "DDP"}
+    return "FSDP" if isinstance(model, FSDPModule) else names.get(type(model).__name__, "one process")
+
+
+def precision(built: Built) -> str:
+    """Return the precision of the engine, of Accelerate without DeepSpeed."""
+    if not built.uses_deepspeed:
+        return str(built.accelerator.mixed_precision).replace("no", "fp32")
+    if built.model.torch_autocast_enabled():
+        return f"{str(built.model.torch_autocast_dtype()).removeprefix('torch.')} autocast"
+    return "bf16" if built.model.bfloat16_enabled() else "fp16" if built.model.fp16_enabled() else "fp32"
+
+
+def of_engine(name: str) -> Callable[[Built], Any]:
+    """Return the observation that DeepSpeed's engine answers itself."""
+    return lambda built: getattr(built.model, name)() if built.uses_deepspeed else None
+
+
+def optimizer_device(built: Built) -> str:
+    """Return where ZeRO's optimizer keeps its states."""
+    zero = getattr(built.model, "optimizer", None) if built.uses_deepspeed else None
+    if getattr(zero, "swap_optimizer", False):
+        return "nvme"
+    return "cpu" if getattr(zero, "offload_optimizer", getattr(zero, "cpu_offload", False)) else "none"
+
+
+def parameter_device(built: Built) -> str:
+    """Return where ZeRO's parameters rest."""
+    zero = getattr(built.model, "optimizer", None) if built.uses_deepspeed else None
+    return "cpu" if getattr(zero, "offload_param", False) else "none"
+
+
+def accumulation(built: Built) -> Any:
+    """Return the engine's count, or the forward passes of a step without DeepSpeed."""
+    return built.model.gradient_accumulation_steps() if built.uses_deepspeed else len(built.batches) / built.steps
+
+
+def clipping(built: Built) -> Any:
+    """Return the norm that gradients are clipped to."""
+    return built.model.gradient_clipping() if built.uses_deepspeed else max(built.clips, default=None)
+
+
+def compilation(built: Built) -> str:
+    """Return the compiler's backend."""
+    return str(built.accelerator.state.dynamo_plugin.backend.value).lower()
+
+
+def fsdp(read: Callable[[Any, Any], Any]) -> Callable[[Built], Any]:
+    """Return an observation of FSDP's wrapped model and plugin."""
+
+    def value(built: Built) -> Any:
+        if engine_name(built) != "FSDP":
+            return None
+        found = read(built.model, built.accelerator.state.fsdp_plugin)
+        return getattr(found, "name", found)
+
+    return value
+
+
+def wrapped_layers(model: Any, plugin: Any) -> list[str]:
+    """Return the class names of the wrapped layers; Accelerate wraps embeddings and norms of its own accord."""
+    wrapped = {
+        type(module).__name__.removeprefix("FSDP") for module in model.modules() if isinstance(module, FSDPModule)
     }
+    return sorted(wrapped & {"LlamaDecoderLayer", "LlamaMLP"})
 
 
-if __name__ == "__main__":
-    main()
+OBSERVED: dict[str, Callable[[Built], Any]] = {
+    "engine": engine_name,
+    "batch per rank": lambda built: max(map(len, built.batches)),
+    "accumulation steps": accumulation,
+    "total batch": lambda built: None,  # of all ranks: `tests.workflow.test_engine_truth` counts their rows
+    "gradient clipping": clipping,
+    "learning rate": peak_rate,
+    "betas": group_value("betas"),
+    "epsilon": group_value("eps"),
+    "weight decay": lambda built: max(group["weight_decay"] for group in basic_optimizer(built).param_groups),
+    "optimizer": lambda built: type(basic_optimizer(built)).__name__,
+    "schedule": schedule_name,
+    "warm-up steps": warmup,
+    "total steps": total_steps,
+    "precision": precision,
+    "ZeRO stage": of_engine("zero_optimization_stage"),
+    "optimizer offload": optimizer_device,
+    "parameter offload": parameter_device,
+    "16-bit weights on save": of_engine("zero_gather_16bit_weights_on_model_save"),
+    "compilation": compilation,
+    "FSDP version": fsdp(lambda model, plugin: plugin.fsdp_version),
+    "FSDP reshard after forward": fsdp(lambda model, plugin: plugin.reshard_after_forward),
+    "FSDP state dict type": fsdp(lambda model, plugin: plugin.state_dict_type),
+    "FSDP cpu offload": fsdp(lambda model, plugin: isinstance(plugin.cpu_offload, CPUOffloadPolicy)),
+    "FSDP activation checkpointing": fsdp(
+        lambda model, plugin: any(isinstance(one, CheckpointWrapper) for one in model.modules())
+    ),
+    "FSDP transformer layer cls to wrap": fsdp(wrapped_layers),
+}
+"""How to read each setting of the comparison from what the libraries built, by its name in the table."""
+
+
+def details(built: Built) -> dict[str, Any]:
+    """Return what planted faults are recognised by, beyond the settings of the table."""
+    found: dict[str, Any] = {"class": type(built.model).__name__}
+    if not built.uses_deepspeed:
+        return found
+    return found | {
+        "batch": built.model.train_batch_size(),
+        "initial_rate": basic_optimizer(built).param_groups[0].get("initial_lr"),
+        "zero_optimizer": type(built.model.optimizer).__name__,
+        "zero_init": any(hasattr(one, "ds_id") for one in built.model.module.parameters()),
+    }

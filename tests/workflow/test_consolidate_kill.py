@@ -98,7 +98,7 @@ def test_kill_at_every_write(variant: Path, tmp_path: Path, replaces: bool) -> N
     """Over an older model, kill at every write of the final replacement and at some of the writes before it."""
 
     def work() -> None:
-        consolidate(variant, out, base=variant / "base", max_shard_size="20KB", dtype="bf16")
+        consolidate(variant, out, base=variant / "base", max_shard_size="20KB", dtype="bf16", overwrite=True)
 
     out = tmp_path / "reference" / "model"
     out.parent.mkdir()

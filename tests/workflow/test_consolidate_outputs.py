@@ -86,9 +86,10 @@ def test_adapter_with_a_base_in_torch_format(root: Path, tmp_path: Path) -> None
 
 def test_adapter_that_does_not_fit_the_config(root: Path, tmp_path: Path) -> None:
     settings = json.loads((root / "base" / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "config.json").write_text(json.dumps({**settings, "num_hidden_layers": 3}))
     with pytest.raises(ShardmakeError, match=r"layers\.2\.\S+ is missing"):
-        consolidate(root / "peft", tmp_path / "adapter", base=tmp_path, adapter=True)
+        consolidate(root / "peft", tmp_path / "adapter", base=tmp_path / "base", adapter=True)
 
 
 def test_several_tasks_with_one_killed(root: Path, tmp_path: Path) -> None:

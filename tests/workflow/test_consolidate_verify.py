@@ -44,7 +44,7 @@ def merged(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("out") / "model"
     with pytest.MonkeyPatch.context() as patch:
         check_loading_in_process(patch)
-        consolidate(checkpoint, out, dtype="bf16", max_shard_size="20KB")
+        consolidate(checkpoint, out, base=checkpoint, dtype="bf16", max_shard_size="20KB")
     return out
 
 

@@ -16,10 +16,19 @@ from shardmake.core.atomic import read_json
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.data import prepare
-from shardmake.evaluate import backends
-from shardmake.evaluate.backends import Machine, choose_backend, count_ranks, load_model, weights_size
-from shardmake.evaluate.scores import IGNORED, Example, Scores, score
-from shardmake.evaluate.stage import evaluate
+from shardmake.evaluate import backends, losses
+from shardmake.evaluate.backends import (
+    Machine,
+    RankInfo,
+    choose_backend,
+    count_ranks,
+    load_model,
+    process_group,
+    rendezvous_of,
+    weights_size,
+)
+from shardmake.evaluate.scores import IGNORED, Example, Scores, plan_passes, score
+from shardmake.evaluate.stage import _answer, evaluate, in_processes
 from shardmake.run.paths import RunDir
 from tests.finished_run import make_run
 
@@ -73,12 +82,12 @@ def expected(network: "PreTrainedModel", example: Example) -> float:
 SHORT, MIDDLE, LONG = example(40, 10, 1), example(150, 50, 2), example(600, 1, 3)
 
 
-def score_all(network: "PreTrainedModel", examples: list[Example], batch_size: int) -> Scores:
-    return score(network, examples, range(len(examples)), batch_size)
+def score_all(network: "PreTrainedModel", examples: list[Example], tokens: int) -> Scores:
+    return score(network, examples, plan_passes([len(example["input_ids"]) for example in examples], tokens, 1))
 
 
 def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTrainedModel") -> None:
-    result = score_all(network, [SHORT, LONG], 2).as_record().as_json()
+    result = score_all(network, [SHORT, LONG], 2000).as_record().as_json()
     assert result["tokens"] == 30 + 599
     mean = (expected(network, SHORT) + expected(network, LONG)) / 629
     assert result["loss"] == pytest.approx(mean, rel=1e-5)
@@ -87,13 +96,13 @@ def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTraine
 
 def test_packed_examples_do_not_see_each_other(network: "PreTrainedModel") -> None:
     alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_record().as_json()
-    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_record().as_json()
+    together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record().as_json()
     assert together["tokens"] == alone["tokens"]
     assert together["loss"] == pytest.approx(alone["loss"], rel=1e-5)
 
 
 def test_buckets_count_the_length_of_the_example_not_of_the_sequence(network: "PreTrainedModel") -> None:
-    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2).as_record().as_json()["by_length"]
+    by_length = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record().as_json()["by_length"]
     assert [(bucket["up_to"], bucket["tokens"]) for bucket in by_length] == [(128, 30), (512, 100), (2048, 599)]
     for bucket, part in zip(by_length, [SHORT, MIDDLE, LONG], strict=True):
         assert bucket["loss"] * bucket["tokens"] == pytest.approx(expected(network, part), rel=1e-4)
@@ -104,7 +113,7 @@ def test_nothing_to_learn_is_an_error(network: "PreTrainedModel") -> None:
         score_all(network, [example(10, 10, 0)], 1).as_record().as_json()
 
 
-@pytest.mark.parametrize(("change", "kind"), [("drop", "missing_keys"), ("add", "unexpected_keys")])
+@pytest.mark.parametrize(("change", "kind"), [("drop", "missing keys"), ("add", "unexpected keys")])
 def test_a_model_that_does_not_load_whole_is_an_error(folder: Path, tmp_path: Path, change: str, kind: str) -> None:
     tensors = load_file(folder / "model.safetensors")
     if change == "drop":
@@ -157,7 +166,7 @@ def rundir(folder: Path, words: None, tmp_path: Path) -> RunDir:
 
 def a_run(folder: Path, place: Path, prompts: list[str] | None = None, **evaluation: Any) -> Run:
     data = {"train": str(place / "train.jsonl"), "eval": str(place / "train.jsonl")}
-    evaluation = {"batch_size": 2, "max_new_tokens": 4, "prompts": prompts or [], **evaluation}
+    evaluation = {"batch_tokens": 64, "max_new_tokens": 4, "prompts": prompts or [], **evaluation}
     return make_run(model=str(folder), data=data, evaluation=evaluation, sequence_length=32)
 
 
@@ -188,12 +197,55 @@ def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path,
     run = a_run(folder, tmp_path)
     prepare(run, rundir)
     alone = evaluate(run, rundir).as_json()
-    together = evaluate(a_run(folder, tmp_path, backend=backend, processes=2, batch_size=1), rundir).as_json()
+    together = evaluate(a_run(folder, tmp_path, backend=backend, processes=2, batch_tokens=1), rundir).as_json()
     assert (together["backend"], together["ranks"], together["sequences"]) == (backend, 2, 3)
     assert together["samples"] == alone["samples"]
     for model in ("base", "tuned"):
         assert together[model]["tokens"] == alone[model]["tokens"] == 16
         assert together[model]["loss"] == pytest.approx(alone[model]["loss"], rel=1e-6)
+
+
+def measure_apart(arguments: tuple[str, RankInfo, int]) -> tuple[float, int, list[int]]:
+    """Be one of two ranks with different numbers of labels, whose answers end at different lengths."""
+    folder, rank, eos = arguments
+    losses._LOGITS = 32 * VOCABULARY
+    with process_group(rank):
+        network = load_model(folder, "zero3-offload", rank)
+        network.generation_config.eos_token_id = eos
+        answer = _answer(network, [5, 6, 7], 6)
+        total = score(network, [SHORT, MIDDLE, LONG], [[[2], [0]], [[1], []]][rank.number]).total
+    return total.loss, total.tokens, answer
+
+
+def test_ranks_under_zero3_may_differ_in_labels_and_answers(folder: Path, network: "PreTrainedModel") -> None:
+    answer = _answer(network, [5, 6, 7], 6)
+    with rendezvous_of("zero3-offload", 2) as rendezvous:
+        ends = [VOCABULARY - 1, answer[0]]
+        assert ends[0] not in answer
+        ranks = [(str(folder), RankInfo(rank, 2, rendezvous), ends[rank]) for rank in range(2)]
+        (loss, tokens, long), (other, others, short) = in_processes(measure_apart, ranks)
+    assert (long, short) == (answer, answer[:1])
+    assert (tokens, others) == (599 + 30, 100)
+    assert loss == pytest.approx(expected(network, LONG) + expected(network, SHORT), rel=1e-5)
+    assert other == pytest.approx(expected(network, MIDDLE), rel=1e-5)
+
+
+def test_evaluation_starts_again_with_smaller_passes(
+    folder: Path, rundir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    alone = evaluate(a_run(folder, tmp_path, batch_tokens=1), rundir).as_json()
+    call = losses.LossPerToken.__call__
+
+    def small_gpu(self: Any, inputs: Any, labels: torch.Tensor) -> torch.Tensor:
+        if len(labels) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        return call(self, inputs, labels)
+
+    monkeypatch.setattr(losses.LossPerToken, "__call__", small_gpu)
+    found = evaluate(a_run(folder, tmp_path, batch_tokens=1000), rundir).as_json()
+    assert found["base"] == alone["base"] and found["tuned"] == alone["tuned"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "ran out of GPU memory" in warning and "Set evaluation.batch_tokens" in warning
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -247,6 +299,8 @@ def test_what_fits_nowhere_is_read_from_its_files(folder: Path, monkeypatch: pyt
     tokens = torch.arange(32).reshape(2, 16)
     with torch.no_grad():
         assert torch.equal(spread(tokens).logits, whole(tokens).logits)
+    assert losses.LossPerToken(spread, tokens[0]).in_parts
+    assert score_all(spread, [SHORT, LONG], 1) == score_all(whole, [SHORT, LONG], 1)
 
 
 @pytest.mark.nvme

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.consolidate.merge import consolidate
+from shardmake.data.dataset import load
+from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests.workflow.forked import Forked, log
@@ -64,9 +66,46 @@ def test_loop_equals_trainer(
     receipt = json.loads(rundir.train_receipt.read_text())
     assert (receipt["steps"], receipt["checkpoint"]) == (4, "train/checkpoints/checkpoint-4")
 
+    assert_merges_to(weights, forked, rundir)
+
+
+def test_layers_compiled_under_fsdp2_equal_uncompiled_ones(
+    forked: Forked, reference: tuple[Losses, Losses, Weights], tmp_path: Path
+) -> None:
+    """Accelerate compiles each layer in place, so that the names in the checkpoints stay."""
+    rundir, kernels = RunDir(tmp_path / "run"), tmp_path / "kernels"
+    plan = forked.plan(
+        "fsdp", 2, torch_compile=True, micro_batch_size=3, learning_rate=2e-3, checkpoints={"every_steps": 4}
+    )
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(kernels), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    assert forked.train(rundir, plan, variables=variables) == [0, 0], log(rundir)
+    assert list(kernels.rglob("*.so")), "the layers were not compiled"
+    assert series(rundir, "loss") == pytest.approx(reference[0], abs=2e-4)
+    assert_merges_to(reference[2], forked, rundir)
+
+
+def assert_merges_to(weights: Weights, forked: Forked, rundir: RunDir) -> None:
+    """Merge the last checkpoint and compare the model with ``weights``."""
     consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=forked.checkout.root / "resources/demo/base")
     for name, tensor in load_file(rundir.model / "model.safetensors").items():
         torch.testing.assert_close(tensor, weights[name], atol=1e-4, rtol=1e-3)
+
+
+def test_the_order_of_the_data_is_the_same_for_both_engines_and_after_a_resume(forked: Forked, tmp_path: Path) -> None:
+    """The loop trains all steps from short to long examples; Trainer repeats the second half with the same losses."""
+    rundir, folder = RunDir(tmp_path / "run"), forked.checkout.root / "resources/demo"
+    data = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl"), "order": "length"}
+    changes = {"data": data, "packing": False, "checkpoints": {"every_steps": 2}, "micro_batch_size": 3}
+    loop, trainer = (forked.plan("zero2", 2, engine=engine, **changes) for engine in ("loop", "trainer"))
+    prepare(loop[1], rundir)
+    lengths = load(rundir.data, "train").lengths()
+    assert lengths == sorted(lengths) and lengths[0] < lengths[-1]
+    assert forked.train(rundir, loop) == [0, 0], log(rundir)
+    losses = series(rundir, "loss")
+    shutil.rmtree(rundir.checkpoints / "checkpoint-4")
+    codes, resumed = forked.resume(rundir, trainer)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
+    assert series(rundir, "loss") == pytest.approx(losses, abs=2e-4)
 
 
 def metrics(rundir: RunDir) -> list[dict[str, Any]]:

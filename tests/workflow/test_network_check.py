@@ -16,31 +16,36 @@ from shardmake.launch.error_texts import error_end
 from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
 from shardmake.train import network_check
-from shardmake.train.network_check import Finding, NetworkCheckError, describe_bandwidth, run_in_fork
+from shardmake.train.network_check import CheckSettings, Finding, NetworkCheckError, describe_bandwidth, run_in_fork
 
 RANK = """
 import sys
 from shardmake.core.log import configure_logging
-from shardmake.train.network_check import NetworkCheckError, check_all_reduce
+from shardmake.train.network_check import CheckSettings, NetworkCheckError, check_all_reduce
 configure_logging()
 try:
-    check_all_reduce(True, None, deadline=float(sys.argv[1]))
+    check_all_reduce(CheckSettings(on_cpu=True, deadline=float(sys.argv[1])))
 except NetworkCheckError as error:
     sys.exit(f"{error} missing: {list(error.missing)}")
 """
 
 
-def check_network(world_size: int, deadlines: Sequence[float]) -> list[tuple[int, str, str]]:
+def check_network(world_size: int, deadlines: Sequence[float], per_node: int = 1) -> list[tuple[int, str, str]]:
     """Return exit status, stdout and stderr of the first ranks of ``world_size``, one for each of ``deadlines``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(world_size)}
-    shared |= {"GROUP_WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "OMP_NUM_THREADS": "1"}
+    shared |= {"GROUP_WORLD_SIZE": str(world_size // per_node), "LOCAL_WORLD_SIZE": str(per_node)}
+
+    def of_rank(rank: int) -> dict[str, str]:
+        node, local = divmod(rank, per_node)
+        return {"RANK": str(rank), "GROUP_RANK": str(node), "LOCAL_RANK": str(local), "OMP_NUM_THREADS": "1"}
+
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(deadline)],
-            env={**os.environ, **shared, "RANK": str(rank), "GROUP_RANK": str(rank)},
+            env={**os.environ, **shared, **of_rank(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -56,6 +61,14 @@ def test_three_nodes_measure_their_links() -> None:
     assert [code for code, _, _ in found] == [0, 0, 0], found
     assert found[0][1].startswith("preflight: all-reduce of 1 MiB over 3 ranks at ")
     assert [output for _, output, _ in found[1:]] == ["", ""], "only rank 0 reports"
+
+
+def test_two_nodes_measure_the_ranks_within_each() -> None:
+    found = check_network(4, [60, 60, 60, 60], per_node=2)
+    assert [code for code, _, _ in found] == [0, 0, 0, 0], found
+    between, within = found[0][1].splitlines()
+    assert between.startswith("preflight: all-reduce of 1 MiB over 4 ranks at ")
+    assert within.startswith(f"preflight: all-reduce of 1 MiB over the 2 ranks of {socket.gethostname()} at ")
 
 
 def test_all_ranks_name_the_missing_rank() -> None:
@@ -114,7 +127,7 @@ def test_broken_gpu_blames_its_node(monkeypatch: pytest.MonkeyPatch, error: Runt
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(NetworkCheckError) as found:
-        network_check.check_all_reduce(False, None)
+        network_check.check_all_reduce(CheckSettings(on_cpu=False, deadline=60))
     assert found.value.host == socket.gethostname()
     record = RankError(rank=1, host="c1", time=0, kind="NetworkCheckError", message=str(found.value), traceback="")
     assert error_end(record) is EndReason.PREFLIGHT

@@ -67,7 +67,7 @@ def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> No
         eval_every_steps=2,
         strategy="zero2",
         micro_batch_size=1,
-        evaluation={**RUN["evaluation"], "batch_size": 16},
+        evaluation={**RUN["evaluation"], "batch_tokens": 1024},
         cluster={"memory_gib_per_node": 5, "hang_seconds": 900, "trainings_per_user": 9, "max_nodes": 2},
     )
     with (edited.root / "config/config.yaml").open("a") as file:

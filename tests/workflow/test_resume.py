@@ -12,13 +12,14 @@ from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
-HERE = [strategy for strategy in STRATEGIES if strategy not in ("zero3-nvme", "fsdp-hybrid")]
-"""NVMe is in test_nvme.py; hybrid sharding, which needs two nodes, in test_strategies.py."""
+HERE = [strategy for strategy in STRATEGIES if strategy not in ("zero3-nvme", "zero3-hpz", "fsdp-hybrid")]
+"""NVMe is in test_nvme.py; hybrid sharding and hpZ, which need two nodes, in test_strategies.py."""
 KINDS: list[tuple[Strategy, dict[str, Any]]] = [
     ("zero2", {"precision": "bf16"}),
     ("fsdp", {"precision": "bf16"}),
     ("zero3", {"method": "lora"}),
     ("fsdp", {"method": "lora"}),
+    ("fsdp", {"method": "lora", "gradient_checkpointing": True}),
     ("zero3", {"optimizer": "adafactor"}),
     ("zero2", {"optimizer": "sgd"}),
 ]

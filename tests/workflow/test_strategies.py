@@ -27,14 +27,15 @@ def test_every_strategy_computes_what_ddp_computes(
     assert train_by_hand(shared_checkout, strategy) == pytest.approx(reference, abs=2e-4)
 
 
-def test_hybrid_sharding_over_two_nodes_of_two_ranks(shared_checkout: Checkout, reference: dict[int, float]) -> None:
+@pytest.mark.parametrize("strategy", ["fsdp-hybrid", "zero3-hpz"])
+def test_sharding_within_two_nodes_of_two_ranks(
+    shared_checkout: Checkout, reference: dict[int, float], strategy: Strategy
+) -> None:
     """It also resumes from its own checkpoint with the same losses; test_resume.py has the other strategies."""
     saves = {"every_steps": 1, "keep": STEPS}
-    losses = train_by_hand(shared_checkout, "fsdp-hybrid", nodes=2, checkpoints=saves)
+    losses = train_by_hand(shared_checkout, strategy, nodes=2, checkpoints=saves)
     assert losses == pytest.approx(reference, abs=2e-4)
-    launch_by_hand(
-        shared_checkout, "fsdp-hybrid", nodes=2, resume_from=rewind_to(shared_checkout, 2), checkpoints=saves
-    )
+    launch_by_hand(shared_checkout, strategy, nodes=2, resume_from=rewind_to(shared_checkout, 2), checkpoints=saves)
     assert shared_checkout.losses() == losses
 
 

@@ -20,6 +20,7 @@ TOOLS = {
     "sinfo": "echo 'gpu*|3|2|8000|infinite|(null)|(null)'",
     "scontrol": "exit 1",
     "sbatch": """
+        case "$*" in *--test-only*) exit 0 ;; esac
         name=$(sed -n 's/^#SBATCH --job-name=//p' "$1")
         id=$(($(wc -l < $QUEUE) + 1))
         echo "$id $name" >> $QUEUE
@@ -81,7 +82,8 @@ def runs(shared_checkout: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     cluster = yaml.safe_load((shared_checkout.root / "config/cluster.yaml").read_text())
     cluster |= {"executor": "slurm", "trainings_per_user": 1, "slurm": {"gpu_request": "none"}}
     (tmp_path / "cluster.yaml").write_text(yaml.safe_dump(cluster))
-    config = {"cluster": str(tmp_path / "cluster.yaml"), "runs": {"one": RUN, "two": RUN}}
+    run = {key: value for key, value in RUN.items() if key != "push"}  # its destination has the run's name
+    config = {"cluster": str(tmp_path / "cluster.yaml"), "runs": {"one": run, "two": run}}
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
     one, two = (tmp_path / "runs" / run for run in ("one", "two"))
     shutil.copytree(shared_checkout.run, one, ignore=shutil.ignore_patterns("train"))

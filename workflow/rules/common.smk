@@ -21,16 +21,13 @@ from shardmake.config.load import load_cluster, load_config, parse_config, read_
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
+from shardmake.launch.stage_jobs import job_resources as stage_resources
+from shardmake.launch.stage_jobs import job_shell_prefix
 from shardmake.run.paths import RunDir
 from shardmake.run.settings import compared_keys, rerun_settings
 
-# The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
-# default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
-shell.prefix(f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; ")
-
 logger.addFilter(StopFilter())  # a training that a person stopped is not done, and not a failure
 
-ENVIRONMENT = "../../envs/shardmake.yaml"
 DEFAULT_CONFIG = "config/config.yaml"
 
 
@@ -87,6 +84,11 @@ def read_configuration():
 
 
 CONFIG, CLUSTER = checked(read_configuration)
+
+# The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
+# default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
+PROGRAMS = f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; "
+shell.prefix(PROGRAMS if workflow.is_main_process else job_shell_prefix(CLUSTER) + PROGRAMS)
 RUNS = CONFIG.runs
 PATHS = RunDir(Path("runs/{run}"))  # the paths of every run, for inputs and outputs of rules
 
@@ -164,21 +166,14 @@ def planned(stage, key, factor=1):
     return amount
 
 
-def job_resources(stage):
+def resources_of(stage):
     """Return the resources of the Slurm job in which a stage runs."""
-    return {
-        "mem_mb": planned(stage, "memory_gib", 1024),
-        "slurm_partition": CLUSTER.slurm.partition or "",
-        "slurm_account": CLUSTER.slurm.account or "",
-    }
 
+    def resource(name):
+        return lambda wildcards: stage_resources(stage, RUNS[wildcards.run], CLUSTER)[name]
 
-def evaluation_gpus(wildcards):
-    """Return the `gres` of a run's evaluation, which uses the GPUs of one node; empty if it needs none."""
-    if CLUSTER.accelerator == "cpu" or CLUSTER.slurm.gpu_request == "none":
-        return ""
-    count = RUNS[wildcards.run].evaluation.processes or CLUSTER.processes_per_node
-    return ":".join(filter(None, ["gpu", CLUSTER.slurm.gpu_type, str(count)]))
+    names = checked(stage_resources, stage, next(iter(RUNS.values())), CLUSTER)  # the same for every run
+    return {"mem_mb": planned(stage, "memory_gib", 1024), **{name: resource(name) for name in names}}
 
 
 class Submission:

@@ -6,11 +6,9 @@ rule consolidate_run:
         receipt=PATHS.model_receipt,
     log:
         "logs/{run}/consolidate.log",
-    conda:
-        ENVIRONMENT
     threads: planned("consolidate", "cpus")
     resources:
-        **job_resources("consolidate"),
+        **resources_of("consolidate"),
     params:
         **command_params("consolidate"),
     message:

@@ -6,11 +6,9 @@ rule data_run:
         receipt=PATHS.data_receipt,
     log:
         "logs/{run}/data.log",
-    conda:
-        ENVIRONMENT
     threads: planned("data", "cpus")
     resources:
-        **job_resources("data"),
+        **resources_of("data"),
     params:
         **command_params("data"),
     message:

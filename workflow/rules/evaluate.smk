@@ -7,12 +7,9 @@ rule evaluate_run:
         evaluation=PATHS.evaluation,
     log:
         "logs/{run}/evaluate.log",
-    conda:
-        ENVIRONMENT
     threads: planned("evaluate", "cpus")
     resources:
-        **job_resources("evaluate"),
-        gres=evaluation_gpus,
+        **resources_of("evaluate"),
     params:
         **command_params("evaluate"),
     message:

@@ -6,8 +6,6 @@ rule fetch_run:
     log:
         "logs/{run}/fetch.log",
     localrule: True
-    conda:
-        ENVIRONMENT
     params:
         **command_params("fetch"),
     message:
@@ -26,8 +24,6 @@ rule fetch_weights_run:
     log:
         "logs/{run}/fetch-weights.log",
     localrule: True
-    conda:
-        ENVIRONMENT
     params:
         **command_params("fetch"),
     message:

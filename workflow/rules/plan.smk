@@ -9,8 +9,6 @@ rule plan_run:
     log:
         "logs/{run}/plan.log",
     localrule: True
-    conda:
-        ENVIRONMENT
     params:
         **command_params("plan"),
     message:

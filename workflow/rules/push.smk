@@ -7,8 +7,6 @@ rule push_run:
     log:
         "logs/{run}/push.log",
     localrule: True
-    conda:
-        ENVIRONMENT
     params:
         **command_params("push"),
     message:

@@ -11,8 +11,6 @@ rule render_run:
     log:
         "logs/{run}/render.log",
     localrule: True
-    conda:
-        ENVIRONMENT
     params:
         **command_params("render"),
     message:

@@ -12,8 +12,6 @@ rule report_run:
     log:
         "logs/{run}/report.log",
     localrule: True
-    conda:
-        ENVIRONMENT
     message:
         "{wildcards.run}: putting losses, speed, memory and samples on one page, {output.page}"
     shell:

@@ -13,8 +13,6 @@ rule train_run:
     log:
         "logs/{run}/train.log",
     localrule: True
-    conda:
-        ENVIRONMENT
     resources:
         driver=1,
     message:

@@ -29,6 +29,7 @@ from shardmake.checkpoint.record import (
     read_record,
 )
 from shardmake.core.atomic import fsync_directory, write_json
+from shardmake.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -98,7 +99,16 @@ def commit_and_prune(
         details: The other fields of its record.
         started: Unix time at which the save began.
         retention: The retention rule.
+
+    Raises:
+        CheckpointError: The checkpoint holds no weights, because a library selected none.
     """
+    shards = {name: entry.size for name, entry in files.items() if name.endswith(".distcp")}
+    for folder in {Path(name).parent for name in shards}:
+        if not sum(size for name, size in shards.items() if Path(name).parent == folder):
+            raise CheckpointError(
+                f"Cannot save {staged.name}: {folder} holds no tensors. A library selected none. Report this message."
+            )
     now = time.time()
     record = CheckpointRecord(
         saved_at=now,

@@ -5,10 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from shardmake.config.accelerators import find_accelerator
+from shardmake.config.attention import Attention
 from shardmake.config.load import parse_section
 from shardmake.config.models import (
     STRATEGIES,
-    Attention,
     Cluster,
     Lora,
     Method,
@@ -166,7 +166,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     run = _run(request)
     check_refused(read_user_files(run), run)
     settings = resolve(run, _cluster(request))
-    fastest = settings.abilities.best_attention(kernels_of(settings.hardware), packing=False)
+    fastest = settings.abilities.best_attention(kernels_of(settings.hardware, settings.precision), packing=False)
     attention = request.attention or fastest
     return replace(settings, attention=attention, weights=request.weights or "fp32", behavior=behavior)
 

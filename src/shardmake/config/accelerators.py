@@ -36,9 +36,15 @@ class Accelerator:
         """True if ranks run on the CPU."""
         return self.name == "cpu"
 
-    def flops(self, precision: "Precision") -> float:
-        """Return the dense peak in FLOP/s."""
-        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": self.fp32}[precision] * TERA
+    @property
+    def has_tf32(self) -> bool:
+        """True from Ampere on."""
+        return self.capability >= 8.0
+
+    def flops(self, precision: "Precision", *, tf32: bool = False) -> float:
+        """Return the dense peak in FLOP/s; with ``tf32``, fp32 products take half the rate of bf16."""
+        fp32 = self.bf16 / 2 if tf32 else self.fp32
+        return {"bf16": self.bf16, "fp16": self.fp16, "fp32": fp32}[precision] * TERA
 
 
 _ROWS = [

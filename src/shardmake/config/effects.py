@@ -46,7 +46,7 @@ EFFECTS: Final = (
         reads=(),
         keys=(
             *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
-            *("weight_decay", "max_grad_norm", "optimizer", "precision", "method", "lora."),
+            *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora."),
             *("script", "script_args", "deepspeed_config", "accelerate_config"),
         ),
     ),
@@ -56,11 +56,12 @@ EFFECTS: Final = (
         reads=_TRAINING,
         keys=(
             *("micro_batch_size", "strategy", "tensor_parallel", "nodes", "fsdp_version", "gradient_checkpointing"),
-            *("attention", "loss", "engine", "deepspeed_values", "torch_compile", "non_finite"),
+            *("attention", "loss", "gradient_dtype", "engine", "deepspeed_values", "torch_compile", "non_finite"),
             *("checkpoints.", "eval_every_steps", "report_to"),
             *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),
             *("cluster.nvme_gib_per_node", "cluster.intra_node_gbps", "cluster.inter_node_gbps"),
-            *("cluster.network_interface", "cluster.hang_seconds", "cluster.node_mtbf_hours"),
+            *("cluster.network_interface", "cluster.network_check_seconds", "cluster.hang_seconds"),
+            "cluster.node_mtbf_hours",
         ),
     ),
     Effect(
@@ -68,7 +69,7 @@ EFFECTS: Final = (
         reads=(*_TRAINING, "data", "consolidate", "evaluate"),
         keys=(
             *("cluster.accelerator", "cluster.gpu_memory_gib", "cluster.processes_per_node", "cluster.nvme_path"),
-            *("cluster.internet_on_compute_nodes", "cluster.scratch", "cluster.slurm."),
+            *("cluster.internet_on_compute_nodes", "cluster.scratch", "cluster.slurm.", "cluster.env"),
         ),
     ),
     Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),
@@ -77,7 +78,7 @@ EFFECTS: Final = (
     Effect(
         changes=(),
         reads=("plan", "evaluate"),
-        keys=("evaluation.batch_size", "evaluation.backend", "evaluation.processes"),
+        keys=("evaluation.batch_tokens", "evaluation.backend", "evaluation.processes"),
     ),
     Effect(changes=("evaluate",), reads=("plan",), keys=("evaluation.",)),
     Effect(changes=("push",), reads=("plan",), keys=("push.",)),

@@ -46,15 +46,18 @@ def write_merged(config: Config, source: str, folder: Path = FOLDER) -> Path:
 
 
 def check_config_files(arguments: Sequence[str]) -> None:
-    """Exit with a message if a file of Snakemake's ``--configfile`` is not valid YAML.
+    """Exit with a message if a file of Snakemake's ``--configfile`` does not exist, has no keys or is not valid YAML.
 
     ``profiles/default`` calls this, because Snakemake reads these files before the workflow, and its own message names
     neither the file nor the line.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--configfile", "--configfiles", nargs="+", type=Path, default=[])
+    parser.add_argument("--configfile", "--configfiles", nargs="+", default=[])
     try:
-        for path in parser.parse_known_args(arguments)[0].configfile:
+        for name in parser.parse_known_args(arguments)[0].configfile:
+            if not name:
+                raise ConfigError("--configfile: the name is empty. Name a file, or set the variable that holds it.")
+            path = Path(name)
             if not path.exists() and not path.suffix:
                 raise ConfigError(
                     f"--configfile: {str(path)!r} does not exist. The option takes every word after it as a file. "

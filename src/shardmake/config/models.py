@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from shardmake.config.accelerators import find_accelerator
+from shardmake.config.attention import Attention
 from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.config.objectives import OBJECTIVES
@@ -26,6 +27,7 @@ from shardmake.config.values import (
     FileSize,
     Fraction,
     GpuMemory,
+    GpuType,
     GradientNorm,
     HostMemory,
     Hours,
@@ -40,6 +42,7 @@ from shardmake.config.values import (
     Steps,
     TimeLimit,
     Tokens,
+    Variable,
     WeightDecay,
     minutes,
 )
@@ -56,8 +59,8 @@ else:
     Format = Literal[tuple(FORMATS)]
 STRATEGIES: tuple[Strategy, ...] = tuple(STRATEGY_SPECS)
 Precision = Literal["bf16", "fp16", "fp32"]
+GradientDtype = Literal["auto", "fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-Attention = Literal["flash", "sdpa", "eager"]
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 Method = Literal["full", "lora", "qlora"]
 Loss = Literal["plain", "fused"]
@@ -123,6 +126,12 @@ class Data(Section):
         description="Tokens that the loss counts: only the assistant's (or the completion's), or all. `auto`: "
         "`all` for text, `assistant` for all other formats.",
     )
+    order: Literal["shuffled", "length", "given"] = Field(
+        "shuffled",
+        description="Order of the training examples. `shuffled`: another in each epoch, from `seed`; `length`: from "
+        "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and need "
+        "`packing: false`.",
+    )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
 
@@ -179,7 +188,11 @@ class Checkpoints(Section):
 class Evaluation(Section):
     """Settings of the evaluate stage, which measures the base and the tuned model."""
 
-    batch_size: Sequences = Field(8, description="Sequences per forward pass.")
+    batch_tokens: Tokens = Field(
+        16384,
+        description="Tokens per forward pass: as many sequences of similar length as fit, and at least one. After "
+        "CUDA's out-of-memory error evaluation starts again with half of them.",
+    )
     prompts: list[str] = Field(
         default_factory=list, description="Prompts for both models. The report and the model card show the answers."
     )
@@ -236,7 +249,7 @@ class Run(Section):
     packing: bool = Field(
         True,
         description="Pack several examples into one sequence, without attention between them. The plan refuses this "
-        "for models that do not keep examples apart (OPT, BLOOM).",
+        "for models that do not keep examples apart (BLOOM, and OPT without attention varlen).",
     )
     global_batch_size: Sequences = Field(
         description="Sequences per optimizer step over all ranks. It does not depend on the number of GPUs."
@@ -261,10 +274,21 @@ class Run(Section):
     precision: Precision | Literal["auto"] = Field(
         "auto", description="`auto`: bf16 on Ampere and later, fp16 before, fp32 on CPU."
     )
+    gradient_dtype: GradientDtype = Field(
+        "auto",
+        description="Data type in which gradients are accumulated and reduced over the ranks. `auto`: fp32 if a step "
+        "has several passes, else that of `precision`. DDP always takes fp32, ZeRO-1 always that of `precision`.",
+    )
+    tf32: bool = Field(
+        False,
+        description="Compute matrix products of `precision: fp32` in TF32: 10 bits of mantissa, several times the "
+        "speed. It needs Ampere or later.",
+    )
     attention: Attention | Literal["auto"] = Field(
         "auto",
-        description="Attention kernel. `auto`: the fastest of flash, sdpa and eager that the GPU, the installed "
-        "packages and the model's class support.",
+        description="Attention kernel. `varlen`: the variable-length FlashAttention that is a part of PyTorch. "
+        "`flash`: the package flash-attn 2. `auto`: the first of varlen, flash, sdpa and eager that the GPU, the "
+        "precision, the installed packages and the model's class support.",
     )
     gradient_checkpointing: bool | Literal["auto"] = Field(
         "auto", description="Recompute activations in the backward pass. `auto`: only if memory requires it."
@@ -310,7 +334,9 @@ class Run(Section):
     accelerate_config: PathText | None = Field(
         None, description="Your own Accelerate file, with the same rule as for `deepspeed_config`."
     )
-    torch_compile: bool = Field(False, description="Compile the model with torch.compile.")
+    torch_compile: bool = Field(
+        False, description="Compile the model with torch.compile; under FSDP2 layer by layer, else as a whole."
+    )
     non_finite: Literal["stop", "rewind"] = Field(
         "stop",
         description="Reaction to a loss or gradient norm that is not finite: stop, or resume from the newest "
@@ -354,6 +380,20 @@ class Run(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_order(self) -> "Run":
+        order = self.data.order
+        if order != "shuffled" and self.script is not None:
+            raise ValueError(
+                f"data.order {order!r} has no effect with script, which reads its own data. Remove data.order"
+            )
+        if order != "shuffled" and self.packing:
+            raise ValueError(
+                f"data.order {order!r} has no effect with packing, which fills each sequence with examples that fit. "
+                "Set packing: false"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_script(self) -> "Run":
         if self.script is None and self.script_args:
             raise ValueError("script_args need a script. Set script, or remove script_args")
@@ -367,38 +407,84 @@ class Run(Section):
         return self
 
 
+SLURM_KEYS: Final = {
+    **{name: name for name in ("partition", "account", "qos", "constraint", "exclude", "wckey")},
+    **{"time": "time_limit", "gpus": "gpu_request", "gpus-per-node": "gpu_request"},
+}
+"""Keys of the section `slurm` by the #SBATCH parameters that they set."""
+
+
 class Slurm(Section):
     """Slurm parameters of the jobs. Nodes, memory and CPUs follow from the plan."""
 
     partition: str | None = Field(None, description="Partition. Without it, Slurm's default.")
     account: str | None = Field(None, description="Account.")
     qos: str | None = Field(None, description="Quality of service.")
+    constraint: str | None = Field(None, description="Required node features.")
+    cpu_partition: str | None = Field(
+        None,
+        description="Partition of the jobs that need no GPU, which are those of data and consolidate. Without it, "
+        "`partition`. With it, `constraint` and the `reservation` in `extra` hold for the other jobs only.",
+    )
+    cpu_account: str | None = Field(None, description="Account of these jobs. Without it, `account`.")
+    cpu_qos: str | None = Field(None, description="Quality of service of these jobs. Without it, `qos`.")
+    cpu_constraint: str | None = Field(None, description="Required node features of these jobs.")
     time_limit: TimeLimit = Field(
         "24:00:00", description="Time limit of one training job, `[D-]HH:MM:SS`, at most a year."
     )
-    gpu_request: Literal["gres", "gpus-per-node", "none"] = Field(
+    stage_time_limit: TimeLimit | None = Field(
+        None, description="Time limit of the jobs of data, consolidate and evaluate. Without it, `time_limit`."
+    )
+    gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = Field(
         "gres", description="Option with which this cluster requests GPUs."
     )
-    gpu_type: str | None = Field(None, description="GPU type in the request, as in `gres=gpu:a100:4`.")
+    gpu_type: GpuType | None = Field(
+        None, description="GPU type in the request, as in `gres=gpu:a100:4`; also a MIG slice, such as `1g.10gb`."
+    )
     signal_seconds: Count = Field(
         120,
         description="Seconds before the time limit at which a job gets the signal to save and stop. It is raised to "
         "two measured saves and a minute if that is longer, up to a quarter of the limit.",
     )
     wckey: str | None = Field(None, description="Workload characterization key, if the site requires one.")
-    constraint: str | None = Field(None, description="Required node features.")
     exclude: str | None = Field(None, description="Nodes to exclude, in Slurm's notation.")
     setup: list[str] = Field(
         default_factory=list, description="Shell commands to run first in each job, such as `module load cuda`."
     )
-    extra: dict[str, str | SlurmNumber | bool] = Field(
-        default_factory=dict, description="Further #SBATCH parameters, by their long names."
+    srun_extra: list[str] = Field(
+        default_factory=list, description="Further options of the training's srun, such as `--mpi=none`."
     )
+    extra: dict[str, str | SlurmNumber | bool] = Field(
+        default_factory=dict,
+        description="Further #SBATCH parameters, by their long names. Those that size a job (such as `mem`, `nodes`, "
+        "`gres`) hold for the training only, and `exclusive` for training and evaluate.",
+    )
+
+    @field_validator("extra")
+    @classmethod
+    def _check_extra(cls, extra: dict[str, str | int | bool]) -> dict[str, str | int | bool]:
+        for name in extra:
+            if key := SLURM_KEYS.get(name.lstrip("-").replace("_", "-")):
+                raise ValueError(f"{name!r} is set by the key slurm.{key}. Write it there")
+        return extra
 
     @property
     def time_limit_minutes(self) -> int:
         """Return `time_limit` in minutes, rounded up."""
         return minutes(self.time_limit)
+
+    def without_gpus(self) -> "Slurm":
+        """Return the parameters of the jobs that need no GPU."""
+        elsewhere = self.cpu_partition is not None
+        return self.model_copy(
+            update={
+                "partition": self.cpu_partition or self.partition,
+                "account": self.cpu_account or self.account,
+                "qos": self.cpu_qos or self.qos,
+                "constraint": self.cpu_constraint or (None if elsewhere else self.constraint),
+                "extra": {name: value for name, value in self.extra.items() if not elsewhere or name != "reservation"},
+            }
+        )
 
 
 class Cluster(Section):
@@ -425,6 +511,11 @@ class Cluster(Section):
     )
     network_interface: str | None = Field(
         None, description="Network interface for training, such as `ib0`. Without it, that of the default route."
+    )
+    network_check_seconds: Seconds = Field(
+        300,
+        description="Time limit of the check before training: for all ranks to appear after their imports, and for the "
+        "network. Imports from a network file system take minutes on 64 or more nodes.",
     )
     internet_on_compute_nodes: bool = Field(False, description="Jobs on compute nodes can reach the internet.")
     shared: bool = Field(
@@ -453,6 +544,11 @@ class Cluster(Section):
         description="Node-local folder for caches and, if saving is asynchronous, for the newest checkpoint. "
         "Below `/dev/shm` it counts as host RAM.",
     )
+    env: dict[Variable, str | SlurmNumber] = Field(
+        default_factory=dict,
+        description="Environment variables of the ranks, such as `NCCL_IB_HCA`, which replace those that the job "
+        "inherits and those that Shardmake sets. For secrets, use your shell: jobs inherit its variables.",
+    )
     slurm: Slurm = Field(Slurm(), description="Slurm parameters, for `executor: slurm`.")
 
     @field_validator("accelerator")
@@ -473,6 +569,11 @@ class Cluster(Section):
     def is_cpu(self) -> bool:
         """Return whether the ranks run without a GPU."""
         return self.accelerator == "cpu"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Return `env` as text."""
+        return {name: str(value) for name, value in self.env.items()}
 
     @property
     def scratch_in_memory(self) -> bool:

@@ -27,6 +27,11 @@ class StrategySpec:
     """FSDP: free a block's weights again after its forward pass."""
     hybrid: bool = False
     """FSDP: shard within a node, replicate between nodes."""
+    hpz: bool = False
+    """ZeRO++ hpZ: each node keeps a second shard of the weights, from which the backward pass gathers within the node.
+
+    Its losses equal those of ZeRO-3 on CPU ranks. It has not run on GPUs, so `strategy: auto` leaves it out.
+    """
     fallback_order: int = 0
     """Position among the fallbacks, from the fastest to the least memory; steps of ten leave room for new rows.
 
@@ -58,9 +63,23 @@ class StrategySpec:
         return self.library == FSDP
 
     @property
+    def needs_several_nodes(self) -> bool:
+        """Return whether it treats the ranks of one node and those of other nodes differently."""
+        return self.hybrid or self.hpz
+
+    @property
     def gathers_parameters(self) -> bool:
         """Return whether a rank holds only its part of the weights between uses."""
         return self.zero_stage == 3 or self.is_fsdp
+
+    @property
+    def accumulates_in_fp32(self) -> bool:
+        """Return whether it can accumulate and reduce the gradients of 16-bit weights in fp32.
+
+        DeepSpeed would take another optimizer for ZeRO-1 in bf16, which keeps whole fp32 gradients on every rank and
+        does not read the checkpoints of its ZeRO-1 optimizer.
+        """
+        return self.zero_stage != 1
 
     @property
     def uses_nvme(self) -> bool:
@@ -94,6 +113,7 @@ STRATEGY_SPECS: Final[dict[str, StrategySpec]] = {
     "zero2": StrategySpec(DEEPSPEED, 2, fallback_order=30, cpu=True, qlora=True, tensor_parallel=True),
     "zero2-offload": StrategySpec(DEEPSPEED, 2, "cpu", fallback_order=40, cpu=True),
     "zero3": StrategySpec(DEEPSPEED, 3, fallback_order=50, cpu=True),
+    "zero3-hpz": StrategySpec(DEEPSPEED, 3, hpz=True, fallback_order=45),
     "zero3-offload-optimizer": StrategySpec(DEEPSPEED, 3, "cpu", fallback_order=60, cpu=True),
     "zero3-offload": StrategySpec(DEEPSPEED, 3, "cpu", "cpu", fallback_order=70, cpu=True),
     "zero3-nvme": StrategySpec(DEEPSPEED, 3, "nvme", "nvme", fallback_order=80),
@@ -109,6 +129,6 @@ PROBED: Final = "fsdp"
 PARTITIONED_INFERENCE: Final[dict[str, Device | None]] = {
     name: spec.offload_param
     for name, spec in STRATEGY_SPECS.items()
-    if spec.zero_stage == 3 and spec.offload_param == spec.offload_optimizer
+    if spec.zero_stage == 3 and spec.offload_param == spec.offload_optimizer and not spec.hpz
 }
 """Strategies that also partition a model which is only evaluated, and where its parameters lie then."""

@@ -13,10 +13,13 @@ from shardmake.core.errors import ConfigError
 Kind = Literal["deepspeed", "accelerate"]
 TITLES: Final[dict[Kind, str]] = {"deepspeed": "a DeepSpeed file", "accelerate": "an Accelerate file"}
 SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
-    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
-    "accelerate": ("distributed_type", "compute_environment"),
+    "accelerate": ("distributed_type", "compute_environment", "num_processes", "deepspeed_config"),
+    "deepspeed": (
+        *("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
+        *("gradient_clipping", "optimizer", "scheduler"),
+    ),
 }
-"""Keys that identify each kind of file."""
+"""Keys that identify each kind of file, in the order in which they are looked for."""
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,14 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
+from shardmake.core.secrets import is_secret
 from shardmake.core.units import parse_size
 
 SMALLEST_FILE = 1000
 LARGEST_FILE = 10**15
 MINUTES_OF_A_YEAR = 365 * 24 * 60
+LAUNCHER_VARIABLES = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_", "TORCHELASTIC_", "PET_")
+"""Beginnings of the names of variables that a launcher sets for its ranks."""
 
 
 def _number(value: Any) -> Any:
@@ -66,10 +69,31 @@ def _time_limit(text: str) -> str:
     return text
 
 
+def _gpu_type(text: str) -> str:
+    if not re.fullmatch(r"[\w.+-]+", text):
+        raise ValueError(
+            f"{text!r} is not the name of a GPU type. Write the name alone, as `sinfo --format=%G` prints it, "
+            "such as a100"
+        )
+    return text
+
+
+def _variable(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", name):
+        raise ValueError(f"{name!r} is not the name of an environment variable. Use letters, digits and '_'")
+    if name.startswith(LAUNCHER_VARIABLES):
+        raise ValueError(f"{name} is set by the launcher for each rank. Remove it")
+    if is_secret(name):
+        raise ValueError(f"{name} seems to be a secret, and this file is not. Export it in your shell: jobs inherit it")
+    return name
+
+
 AsNumber = BeforeValidator(_number)
 PathText = Annotated[str, AfterValidator(expand)]
 FileSize = Annotated[str, AfterValidator(_size)]
 TimeLimit = Annotated[str, AfterValidator(_time_limit)]
+GpuType = Annotated[str, AfterValidator(_gpu_type)]
+Variable = Annotated[str, AfterValidator(_variable)]
 
 Fraction = Annotated[float, Field(ge=0, le=1), AsNumber]
 LearningRate = Annotated[float, Field(gt=0, le=100), AsNumber]

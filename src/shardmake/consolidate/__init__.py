@@ -2,7 +2,8 @@
 
 `checkpoint.formats` reads a checkpoint's metadata without its tensors and without executing code in it. It returns the
 byte ranges of each tensor. `layout` computes names, shards and headers, `jobs` divides the copy, `stream` and `writer`
-copy the bytes, and `verify` reads the result again.
+copy the bytes, `loading` asks transformers, and `verify` reads the result again. `destination` decides what may be
+replaced, and `aux_files` which small files the model gets.
 """
 
 import sys

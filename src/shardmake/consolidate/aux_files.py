@@ -1,68 +1,210 @@
-"""The auxiliary files of a model: config, generation config, tokenizer, chat template, processor, model code."""
+"""The auxiliary files of a merged model: config, tokenizer, chat template, generation config, processor, licence, code.
 
+The config comes from the checkpoint. The others are the base model's own files, byte for byte, because transformers
+saves a tokenizer in other files than it was published in. A tokenizer or chat template that the training changed comes
+from the checkpoint. Files are copied by name, and no link is followed out of its folder.
+"""
+
+import json
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
-from shardmake.core.atomic import read_json, write_json
+from shardmake.checkpoint.formats.huggingface import is_licence
+from shardmake.core.atomic import write_json, write_text
 from shardmake.core.errors import ModelError
 
-_GROUPS = {
-    "generation": ("generation_config.json",),
-    "tokenizer": (
-        "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-        "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "chat_template.jinja", "chat_template.json",
-        "additional_chat_templates",
-    ),
-    "processor": ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
-    "code": ("*.py",),
-}  # fmt: skip
+_CONFIG = "config.json"
+_TEMPLATE = "chat_template.jinja"
+_TEMPLATES = "additional_chat_templates"
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "vocab.txt", "merges.txt", "tokenizer.model", "tokenizer.model.v3", "tekken.json", "spiece.model", "spm.model",
+    "sentencepiece.model", "sentencepiece.bpe.model", "spm_char.model", "source.spm", "target.spm", "bpe.codes",
+    "dict.txt", "emoji.json", "entity_vocab.json", "normalizer.json", "target_vocab.json", "vocab-src.json",
+    "vocab-tgt.json", "tiktoken.model", "qwen.tiktoken", _TEMPLATE, "chat_template.json",
+)  # fmt: skip
+"""Names of the vocabularies of transformers' tokenizers, and of those whose code is published with the model."""
+_OTHERS = (
+    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
+    "audio_tokenizer_config.json",
+)  # fmt: skip
+AUX_FILES = [_CONFIG, *_TOKENIZER, *_OTHERS, f"{_TEMPLATES}/*.jinja", "*.py", "LICEN[CS]E*", "NOTICE*", "USE_POLICY*"]
+"""Patterns of all files of a model except its weights and their index."""
 _TRAINING_SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}  # DeepSpeed writes them beside every checkpoint
 
 
 def find_aux_files(folder: Path) -> list[Path]:
-    """Return the config and the auxiliary files in ``folder``; a merge copies them if training wrote no others."""
-    patterns = ("config.json", *(pattern for group in _GROUPS.values() for pattern in group))
-    found = (path for pattern in patterns for path in sorted(folder.glob(pattern)))
-    return [path for path in found if path.is_file()]
+    """Return the config and every auxiliary file in ``folder``, the code included."""
+    return [*filter(Path.is_file, [folder / _CONFIG]), *_files(folder, code=True)]
 
 
-def copy_aux_files(sources: Sequence[Path], target: Path, dtypes: Iterable[str], adapter: Path | None = None) -> None:
-    """Copy the auxiliary files to ``target``, each group from the first of ``sources`` that has a file of it.
+def copy_aux_files(
+    base: Path | None,
+    trained: Sequence[Path],
+    target: Path,
+    dtypes: Iterable[str],
+    *,
+    adapter: Path | None = None,
+    code: bool = False,
+) -> list[str]:
+    """Write the config and the auxiliary files to ``target``.
 
     Args:
-        sources: Folders to search, in order.
+        base: The base model's folder; None: write the config only.
+        trained: The checkpoint's folders.
         target: The merged model's folder.
         dtypes: The types of the merged tensors; the config declares the widest floating one.
         adapter: The adapter_config.json to copy instead of a model's config, if an adapter is written alone.
+        code: Copy the base model's code as well.
+
+    Returns:
+        One sentence for each difference from the base model's files.
 
     Raises:
-        ModelError: No folder holds a config.json.
+        ModelError: No folder holds a config.json, or a file is not readable or is a link to another folder.
     """
     target.mkdir(parents=True, exist_ok=True)
-    groups = dict(_GROUPS)
     if adapter is None:
-        write_json(target / "config.json", _config(sources, dtypes))
+        write_json(target / _CONFIG, _config([*trained, *([base] if base else [])], dtypes))
     else:
-        write_json(target / adapter.name, {**read_json(adapter, "the training"), "inference_mode": True})
-        groups = {"tokenizer": _GROUPS["tokenizer"]}
-    for patterns in groups.values():
-        for source in sources:
-            found = [path for pattern in patterns for path in sorted(source.glob(pattern))]
-            found = [path for path in found if path.name not in _TRAINING_SCRIPTS]
-            for path in found:
-                _copy(path, target / path.name)
-            if found:
-                break
+        write_json(target / adapter.name, {**read_object(adapter), "inference_mode": True})
+    if base is None:
+        return []
+    tokenizer = find_changed_tokenizer(base, trained)
+    for folder in (base, tokenizer) if tokenizer is not None else (base,):
+        for path in _files(folder, code=code and folder == base and adapter is None):
+            is_tokenizer = path.name in _TOKENIZER or path.parent != folder
+            if folder == (tokenizer or base) if is_tokenizer else (folder == base and adapter is None):
+                _copy(folder, path, target)
+    changes = [] if tokenizer is None else [f"The training added tokens: the tokenizer is that of {tokenizer}."]
+    template = find_changed_template(base, trained)
+    if template is not None:
+        write_text(target / _TEMPLATE, template)
+        changes.append("The training changed the chat template: the model has the new one.")
+    if adapter is None and not code and "auto_map" in read_object(target / _CONFIG):
+        changes.append("config.json names code of the base model, which is not copied without --trust-remote-code.")
+    return changes
 
 
-def _copy(source: Path, target: Path) -> None:
-    if source.is_dir():
-        shutil.copytree(source, target, dirs_exist_ok=True)
+def _files(folder: Path, *, code: bool) -> Iterator[Path]:
+    """Yield the auxiliary files in ``folder``, the config excepted."""
+    names = {*_TOKENIZER, *_OTHERS}
+    for path in sorted(folder.iterdir()):
+        is_code = path.suffix == ".py" and path.name not in _TRAINING_SCRIPTS
+        if (path.name in names or is_licence(path.name) or (code and is_code)) and path.is_file():
+            yield path
+    if (folder / _TEMPLATES).is_dir():
+        yield from sorted((folder / _TEMPLATES).glob("*.jinja"))
+
+
+def _copy(folder: Path, path: Path, target: Path) -> None:
+    copy = target / path.relative_to(folder)
+    copy.parent.mkdir(exist_ok=True)
+    shutil.copyfile(_own_file(folder, path), copy)
+
+
+def _own_file(folder: Path, path: Path) -> Path:
+    """Return ``path``; raise `ModelError` if it is a link out of ``folder``, except to the blobs of the hub's cache."""
+    root, real = folder.resolve(), path.resolve()
+    is_blob = root.parent.name == "snapshots" and real.parent == root.parent.parent / "blobs"
+    if real.is_relative_to(root) or is_blob:
+        return real
+    raise ModelError(
+        f"Cannot copy {path}. It is a link to {real}, outside of its folder, and a merge publishes no such file. "
+        "Replace the link by the file, or name the folder with the files themselves."
+    )
+
+
+def find_changed_tokenizer(base: Path, trained: Sequence[Path]) -> Path | None:
+    """Return the folder of ``trained`` whose tokenizer has tokens that the base model's does not have.
+
+    If the base model's tokens are in a binary file, the tokenizer counts as changed if the vocabulary's size is.
+    """
+    theirs = _tokens(base)
+    for folder in trained:
+        ours = _tokens(folder)
+        if theirs and any(theirs.get(token) != number for token, number in ours.items()):
+            return folder
+        if ours and not theirs and _vocabulary_size(folder) != _vocabulary_size(base):
+            return folder
+    return None
+
+
+def _vocabulary_size(folder: Path) -> Any:
+    return _read_if_exists(folder, _CONFIG).get("vocab_size")
+
+
+def _tokens(folder: Path) -> dict[str, int]:
+    """Return the tokens and their numbers from the JSON files of a tokenizer; empty without such a file."""
+    try:
+        return _read_tokens(folder)
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(f"Cannot read the tokenizer in {folder}: {error}. Copy it again.") from None
+
+
+def _read_tokens(folder: Path) -> dict[str, int]:
+    found: dict[str, int] = {}
+    whole = _read_if_exists(folder, "tokenizer.json")
+    vocabulary = (whole.get("model") or {}).get("vocab") or _read_if_exists(folder, "vocab.json")
+    if isinstance(vocabulary, list):  # Unigram: pairs of a token and its score, in the order of their numbers
+        found |= {entry[0]: number for number, entry in enumerate(vocabulary)}
     else:
-        shutil.copyfile(source, target)
+        found |= vocabulary
+    if not found:
+        return {}
+    found |= _read_if_exists(folder, "added_tokens.json")
+    found |= {token["content"]: token["id"] for token in whole.get("added_tokens") or ()}
+    added = _read_if_exists(folder, "tokenizer_config.json").get("added_tokens_decoder") or {}
+    return found | {token["content"]: int(number) for number, token in added.items()}
+
+
+def find_changed_template(base: Path, trained: Sequence[Path]) -> str | None:
+    """Return the chat template of the first folder of ``trained`` that has one, if the base model's is another."""
+    for folder in trained:
+        template = _template(folder)
+        if template is not None:
+            return template if template != _template(base) else None
+    return None
+
+
+def _template(folder: Path) -> str | None:
+    """Return the default chat template, from the place that transformers would take it from."""
+    path = folder / _TEMPLATE
+    if path.is_file():
+        return _own_file(folder, path).read_text()
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        found = _read_if_exists(folder, name).get("chat_template")
+        if isinstance(found, list):
+            defaults = [one for one in found if isinstance(one, dict) and one.get("name") == "default"]
+            found = defaults[0].get("template") if defaults else None
+        if found is not None:
+            return str(found)
+    return None
+
+
+def _read_if_exists(folder: Path, name: str) -> Mapping[str, Any]:
+    path = folder / name
+    return read_object(_own_file(folder, path)) if path.is_file() else {}
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that this package did not write.
+
+    Raises:
+        ModelError: The file does not hold a JSON object.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ModelError(f"Cannot read {path}. It is not JSON: {error}. Copy it again.") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"Cannot read {path}. It holds a {type(value).__name__}, not an object. Copy it again.")
+    return value
 
 
 def config_folder(sources: Sequence[Path | None]) -> Path:
@@ -71,20 +213,24 @@ def config_folder(sources: Sequence[Path | None]) -> Path:
 
 
 def _configs(sources: Sequence[Path | None]) -> list[Path]:
-    found = [folder / "config.json" for folder in sources if folder is not None and (folder / "config.json").is_file()]
+    found = [folder / _CONFIG for folder in sources if folder is not None and (folder / _CONFIG).is_file()]
     if not found:
         searched = ", ".join(str(folder) for folder in sources if folder is not None) or "the adapter's folder"
-        raise ModelError(f"There is no config.json in {searched}. Name the base model's folder with --base.")
+        raise ModelError(
+            f"There is no config.json in {searched}. Name the base model with --base, or write the weights alone with "
+            "--raw."
+        )
     return found
 
 
 def _config(sources: Sequence[Path], dtypes: Iterable[str]) -> dict[str, Any]:
-    found = _configs(sources)
-    config = read_json(found[0], "the training")
+    found = [read_object(_own_file(path.parent, path)) for path in _configs(sources)]
+    config, last = found[0], found[-1]
     _set_dtype(config, widest(dtypes))
-    last = read_json(found[-1], "the base model")
     if "use_cache" in last:  # gradient checkpointing switches it off in the checkpoint's config
         config["use_cache"] = last["use_cache"]
+    if "quantization_config" not in last:  # QLoRA trains in 4 bits, and the adapter is added to the base model itself
+        config.pop("quantization_config", None)
     return config
 
 

@@ -5,13 +5,22 @@ are loaded to the meta device, so that only the headers are read. Sparse files w
 """
 
 import os
-import sys
+import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from shardmake.checkpoint.formats import hub_layout, huggingface
+from shardmake.checkpoint.formats.hub_layout import HubWeight
+from shardmake.consolidate import loading_cache
+from shardmake.consolidate.aux_files import read_object
 from shardmake.core.errors import ModelError
-from shardmake.core.process import answer_request, run_module
+from shardmake.core.process import NEUTRAL_FOLDER, answer_request, run_module
+from shardmake.run.model_class import ModelClass
+
+_MOST_MODULES = 10_000
+"""Largest number of layers, or of experts of a layer, that is taken from a config."""
 
 
 @dataclass(frozen=True)
@@ -24,6 +33,8 @@ class LoadingReport:
         unexpected: Names in the folder that the model does not have.
         mismatched: Name, shape in the folder and shape in the model of each tensor of another shape.
         ties: Name of each tied weight and of the weight that it shares.
+        weights: The weights of a model folder that are not a parameter of the same name.
+        unloaded: Names in the folder with the layout that the class declares it does not load.
         error: Error of loading; empty if the folder can be loaded.
     """
 
@@ -32,6 +43,8 @@ class LoadingReport:
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     ties: tuple[tuple[str, str], ...] = ()
+    weights: tuple[HubWeight, ...] = ()
+    unloaded: tuple[str, ...] = ()
     error: str = ""
 
     def problems(self) -> list[str]:
@@ -42,21 +55,66 @@ class LoadingReport:
         return found + [f"shape of {text}" for text in self.mismatched]
 
 
-def check_loading(folder: Path, trust_remote_code: bool = False, base: Path | None = None) -> LoadingReport:
-    """Load ``folder`` with transformers in another process.
+def check_loading(
+    folder: Path,
+    trust_remote_code: bool = False,
+    base: Path | None = None,
+    layout: Path | None = None,
+    model_class: ModelClass | None = None,
+) -> LoadingReport:
+    """Load ``folder`` with transformers in another process, which imports nothing from the current folder.
 
-    For an adapter, ``base`` is the folder with the config of its base model.
+    Args:
+        folder: A model or an adapter.
+        trust_remote_code: Allow code in the folder to run.
+        base: For an adapter, the folder with the config of its base model.
+        layout: A folder with weights in the layout that the report's ``weights`` describe; None for the default layout
+            of transformers.
+        model_class: The class to load; None for the one that config.json names.
 
     Raises:
-        ModelError: The process failed for a reason other than the folder.
+        ModelError: The process failed for a reason other than the folder, or a config describes an impossible model.
     """
-    request = {"folder": str(folder), "trust_remote_code": trust_remote_code, "base": base and str(base)}
+    for place in (folder, base):
+        if place is not None:
+            refuse_impossible_config(place / "config.json")
+    chosen = model_class and model_class.as_json()
+    kept = None if trust_remote_code else loading_cache.cached_path(folder, base, layout, chosen)
+    known = loading_cache.read(kept) if kept is not None else None
+    if known is not None:
+        return _from_json(known)
+    request = {
+        "folder": str(folder.absolute()),
+        "trust_remote_code": trust_remote_code,
+        "base": base and str(base.absolute()),
+        "layout": layout and str(layout.absolute()),
+        "model_class": chosen,
+    }
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
     try:
-        return _from_json(run_module(__name__, request, environment))
+        answer = run_module(__name__, request, environment, NEUTRAL_FOLDER)
     except RuntimeError as error:
         raise ModelError(f"The check of {folder} with transformers failed: {error}") from None
+    report = _from_json(answer)
+    if kept is not None and not report.problems():
+        loading_cache.write(kept, answer)
+    return report
+
+
+def refuse_impossible_config(path: Path) -> None:
+    """Raise `ModelError` for a number of layers or experts that no model has; building one would fill the memory."""
+    for key, value in _numbers(read_object(path)) if path.is_file() else ():
+        if value > _MOST_MODULES and re.search(r"layer|expert|block|depth", key):
+            raise ModelError(f"{path} is not the config of a model: {key} is {value}. Copy it again.")
+
+
+def _numbers(config: dict[str, Any]) -> Iterator[tuple[str, int]]:
+    """Yield the integers in a config and in its sub-models' configs by their keys."""
+    for key, value in config.items():
+        if isinstance(value, int):
+            yield key, value
+        elif isinstance(value, dict):
+            yield from _numbers(value)
 
 
 def _from_json(values: dict[str, Any]) -> LoadingReport:
@@ -66,11 +124,15 @@ def _from_json(values: dict[str, Any]) -> LoadingReport:
         unexpected=tuple(values["unexpected"]),
         mismatched=tuple(values["mismatched"]),
         ties=tuple((alias, owner) for alias, owner in values["ties"]),
+        weights=hub_layout.from_json(values["weights"]),
+        unloaded=tuple(values["unloaded"]),
         error=values["error"],
     )
 
 
-def load(folder: Path, trust_remote_code: bool) -> LoadingReport:
+def load(
+    folder: Path, trust_remote_code: bool, layout: Path | None = None, model_class: ModelClass | None = None
+) -> LoadingReport:
     """Do the work of `check_loading` in this process."""
     import transformers
     from transformers import AutoConfig
@@ -79,15 +141,19 @@ def load(folder: Path, trust_remote_code: bool) -> LoadingReport:
     transformers.utils.logging.set_verbosity_error()
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        kind = _model_class(folder, config, trust_remote_code)
+        kind = model_class.find() if model_class is not None else _model_class(folder, config, trust_remote_code)
         model, info = kind.from_pretrained(
             folder,
             device_map="meta",
             dtype="auto",
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            **({"trust_remote_code": True} if trust_remote_code else {}),
+            trust_remote_code=trust_remote_code,  # without a value, transformers asks on the standard input
         )
+        names = huggingface.weight_names(layout) if layout is not None else None
+        weights = tuple(hub_layout.hub_weights(model, names))
+    except ModelError as error:
+        return LoadingReport(error=str(error).removesuffix("."))
     except Exception as error:  # transformers and the model code can raise anything
         return LoadingReport(error=f"transformers cannot load it: {type(error).__name__}: {error}")
     return LoadingReport(
@@ -97,28 +163,31 @@ def load(folder: Path, trust_remote_code: bool) -> LoadingReport:
         mismatched=tuple(f"{name} is {list(ours)}, the model's {list(theirs)}" for name, ours, theirs in
                          sorted(info["mismatched_keys"])),
         ties=tuple(sorted((getattr(model, "all_tied_weights_keys", None) or {}).items())),
+        weights=weights,
+        unloaded=tuple(hub_layout.unloaded_names(model, names or ())),
         error="; ".join(info.get("error_msgs") or ()),
     )  # fmt: skip
 
 
-def load_adapter(folder: Path, base: Path, trust_remote_code: bool) -> LoadingReport:
+def load_adapter(
+    folder: Path, base: Path, trust_remote_code: bool, model_class: ModelClass | None = None
+) -> LoadingReport:
     """Compare the adapter in ``folder`` with what PEFT expects for the model in ``base``, without any bytes."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
     from transformers import AutoConfig
 
-    from shardmake.checkpoint.formats.huggingface import read
-
     try:
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        kind = _model_class(base, config, trust_remote_code)
+        kind = model_class.find() if model_class is not None else _model_class(base, config, trust_remote_code)
         with torch.device("meta"):
-            model = kind.from_config(config) if kind.__name__.startswith("Auto") else kind(config)
+            is_auto, options = kind.__name__.startswith("Auto"), {"trust_remote_code": trust_remote_code}
+            model = kind.from_config(config, **options) if is_auto else kind(config)
             adapted = get_peft_model(model, PeftConfig.from_pretrained(str(folder)))
         expected = {name: tuple(t.shape) for name, t in get_peft_model_state_dict(adapted).items()}
     except Exception as error:  # PEFT, transformers and the model code can raise anything
         return LoadingReport(error=f"PEFT cannot load it: {type(error).__name__}: {error}")
-    held = {name: tensor.shape for name, tensor in read(folder).tensors.items()}
+    held = {name: tensor.shape for name, tensor in huggingface.read(folder).tensors.items()}
     both = sorted(held.keys() & expected.keys())
     return LoadingReport(
         architecture=f"{type(adapted).__name__} of {type(model).__name__}",
@@ -133,9 +202,13 @@ def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
     """Return the class in the config, from transformers or, if that is allowed, from the folder's own code."""
     import transformers
 
-    name = (getattr(config, "architectures", None) or ["AutoModelForCausalLM"])[0]
-    if hasattr(transformers, name):
-        return getattr(transformers, name)
+    named = getattr(config, "architectures", None)
+    if not named:
+        return transformers.AutoModelForCausalLM
+    name = str(named[0])
+    found = getattr(transformers, name, None)
+    if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
+        return found
     auto = [key for key, value in (getattr(config, "auto_map", None) or {}).items() if value.endswith(f".{name}")]
     if auto and trust_remote_code:
         return getattr(transformers, auto[0])
@@ -147,9 +220,11 @@ def _model_class(folder: Path, config: Any, trust_remote_code: bool) -> Any:
 
 def _answer(request: Any) -> dict[str, Any]:
     folder, trust_remote_code = Path(request["folder"]), request["trust_remote_code"]
+    model_class = ModelClass(**request["model_class"]) if request["model_class"] else None
     if request["base"]:
-        return asdict(load_adapter(folder, Path(request["base"]), trust_remote_code))
-    return asdict(load(folder, trust_remote_code))
+        return asdict(load_adapter(folder, Path(request["base"]), trust_remote_code, model_class))
+    layout = Path(request["layout"]) if request["layout"] else None
+    return asdict(load(folder, trust_remote_code, layout, model_class))
 
 
 if __name__ == "__main__":

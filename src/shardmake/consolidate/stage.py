@@ -4,6 +4,7 @@ DeepSpeed's own tool first joins the parts of tensor-parallel ranks.
 """
 
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,23 +14,32 @@ from tempfile import TemporaryDirectory
 
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
-from shardmake.core.errors import CheckpointError
+from shardmake.consolidate.progress import ShowProgress, no_progress
+from shardmake.core.errors import CheckpointError, ModelError
+from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path
 from shardmake.run.paths import RunDir
+from shardmake.run.plan import planned_class
 from shardmake.run.receipts import MergeReceipt, TrainingReceipt
 
 
-def consolidate_run(run: Run, rundir: RunDir, *, workers: int) -> MergeReceipt:
+def consolidate_run(run: Run, rundir: RunDir, *, workers: int, progress: ShowProgress = no_progress) -> MergeReceipt:
     """Write `rundir.model` from the last checkpoint; raise `ShardmakeError` if the training is not finished."""
     trained = TrainingReceipt.read(rundir.train_receipt)
+    base = base_folder(run)
+    if base is None:
+        raise ModelError(f"{run.model} is not in the hub's local cache. Run: shardmake fetch {rundir.root.name}")
     with joined_parts(rundir.root / trained.checkpoint, rundir.train) as checkpoint:
         receipt = consolidate(
             checkpoint,
             rundir.model,
-            base=base_folder(run),
+            base=base,
             dtype=run.dtype,
             max_shard_size=run.max_shard_size,
             workers=workers,
             trust_remote_code=run.trust_remote_code,
+            model_class=planned_class(run, rundir),
+            progress=progress,
+            overwrite=True,  # the folder belongs to the run, and Snakemake removes the receipt before a rerun
         )
     assert receipt is not None, "the only task finishes"
     return receipt
@@ -72,8 +82,12 @@ def joined_parts(checkpoint: Path, scratch: Path) -> Iterator[Path]:
 
 def _convert(source: Path, target: Path) -> None:
     """Run DeepSpeed's converter; if it fails, raise `CheckpointError` with the end of its output."""
-    folders = ["--input_folder", str(source), "--output_folder", str(target)]
+    folders = ["--input_folder", str(source.absolute()), "--output_folder", str(target.absolute())]
     counts = ["--num_extract_workers", _PROCESSES, "--num_merge_workers", _PROCESSES]
-    done = subprocess.run([sys.executable, "-m", CONVERTER, *folders, *counts], capture_output=True, text=True)
+    command = [sys.executable, "-P", "-m", CONVERTER, *folders, *counts]
+    environment = {**os.environ, "PYTHONPATH": absolute_python_path()}
+    done = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=environment, cwd=NEUTRAL_FOLDER
+    )
     if done.returncode:
         raise CheckpointError(f"DeepSpeed could not convert {source}:\n{done.stderr[-2000:]}")

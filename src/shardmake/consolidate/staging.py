@@ -2,6 +2,7 @@
 
 import ctypes
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -11,13 +12,10 @@ from typing import IO
 
 from shardmake.consolidate.layout import PlannedShard
 from shardmake.core.atomic import fsync_directory
-from shardmake.core.errors import CheckpointError, DiskFullError, ShardmakeError
+from shardmake.core.errors import CheckpointError, DiskFullError
 from shardmake.core.units import format_bytes
 
-
-def staging_folder(out: Path) -> Path:
-    """Return the folder in which the files of ``out`` are written."""
-    return out.resolve().parent / f".{out.resolve().name}.partial"
+logger = logging.getLogger(__name__)
 
 
 def check_space(shards: list[PlannedShard], staging: Path) -> None:
@@ -94,7 +92,10 @@ def discard_on_error(staging: Path) -> Iterator[None]:
             f"Writing to {staging} failed: {error}. No output was left behind. Fix the problem and run the command "
             "again."
         ) from error
-    except ShardmakeError:
+    except KeyboardInterrupt:
+        logger.warning("Interrupted. %s holds the finished files; the same command resumes there.", staging)
+        raise
+    except Exception:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
@@ -111,13 +112,29 @@ def replace_folder(staging: Path, out: Path) -> None:
     if not out.exists() or not any(out.iterdir()):
         staging.rename(out)  # this also replaces an empty folder
     elif not _exchange(staging, out):
-        old = out.parent / f".{out.name}.old"
-        shutil.rmtree(old, ignore_errors=True)
-        out.rename(old)
-        staging.rename(out)
-        shutil.rmtree(old)
+        out.rename(_replaced_folder(out))
+        try:
+            staging.rename(out)
+        except OSError:
+            _replaced_folder(out).rename(out)
+            raise
     fsync_directory(out.parent)
     shutil.rmtree(staging, ignore_errors=True)
+    shutil.rmtree(_replaced_folder(out), ignore_errors=True)
+
+
+def recover_replaced(out: Path) -> None:
+    """Finish what a merge that was killed between the two renames of `replace_folder` left beside ``out``."""
+    out = out.resolve()
+    old = _replaced_folder(out)
+    if old.is_dir() and not out.exists():
+        old.rename(out)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _replaced_folder(out: Path) -> Path:
+    """Return the name that the previous ``out`` has for a moment on a file system that cannot swap two folders."""
+    return out.parent / f".{out.name}.replaced"
 
 
 def _exchange(one: Path, other: Path) -> bool:

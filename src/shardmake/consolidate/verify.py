@@ -4,9 +4,8 @@ Optionally compare it with its checkpoint, bit for bit in the model's type.
 """
 
 import hashlib
-import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,9 @@ import numpy as np
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import Contents, StoredTensor
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, torch_name
+from shardmake.checkpoint.formats.hub_layout import in_hub_layout
 from shardmake.checkpoint.formats.registry import read_model
-from shardmake.consolidate.aux_files import config_folder, widest
+from shardmake.consolidate.aux_files import config_folder, read_object, widest
 from shardmake.consolidate.blocks import Block, page_aligned, read_into
 from shardmake.consolidate.jobs import CopyJob, plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
@@ -43,18 +43,26 @@ class FileScan:
     zero: tuple[str, ...] = ()
 
 
-def scan(model: Path, workers: int) -> list[FileScan]:
-    """Read every file of the folder once: its checksum and, for weights, their values."""
+def scan(model: Path, workers: int, advance: Callable[[int], None] = lambda _: None) -> list[FileScan]:
+    """Read every file of the folder once: its checksum and, for weights, their values.
+
+    ``advance`` takes the number of bytes of each weight file that was read.
+    """
+    huggingface.read(model)  # raises for a missing or damaged file
     weights = huggingface.shard_names(model)
-    others = sorted(
-        str(path.relative_to(model))
-        for path in model.rglob("*")
-        if path.is_file() and path.name not in {*weights, MODEL_RECEIPT} and not path.name.startswith(".")
-    )
+    others = sorted(name for name in _visible_files(model) if name not in {*weights, MODEL_RECEIPT})
     with ThreadPoolExecutor(workers) as pool:
-        scanned = pool.map(lambda name: _scan_weights(model / name), weights)
+        scanned = pool.map(lambda name: _scan_weights(model / name, advance), weights)
         plain = pool.map(lambda name: FileScan(name, record(model / name)), others)
         return [*scanned, *plain]
+
+
+def _visible_files(folder: Path) -> Iterator[str]:
+    """Yield the files in ``folder`` and its folders; hidden ones at the top are of a merge in progress."""
+    for top in folder.iterdir():
+        if not top.name.startswith("."):
+            files = [path for path in (top, *top.rglob("*")) if path.is_file()]
+            yield from (str(path.relative_to(folder)) for path in files if not path.name.startswith("."))
 
 
 class _HashingReader:
@@ -99,13 +107,14 @@ class _HashingReader:
         return FileRecord(size=self.at, sha256=self._hash.hexdigest())
 
 
-def _scan_weights(path: Path) -> FileScan:
+def _scan_weights(path: Path, advance: Callable[[int], None]) -> FileScan:
     problems: list[str] = []
     zero: list[str] = []
     with _HashingReader(path) as file:
         for tensor in sorted(huggingface.read_file(path), key=_start):
             file.skip(_start(tensor))
             finite, any_value = _scan_tensor(file, tensor)
+            advance(tensor.nbytes)
             if not finite:
                 problems.append(f"{tensor.name} holds values that are not finite (NaN or infinity)")
             if not any_value and tensor.numel and tensor.dtype in CONVERTIBLE:
@@ -167,18 +176,28 @@ def verify(
     Raises:
         ShardmakeError: The model has problems; the message has one line for each.
     """
-    adapter_base = config_folder([base]) if huggingface.recognise_adapter(model) else None
-    verification = verify_loaded(model, check_loading(model, trust_remote_code, adapter_base), workers)
+    loading = _raw_report(model)
+    if loading is None:
+        adapter_base = config_folder([base]) if huggingface.recognise_adapter(model) else None
+        loading = check_loading(model, trust_remote_code, adapter_base, None if adapter_base else model)
+    verification = verify_loaded(model, loading, scan(model, workers))
     if against is None:
         return verification
-    compare(model, against, base=base, ties=verification.ties.items(), workers=workers)
+    compare(model, against, loading, base=base, workers=workers)
     return verification.model_copy(update={"compared_with": str(against)})
 
 
-def verify_loaded(model: Path, loading: LoadingReport, workers: int = 4) -> Verification:
-    """Do the checks of `verify` with the report of transformers on files with the same headers."""
+def _raw_report(model: Path) -> LoadingReport | None:
+    """Return the report for the result of a raw merge, which has no config; None for any other folder."""
+    if (model / "config.json").exists() or not (model / MODEL_RECEIPT).is_file():
+        return None
+    merged = MergeReceipt.read(model / MODEL_RECEIPT).verification
+    return LoadingReport(ties=tuple(merged.ties.items())) if not merged.architecture else None
+
+
+def verify_loaded(model: Path, loading: LoadingReport, scans: list[FileScan]) -> Verification:
+    """Do the checks of `verify` with the report of transformers on files with the same headers, and with `scan`."""
     contents = huggingface.read(model)
-    scans = scan(model, workers)
     problems = [*loading.problems(), *_tie_problems(contents, loading), *_type_problems(model, contents)]
     problems += [problem for found in scans for problem in found.problems]
     problems += _stray_problems(model)
@@ -209,7 +228,7 @@ def _declared_type(model: Path) -> str | None:
     """Return the type in config.json; None without a config, as for an adapter."""
     if not (model / "config.json").is_file():
         return None
-    config = json.loads((model / "config.json").read_text())
+    config = read_object(model / "config.json")
     return str(config.get("dtype") or config.get("torch_dtype"))
 
 
@@ -247,22 +266,28 @@ def _summary(model: Path, contents: Contents, loading: LoadingReport, scans: lis
 def compare(
     model: Path,
     checkpoint: Path,
+    loading: LoadingReport | None = None,
     *,
     base: Path | None = None,
-    ties: Iterable[tuple[str, str]] = (),
     workers: int = 4,
 ) -> None:
     """Read both and compare every stored bit; a tied weight may be stored under either of its names.
 
-    ``base`` is the base model's folder, for the checkpoint of an adapter.
+    Args:
+        model: The merged model's folder.
+        checkpoint: The checkpoint.
+        loading: What transformers reports of ``model``: its ties and the layout of its weights; None for neither.
+        base: The base model's folder, for the checkpoint of an adapter.
+        workers: Threads.
 
     Raises:
         CheckpointError: A tensor differs, or is in only one of them.
     """
-    expected = read_model(checkpoint, base=base)
+    loading = loading or LoadingReport()
+    expected = in_hub_layout(read_model(checkpoint, base=base), loading.weights)
     merged = huggingface.read(model).tensors
-    missing = sorted(merged.keys() - expected.tensors.keys())
-    left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in ties}
+    missing = sorted(merged.keys() - expected.tensors.keys() - set(loading.unloaded))
+    left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in loading.ties}
     if missing or left_out:
         raise CheckpointError(
             f"{model} and {expected.folder} do not hold the same tensors: {[*missing, *sorted(left_out)]}. "
@@ -277,7 +302,8 @@ def compare(
 
 def _as_shard(path: Path, expected: Contents) -> PlannedShard:
     """Return a file of the model as the plan that would have written it."""
-    planned = tuple(_as_planned(merged, expected.tensors[merged.name], path) for merged in huggingface.read_file(path))
+    held = ((merged, expected.tensors.get(merged.name)) for merged in huggingface.read_file(path))
+    planned = tuple(_as_planned(merged, source, path) for merged, source in held if source is not None)
     return PlannedShard(path.name, b"", planned, path.stat().st_size)
 
 

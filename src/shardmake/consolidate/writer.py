@@ -8,7 +8,7 @@ import ctypes
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,12 +136,19 @@ class ShardWriter:
         self.folder = folder
         self._outputs = [_Output(shard, jobs, len(jobs)) for shard, jobs in zip(shards, plan_jobs(shards), strict=True)]
 
-    def write(self, workers: int = 4, part: tuple[int, int] = (0, 1)) -> None:
+    def size(self, part: tuple[int, int] = (0, 1)) -> int:
+        """Return the bytes of the tensors in every n-th file, from the i-th on."""
+        return sum(_tensor_bytes(output.shard) for output in self._outputs[part[0] :: part[1]])
+
+    def write(
+        self, workers: int = 4, part: tuple[int, int] = (0, 1), advance: Callable[[int], None] = lambda _: None
+    ) -> None:
         """Write the files that are not complete yet.
 
         Args:
             workers: Threads that write; each holds at most three blocks in memory.
             part: ``(i, n)``: write only every n-th file, from the i-th on, as one of n tasks.
+            advance: Takes the number of bytes of each write; those of complete files at once.
 
         Raises:
             CheckpointError: A source file is truncated.
@@ -149,8 +156,9 @@ class ShardWriter:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         todo = [output for output in self._outputs[part[0] :: part[1]] if not self._is_complete(output)]
+        advance(self.size(part) - sum(_tensor_bytes(output.shard) for output in todo))
         try:
-            stream((self._task(output, job) for output in todo for job in output.jobs), workers)
+            stream((self._task(output, job, advance) for output in todo for job in output.jobs), workers)
             for output in todo:
                 if not output.jobs:
                     self._finish(output, self._open(output))
@@ -201,13 +209,14 @@ class ShardWriter:
             return False
         return bool(read_json(journal, "shardmake consolidate")["plan"] == _plan_digest(output))
 
-    def _task(self, output: _Output, job: CopyJob) -> StreamTask:
+    def _task(self, output: _Output, job: CopyJob, advance: Callable[[int], None]) -> StreamTask:
         file = self._open(output)
         record = job.record
         comes_from_memory = is_cached(record.path, record.offset + job.begin, job.end - job.begin)
 
         def put(content: Block, offset: int, _target: PlannedTensor) -> None:
             file.write(content, offset, direct=comes_from_memory)
+            advance(len(content))
 
         def done(record: ZipRecord, crc: int) -> None:
             if output.finish_job(job, record, crc):
@@ -228,6 +237,10 @@ class ShardWriter:
         self._temporary(output).rename(self.folder / output.shard.name)
         fsync_directory(self.folder)
         write_json(self._journal(output), {"plan": _plan_digest(output), "sources": output.sums})
+
+
+def _tensor_bytes(shard: PlannedShard) -> int:
+    return sum(planned.nbytes for planned in shard.tensors)
 
 
 def _plan_digest(output: _Output) -> str:

@@ -1,8 +1,10 @@
 """The environment of libraries: caches of compiled kernels, the hub, versions."""
 
+import contextlib
 import os
 import subprocess
-from importlib.metadata import version
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 
@@ -18,6 +20,11 @@ def kernel_caches(scratch: str) -> dict[str, str]:
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
+
+
+def hub_cache(configured: str | None) -> Path:
+    """Return the folder of the hub's cache: ``configured``, else that of the hub's libraries."""
+    return Path(configured or os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -47,6 +54,15 @@ LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "shardmake")
 def library_versions() -> dict[str, str]:
     """Return the versions that checkpoints record and that must be equal on all nodes."""
     return {name: version(name) for name in LIBRARIES}
+
+
+def installed_versions(names: Iterable[str]) -> dict[str, str | None]:
+    """Return the version of each package, None for one that is not installed."""
+    found: dict[str, str | None] = dict.fromkeys(names)
+    for name in found:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def checkout_commit(package: Path = Path(__file__).parent) -> str | None:

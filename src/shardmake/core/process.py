@@ -16,26 +16,53 @@ from shardmake.core.failures import explain
 
 _PR_SET_PDEATHSIG = 1
 _USER_ERROR = 2
+NEUTRAL_FOLDER = Path("/")
+"""Current folder of a process that must not find a user's files by relative names."""
 
 
-def run_module(module: str, request: Any, environment: Mapping[str, str]) -> Any:
+def run_module(module: str, request: Any, environment: Mapping[str, str], folder: Path | None = None) -> Any:
     """Run ``python -m module`` with ``request`` as JSON on its input and return its JSON output.
 
     The module calls `answer_request`. Its own process keeps torch out of the caller's memory, and isolates the caller
-    from a crash in a library or in a model's code.
+    from a crash in a library or in a model's code. No module is imported from the current folder (``-P``, and no empty
+    entry in PYTHONPATH), and no question of a library can be answered, because the input ends with the request.
+
+    Args:
+        module: The module to run.
+        request: A JSON-like value.
+        environment: The environment of the process.
+        folder: Its current folder; by default that of this process.
 
     Raises:
         ShardmakeError: The module raised one; its subclass is preserved.
         RuntimeError: The process failed; the message ends with its standard error.
     """
-    command = [sys.executable, "-W", "ignore", "-m", module]
-    done = subprocess.run(command, input=json.dumps(request), capture_output=True, text=True, env=environment)
+    command = [sys.executable, "-P", "-W", "ignore", "-m", module]
+    text = json.dumps(request)
+    environment = {**environment, "PYTHONPATH": absolute_python_path(environment)}
+    done = subprocess.run(command, input=text, capture_output=True, text=True, env=environment, cwd=folder)
     if done.returncode == _USER_ERROR:
         kind, _, message = done.stdout.partition("\n")
         raise getattr(errors, kind, ShardmakeError)(message)
     if done.returncode:
-        raise RuntimeError(f"{module} failed with exit status {done.returncode}:\n{done.stderr[-4000:]}")
+        raise RuntimeError(f"{module} {_end(done.returncode)}:\n{done.stderr[-4000:]}")
     return json.loads(done.stdout)
+
+
+def _end(status: int) -> str:
+    if status == -signal.SIGKILL:
+        return "was killed, most likely because the memory was used up"
+    return f"failed with exit status {status}"
+
+
+def absolute_python_path(environment: Mapping[str, str] = os.environ) -> str:
+    """Return PYTHONPATH for a child process in any folder, which can import this package.
+
+    An empty entry, as in ``PYTHONPATH=a:``, would mean the child's current folder.
+    """
+    inherited = environment.get("PYTHONPATH", "").split(os.pathsep)
+    paths = [Path(__file__).parents[2], *(Path(path) for path in inherited if path)]
+    return os.pathsep.join(dict.fromkeys(str(path.absolute()) for path in paths))
 
 
 def answer_request(handler: Callable[[Any], Any]) -> None:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable
 
-_NAMES = re.compile(r"TOKEN|SECRET|PASSWORD|PASSWD|ACCESS_KEY|API_KEY|CREDENTIAL", re.IGNORECASE)
+_NAMES = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|ACCESS_KEY|API_KEY|CREDENTIAL", re.IGNORECASE)
 _SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[0-9A-Z]{16}\b|\bsk-[A-Za-z0-9_-]{20,}"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
@@ -23,6 +23,11 @@ _ASSIGNED = re.compile(
 def find_secrets(text: str) -> list[str]:
     """Return the secrets in ``text``: values of variables named like secrets, the hub's token, text like a token."""
     return [*_SHAPES.findall(text), *(value for value in _known() if value in text)]
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable of this name holds a secret."""
+    return bool(_NAMES.search(name))
 
 
 def redact(text: str) -> str:
@@ -50,7 +55,7 @@ def _known() -> Iterable[str]:
     """Return known secrets that are long and have a digit; a short or plain word occurs in any text."""
     from huggingface_hub import get_token
 
-    values = [value for name, value in os.environ.items() if _NAMES.search(name)]
+    values = [value for name, value in os.environ.items() if is_secret(name)]
     return {
         value for value in [*values, get_token() or ""] if len(value) >= _SHORTEST and any(c.isdigit() for c in value)
     }

@@ -2,8 +2,8 @@
 
 The kernel determines how attention stays within an example. SDPA and eager get position ids that restart at every
 example and no attention mask. transformers then builds a block-diagonal mask, but only without a key-value cache, so
-batches have ``use_cache=False``. Flash attention reads position ids only in a batch of one row, so its batches are one
-long row with the boundaries of examples in ``cu_seq_lens``.
+batches have ``use_cache=False``. The FlashAttention kernels, varlen and flash, get batches of one long row with the
+boundaries of examples in ``cu_seq_lens``.
 
 Models treat restarting position ids differently: most build a mask from them, some have layers that carry a state along
 the sequence, some ignore them. No attribute of a model states this, so `check_isolation` runs the model.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import Dataset
 
-from shardmake.config.models import Attention
+from shardmake.config.attention import FLASH_KERNELS, Attention
 from shardmake.core.errors import ModelError
 from shardmake.run.paths import DATA_RECEIPT
 from shardmake.run.receipts import DataReceipt
@@ -36,6 +36,10 @@ class Sequences(Dataset[Item]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def lengths(self) -> list[int]:
+        """Return the tokens of each sequence."""
+        return [int(sum(parts)) for parts in self._rows["seq_lengths"]]
 
     def __getitem__(self, index: int) -> Item:
         """Return ``input_ids``, ``labels`` and ``position_ids`` of one sequence, int64, each of shape [tokens].
@@ -62,7 +66,7 @@ class Collator:
     Unpacked: ``input_ids``, ``labels``, ``attention_mask`` of shape [batch, sequence_length].
     Packed: ``input_ids``, ``labels``, ``position_ids`` of that shape; padding is a separate example.
     Packed and ``flat``: the same in one row [1, batch x sequence_length], with ``cu_seq_lens_q``, ``cu_seq_lens_k``
-    ([examples + 1], int32, tokens) and ``max_length_q``, ``max_length_k`` (tokens) as flash attention expects them.
+    ([examples + 1], int32, tokens) and ``max_length_q``, ``max_length_k`` (tokens) as FlashAttention expects them.
     """
 
     sequence_length: int
@@ -102,7 +106,7 @@ def collator(folder: Path, attention: Attention) -> Collator:
     receipt = DataReceipt.read(folder / DATA_RECEIPT)
     packing = receipt.settings.packing
     return Collator(
-        receipt.settings.sequence_length, receipt.pad_token_id, packing, flat=packing and attention == "flash"
+        receipt.settings.sequence_length, receipt.pad_token_id, packing, flat=packing and attention in FLASH_KERNELS
     )
 
 
@@ -114,13 +118,15 @@ _TOLERANCE = 1e-3
 def check_isolation(model: torch.nn.Module, collator: Collator, device: torch.device) -> None:
     """Raise `ModelError` if an example changes the logits of the next one in its sequence.
 
-    It takes two forward passes of two short sequences. All ranks of a sharded model must take part.
+    It takes two forward passes of two short sequences. All ranks of a sharded model must take part. A compiled model
+    runs eagerly here: the compiler would take a second shape as a reason for dynamic shapes in the training's graph.
     """
     if not collator.packing:
         return
     was_training = model.training
     model.eval()
-    one, other = (_logits_of_second(model, collator, first, device) for first in (1, 2))
+    with torch.compiler.set_stance("force_eager"):
+        one, other = (_logits_of_second(model, collator, first, device) for first in (1, 2))
     model.train(was_training)
     if (one - other).abs().max() > _TOLERANCE * one.abs().max():
         raise ModelError(

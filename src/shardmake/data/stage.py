@@ -65,7 +65,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
         "sources": {split: identity(source) for split, source in sources.items()},
-        "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction"})
+        "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction", "order"})
         | {"columns": run.data.columns.named}
         | run.model_dump(include={"sequence_length", "packing", "seed"}),
     }
@@ -140,11 +140,14 @@ def _build(
 
 
 def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
-    """Split off part of the training rows, at least one, for evaluation."""
+    """Split off a random part of the training rows, at least one, for evaluation."""
+    import numpy as np
+
     check_divisible(len(rows), run)
     count = max(1, round(len(rows) * run.data.eval_fraction))
-    shuffled = rows.shuffle(seed=run.seed, keep_in_memory=True)
-    return {"train": shuffled.select(range(count, len(rows))), "eval": shuffled.select(range(count))}
+    order = np.random.default_rng(run.seed).permutation(len(rows))
+    trained = order[count:] if run.data.order == "shuffled" else np.sort(order[count:])
+    return {"train": rows.select(trained, keep_in_memory=True), "eval": rows.select(order[:count], keep_in_memory=True)}
 
 
 def _build_split(
@@ -155,12 +158,29 @@ def _build_split(
     counts, dropped = count_outcomes(encoded["outcome"]), first_dropped(encoded)
     check_learned(split, counts, dropped, encoder)
     kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
-    kept = kept.remove_columns(["outcome", "dropped"]).shuffle(seed=run.seed, keep_in_memory=True)
+    kept = kept.remove_columns(["outcome", "dropped"])
+    kept = put_in_order(kept, run.data.order if split == "train" else "shuffled", run.seed)
     digests = token_digests(kept)
     if run.packing:
         kept = kept.remove_columns("seq_lengths")
         kept = pack(kept, run.sequence_length, work / "cache" / f"{split}-packed.arrow", split)
     return {**counts, "first_dropped": dropped, "token_digests": digests, **_save(split, kept, work)}
+
+
+def put_in_order(examples: "datasets.Dataset", order: str, seed: int) -> "datasets.Dataset":
+    """Return ``examples`` (``seq_lengths``) in the order of `data.order`; those of one length are shuffled.
+
+    Training then takes them one after another unless the order is ``shuffled``.
+    """
+    import numpy as np
+
+    if order == "given":
+        return examples
+    shuffled = examples.shuffle(seed=seed, keep_in_memory=True)
+    if order == "shuffled":
+        return shuffled
+    lengths = [sum(parts) for parts in shuffled["seq_lengths"]]
+    return shuffled.select(np.argsort(lengths, kind="stable"), keep_in_memory=True)
 
 
 def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":

@@ -12,17 +12,19 @@ from pathlib import Path
 from tempfile import TemporaryDirectory, gettempdir
 from typing import TYPE_CHECKING, Any
 
+from shardmake.checkpoint.formats.hub_layout import check_all_loaded
 from shardmake.config.models import EvaluationBackend
 from shardmake.config.strategies import PARTITIONED_INFERENCE
 from shardmake.core.environment import leave_collectives_to_gloo
-from shardmake.core.errors import ConfigError, ModelError
+from shardmake.core.errors import ConfigError
+from shardmake.memory.host import INFERENCE_SHARE
+from shardmake.run.model_class import ModelClass, load_complete
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _PARTITIONED_ON = {device: name for name, device in PARTITIONED_INFERENCE.items()}
-# Share of a GPU's memory for weights, next to activations; share of host memory, next to everything else.
-_GPU_SHARE, _HOST_SHARE = 0.7, 0.8
+_HOST_SHARE = 0.8  # of host memory, for weights next to everything else
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def check_backend(backend: str, nvme: str | None) -> None:
 
 def choose_backend(weights: int, machine: Machine) -> EvaluationBackend:
     """Return the fastest backend for a model of ``weights`` bytes."""
-    gpu, host = _GPU_SHARE * machine.gpu_memory, _HOST_SHARE * machine.host_memory
+    gpu, host = INFERENCE_SHARE * machine.gpu_memory, _HOST_SHARE * machine.host_memory
     if not machine.gpus:  # CPUs read 16-bit weights as fp32
         return "whole" if 2 * weights < host else "device-map"
     if weights < gpu:
@@ -102,7 +104,10 @@ def rendezvous_of(backend: EvaluationBackend, world_size: int) -> Iterator[str |
 
 @contextmanager
 def process_group(rank: RankInfo) -> Iterator[None]:
-    """Join the process group of ``rank``. A failing rank leaves it, so that the others do not wait."""
+    """Join the process group of ``rank``, and leave it at the end.
+
+    A failing rank does not leave it: under NCCL that could wait for the others.
+    """
     if rank.rendezvous is None:
         yield
         return
@@ -122,10 +127,8 @@ def process_group(rank: RankInfo) -> Iterator[None]:
         rank=rank.number,
         world_size=rank.world_size,
     )
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
 
 
 def load_model(
@@ -133,12 +136,14 @@ def load_model(
     backend: EvaluationBackend = "whole",
     rank: RankInfo = RankInfo(0, 1),
     *,
+    model_class: ModelClass | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
     nvme: str | None = None,
 ) -> "PreTrainedModel":
     """Load ``model`` in evaluation mode with plain ``from_pretrained``; on CPUs in fp32.
 
+    Without a ``model_class``, transformers chooses the causal language model of the config's type.
     Raises `ModelError` if weights are missing or unexpected.
     """
     import torch
@@ -150,42 +155,42 @@ def load_model(
         "dtype": "auto" if has_gpu else torch.float32,
     }
     if backend in PARTITIONED_INFERENCE:
-        return _load_partitioned(model, options, _zero3_config(model, options, backend, nvme))
+        return _load_partitioned(model, model_class, options, _zero3_config(model, options, backend, nvme))
     if backend == "device-map":
         options |= _device_map(this_machine(nvme))
     elif has_gpu:
         options["device_map"] = {"": rank.number % torch.cuda.device_count()}
-    return _load_whole(model, options).eval()
+    return _load_whole(model, model_class, options).eval()
 
 
 def _device_map(machine: Machine) -> dict[str, Any]:
     """Fill the GPUs, then host memory; further layers are read from the model's files in every pass."""
-    limits: dict[int | str, int] = {gpu: int(_GPU_SHARE * machine.gpu_memory) for gpu in range(machine.gpus)}
+    limits: dict[int | str, int] = {gpu: int(INFERENCE_SHARE * machine.gpu_memory) for gpu in range(machine.gpus)}
     limits["cpu"] = int(_HOST_SHARE * machine.host_memory)
     return {"device_map": "auto", "max_memory": limits, "offload_folder": machine.nvme or gettempdir()}
 
 
-def _load_whole(model: str, options: dict[str, Any]) -> "PreTrainedModel":
+def _load_whole(model: str, model_class: ModelClass | None, options: dict[str, Any]) -> "PreTrainedModel":
     from transformers import AutoModelForCausalLM
 
-    network, info = AutoModelForCausalLM.from_pretrained(model, output_loading_info=True, **options)
-    if wrong := {kind: sorted(keys) for kind, keys in info.items() if keys}:
-        raise ModelError(
-            f"Cannot load {model} completely: {'; '.join(f'{kind}: {keys[:3]}' for kind, keys in wrong.items())}. "
-            "Merge it again (shardmake consolidate), or check that the base model's files belong together."
-        )
-    return network
+    if model_class is None:
+        return load_complete(AutoModelForCausalLM, model, **options)
+    return model_class.load(model, **options)
 
 
-def _load_partitioned(model: str, options: dict[str, Any], config: dict[str, Any]) -> "PreTrainedModel":
+def _load_partitioned(
+    model: str, model_class: ModelClass | None, options: dict[str, Any], config: dict[str, Any]
+) -> "PreTrainedModel":
     """Load with ZeRO-3: each rank keeps its part of every weight; DeepSpeed's hooks gather layer by layer."""
     import deepspeed
     from transformers.integrations import HfDeepSpeedConfig
 
-    partitioning = HfDeepSpeedConfig(config)  # from_pretrained partitions while this object exists
-    network = _load_whole(model, options)
+    # While this object exists, from_pretrained partitions, and generate runs equally long on all ranks.
+    partitioning = HfDeepSpeedConfig(config)
+    network = _load_whole(model, model_class, options)
+    check_all_loaded(network, model, options["revision"])
     engine, *_ = deepspeed.initialize(model=network, config=config)
-    del partitioning
+    engine.module.partitioning = partitioning
     return engine.module.eval()
 
 

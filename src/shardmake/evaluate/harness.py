@@ -5,9 +5,12 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Evaluation
 from shardmake.core.errors import ConfigError, DataError, nearest
+from shardmake.evaluate.scores import smaller_after_out_of_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_LENGTH = 2048  # tokens; few texts of a task are longer
 
 
 def prepare_tasks(evaluation: Evaluation) -> None:
@@ -43,25 +46,30 @@ def _manager(evaluation: Evaluation) -> Any:
     return TaskManager(include_path=evaluation.lm_eval_path)
 
 
-def measure_tasks(network: "PreTrainedModel", tokenizer: Path, evaluation: Evaluation) -> dict[tuple[str, str], float]:
-    """Return the results of the configured tasks by lm_eval's task and metric names, without standard errors."""
+def measure_tasks(
+    network: "PreTrainedModel", tokenizer: Path, evaluation: Evaluation, batch_tokens: int
+) -> dict[tuple[str, str], float]:
+    """Return the results of the configured tasks by lm_eval's task and metric names, without standard errors.
+
+    lm_eval takes a number of sequences for a pass: as many as have ``batch_tokens`` tokens, if most are short.
+    """
     if not evaluation.lm_eval:
         return {}
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoTokenizer
 
-    language_model = HFLM(
-        pretrained=network, tokenizer=AutoTokenizer.from_pretrained(tokenizer), batch_size=evaluation.batch_size
-    )
-    found = simple_evaluate(
-        model=language_model,
-        tasks=list(evaluation.lm_eval),
-        task_manager=_manager(evaluation),
-        limit=evaluation.lm_eval_limit,
-        bootstrap_iters=0,
-        log_samples=False,
-    )
+    sequences = max(1, batch_tokens // _LENGTH)
+    language_model = HFLM(pretrained=network, tokenizer=AutoTokenizer.from_pretrained(tokenizer), batch_size=sequences)
+    with smaller_after_out_of_memory(sequences, _LENGTH):
+        found = simple_evaluate(
+            model=language_model,
+            tasks=list(evaluation.lm_eval),
+            task_manager=_manager(evaluation),
+            limit=evaluation.lm_eval_limit,
+            bootstrap_iters=0,
+            log_samples=False,
+        )
     return {
         (task, metric.removesuffix(",none")): float(value)
         for task, metrics in found["results"].items()

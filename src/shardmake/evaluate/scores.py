@@ -1,16 +1,19 @@
 """Loss over tokens, in total and by the length of the example."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from shardmake.core.errors import DataError
+from shardmake.core.errors import DataError, ModelError
 from shardmake.run.evaluation import LengthScore, ModelScore
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PreTrainedModel
+
+    from shardmake.evaluate.losses import LossPerToken
 
 Example = Mapping[str, "Tensor"]  # input_ids, labels, position_ids of one sequence, int64, each [tokens]
 IGNORED = -100
@@ -73,42 +76,85 @@ def add_up(scores: Iterable[Score]) -> Score:
     return Score(math.fsum(losses), sum(tokens))
 
 
-def score(
-    network: "PreTrainedModel", examples: Examples, rows: Sequence[int], batch_size: int, batches: int | None = None
-) -> Scores:
-    """Sum the loss of ``network`` over the loss tokens of ``rows``, by the length of their example.
+class PassOutOfMemoryError(RuntimeError):
+    """A pass over several sequences did not fit the GPU; the argument is the number of its tokens with padding."""
 
-    If ``batches`` exceeds the batches of ``rows``, the remaining calls use the first example and are not counted: ranks
-    that gather weights from each other must call the network equally often.
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass, with padding."""
+        return int(self.args[0])
+
+
+def plan_passes(lengths: Sequence[int], tokens: int, ranks: int) -> list[list[int]]:
+    """Group sequences (numbers) of similar length into passes, the longest first.
+
+    A pass has at most ``tokens`` tokens with padding, or one sequence, and no more sequences than a rank's share.
+    """
+    share = -(-len(lengths) // ranks)
+    passes: list[list[int]] = []
+    for row in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
+        newest = passes[-1] if passes else []
+        if newest and len(newest) < share and (len(newest) + 1) * lengths[newest[0]] <= tokens:
+            newest.append(row)
+        else:
+            passes.append([row])
+    return passes
+
+
+def score(network: "PreTrainedModel", examples: Examples, passes: Sequence[Sequence[int]]) -> Scores:
+    """Sum the loss of ``network`` over the loss tokens of ``passes``, by the length of their example.
+
+    A pass without sequences runs the first example, which is not counted: ranks that gather weights from each other
+    must call the network equally often.
+
+    Raises:
+        PassOutOfMemoryError: A pass over several sequences did not fit the GPU.
+        ModelError: A pass over one sequence did not fit the GPU.
     """
     import torch
 
-    scores, discarded = Scores(), Scores()
-    starts = [batch_size * batch for batch in range(-(-len(rows) // batch_size) if batches is None else batches)]
+    from shardmake.evaluate.losses import LossPerToken
+
+    scores = Scores()
     with torch.inference_mode():
-        for start in starts:
-            mine = [examples[row] for row in rows[start : start + batch_size]]
-            _add_batch(network, _batch(mine or [examples[0]]), scores if mine else discarded)
+        measure = LossPerToken(network, examples[0]["input_ids"])
+        for rows in passes:
+            batch = _batch([examples[row] for row in rows or [0]])
+            with smaller_after_out_of_memory(*batch["input_ids"].shape):
+                found = _losses(measure, batch)
+            if rows:
+                scores = Scores([add_up(pair) for pair in zip(scores.buckets, found.buckets, strict=True)])
     return scores
 
 
-def _add_batch(network: "PreTrainedModel", batch: "dict[str, Tensor]", scores: Scores) -> None:
-    """Add one batch of ``[sequences, tokens]``: each position predicts the label after it."""
+@contextmanager
+def smaller_after_out_of_memory(sequences: int, length: int) -> Iterator[None]:
+    """Turn CUDA's out-of-memory error in a pass into the errors of `score`."""
     import torch
 
-    labels = batch.pop("labels").to(network.device)
-    logits = network(**{name: tensor.to(network.device) for name, tensor in batch.items()}, use_cache=False).logits
-    buckets = torch.bucketize(_example_lengths(batch["position_ids"]), torch.tensor(BUCKETS)).to(network.device)
-    for row in range(len(labels)):
-        wanted = labels[row, 1:]
-        losses = torch.nn.functional.cross_entropy(
-            logits[row, :-1].float(), wanted, reduction="none", ignore_index=IGNORED
-        )
-        has_loss = wanted != IGNORED
-        for bucket in buckets[row].unique().tolist():
-            mine = has_loss & (buckets[row, 1:] == bucket)
-            scores.buckets[bucket].loss += losses[mine].double().sum().item()
-            scores.buckets[bucket].tokens += int(mine.sum())
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        if sequences > 1:
+            raise PassOutOfMemoryError(sequences * length) from error
+        raise ModelError(
+            f"Evaluation failed: a pass over one sequence of {length} tokens. The GPU ran out of memory. Set "
+            "evaluation.backend to zero3-offload, which keeps the weights in host memory."
+        ) from error
+
+
+def _losses(measure: "LossPerToken", batch: "dict[str, Tensor]") -> Scores:
+    """Return the scores of one batch of ``[sequences, tokens]``: each position predicts the label after it."""
+    import torch
+
+    device, labels = measure.network.device, batch["labels"]
+    inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
+    losses = measure(inputs, labels).double().cpu()
+    lengths = _example_lengths(batch["position_ids"])[:, 1:][labels[:, 1:] != IGNORED]
+    buckets = torch.bucketize(lengths, torch.tensor(BUCKETS))
+    sums = torch.bincount(buckets, losses, minlength=len(BUCKETS) + 1).tolist()
+    tokens = torch.bincount(buckets, minlength=len(BUCKETS) + 1).tolist()
+    return Scores([Score(loss, count) for loss, count in zip(sums, tokens, strict=True)])
 
 
 def _batch(examples: Sequence[Example]) -> "dict[str, Tensor]":

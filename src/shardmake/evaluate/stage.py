@@ -4,12 +4,14 @@ The tuned model is loaded with plain ``from_pretrained``, as its users load it; 
 error.
 """
 
+import gc
 import logging
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmake.config.models import Cluster, EvaluationBackend, Run
 from shardmake.core.errors import ConfigError
@@ -26,15 +28,28 @@ from shardmake.evaluate.backends import (
     weights_size,
 )
 from shardmake.evaluate.harness import measure_tasks, prepare_tasks
-from shardmake.evaluate.scores import IGNORED, Example, Examples, Scores, add_up, score
+from shardmake.evaluate.scores import (
+    IGNORED,
+    Example,
+    Examples,
+    PassOutOfMemoryError,
+    Scores,
+    add_up,
+    plan_passes,
+    score,
+)
 from shardmake.run.evaluation import EvaluationResult, Sample, TaskScore
+from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
+from shardmake.run.plan import planned_class
 from shardmake.run.sources import localize
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _PROMPTS = 3
 
 
@@ -55,11 +70,12 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     prompts = _prompts(run, tokenizer, examples)
     setup = _choose_setup(run, rundir, this_machine(cluster.nvme_path if cluster else None))
     logger.info(f"Measuring the base and the tuned model on {len(examples):,} sequences, {setup}.")
+    model_class = planned_class(run, rundir)
     models = [
-        EvaluationTask(run, rundir, run.model, run.revision, prompts),
-        EvaluationTask(run, rundir, str(rundir.model), None, prompts),
+        EvaluationTask(run, rundir, run.model, model_class, run.revision, prompts),
+        EvaluationTask(run, rundir, str(rundir.model), model_class, None, prompts),
     ]
-    base, tuned = _assess(models, setup)
+    base, tuned = _assess_with_retries(models, setup)
     result = EvaluationResult(
         sequences=len(examples),
         tokens=base.scores.total.tokens,
@@ -81,10 +97,11 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
 
 @dataclass(frozen=True)
 class EvaluationSetup:
-    """How to run the models: backend, number of processes, folder on NVMe for offloaded weights."""
+    """How to run the models: backend, number of processes, tokens of a pass, folder on NVMe for offloaded weights."""
 
     backend: EvaluationBackend
     ranks: int
+    batch_tokens: int
     nvme: str | None = None
 
     def __str__(self) -> str:
@@ -94,16 +111,20 @@ class EvaluationSetup:
 def _choose_setup(run: Run, rundir: RunDir, machine: Machine) -> EvaluationSetup:
     wanted = run.evaluation
     backend = choose_backend(weights_size(rundir.model), machine) if wanted.backend == "auto" else wanted.backend
-    return EvaluationSetup(backend, count_ranks(backend, machine, wanted.processes), machine.nvme)
+    return EvaluationSetup(backend, count_ranks(backend, machine, wanted.processes), wanted.batch_tokens, machine.nvme)
 
 
 @dataclass(frozen=True)
 class EvaluationTask:
-    """A model to evaluate, and prompts (token ids) to continue."""
+    """A model to evaluate, and prompts (token ids) to continue.
+
+    ``model_class`` is the planned class; None for a script, which decides by itself what it trains.
+    """
 
     run: Run
     rundir: RunDir
     model: str
+    model_class: ModelClass | None
     revision: str | None
     prompts: list[list[int]]
 
@@ -117,16 +138,49 @@ class Assessment:
     tasks: dict[tuple[str, str], float]
 
 
+def _assess_with_retries(tasks: list[EvaluationTask], setup: EvaluationSetup) -> list[Assessment]:
+    """Evaluate models; after a pass that did not fit the GPU, start again with half of its tokens.
+
+    Passes are sorted by length, so the first one needs the most memory.
+    """
+    while True:
+        try:
+            return _assess(tasks, setup)
+        except PassOutOfMemoryError as error:
+            setup = replace(setup, batch_tokens=error.tokens // 2)
+            logger.warning(
+                f"A pass over {error.tokens:,} tokens ran out of GPU memory. Evaluation starts again with "
+                f"{setup.batch_tokens:,} tokens a pass. Set evaluation.batch_tokens to this to save the time."
+            )
+        gc.collect()  # a model of this process, for the next one
+
+
 def _assess(tasks: list[EvaluationTask], setup: EvaluationSetup) -> list[Assessment]:
     """Evaluate models one after the other, in this process or in one process per rank."""
     with rendezvous_of(setup.backend, setup.ranks) as rendezvous:
         ranks = [RankInfo(rank, setup.ranks, rendezvous) for rank in range(setup.ranks)]
         if rendezvous is None and setup.ranks == 1:
             return _assess_share(tasks, setup, ranks[0])
-        spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
-        with ProcessPoolExecutor(setup.ranks, mp_context=spawn) as pool:
-            shares = list(pool.map(partial(_assess_share, tasks, setup), ranks))
+        shares = in_processes(partial(_assess_share, tasks, setup), ranks)
     return [_combine(list(of_one_model)) for of_one_model in zip(*shares, strict=True)]
+
+
+def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[Result]:
+    """Return the results of ``function`` in one process per item.
+
+    If one fails, the others are ended, because they may wait for it, and its error is raised.
+    """
+    others = set(multiprocessing.active_children())
+    spawn = multiprocessing.get_context("spawn")  # a forked process cannot use CUDA
+    with ProcessPoolExecutor(len(items), mp_context=spawn) as pool:
+        futures = [pool.submit(function, item) for item in items]
+        done, pending = wait(futures, return_when=FIRST_EXCEPTION)
+        if pending:
+            for process in set(multiprocessing.active_children()) - others:
+                process.terminate()
+        for future in done:
+            future.result()
+        return [future.result() for future in futures]
 
 
 def _combine(shares: list[Assessment]) -> Assessment:
@@ -135,7 +189,7 @@ def _combine(shares: list[Assessment]) -> Assessment:
 
 
 def _assess_share(tasks: list[EvaluationTask], setup: EvaluationSetup, rank: RankInfo) -> list[Assessment]:
-    """Evaluate on one rank: score every ``world_size``-th sequence; the first rank also answers."""
+    """Evaluate on one rank: score every ``world_size``-th pass; the first rank also answers."""
     with process_group(rank):
         return [_assess_model(task, setup, rank) for task in tasks]
 
@@ -151,19 +205,21 @@ def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) 
         task.model,
         setup.backend,
         rank,
+        model_class=task.model_class,
         revision=task.revision,
         trust_remote_code=task.run.trust_remote_code,
         nvme=setup.nvme,
     )
     examples = load(task.rundir.data, "eval")
     together = rank.rendezvous is not None
-    rows = range(rank.number, len(examples), rank.world_size)
-    longest = -(-len(examples) // rank.world_size)
-    batches = -(-(longest if together else len(rows)) // evaluation.batch_size)
-    scores = score(network, examples, rows, evaluation.batch_size, batches)
+    passes = plan_passes(examples.lengths(), setup.batch_tokens, rank.world_size)
+    own = passes[rank.number :: rank.world_size]
+    if together:
+        own += [[] for _ in range(-(-len(passes) // rank.world_size) - len(own))]
+    scores = score(network, examples, own)
     answers_here = together or rank.number == 0
     answers = [_answer(network, prompt, evaluation.max_new_tokens) for prompt in task.prompts if answers_here]
-    results = measure_tasks(network, task.rundir.model, evaluation) if answers_here else {}
+    results = measure_tasks(network, task.rundir.model, evaluation, setup.batch_tokens) if answers_here else {}
     del network
     torch.cuda.empty_cache()  # another process may load the next model on this GPU
     return Assessment(scores, answers, results)

@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shardmake.checkpoint.formats.huggingface import is_licence
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import FileRecord, read_folder, record
@@ -120,7 +121,7 @@ def choose_files(names: Iterable[str]) -> list[str]:
         or safetensors
         or [name for name in top_level if name.startswith("pytorch_model") and name.endswith(".bin")]
     )
-    return sorted([*weights, *(name for name in top_level if name.endswith(_TEXTS) or name.startswith("LICENSE"))])
+    return sorted([*weights, *(name for name in top_level if name.endswith(_TEXTS) or is_licence(name))])
 
 
 def _checked(path: Path, listed: "RepoFile") -> FileRecord:

@@ -23,15 +23,15 @@ _SETUP = {
         "unlimited. Ask the administrators to set it for slurmd (LimitMEMLOCK=infinity)."
     ),
     r"NVIDIA driver on your system is too old|driver version is insufficient|Error 80[34]:": (
-        "The NVIDIA driver of the nodes is too old for this build of torch. Install a build for an older CUDA, or use "
-        "nodes with a newer driver. nvidia-smi prints the newest CUDA that the driver supports."
+        "The NVIDIA driver of the nodes is too old for this build of torch. Install a build for an older CUDA "
+        "(make install CUDA=cu126), or use nodes with a newer driver."
     ),
     r"no kernel image is available|unsupported toolchain|is not compatible with the current PyTorch": (
         "This build of torch has no code for the GPU. Install a build that supports it. torch.cuda.get_arch_list() "
         "lists the supported compute capabilities."
     ),
     r"not compiled with CUDA|doesn't have NCCL built in|assigned backend nccl is not available": (
-        "torch is a build without CUDA. Install a CUDA build, with the same version on all nodes."
+        "torch is a build without CUDA. Install a CUDA build (make install CUDA=cu130)."
     ),
     r"invalid device ordinal|Duplicate GPU detected": (
         "A node has fewer visible GPUs than processes_per_node. Correct the cluster file. A process sees at most one "

@@ -15,6 +15,7 @@ from shardmake.core.atomic import digest
 from shardmake.core.environment import checkout_commit, library_versions
 from shardmake.launch.low_memory_wait import PREFIX
 from shardmake.launch.slurm_states import JobState, JobStatus
+from shardmake.memory.hardware import from_cluster
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
 
@@ -43,6 +44,21 @@ def job_name(run_folder: Path) -> str:
     return f"{PREFIX}{run_folder.name}-{digest(str(run_folder.resolve()))[:8]}"
 
 
+def gpu_options(cluster: Cluster, gpus: int, nodes: int = 1) -> dict[str, str]:
+    """Return the options of sbatch, by long name, that request ``gpus`` GPUs on each of ``nodes`` nodes."""
+    slurm = cluster.slurm
+
+    def typed(count: int) -> str:
+        return ":".join(filter(None, (slurm.gpu_type, str(count))))
+
+    if cluster.is_cpu or slurm.gpu_request == "none":
+        return {}
+    if slurm.gpu_request == "gres":
+        return {"gres": f"gpu:{typed(gpus)}"}
+    per_node = {"gpus-per-node": typed(gpus)}  # also beside the total, which Slurm may spread unevenly
+    return per_node if slurm.gpu_request == "gpus-per-node" else {"gpus": typed(gpus * nodes), **per_node}
+
+
 def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan, **decided: Any) -> Attempt:
     """Return the `Attempt` for ``plan`` on ``cluster``; ``decided`` are the driver's own decisions."""
     return Attempt(
@@ -55,9 +71,12 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
         network_interface=cluster.network_interface,
         scratch=cluster.scratch,
         offline=not cluster.internet_on_compute_nodes,
+        environment=cluster.variables,
         versions=library_versions(),
         commit=checkout_commit(),
         planned_bandwidth=cluster.inter_node_gbps * 1e9 if plan.choice.nodes > 1 else None,
+        planned_node_bandwidth=from_cluster(cluster).intra_node if plan.choice.processes_per_node > 1 else None,
+        network_check_seconds=cluster.network_check_seconds,
         hang_seconds=cluster.hang_seconds,
         **decided,
     )

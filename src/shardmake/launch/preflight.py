@@ -1,5 +1,6 @@
-"""Checks of a node before its ranks start, in a fraction of a second and without torch.
+"""Checks of a node before its ranks start, without torch in this process.
 
+They take a fraction of a second; on GPUs, importing the planned attention kernel adds the seconds of importing torch.
 The ranks themselves check the network first (`shardmake.train.network_check`). A finding is either a defect of the
 node, which is then excluded, or a problem of the run, which would fail on every node.
 """
@@ -7,6 +8,8 @@ node, which is then excluded, or a problem of the run, which would fail on every
 import os
 import shutil
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +19,26 @@ import psutil
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import RECORD_NAME
+from shardmake.config.attention import Attention
+from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.disk import check_save
-from shardmake.core.environment import library_versions
+from shardmake.core.environment import kernel_caches, library_versions
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.process import wait_for_output
 from shardmake.core.units import GIB
-from shardmake.launch.gpus import check_build, check_gpus, installed_build, list_gpus
+from shardmake.launch.compilers import check_compilers
+from shardmake.launch.gpus import (
+    check_attention,
+    check_build,
+    check_gpus,
+    installed_build,
+    list_released_gpus,
+    slow_gpus,
+    visible_gpus,
+)
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.plan import Plan
-from shardmake.run.training_settings import TrainingSettings
+from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
 SCRATCH_BYTES = GIB
 _NAME_SECONDS = 2.0
@@ -46,15 +61,20 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
     started = time.monotonic()
     for warning in check_names(socket.gethostname()) if attempt.nodes > 1 else []:
         report(f"preflight: warning: {warning}")
-    if findings := _find_defects(folder, attempt, plan):
+    if findings := _find_defects(folder, attempt, plan, report):
         raise PreflightError(findings)
+    variables = os.environ | kernel_caches(attempt.scratch) | attempt.environment
+    spec = STRATEGY_SPECS[plan.choice.strategy]
+    if missing := check_compilers(spec, variables, on_gpus=attempt.accelerator != "cpu"):
+        raise PreflightError(missing, blames_run=True)
     if node_rank == 0:
         _check_disk(attempt)
     report(f"preflight: all checks of this node passed ({time.monotonic() - started:.2f} s)")
 
 
-def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan) -> list[str]:
-    model = Path(TrainingSettings.read(folder.training, "shardmake train NAME").model.path)
+def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Callable[[str], None]) -> list[str]:
+    settings = TrainingSettings.read(folder.training, "shardmake train NAME")
+    model = Path(settings.model.path)
     resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
     files = [attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume]
     folders = [folder.root, attempt.rundir.train]
@@ -67,11 +87,59 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan) -> list[str]
         *(f"{path} cannot be written here" for path in folders if not os.access(path, os.W_OK | os.X_OK)),
     ]
     if attempt.accelerator != "cpu":
-        gpus = list_gpus()
-        if unusable := check_build(gpus or [], installed_build()):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = list_released_gpus(visible)
+        for slow in slow_gpus(visible_gpus(gpus or [], visible)):
+            report(f"preflight: warning: {slow}")
+        attention = "sdpa" if isinstance(settings.program, ScriptProgram) else plan.workload.attention
+        unusable = [*check_build(gpus or [], installed_build()), *check_attention(gpus or [], attention)]
+        if unusable:
             raise PreflightError(unusable, blames_run=True)
-        findings += check_gpus(gpus, os.environ.get("CUDA_VISIBLE_DEVICES"), attempt.processes_per_node)
+        findings += check_gpus(gpus, visible, attempt.processes_per_node)
+        if not findings and (broken := check_import(attention)):  # a node without its GPUs fails the import, too
+            raise PreflightError(broken, blames_run=True)
     return findings
+
+
+_IMPORT_SECONDS = 300.0
+_IMPORTS: Mapping[Attention, str] = {
+    "varlen": """
+import torch.backends.cuda, torch.nn.attention.varlen
+if not torch.backends.cuda.is_flash_attention_available():
+    raise ImportError("this build of torch has no FlashAttention")
+""",
+    # The import shows whether the extension fits this torch; transformers checks the package's name and version.
+    "flash": """
+from flash_attn import flash_attn_func, flash_attn_varlen_func
+from transformers.utils import is_flash_attn_2_available
+if not is_flash_attn_2_available():
+    raise ImportError("transformers finds no flash-attn 2.3.3 or newer, or no GPU")
+""",
+}
+_PRINT_ERROR = """
+import sys
+try:
+    exec(sys.argv[1], {})
+except Exception as error:
+    print(type(error).__name__, error, sep=": ")
+"""
+
+
+def check_import(attention: Attention, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Import the attention kernel as the ranks will, in a process of its own, and return a finding if that fails."""
+    if attention not in _IMPORTS:
+        return []
+    command = [sys.executable, "-c", _PRINT_ERROR, _IMPORTS[attention]]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=dict(environment)
+    )
+    printed = wait_for_output(process, _IMPORT_SECONDS)
+    if printed == "":
+        return []
+    late = f"the import crashed or took longer than {_IMPORT_SECONDS:.0f} s"
+    error = late if printed is None else printed.strip().splitlines()[-1]
+    advice = ": install flash-attn for this torch, or set attention: varlen" if attention == "flash" else ""
+    return [f"attention: {attention} cannot be used on this node: {error}{advice}"]
 
 
 def check_versions(here: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:

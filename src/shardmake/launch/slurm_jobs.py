@@ -17,7 +17,7 @@ from shardmake.checkpoint import store
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError
-from shardmake.launch.jobs import job_name
+from shardmake.launch.jobs import gpu_options, job_name
 from shardmake.launch.slurm_states import (
     PREEMPTION_ALIASES,
     JobState,
@@ -31,7 +31,7 @@ from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 
-_TRANSIENT = re.compile(
+TRANSIENT = re.compile(
     r"timed out|unable to contact slurm|connection (refused|reset)|temporarily|try again|backup controller"
     r"|does not answer",
     re.IGNORECASE,
@@ -160,7 +160,7 @@ def submit_with_retry(
             return (trouble and find()) or submit()
         except SlurmError as error:
             trouble = error
-            if not _TRANSIENT.search(str(error)):
+            if not TRANSIENT.search(str(error)):
                 raise
     assert trouble
     raise trouble
@@ -175,31 +175,50 @@ def _excluded_note(excluded: Sequence[str]) -> str:
     )
 
 
+@dataclass(frozen=True)
+class NodeRequest:
+    """The nodes that a job requests, and what it requests on each of them."""
+
+    nodes: int
+    gpus: int
+    cpus: int
+    memory_gib: int
+
+
 def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:
     """Return submitit's parameters for the training job of ``plan``."""
     slurm, resources, choice = cluster.slurm, plan.resources["train"], plan.choice
-    gpus = ":".join(part for part in (slurm.gpu_type, str(choice.processes_per_node)) if part)
-    exclude = ",".join([*([slurm.exclude] if slurm.exclude else []), *excluded])
-    parameters: dict[str, Any] = {
+    request = NodeRequest(choice.nodes, choice.processes_per_node, resources.cpus, resources.memory_gib)
+    return node_parameters(cluster, request, excluded) | {
         "job_name": job_name(run_folder),
         "comment": f"shardmake {run_folder.name}: {choice.strategy}",
+        "time": slurm.time_limit_minutes,
+        "signal_delay_s": lead_seconds(slurm, run_folder),
+    }
+
+
+def node_parameters(cluster: Cluster, request: NodeRequest, excluded: list[str]) -> dict[str, Any]:
+    """Return submitit's parameters for a job with one task on each node of ``request``."""
+    slurm = cluster.slurm
+    exclude = ",".join([*([slurm.exclude] if slurm.exclude else []), *excluded])
+    parameters: dict[str, Any] = {
         "partition": slurm.partition,
         "account": slurm.account,
         "qos": slurm.qos,
         "constraint": slurm.constraint,
         "exclude": exclude or None,
-        "time": slurm.time_limit_minutes,
-        "nodes": choice.nodes,
+        "nodes": request.nodes,
         "ntasks_per_node": 1,
-        "cpus_per_task": resources.cpus,
-        "mem": f"{resources.memory_gib}GB",
-        "gres": f"gpu:{gpus}" if slurm.gpu_request == "gres" and cluster.accelerator != "cpu" else None,
-        "gpus_per_node": gpus if slurm.gpu_request == "gpus-per-node" and cluster.accelerator != "cpu" else None,
-        "signal_delay_s": lead_seconds(slurm, run_folder),
+        "cpus_per_task": request.cpus,
+        "mem": f"{request.memory_gib}GB",
         "setup": slurm.setup or None,
         # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
-        "srun_args": [f"--cpus-per-task={resources.cpus}", "--kill-on-bad-exit=1"],
-        "additional_parameters": {"no-requeue": True, **slurm.extra},
+        "srun_args": [f"--cpus-per-task={request.cpus}", "--kill-on-bad-exit=1", *slurm.srun_extra],
+        "additional_parameters": {
+            "no-requeue": True,
+            **gpu_options(cluster, request.gpus, request.nodes),
+            **slurm.extra,
+        },
         "stderr_to_stdout": True,
     }
     # Submitit sends a wckey of its own by default, which strict clusters reject.
@@ -225,11 +244,11 @@ def _user(uid: str) -> str:
     return f"user {uid}"
 
 
-def run_slurm(*command: str) -> subprocess.CompletedProcess[str]:
+def run_slurm(*command: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     """Run a query command of Slurm; return status 127 if it is missing, cannot start or does not answer."""
     try:
         return subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_QUERY_SECONDS, check=False
+            command, input=stdin, capture_output=True, text=True, errors="replace", timeout=_QUERY_SECONDS, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return subprocess.CompletedProcess(command, 127, "", str(error))

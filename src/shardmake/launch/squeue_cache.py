@@ -2,7 +2,8 @@
 
 Two hundred runs have two hundred drivers. The first driver whose snapshot is too old runs squeue for all of the user's
 jobs, and leaves the answer for the others. The slower Slurm answers, the longer an answer counts: all drivers together
-keep the controller busy for at most a twentieth of the time.
+keep the controller busy for at most a twentieth of the time, but none waits longer than a minute: a query that was slow
+because the controller restarted must not hide what happened then.
 
 A snapshot is squeue's rows and a last line: ``answered SECONDS``, or ``failed SECONDS``. This module imports next to
 nothing, because `low_memory_wait` uses it.
@@ -14,6 +15,7 @@ import time
 COMMAND = ("squeue", "--noheader", "--me", "--all", "--format=%i|%T|%R|%j")
 FRESH_SECONDS = 2.0
 FAILED_SECONDS = 10.0
+LONGEST_SECONDS = 60.0
 BUSY = 20
 _QUERY_SECONDS = 60
 
@@ -60,7 +62,8 @@ def is_fresh(age: float, max_age: float, query_seconds: float | None, answered: 
     """
     if query_seconds is None or max_age == 0:
         return False
-    return 0 <= age < max(max_age, 0 if answered else FAILED_SECONDS, BUSY * query_seconds)
+    pause = min(max(BUSY * query_seconds, 0 if answered else FAILED_SECONDS), LONGEST_SECONDS)
+    return 0 <= age < max(max_age, pause)
 
 
 def _load(file: int) -> tuple[str, bool, float | None]:

@@ -19,7 +19,10 @@ from pathlib import Path
 
 import psutil
 
+from shardmake.core.build_locks import build_locks
 from shardmake.core.process import wait_for_output
+from shardmake.core.units import numbered
+from shardmake.launch.flight_recorder import analyse_dumps, is_dumped, request_dump
 from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Hang, Heartbeat, ProcessStates
 from shardmake.run.timeouts import PATIENCE
 
@@ -30,7 +33,10 @@ PAUSE_SECONDS = 20.0
 """The worker checks every few seconds. Its ranks most likely shared a gap this long: a suspended job, a file system
 that did not answer, or a changed clock."""
 _ANSWER_SECONDS = 10.0
-_OTHER_NODES_SECONDS = 20.0
+_DUMP_SECONDS = 15.0
+"""torch allows itself as long for a dump of the flight recorder, whose stacks need their symbols."""
+_OTHER_NODES_SECONDS = 30.0
+_BUILD_LOCK = "torch/utils/file_baton.py"
 _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runtime/zero/|_engine_run_backward")
 
 
@@ -88,6 +94,18 @@ def describe_hang(missed: Heartbeat, ranks: Sequence[RankState], now: float) -> 
         rank=culprit.beat.rank,
         host=culprit.beat.host,
         message=f"{where}: rank {culprit.beat.rank} on {culprit.beat.host} {reason}; the others wait for it.",
+    )
+
+
+def describe_build_locks(ranks: Sequence[RankState], locks: Sequence[str]) -> str:
+    """Return a sentence about ranks that wait for the build of a kernel by another process; empty without any."""
+    waiting = [rank.beat.rank for rank in ranks if _BUILD_LOCK in rank.stack]
+    if not waiting or not locks:
+        return ""
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return (
+        f" {numbered('Rank', waiting)} {wait} for the lock of a kernel's build: {', '.join(locks)}. The next attempt "
+        "deletes it if its owner has ended."
     )
 
 
@@ -149,31 +167,42 @@ class Watchdog:
         start = Heartbeat(rank=rank, host=os.uname().nodename, pid=0, phase="start", step=0, time=self.started)
         return self.folder.beat(rank) or start
 
-    def collect(self, pipes: Path) -> None:
+    def collect(self, pipes: Path, kernels: Path) -> None:
         """Write this node's stacks, and, on the node that detected the hang, the `Hang` of all nodes.
 
-        ``pipes`` is the folder of `flight_recorder`.
+        ``pipes`` is the folder of `recorder_variables`, ``kernels`` the folder in which torch builds kernels.
         """
         beats = [self._beat(rank) for rank in self.local_ranks]
         states = {beat.rank: _process_state(beat.pid) for beat in beats}
+        self.folder.stacks.mkdir(exist_ok=True)
         for beat in beats:
-            _dump_stacks(self.folder, beat, pipes)
+            _dump_stacks(self.folder, beat)
+        recorded = [beat.rank for beat in beats if beat.pid and request_dump(self.folder, pipes, beat.rank)]
         _wait_for(lambda: all(self._read_stack(rank) for rank in self.local_ranks), _ANSWER_SECONDS)
+        _wait_for(lambda: all(is_dumped(self.folder, rank) for rank in recorded), _DUMP_SECONDS)
         for rank in self.local_ranks:
             _flush(self.folder.stack(rank))
-        ProcessStates(states=states).write(self.folder.stacks / f"states-from-{self.local_ranks.start}.json")
+        waiting = any(_BUILD_LOCK in self._read_stack(rank) for rank in self.local_ranks)
+        locks = [str(lock) for lock in build_locks(kernels)] if waiting else []
+        states_file = self.folder.stacks / f"states-from-{self.local_ranks.start}.json"
+        ProcessStates(states=states, build_locks=locks).write(states_file)
         if self.missed is None:
             _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS)
             return
         nodes = self.world_size // len(self.local_ranks)
         _wait_for(lambda: len(self._state_files()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
-        nodes_states = [ProcessStates.read(path).states for path in self._state_files()]
-        processes = {rank: state for states in nodes_states for rank, state in states.items()}
+        found = [ProcessStates.read(path) for path in self._state_files()]
+        processes = {rank: state for node in found for rank, state in node.states.items()}
         ranks = [
             RankState(self._beat(rank), self._read_stack(rank), processes.get(rank, ""))
             for rank in range(self.world_size)
         ]
-        describe_hang(self.missed, ranks, time.time()).write(self.folder.hang)
+        hang = describe_hang(self.missed, ranks, time.time())
+        locks_message = describe_build_locks(ranks, sorted({lock for node in found for lock in node.build_locks}))
+        hang = hang.model_copy(update={"message": hang.message + locks_message})
+        hang.write(self.folder.hang)  # the job may end before the analysis does
+        if sentence := analyse_dumps(self.folder):
+            hang.model_copy(update={"message": f"{hang.message} {sentence}"}).write(self.folder.hang)
 
     def _read_stack(self, rank: int) -> str:
         """Return a rank's stacks; empty if the rank did not answer."""
@@ -201,15 +230,13 @@ def _process_state(pid: int) -> str:
     return "gone"
 
 
-def _dump_stacks(folder: AttemptDir, beat: Heartbeat, pipes: Path) -> None:
-    """Write the rank's Python stacks with `faulthandler` and py-spy, and NCCL's flight recorder."""
-    folder.stacks.mkdir(exist_ok=True)
+def _dump_stacks(folder: AttemptDir, beat: Heartbeat) -> None:
+    """Write the rank's Python stacks with `faulthandler` and py-spy."""
     if not beat.pid:
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(beat.pid, STACK_SIGNAL)
     _run_py_spy(beat.pid, folder.stacks / f"rank-{beat.rank}.py-spy.txt")
-    _dump_flight_recorder(pipes / f"rank-{beat.rank}.pipe")
 
 
 def _flush(path: Path) -> None:
@@ -229,23 +256,3 @@ def _run_py_spy(pid: int, target: Path) -> None:
     with target.open("w") as file:
         command = [program, "dump", "--nonblocking", "--pid", str(pid)]
         wait_for_output(subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, text=True), _ANSWER_SECONDS)
-
-
-def flight_recorder(folder: AttemptDir, pipes: Path) -> dict[str, str]:
-    """Return the variables with which NCCL records its last collectives and dumps them on request.
-
-    The dumps go to the attempt's folder. A byte in ``rank-R.pipe`` in ``pipes``, a folder on the node, requests one.
-    """
-    return {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(folder.stacks / "nccl-rank-"),
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(pipes / "rank-"),
-    }
-
-
-def _dump_flight_recorder(pipe: Path) -> None:
-    with contextlib.suppress(OSError):  # without NCCL there is no pipe, and without the rank no reader
-        descriptor = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-        os.write(descriptor, b"1")
-        os.close(descriptor)

@@ -18,14 +18,17 @@ from pathlib import Path
 from types import FrameType
 from typing import IO
 
+from shardmake.config.values import LAUNCHER_VARIABLES
 from shardmake.core.atomic import read_json
+from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.disk import remove_swap_files
 from shardmake.core.environment import kernel_caches
 from shardmake.core.failures import explain
 from shardmake.core.process import die_with_parent, wait_for_output
+from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
-from shardmake.launch.watchdog import Watchdog, flight_recorder
+from shardmake.launch.watchdog import Watchdog
 from shardmake.render.stage import launch_command
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name
 from shardmake.run.plan import Plan
@@ -33,6 +36,8 @@ from shardmake.run.plan import Plan
 WATCH_SECONDS = 5.0
 OTHERS_SECONDS = 120.0
 """How long a failed node waits for the exit records of the others, which may collect stacks first."""
+_ALLOCATOR = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+"""Variables that configure torch's allocator; torch reads the second one first."""
 _IGNORED_BY_RANKS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}
 """Folder and file below the mount point, for cgroup v2 and v1, by the controller in ``/proc/self/cgroup``."""
@@ -179,17 +184,20 @@ def _run_ranks(
     ranks = range(first, first + attempt.processes_per_node)
     watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds)
     _remove_local_files(folder, attempt)
+    kernels = Path(variables["TORCH_EXTENSIONS_DIR"])
+    for message in remove_stale_locks(kernels):
+        print(message, file=log, flush=True)
     with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
-        recorder = {} if attempt.accelerator == "cpu" else flight_recorder(folder, Path(pipes))
+        recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, Path(pipes))
         process = subprocess.Popen(
             command,
-            env=_inherited_environment() | variables | recorder,
+            env=_inherited_environment() | recorder | variables,
             stdout=log,
             stderr=subprocess.STDOUT,
             preexec_fn=_leave_signals_to_worker,
         )
         try:
-            return _wait(process, watchdog, Path(pipes))
+            return _wait(process, watchdog, Path(pipes), kernels)
         finally:
             _remove_local_files(folder, attempt)
 
@@ -200,7 +208,7 @@ def _remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     shutil.rmtree(attempt.saves, ignore_errors=True)
 
 
-def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path) -> int:
+def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, kernels: Path) -> int:
     """Wait for the launcher, and kill it if its ranks hang, other nodes failed, or a later attempt has started."""
     while True:
         try:
@@ -210,12 +218,15 @@ def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path) -> 
             if watchdog.folder.is_superseded() or watchdog.is_abandoned():
                 process.kill()
             elif watchdog.has_hung():
-                watchdog.collect(pipes)
+                watchdog.collect(pipes, kernels)
                 process.kill()
 
 
 def rank_environment(attempt: Attempt, rendezvous: Rendezvous) -> dict[str, str]:
-    """Return the variables that the launcher and the ranks get in addition to the job's."""
+    """Return the variables that the launcher and the ranks get in addition to the job's.
+
+    Interfaces that the job's environment names stay, and the cluster file's variables replace all others.
+    """
     variables = {
         "OMP_NUM_THREADS": str(max(1, attempt.cpus_per_node // attempt.processes_per_node)),
         "PYTHONUNBUFFERED": "1",
@@ -223,20 +234,23 @@ def rank_environment(attempt: Attempt, rendezvous: Rendezvous) -> dict[str, str]
         **kernel_caches(attempt.scratch),
         # The launcher must not handle the signals that request a save: it would kill the ranks after 30 s.
         "PET_SIGNALS_TO_HANDLE": "SIGINT",
-        "NCCL_SOCKET_IFNAME": f"={rendezvous.interface}",  # without "=", NCCL matches prefixes
-        "GLOO_SOCKET_IFNAME": rendezvous.interface,
+        # Without "=", NCCL matches prefixes.
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or f"={rendezvous.interface}",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or rendezvous.interface,
     }
     if attempt.accelerator == "cpu":
         variables["DS_ACCELERATOR"] = "cpu"
+    elif not _ALLOCATOR & {*os.environ, *attempt.environment}:
+        # Segments that grow: freed memory of another size can be used again, so less than estimated stays reserved.
+        variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     if attempt.offline:
         variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
-    return variables
+    return variables | attempt.environment
 
 
 def _inherited_environment() -> dict[str, str]:
     """Return the job's environment without the variables of an outer launcher, which would confuse this one."""
-    misleading = ("MASTER_", "RANK", "LOCAL_RANK", "WORLD_SIZE", "ACCELERATE_", "TORCHELASTIC_", "PET_")
-    return {name: value for name, value in os.environ.items() if not name.startswith(misleading)}
+    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
 
 
 def _leave_signals_to_worker() -> None:

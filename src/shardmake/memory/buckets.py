@@ -11,7 +11,9 @@ from typing import Any, Final
 from shardmake.config.models import Cluster
 from shardmake.config.strategies import Device
 from shardmake.core.units import GIB
+from shardmake.memory.hardware import from_cluster
 from shardmake.memory.model import Model
+from shardmake.memory.scenario import BYTES
 from shardmake.run.plan import Choice
 
 
@@ -61,9 +63,11 @@ def zero_optimization(choice: Choice, model: Model, cluster: Cluster, nvme_folde
         "overlap_comm": not cluster.is_cpu,
         "contiguous_gradients": True,
         "reduce_scatter": True,
-        "reduce_bucket_size": auto["reduce_bucket_size"],
+        "reduce_bucket_size": reduce_bucket_size(choice, model, cluster),
     }
     values |= _stage3(choice, auto, cluster) if engine.zero_stage == 3 else {"allgather_bucket_size": 500_000_000}
+    if engine.zero_stage == 3 and model.leaf_classes:
+        values["leaf_module"] = {"classes": list(model.leaf_classes)}
     if engine.offload_optimizer:
         buffers = {"buffer_count": ADAM_STATES, "pipeline_read": False, "pipeline_write": False, "fast_init": False}
         values["offload_optimizer"] = _offload(engine.offload_optimizer, cluster, nvme_folder, buffers)
@@ -86,6 +90,20 @@ def auto_sizes(hidden_size: int) -> dict[str, int]:
     }
 
 
+def reduce_bucket_size(choice: Choice, model: Model, cluster: Cluster) -> int:
+    """Return the elements that DeepSpeed reduces at once; between nodes at least `BETWEEN_NODES`.
+
+    Trainer's size is 8 MB for a hidden size of 2048. It is right within a node; on a network of hundreds of Gbit/s the
+    latency of each collective would exceed its transfer. The two buckets take at most a part of the GPU's memory, and
+    no more than the model has parameters.
+    """
+    size = auto_sizes(model.hidden_size)["reduce_bucket_size"]
+    if cluster.is_cpu or choice.nodes == 1:
+        return size
+    room = from_cluster(cluster).gpu_memory // BUCKET_SHARE // (2 * BYTES[choice.precision])
+    return max(size, min(BETWEEN_NODES, room, model.parameters))
+
+
 def _stage3(choice: Choice, auto: Mapping[str, int], cluster: Cluster) -> dict[str, Any]:
     on_nvme = choice.spec.offload_optimizer == "nvme"
     return {
@@ -95,6 +113,7 @@ def _stage3(choice: Choice, auto: Mapping[str, int], cluster: Cluster) -> dict[s
         "stage3_max_reuse_distance": 1_000_000_000,
         "sub_group_size": swapped_sub_group_size(choice, cluster) if on_nvme else 1_000_000_000,
         "stage3_gather_16bit_weights_on_model_save": False,
+        **({"zero_hpz_partition_size": choice.processes_per_node} if choice.spec.hpz else {}),
     }
 
 
@@ -129,5 +148,9 @@ def params_in_cpu(choice: Choice, cluster: Cluster) -> int:
     return min(1_000_000_000, ram_per_rank(choice, cluster) // 8 // 2)
 
 
+BETWEEN_NODES: Final = 50_000_000
+"""Elements of a bucket that is reduced between nodes: 100 MB in 16 bits."""
+BUCKET_SHARE: Final = 256
+"""Buckets take at most this part of the GPU's memory."""
 ADAM_STATES: Final = 4
 """Values that DeepSpeed swaps per element with Adam: parameter, gradient, momentum, variance."""

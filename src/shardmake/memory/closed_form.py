@@ -84,10 +84,16 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     head, layer = _gathered(scenario, buckets)
     parts = trained_units(scenario)
     first, last = (
-        {"gradient norm": states.boundary_norm_bytes(scenario, parts.get(unit, 0))} for unit in (EMBEDDING, HEAD)
+        {
+            "gradient norm": states.boundary_norm_bytes(scenario, parts.get(unit, 0)),
+            "gradients in fp32": states.reduction_bytes(scenario, buckets, parts.get(unit, 0)),
+        }
+        for unit in (EMBEDDING, HEAD)
     )
     flat = {} if scenario.is_fsdp else bucket
+    loading = states.frozen_bytes(scenario) if scenario.loads_on_gpu and scenario.gathers_parameters else 0
     return {
+        "load": {"weights during loading": loading},
         "cross entropy": {**base, **held, **head, **flat, "activations": activations.loss},
         "backward of the last layer": {
             **base, **held, **layer, **bucket, **last, "activations": activations.last_layer

@@ -6,6 +6,7 @@ differences of older versions. `tests/unit/memory/test_decoder.py` compares it w
 
 from dataclasses import dataclass, field
 
+from shardmake.config.attention import FLASH_KERNELS
 from shardmake.memory import size_tensors
 from shardmake.memory.model import Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
@@ -88,7 +89,7 @@ class _DecoderStep:
     def _mask(self) -> SizeStorage | None:
         """Return the mask that all layers share: boolean for SDPA, in the compute type for eager attention."""
         scenario = self.scenario
-        if scenario.attention == "flash" or (scenario.attention == "sdpa" and not scenario.masked):
+        if scenario.attention in FLASH_KERNELS or (scenario.attention == "sdpa" and not scenario.masked):
             return None
         item = weight_bytes(scenario) if scenario.attention == "eager" else 1
         return SizeStorage(self.tape, scenario.micro_batch * scenario.sequence_length**2 * item)

@@ -33,6 +33,8 @@ class Fsdp2Memory(DdpMemory):
         self._flat: dict[Unit, int] = {}
         self._waiting: list[int] = []
         self._reducing: int | None = None
+        if self.scenario.loads_on_gpu:  # 4-bit weights
+            self._allocate_briefly(states.frozen_bytes(self.scenario), "weights during loading")
         self._load_states()
 
     def _load_states(self) -> None:
@@ -124,7 +126,7 @@ class Fsdp2Memory(DdpMemory):
         self._finish_reduction()
         trained = self._trained.get(unit, 0)
         if trained and self._waiting:
-            self._reducing = self.timeline.alloc(self.scenario.compute * trained, "communication buffers")
+            self._reducing = self.timeline.alloc(self.scenario.gradient * trained, "communication buffers")
         for key in self._waiting:
             self.timeline.free(key)
         self._waiting.clear()
@@ -134,9 +136,13 @@ class Fsdp2Memory(DdpMemory):
 
     def _add_part(self, name: str, part: int) -> None:
         """Allocate the output of the reduce-scatter in the weights' type; keep it or add it to the gradients."""
-        output = self.timeline.alloc(self.scenario.compute * part, "communication buffers", REDUCTION)
-        wide = self.timeline.alloc(states.trained_bytes(self.scenario) * part, "gradients", REDUCTION)
-        self.timeline.free(output)
+        output = self.timeline.alloc(self.scenario.gradient * part, "communication buffers", REDUCTION)
+        if self.scenario.widens_gradients:
+            self.timeline.rename(output, "gradients")
+            wide = output
+        else:
+            wide = self.timeline.alloc(states.trained_bytes(self.scenario) * part, "gradients", REDUCTION)
+            self.timeline.free(output)
         if name in self.gradients or self.scenario.offloads_optimizer:
             self.timeline.free(wide)
         else:

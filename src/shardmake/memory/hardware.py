@@ -29,10 +29,10 @@ class Hardware:
         """True if ranks run on the CPU."""
         return self.accelerator.is_cpu
 
-    def flops(self, precision: Precision) -> float:
+    def flops(self, precision: Precision, *, tf32: bool = False) -> float:
         """Return the dense peak of one rank, FLOP/s."""
         cores = self.cpus_per_node / self.processes_per_node if self.is_cpu else 1
-        return self.accelerator.flops(precision) * cores
+        return self.accelerator.flops(precision, tf32=tf32) * cores
 
 
 def from_cluster(cluster: Cluster) -> Hardware:

@@ -2,11 +2,17 @@
 
 from math import ceil
 
+from shardmake.config.models import EvaluationBackend
 from shardmake.memory.buckets import Buckets
+from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES, Scenario
-from shardmake.memory.states import Terms, largest_trained, optimizer_bytes
+from shardmake.memory.states import Terms, frozen_bytes, largest_group, largest_trained, optimizer_bytes, trained_bytes
 
 PROCESS = int(1.5 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB; the upper end
+WEIGHTS_FILE = 50 * 10**9  # the largest file of save_pretrained
+LOADING_THREADS = 4  # transformers' `GLOBAL_WORKERS`; 4-bit weights are loaded one by one
+CPU_PASS = 2 * 2**30  # activations of an evaluation's pass, and a part of its logits with their fp32 copies
+INFERENCE_SHARE = 0.7  # of a GPU's memory, for the weights of a model that is only evaluated, next to activations
 CPU_PROCESS = int(0.6 * 2**30)  # imports of torch, transformers, deepspeed without a GPU
 
 
@@ -28,7 +34,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     peaks = {
         "gathered weights": gathered if scenario.gathers_on_save and scenario.zero_stage == 3 else 0,
         "loading": max(0, _load(scenario) - steady),
-        "saving": _save(scenario, buckets),
+        "saving": save_bytes(scenario, buckets),
     }
     largest = max(peaks, key=peaks.__getitem__)
     terms[largest] = peaks[largest]
@@ -44,11 +50,11 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     part = ceil(scenario.split.trainable / scenario.world_size)
     whole = ceil(scenario.split.total / scenario.world_size)
     if scenario.spec.uses_nvme:
-        group = min(buckets.sub_group_size, part)
+        group = largest_group(scenario, buckets)
         swapped = buckets.param_buffer_count * buckets.param_buffer_size
         return {
             "optimizer swap buffers": hold(4 * buckets.buffer_count * group),
-            "gradients": hold(4 * group) + hold(2 * part),
+            "gradients": hold(4 * group) + hold(scenario.gradient * part),
             "parameters": hold_parameters(scenario.compute * min(buckets.max_in_cpu, whole)),
             "parameter swap buffers": hold_parameters(scenario.compute * swapped),
         }
@@ -59,7 +65,10 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
     }
     if scenario.is_fsdp:
         return states
-    states["compute-type gradients or weights"] = hold(scenario.compute * part)
+    # ZeRO-3's flat gradients; the weights on their way to the GPU under ZeRO-1 and ZeRO-2.
+    states["gradients or weights in transfer"] = hold(
+        (scenario.gradient if scenario.zero_stage == 3 else scenario.compute) * part
+    )
     if scenario.zero_stage < 3:
         states["largest gradient"] = hold(scenario.compute * largest_trained(scenario))
     if scenario.offloads_parameters:
@@ -68,25 +77,60 @@ def offloaded(scenario: Scenario, buckets: Buckets) -> Terms:
 
 
 def _load(scenario: Scenario) -> int:
-    """Return the peak of loading the weights on one node: once under FSDP and ZeRO-3, else once per rank."""
+    """Return the peak of loading the weights on one node: once under FSDP and ZeRO-3, else once per rank.
+
+    Weights that go to the GPU directly are in host RAM only while they are converted.
+    """
     full = scenario.method == "full"
     held = BYTES[scenario.weights] if full and scenario.zero_stage == 0 else scenario.compute
+    if scenario.loads_on_gpu:
+        threads = 1 if scenario.method == "qlora" else LOADING_THREADS
+        largest = sorted((tensor.numel for tensor in scenario.model.tensors), reverse=True)[:threads]
+        return scenario.ranks_per_node * (held * sum(largest) + _flattened(scenario))
     size = held * scenario.model.parameters
     return size if scenario.gathers_parameters else scenario.ranks_per_node * size
 
 
-def _save(scenario: Scenario, buckets: Buckets) -> int:
-    """Return the copies of GPU memory on one node while all its ranks save under ZeRO.
+def _flattened(scenario: Scenario) -> int:
+    """Return the host copies of ZeRO-1 and ZeRO-2, which flatten weights there if the GPU cannot hold them twice.
+
+    The tensors and the flat copy of them exist at once (`stage_1_and_2.py`, ``flatten_on_accelerator``).
+    """
+    if not scenario.zero_stage or scenario.gpu_memory is None:
+        return 0
+    flat = scenario.compute * scenario.split.trainable
+    fits = flat + frozen_bytes(scenario) + flat <= scenario.gpu_memory
+    return 0 if fits else 2 * flat
+
+
+def save_bytes(scenario: Scenario, buckets: Buckets) -> int:
+    """Return the copies of GPU memory on the first node while all its ranks save.
 
     torch.save copies each storage to the host as a whole before it writes it (`torch/serialization.py`, ``_save``). The
-    largest storages are the flat fp32 states: a rank's whole part, or a sub-group of it under ZeRO-3. The distributed
-    checkpoint of FSDP copies one tensor at a time.
+    largest storages are ZeRO's flat fp32 states: a rank's whole part, or a sub-group of it under ZeRO-3. Under ZeRO-1
+    and ZeRO-2 rank 0 also saves the weights, which lie in one flat storage. Under DDP safetensors holds all tensors of
+    a file (``_flatten_as_ptr``). The distributed checkpoint of FSDP copies one tensor at a time.
     """
-    if scenario.on_cpu or not scenario.zero_stage or scenario.offloads_optimizer:
+    trained = scenario.split.trainable
+    if scenario.on_cpu or scenario.is_fsdp:
         return 0
-    part = ceil(scenario.split.trainable / scenario.world_size)
-    largest = min(buckets.sub_group_size, part) if scenario.zero_stage == 3 else part
-    return scenario.ranks_per_node * 4 * largest
+    if scenario.spec.is_ddp:
+        return min(trained_bytes(scenario) * trained, WEIGHTS_FILE)
+    of_rank = 0 if scenario.offloads_optimizer else 4 * largest_group(scenario, buckets)
+    weights = 0 if scenario.zero_stage == 3 else scenario.compute * trained
+    return (scenario.ranks_per_node - 1) * of_rank + max(of_rank, weights)
+
+
+def evaluation_bytes(parameters: int, weights: int, ranks: int, hardware: Hardware, backend: EvaluationBackend) -> int:
+    """Return the host RAM of an evaluation: its processes, the one that starts them, and what they hold of a model.
+
+    ``backend`` may be `auto`. Weights that fit each GPU go there directly. Otherwise the host holds them twice at most:
+    as they are read, and offloaded. On CPUs each rank holds them in fp32, next to activations and logits.
+    """
+    if hardware.is_cpu:
+        return CPU_PROCESS + ranks * (CPU_PROCESS + CPU_PASS + 4 * parameters)
+    direct = backend in ("auto", "whole") and weights < INFERENCE_SHARE * hardware.gpu_memory
+    return CPU_PROCESS + ranks * PROCESS + (0 if direct else 2 * weights)
 
 
 def nvme_bytes(scenario: Scenario) -> Terms:

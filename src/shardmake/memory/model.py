@@ -71,6 +71,8 @@ class Model:
     config: Mapping[str, Any]
     source: str
     trust_remote_code: bool = False
+    leaf_classes: tuple[str, ...] = ()
+    """Classes of the blocks that hold experts as separate modules, of which each token runs some."""
 
     @cached_property
     def parameters(self) -> int:
@@ -200,6 +202,11 @@ def _pair(tensor: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
     out_features, in_features = tensor.shape
     yield ParameterSpec(f"{tensor.module}.lora_A.weight", (rank, in_features), "linear", tensor.block)
     yield ParameterSpec(f"{tensor.module}.lora_B.weight", (out_features, rank), "linear", tensor.block)
+
+
+def has_own_class(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
+    """Return True if the model's class is code beside its config.json, which may run."""
+    return trust_remote_code and "AutoModelForCausalLM" in (config.get("auto_map") or {})
 
 
 def inventory_request(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> dict[str, Any]:

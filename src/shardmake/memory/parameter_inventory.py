@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
-from shardmake.memory.model import ParameterSpec
+from shardmake.memory.model import ParameterSpec, has_own_class
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,14 +27,16 @@ def answer(request: Mapping[str, Any]) -> Any:
 def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = False) -> "nn.Module":
     """Return the transformers model that ``config`` describes, on the meta device.
 
-    Its class is the config's own architecture if transformers has it, else the causal language model.
+    Its class is that of the code beside the config if it may run, else the config's own architecture if transformers
+    has it, else the causal language model. A plan refuses all but one of them (`shardmake.plan.abilities`).
     """
     import torch
     import transformers
 
     parsed = parse_config(config, source, trust_remote_code)
     named = next(iter(config.get("architectures") or []), "")
-    model_class = getattr(transformers, named, None)
+    own_class = has_own_class(config, trust_remote_code)
+    model_class = None if own_class else getattr(transformers, named, None)
     if model_class is None and not trust_remote_code:
         causal_class(parsed.model_type, source)
     try:
@@ -93,10 +95,27 @@ def inventory(model: "nn.Module") -> dict[str, Any]:
         "tied": named > len(unique),
         "buffer_bytes": sum(b.numel() * b.element_size() for b in model.buffers()),
         "block_classes": sorted({type(model.get_submodule(path)).__name__ for path in blocks}),
+        "leaf_classes": leaf_classes(model),
         "hidden_size": _first(text, "hidden_size", "d_model", "n_embd", "dim"),
         "vocab_size": _first(text, "vocab_size"),
         "max_positions": getattr(text, "max_position_embeddings", None) or getattr(text, "n_positions", None),
     }
+
+
+def leaf_classes(model: "nn.Module") -> list[str]:
+    """Return the classes of the blocks that hold experts as separate modules, as models with code of their own do.
+
+    ZeRO-3 must gather such a block as a whole (a leaf module): ranks whose tokens take different experts would gather
+    in different order and wait for each other forever. Most models of transformers hold all experts in one parameter.
+    """
+    from torch import nn
+
+    found = (
+        type(block).__name__
+        for block in model.modules()
+        if isinstance(experts := getattr(block, "experts", None), nn.ModuleList | nn.ModuleDict) and len(experts) > 1
+    )
+    return sorted(set(found))
 
 
 def adapters(model: "nn.Module", rank: int, targets: str | list[str]) -> list[dict[str, Any]]:

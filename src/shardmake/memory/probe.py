@@ -17,6 +17,7 @@ from typing import Any
 
 from shardmake.config.strategies import PROBED
 from shardmake.core.errors import ConfigError
+from shardmake.core.nvidia_smi import query_gpus
 from shardmake.core.units import MIB
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.calibration import Calibration, Observation, fit
@@ -80,13 +81,14 @@ def _occupied() -> list[int]:
             "--probe needs a GPU, but this machine has no nvidia-smi. Run it on a compute node "
             "(srun --gpus=1 shardmake estimate ... --probe). Later estimates in your account use its result."
         )
-    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    used = [int(line) * MIB for line in done.stdout.split("\n") if line.strip().isdigit()]
-    if done.returncode or not used:
+    answer = query_gpus("memory.used")
+    if answer is None:
         raise ConfigError(
-            f"--probe needs a GPU, but nvidia-smi finds none on this machine: {done.stdout.strip()[:200]}"
+            "--probe needs a GPU, but nvidia-smi does not answer on this machine. Run it on another node."
         )
+    used = [int(line) * MIB for line in answer.split("\n") if line.strip().isdigit()]
+    if not used:
+        raise ConfigError("--probe needs a GPU, but nvidia-smi fails or finds none on this machine. Run it on another.")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     chosen = [int(index) for index in visible.split(",") if index.isdigit()] if visible else range(len(used))
     return [used[index] for index in chosen if index < len(used)] or used

@@ -13,7 +13,7 @@ from typing import Any
 from shardmake.core.errors import ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.families import FAMILIES, written_down
-from shardmake.memory.model import INVENTORY, Model, inventory_request, tensors_from_json
+from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
 
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 LARGEST_SIZE = 1 << 31
@@ -33,7 +33,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_cod
     """Return the model that a parsed config.json describes; errors name the file ``source``."""
     _check_config(config, source, trust_remote_code)
     family = FAMILIES.get(config["model_type"])
-    if family is not None and _is_plain(config):
+    if family is not None and _is_plain(config) and not has_own_class(config, trust_remote_code):
         return written_down(family, config, source)
     return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
 
@@ -131,7 +131,7 @@ def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> M
     values = cached_helper(INVENTORY, inventory_request(config, source, trust_remote_code))
     tensors = tensors_from_json(values.pop("tensors"))
     return Model(
-        **{**values, "block_classes": tuple(values["block_classes"])},
+        **{**values, **{name: tuple(values[name]) for name in ("block_classes", "leaf_classes")}},
         tensors=tensors,
         decoder=None,
         config=config,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from shardmake.config.models import Attention, Loss, Method, Optimizer, Precision, Strategy
+from shardmake.config.attention import Attention
+from shardmake.config.models import Loss, Method, Optimizer, Precision, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
@@ -61,6 +62,9 @@ class Scenario:
     attention: Attention = "flash"
     masked: bool = False
     precision: Precision = "bf16"
+    gradient_dtype: Precision | None = None
+    """Data type in which gradients are accumulated and reduced; None: that of the computation."""
+    tf32: bool = False
     weights: Precision = "fp32"
     optimizer: Optimizer = "adamw"
     method: Method = "full"
@@ -76,6 +80,10 @@ class Scenario:
     """Saves go through a scratch folder in RAM."""
     gathers_on_save: bool = False
     """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
+    loads_on_gpu: bool = False
+    """Each rank loads the whole model to its GPU, tensor by tensor, and not to host RAM first."""
+    gpu_memory: int | None = None
+    """Memory of a GPU in bytes, if it is known."""
     behavior: LibraryBehavior = LibraryBehavior()
     calibration: Calibration | None = None
     """A probe's measurement on this kind of GPU."""
@@ -104,6 +112,16 @@ class Scenario:
     def compute(self) -> int:
         """Bytes per element of the compute data type."""
         return BYTES[self.precision]
+
+    @property
+    def gradient(self) -> int:
+        """Bytes per element of ZeRO's and FSDP's accumulated and reduced gradients."""
+        return BYTES[self.gradient_dtype or self.precision]
+
+    @property
+    def widens_gradients(self) -> bool:
+        """True if gradients leave the backward pass in 16 bits and are accumulated and reduced in fp32."""
+        return not self.spec.is_ddp and self.gradient > self.compute
 
     @property
     def zero_stage(self) -> int:

@@ -39,6 +39,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
     terms = {
         "weights": _weights(scenario),
         "frozen weights": _frozen(scenario),
+        "second shard of the weights": _second_shard(scenario),
         "gradients": _gradient_partition(scenario),
         "master weights": _masters(scenario),
         "optimizer states": _optimizer(scenario),
@@ -57,19 +58,51 @@ def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
 
 def step_groups(scenario: Scenario, buckets: Buckets) -> list[int]:
     """Return the elements that ZeRO's optimizer updates at once: ZeRO-3's sub-groups, else the rank's whole part."""
-    part = ceil(scenario.split.trainable / scenario.shards)
-    size = min(buckets.sub_group_size, part) if scenario.zero_stage == 3 else part
-    whole, rest = divmod(part, size)
+    size = largest_group(scenario, buckets)
+    whole, rest = divmod(ceil(scenario.split.trainable / scenario.shards), size)
     return [size] * whole + ([rest] if rest else [])
+
+
+def largest_group(scenario: Scenario, buckets: Buckets) -> int:
+    """Return the most elements that ZeRO's optimizer updates at once, which lie in one storage.
+
+    ZeRO-3 adds tensors to a sub-group until it has ``sub_group_size`` elements, so that the last one can exceed it
+    (`_create_fp16_sub_groups`). The order of the tensors is the optimizer's; this is the bound for any order.
+    """
+    part = ceil(scenario.split.trainable / scenario.shards)
+    if scenario.zero_stage != 3:
+        return part
+    return min(part, buckets.sub_group_size - 1 + ceil(largest_trained(scenario) / scenario.shards))
 
 
 def optimizer_step(scenario: Scenario, buckets: Buckets) -> Terms:
     """Return the temporaries of ZeRO's optimizer step: flattened gradients of a group and their fp32 copy."""
-    if scenario.offloads_optimizer or scenario.zero_stage == 0:
+    if scenario.offloads_optimizer or scenario.zero_stage == 0 or keeps_flat_gradients(scenario):
         return {}
     group = step_groups(scenario, buckets)[0]
-    cast = {} if scenario.compute == 4 else {"fp32 gradients": 4 * group}
-    return {"flat gradients": scenario.compute * group, **cast}
+    cast = {} if scenario.gradient == 4 else {"fp32 gradients": 4 * group}
+    return {"flat gradients": scenario.gradient * group, **cast}
+
+
+def keeps_flat_gradients(scenario: Scenario) -> bool:
+    """Return True if ZeRO-2 adds reduced gradients to one flat fp32 tensor, which the optimizer takes as it is.
+
+    Source: ``_build_compact_grad_partition_buffer``. The tensor is on the GPU under offload too.
+    """
+    return scenario.zero_stage == 2 and scenario.widens_gradients
+
+
+def reduction_bytes(scenario: Scenario, buckets: Buckets, numel: int) -> int:
+    """Return the bytes of the fp32 copy in which ZeRO reduces 16-bit gradients, the largest of ``numel`` elements.
+
+    ZeRO-2 copies each bucket (`allreduce_bucket`). ZeRO-3's bucket is in fp32 itself, so that only a gradient larger
+    than the bucket is copied (`__avg_scatter_grads`).
+    """
+    if not scenario.widens_gradients or scenario.is_fsdp:
+        return 0
+    if scenario.zero_stage == 3:
+        return 4 * numel if numel > buckets.reduce_bucket_size else 0
+    return 4 * max(numel, buckets.reduce_bucket_size)
 
 
 def norm_bytes(scenario: Scenario) -> int:
@@ -95,8 +128,7 @@ def step_temporaries(scenario: Scenario, buckets: Buckets) -> int:
     """Return the temporaries of torch's unfused AdamW on CPU, per tensor: a root and a quotient."""
     if not scenario.on_cpu or scenario.optimizer != "adamw":
         return 0
-    flat = min(buckets.sub_group_size, ceil(scenario.split.trainable / scenario.shards))
-    return 2 * 4 * (flat if scenario.zero_stage else scenario.model.largest_tensor)
+    return 2 * 4 * (largest_group(scenario, buckets) if scenario.zero_stage else scenario.model.largest_tensor)
 
 
 def trained_bytes(scenario: Scenario) -> int:
@@ -108,7 +140,7 @@ def _gradient_partition(scenario: Scenario) -> int:
     """Return the size of ZeRO-3's flat buffer of this rank's gradients (``grad_partitions_flat_buffer``)."""
     if scenario.zero_stage != 3 or scenario.offloads_optimizer:
         return 0
-    return scenario.compute * ceil(scenario.split.trainable / scenario.shards)
+    return scenario.gradient * ceil(scenario.split.trainable / scenario.shards)
 
 
 def _persistent(scenario: Scenario, buckets: Buckets) -> int:
@@ -136,8 +168,24 @@ def _weights(scenario: Scenario) -> int:
 def _frozen(scenario: Scenario) -> int:
     if scenario.offloads_parameters:
         return 0
-    size = scenario.compute * scenario.split.frozen + int(NF4_BYTES * scenario.split.quantized)
+    size = frozen_bytes(scenario)
     return ceil(size / scenario.shards) if scenario.gathers_parameters else size
+
+
+def _second_shard(scenario: Scenario) -> int:
+    """Return the size of hpZ's second shard: all weights, over the ranks of a node instead of all ranks.
+
+    DeepSpeed drops it after an optimizer step and creates it in the next forward pass, so it is there at every peak.
+    Source: ``_partition_param_sec`` of ``partition_parameters.py``, ``ds_secondary_tensor``.
+    """
+    if not scenario.spec.hpz:
+        return 0
+    return ceil((scenario.compute * scenario.split.trainable + frozen_bytes(scenario)) / scenario.ranks_per_node)
+
+
+def frozen_bytes(scenario: Scenario) -> int:
+    """Return the bytes of all weights that are not trained, unsharded."""
+    return scenario.compute * scenario.split.frozen + int(NF4_BYTES * scenario.split.quantized)
 
 
 def _masters(scenario: Scenario) -> int:
@@ -159,7 +207,7 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
     if scenario.spec.is_ddp:
         return trained_bytes(scenario) * scenario.split.trainable if scenario.world_size > 1 else 0
     if scenario.zero_stage == 3:
-        return scenario.compute * buckets.reduce_bucket_size
+        return scenario.gradient * buckets.reduce_bucket_size
     if scenario.zero_stage in (1, 2) and scenario.offloads_optimizer:
         return scenario.compute * largest_trained(scenario)  # temp_grad_buffer_for_gpu_offload
     return 0
@@ -176,7 +224,8 @@ def gradients(scenario: Scenario) -> int:
     if scenario.zero_stage == 1:
         return scenario.compute * trained
     if scenario.zero_stage == 2:
-        return 0 if scenario.offloads_optimizer else scenario.compute * ceil(trained / n)
+        is_on_host = scenario.offloads_optimizer and not keeps_flat_gradients(scenario)
+        return 0 if is_on_host else scenario.gradient * ceil(trained / n)
     if scenario.zero_stage == 3 or (scenario.is_fsdp and scenario.offloads_parameters):
         return 0
     return trained_bytes(scenario) * (ceil(trained / n) if scenario.is_fsdp else trained)
@@ -188,7 +237,7 @@ def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
         copies = 2 if buckets.overlap_comm else 1
         return copies * scenario.compute * buckets.reduce_bucket_size
     if scenario.is_fsdp and scenario.method == "full":
-        return 2 * scenario.compute * scenario.model.largest_block
+        return (scenario.compute + scenario.gradient) * scenario.model.largest_block
     return 0
 
 

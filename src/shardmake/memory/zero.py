@@ -44,9 +44,13 @@ class ZeroMemory(DdpMemory):
         self._drop_gradients()
 
     def _step_group(self, group: int) -> None:
-        compute = self.scenario.compute
-        grad = self.timeline.alloc(compute * group, "flat gradients")
-        if compute < 4:
+        if states.keeps_flat_gradients(self.scenario):
+            self._make_states()
+            self._update()
+            return
+        held = self.scenario.gradient
+        grad = self.timeline.alloc(held * group, "flat gradients")
+        if held < 4:
             wide = self.timeline.alloc(4 * group, "fp32 gradients")
             self.timeline.free(grad)
             grad = wide
@@ -73,6 +77,9 @@ class Zero12Memory(ZeroMemory):
         if self.scenario.zero_stage == 1:
             return super().gradient(name, size, key)
         self._reserve_part()
+        self._allocate_briefly(
+            states.reduction_bytes(self.scenario, self.buckets, self.sizes[name]), "communication buffers"
+        )
         if key is None or self.sizes[name] <= self.buckets.reduce_bucket_size:
             return False
         self._release_large()
@@ -81,8 +88,9 @@ class Zero12Memory(ZeroMemory):
         return True
 
     def _reserve_part(self) -> None:
-        if "part" not in self.gradients and not self.scenario.offloads_optimizer:
-            self.gradients["part"] = self.timeline.alloc(self.scenario.compute * sum(self._groups()), "gradients")
+        is_on_host = self.scenario.offloads_optimizer and not states.keeps_flat_gradients(self.scenario)
+        if "part" not in self.gradients and not is_on_host:
+            self.gradients["part"] = self.timeline.alloc(self.scenario.gradient * sum(self._groups()), "gradients")
 
     def _release_large(self) -> None:
         if self._large is not None:
@@ -130,14 +138,16 @@ class Zero3Memory(ZeroMemory):
         self._fetch(block)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
-        """Copy it into the bucket; one larger than the bucket is reduced in place.
+        """Copy it into the bucket; one larger than the bucket is reduced in place, or in a copy in fp32.
 
         With offloaded states, the norm of this rank's part is computed and the part goes to the host in fp32
         (``_offload_grad_partition_at_boundary``).
         """
+        copied = states.reduction_bytes(self.scenario, self.buckets, self.sizes[name])
+        self._allocate_briefly(copied, "gradients before reduction", COMMUNICATION)
         if self.scenario.offloads_optimizer:
             part = ceil(self.sizes[name] / self.scenario.shards)
-            held = self.timeline.alloc(self.scenario.compute * part, "gradients before reduction", COMMUNICATION)
+            held = self.timeline.alloc(self.scenario.gradient * part, "gradients before reduction", COMMUNICATION)
             self._allocate_briefly(
                 states.boundary_norm_bytes(self.scenario, self.sizes[name]), "gradient norm", COMMUNICATION
             )

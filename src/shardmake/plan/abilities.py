@@ -6,21 +6,26 @@ any other model, `shardmake.plan.inspect_model` asks the class in a process of i
 
 import ast
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from shardmake.config.models import Attention, Run
+from shardmake.config.attention import KERNELS, Attention, head_limit
+from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.memory.cache import cached_helper
-from shardmake.memory.model import Model, inventory_request
+from shardmake.memory.model import Decoder, Model, inventory_request
 
-KERNELS: tuple[Attention, ...] = ("flash", "sdpa", "eager")
+MIXING_UNKNOWN: tuple[Attention, ...] = ("flash",)
+"""Kernels that run on a GPU only, so that the ranks check whether they keep packed examples apart."""
 _LIGER_TABLE = "MODEL_TYPE_TO_APPLY_LIGER_FN"
 _HELPER = "shardmake.plan.inspect_model"
+_SOURCES = (
+    "plan/inspect_model.py", "plan/shrink.py", "data/dataset.py", "data/varlen.py", "checkpoint/formats/hub_layout.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,9 @@ class Abilities:
     attention: tuple[Attention, ...] = KERNELS
     """Kernels that the class supports, the fastest first."""
     mixing: tuple[Attention, ...] = ()
-    """Kernels with which packed examples see each other. Flash attention is never listed: it needs a GPU to run."""
+    """Kernels with which packed examples see each other; never those of `MIXING_UNKNOWN`."""
+    varlen_limit: str = ""
+    """Why the class cannot train with varlen, as the rest of a sentence about it; empty if it can."""
     gradient_checkpointing: bool = True
     unmergeable: tuple[str, ...] = ()
     """Features of the run's adapters that the merge does not support; empty without adapters."""
@@ -47,17 +54,41 @@ def find_abilities(model: Model, run: Run) -> Abilities:
     """Return what ``model`` can do with the run's method.
 
     Raises:
-        ModelError: transformers has no causal language model for this config.
+        ModelError: transformers has no causal language model for this config, or its weights are quantized.
     """
-    own_code = run.trust_remote_code and bool(model.config.get("auto_map"))
-    if model.decoder is not None and not own_code:
+    if not run.script:
+        check_not_quantized(model)
+    if model.decoder is not None:
         check_class(model.config, model.architecture, model.source)
-        return Abilities(model.architecture)
-    request = inventory_request(model.config, model.source, own_code)
+        limit = _decoder_limit(model.config, model.decoder)
+        return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
+    request = inventory_request(model.config, model.source, run.trust_remote_code)
     adapters = {"rank": run.lora.rank, "targets": run.lora.targets} if run.method != "full" else None
     found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()})
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     return Abilities(**values)
+
+
+def _decoder_limit(config: Mapping[str, Any], decoder: Decoder) -> str:
+    """Return why a model of the known families cannot train with varlen; empty if it can."""
+    if config.get("attention_dropout"):
+        return "has dropout in its attention (attention_dropout in config.json)"
+    return head_limit(decoder.d)
+
+
+def check_not_quantized(model: Model) -> None:
+    """Raise a `ModelError` for a base whose files hold quantized weights, such as FP8 or MXFP4.
+
+    Training them in 16 or 32 bits and merging would pair the new weights with a config that declares the old format.
+    """
+    declared = model.config.get("quantization_config")
+    if declared:
+        method = declared.get("quant_method", "an unnamed method") if isinstance(declared, Mapping) else declared
+        raise ModelError(
+            f"Model cannot be trained: {model.source} declares quantized weights (quantization_config: {method}). Name "
+            "the same model in 16 or 32 bits, or save one: load it with dequantize=True in transformers' quantization "
+            "config and call save_pretrained. For adapters on a base in 4 bits take method: qlora, which quantizes it."
+        )
 
 
 def check_class(config: Any, trained: str, source: str) -> None:
@@ -84,6 +115,11 @@ def check_settings(run: Run, abilities: Abilities) -> None:
         )
     if run.script:
         return
+    if run.attention == "varlen" and abilities.varlen_limit:
+        raise ConfigError(
+            f"attention: varlen cannot be used: {abilities.model_class} {abilities.varlen_limit}. "
+            f"Use {' or '.join(abilities.attention)}, or auto."
+        )
     if run.attention != "auto" and run.attention not in abilities.attention:
         raise ConfigError(
             f"attention: {run.attention} cannot be used: {abilities.model_class} does not support it in transformers "
@@ -100,7 +136,7 @@ def check_packing(run: Run, abilities: Abilities, attention: Attention) -> None:
     """Raise a `ConfigError` if packed examples would see each other with the kernel ``attention``."""
     if not run.packing or run.script or attention not in abilities.mixing:
         return
-    others = [kernel for kernel in abilities.attention if kernel not in (*abilities.mixing, "flash")]
+    others = [kernel for kernel in abilities.attention if kernel not in (*abilities.mixing, *MIXING_UNKNOWN)]
     alternative = f", or attention: {others[0]}" if others else ""
     raise ConfigError(
         f"packing: true cannot be used: {abilities.model_class} mixes packed examples with attention {attention}, "
@@ -139,5 +175,5 @@ def _code() -> str:
     import shardmake
 
     package = Path(shardmake.__file__).parent
-    files = (package / "plan/inspect_model.py", package / "data/dataset.py")
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() + version("peft")
+    digests = (hashlib.sha256((package / name).read_bytes()).hexdigest() for name in _SOURCES)
+    return "-".join([*digests, version("peft")])

@@ -72,6 +72,7 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
             nodes=nodes,
             processes_per_node=hardware.processes_per_node,
             precision=settings.precision,
+            gradient_dtype=run.gradient_dtype,
             tensor_parallel=run.tensor_parallel,
         )
         for nodes in usable
@@ -81,6 +82,8 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
     ]
     if not found:
         raise ConfigError(_micro_batch_message(settings, usable))
+    if run.strategy == "auto":
+        found = [choice for choice in found if not choice.loses_gradients]
     fitting = [choice for choice in found if fits_own_files(settings.user_files, choice, run)]
     if not fitting:
         check_choice(settings.user_files, min(found, key=partial(_conflicts, settings)), run)
@@ -99,13 +102,13 @@ def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:
 def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     run = settings.run
     if run.strategy != "auto":
-        return [run.strategy]
+        return [] if STRATEGY_SPECS[run.strategy].hpz and nodes == 1 else [run.strategy]
     if settings.hardware.is_cpu:
         return [name for name, spec in STRATEGY_SPECS.items() if spec.cpu]
     sharded = {
         name: spec
         for name, spec in STRATEGY_SPECS.items()
-        if not spec.hybrid or min(nodes, settings.hardware.processes_per_node) > 1
+        if not spec.hpz and (not spec.hybrid or min(nodes, settings.hardware.processes_per_node) > 1)
     }
     if settings.hardware.nvme is None:
         sharded = {name: spec for name, spec in sharded.items() if not spec.uses_nvme}

@@ -1,23 +1,34 @@
 """Find out what a model's class can do, without its weights; `shardmake.plan.abilities` runs this as a process.
 
 The class answers for attention kernels and gradient checkpointing. Whether it keeps packed examples apart is stated
-nowhere, so a small model of the same class runs `shardmake.data.dataset.check_isolation` with random weights.
+nowhere, so a small model of the same class runs `shardmake.data.dataset.check_isolation` with random weights. With the
+kernel varlen, whose operator gets a CPU implementation here, it must give the same logits as with eager attention.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.checkpoint.formats import huggingface
+from shardmake.checkpoint.formats.hub_layout import HubWeight, hub_weights
 from shardmake.checkpoint.formats.lora import UNSUPPORTED
+from shardmake.config.attention import KERNELS
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
-from shardmake.memory.parameter_inventory import causal_class, parse_config
-from shardmake.plan.abilities import KERNELS, check_class
+from shardmake.memory.model import has_own_class
+from shardmake.memory.parameter_inventory import causal_class, parse_config, plain_name
+from shardmake.plan.abilities import MIXING_UNKNOWN, check_class
 from shardmake.plan.shrink import shrunk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_FLAGS = {"flash": "_supports_flash_attn", "sdpa": "_supports_sdpa"}
+_FLAGS = {
+    "varlen": ("_supports_flash_attn", "_supports_attention_backend"),
+    "flash": ("_supports_flash_attn",),
+    "sdpa": ("_supports_sdpa",),
+}
+_TOLERANCE = 1e-3
 _LARGEST = 100_000_000
 """Parameters of a model that is small enough to run here."""
 
@@ -28,13 +39,22 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     config = parse_config(request["config"], source, trust_remote_code)
     _check_kind(config, request["config"], source, trust_remote_code)
     model = _build(config, source, trust_remote_code)
+    weights = _files_layout(model, source)
     kernels = [kernel for kernel in KERNELS if _supports(model, kernel)]
+    limit, mixing = "does not take the attention functions that others register", []
+    if "varlen" in kernels:
+        limit, mixes = _try_varlen(config, trust_remote_code)
+        mixing = ["varlen"] if mixes else []
+    if limit:
+        kernels = [kernel for kernel in kernels if kernel != "varlen"]
+    others = [kernel for kernel in kernels if kernel not in ("varlen", *MIXING_UNKNOWN)]
     return {
         "model_class": type(model).__name__,
         "attention": kernels,
-        "mixing": [kernel for kernel in kernels if kernel != "flash" and _mixes(config, kernel, trust_remote_code)],
+        "varlen_limit": limit,
+        "mixing": [*mixing, *(kernel for kernel in others if _mixes(config, kernel, trust_remote_code))],
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
-        "unmergeable": _unmergeable(model, request["adapters"]) if request["adapters"] else [],
+        "unmergeable": _unmergeable(model, request["adapters"], weights) if request["adapters"] else [],
     }
 
 
@@ -45,9 +65,23 @@ def _check_kind(config: Any, values: Mapping[str, Any], source: str, trust_remot
             f"Model cannot be trained: {source} is an encoder-decoder model ({config.model_type}). Shardmake trains "
             "causal language models, which have a decoder alone. Name one of these, such as a Llama, Qwen or Gemma."
         )
-    if trust_remote_code and "AutoModelForCausalLM" in (values.get("auto_map") or {}):
+    if has_own_class(values, trust_remote_code):
         return
+    _check_parts(config, source)
     check_class(values, causal_class(config.model_type, source), source)
+
+
+def _check_parts(config: Any, source: str) -> None:
+    """Raise a `ModelError` for a model that consists of a text model and others, such as a vision tower."""
+    text = config.get_text_config()
+    if text is config:
+        return
+    parts = ", ".join(sorted(name.removesuffix("_config") for name in config.sub_configs))
+    raise ModelError(
+        f"Model cannot be trained: {source} is a composite model ({config.model_type}) with the parts {parts}. "
+        "Shardmake trains text models alone. Of some composites transformers silently drops the other parts, of others "
+        f"it trains them too. Name a text model, such as the text part saved alone (model_type {text.model_type})."
+    )
 
 
 def _build(config: Any, source: str, trust_remote_code: bool) -> "PreTrainedModel":
@@ -63,13 +97,71 @@ def _build(config: Any, source: str, trust_remote_code: bool) -> "PreTrainedMode
         raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
 
 
+def _files_layout(model: "PreTrainedModel", source: str) -> list[HubWeight]:
+    """Return the weights that the files beside ``source`` name or shape otherwise than the model.
+
+    Without weights there, the layout is the one that transformers saves. Raises a `ModelError` if a merge cannot write
+    it.
+    """
+    folder = Path(source).parent
+    return hub_weights(model, huggingface.weight_names(folder) if huggingface.recognise(folder) else None)
+
+
 def _supports(model: "PreTrainedModel", kernel: str) -> bool:
     """Return True if the class and those of all its parts support ``kernel``."""
     from transformers import PreTrainedModel
 
-    flag = _FLAGS.get(kernel)
     parts = (part for part in model.modules() if isinstance(part, PreTrainedModel))
-    return flag is None or all(getattr(part, flag, False) for part in parts)
+    return all(getattr(part, flag, False) for part in parts for flag in _FLAGS.get(kernel, ()))
+
+
+def _try_varlen(config: Any, trust_remote_code: bool) -> tuple[str, bool]:
+    """Return why the class cannot train with varlen, empty if it can, and whether it then mixes packed examples.
+
+    A small model must give the logits of eager attention, for rows of one example and for packed ones.
+    """
+    from shardmake.data.varlen import KernelLimitError, register_cpu_kernel, register_varlen
+
+    register_varlen()
+    register_cpu_kernel()
+    limit = "cannot be tried with it in a small size"
+    for model in _small_models(config, "varlen", trust_remote_code):
+        try:
+            if not _logits_agree(model, packing=False):
+                return "gives other logits with it than with attention eager", False
+        except KernelLimitError as error:
+            return error.limit, False
+        except Exception:  # the sizes do not suit this class
+            continue
+        try:
+            return "", not _logits_agree(model, packing=True)
+        except Exception:  # it rejects what a packed batch has
+            return "", True
+    return limit, False
+
+
+def _logits_agree(model: "PreTrainedModel", *, packing: bool) -> bool:
+    """Return True if two examples of a batch, rows or packed, get the logits that eager attention gives each alone."""
+    import torch
+
+    from shardmake.data.dataset import IGNORED, Collator
+
+    first, second = torch.arange(1, 8), torch.arange(8, 24)
+    items = [
+        {"input_ids": ids, "labels": ids.clone(), "position_ids": torch.arange(len(ids))} for ids in (first, second)
+    ]
+    if packing:
+        items = [{name: torch.cat([item[name] for item in items]) for name in items[0]}]
+    collator = Collator(sequence_length=32, pad_token_id=0, packing=packing, flat=packing)
+    batch = collator(items)
+    real = batch.pop("labels").flatten() != IGNORED
+    with torch.no_grad():
+        model.train()(**batch)  # dropout is on in training only
+        found = model.eval()(**batch).logits.flatten(0, 1)[real]
+        model.set_attn_implementation("eager")
+        alone = torch.cat([model(input_ids=ids[None], use_cache=False).logits[0] for ids in (first, second)])
+        model.set_attn_implementation("varlen")
+    return bool((found - alone).abs().max() <= _TOLERANCE * alone.abs().max())
 
 
 def _mixes(config: Any, kernel: str, trust_remote_code: bool) -> bool:
@@ -114,7 +206,7 @@ def _small_models(config: Any, kernel: str, trust_remote_code: bool) -> Iterator
         yield model
 
 
-def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any]) -> list[str]:
+def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]) -> list[str]:
     """Return the features of the adapters that `shardmake consolidate` refuses."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -125,7 +217,10 @@ def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any]) -> list[
             adapted = get_peft_model(model, config)
     except ValueError as error:
         raise ModelError(f"PEFT cannot adapt this {type(model).__name__}: {error}") from None
-    return [feature for feature in UNSUPPORTED if getattr(adapted.peft_config["default"], feature, None)]
+    features = [feature for feature in UNSUPPORTED if getattr(adapted.peft_config["default"], feature, None)]
+    modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
+    otherwise = {weight.parameter.removesuffix(".weight") for weight in weights}
+    return features + sorted(f"{module}, which its files store otherwise" for module in modules & otherwise)[:1]
 
 
 if __name__ == "__main__":

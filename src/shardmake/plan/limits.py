@@ -5,7 +5,8 @@ import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
-from shardmake.config.models import Cluster
+from shardmake.config.models import Cluster, Slurm
+from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError, SlurmError, nearest
 from shardmake.run.plan import Plan
 
@@ -100,8 +101,8 @@ def _minutes(limit: str) -> int | None:
     match = re.fullmatch(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)", limit)
     if match is None:
         return None
-    days, hours, minutes, _ = (int(part or 0) for part in match.groups())
-    return days * 1440 + hours * 60 + minutes
+    days, hours, rest, _ = (int(part or 0) for part in match.groups())
+    return days * 1440 + hours * 60 + rest
 
 
 def query_partitions() -> dict[str, Partition]:
@@ -122,7 +123,7 @@ def query_partitions() -> dict[str, Partition]:
 
 def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]) -> None:
     """Raise a `ConfigError` that names the key to change, if too few nodes of the partition can ever run the plan."""
-    partition, nodes = _find(cluster.slurm.partition, partitions), plan.choice.nodes
+    partition, nodes = _find("partition", cluster.slurm.partition, partitions), plan.choice.nodes
     groups = list(partition.groups)
     for requirement in _requirements(plan, cluster):
         suitable = [group for group in groups if requirement.is_met(group)]
@@ -132,11 +133,24 @@ def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]
                 f"partition {partition.name!r} has {count}{requirement.describe(groups)}. {requirement.advice}"
             )
         groups = suitable
+    _check_times(cluster.slurm, partition, partitions)
+
+
+def _check_times(slurm: Slurm, partition: Partition, partitions: dict[str, Partition]) -> None:
+    """Raise a `ConfigError` if a job's time limit is longer than its partition allows."""
+    _check_time("time_limit", slurm.time_limit, partition, "Shorten it; training resumes in a new job by itself.")
+    cpu_partition = _find("cpu_partition", slurm.cpu_partition, partitions) if slurm.cpu_partition else partition
+    advice = "Set slurm.stage_time_limit, the limit of the jobs of data, consolidate and evaluate, to less."
+    for place in (partition, cpu_partition):
+        _check_time("stage_time_limit", slurm.stage_time_limit or slurm.time_limit, place, advice)
+
+
+def _check_time(key: str, value: str, partition: Partition, advice: str) -> None:
     limit = partition.time_limit_minutes
-    if limit is not None and cluster.slurm.time_limit_minutes > limit:
+    if limit is not None and minutes(value) > limit:
         raise ConfigError(
-            f"slurm.time_limit: {cluster.slurm.time_limit} is longer than the {limit} minutes that partition "
-            f"{partition.name!r} allows. Shorten it; training resumes in a new job by itself."
+            f"slurm.{key}: {value} is longer than the {limit} minutes that partition {partition.name!r} allows. "
+            f"{advice}"
         )
 
 
@@ -194,7 +208,7 @@ def _list(words: Iterable[str]) -> str:
     return ", ".join(sorted(set(words))) or "none"
 
 
-def _find(name: str | None, partitions: dict[str, Partition]) -> Partition:
+def _find(key: str, name: str | None, partitions: dict[str, Partition]) -> Partition:
     names = ", ".join(partitions) or "none"
     if name is None:
         default = next((partition for partition in partitions.values() if partition.is_default), None)
@@ -203,6 +217,6 @@ def _find(name: str | None, partitions: dict[str, Partition]) -> Partition:
         return default
     if name not in partitions:
         raise ConfigError(
-            f"slurm.partition: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: {names}."
+            f"slurm.{key}: there is no partition {name!r}.{nearest(name, partitions)} This cluster has: {names}."
         )
     return partitions[name]

@@ -2,17 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
-from shardmake.config.models import Attention, Cluster, Precision, Run, Strategy
+from packaging.version import Version
+
+from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, KERNELS, Attention
+from shardmake.config.models import Cluster, Precision, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import Hardware, from_cluster
-from shardmake.memory.model import Model, Split, split
+from shardmake.memory.model import Model, Split, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
-from shardmake.plan.abilities import KERNELS, Abilities, check_loss, check_packing, check_settings, find_abilities
+from shardmake.plan.abilities import Abilities, check_loss, check_packing, check_settings, find_abilities
+from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
 
@@ -29,6 +34,8 @@ class ResolvedRun:
     precision: Precision
     attention: Attention
     abilities: Abilities
+    attention_reason: str = ""
+    """Why varlen, the fastest kernel, does not run; empty if it does, on CPU, or if the run names a kernel."""
     weights: Precision = "fp32"
     """Data type of the trained weights under DDP and FSDP; only `shardmake estimate` changes it."""
     behavior: LibraryBehavior = field(default_factory=LibraryBehavior)
@@ -41,6 +48,10 @@ class ResolvedRun:
         """The training itself, which is the same for every candidate."""
         return Workload(
             model=self.run.model,
+            model_class=ModelClass(
+                name=self.abilities.model_class,
+                own_code=has_own_class(self.model.config, self.run.trust_remote_code),
+            ),
             sequence_length=self.run.sequence_length,
             packing=self.run.packing,
             objective=self.run.objective,
@@ -48,6 +59,7 @@ class ResolvedRun:
             optimizer=self.run.optimizer,
             attention=self.attention,
             loss=self.run.loss,
+            tf32=self.run.tf32,
         )
 
 
@@ -65,15 +77,19 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     _check_length(run, model)
     abilities = find_abilities(model, run)
     check_settings(run, abilities)
+    precision = _precision(run, hardware)
+    check_tf32(run, precision, hardware)
+    attention = _attention(run, hardware, precision, abilities)
     return ResolvedRun(
         run=run,
         model=model,
         split=split(model, run.method, run.lora.rank, run.lora.targets),
         cluster=cluster,
         hardware=hardware,
-        precision=_precision(run, hardware),
-        attention=_attention(run, hardware, abilities),
+        precision=precision,
+        attention=attention,
         abilities=abilities,
+        attention_reason=_why_not_varlen(run, hardware, precision, abilities) if attention != "varlen" else "",
         user_files=read_user_files(run),
     )
 
@@ -97,13 +113,38 @@ def check(settings: ResolvedRun) -> None:
     spec = STRATEGY_SPECS.get(run.strategy)
     if spec and spec.uses_nvme and settings.hardware.nvme is None:
         raise ConfigError(f"Strategy {run.strategy} needs node-local NVMe; set nvme_path in the cluster file.")
+    if spec and spec.hpz and min(run.nodes or cluster.max_nodes, cluster.processes_per_node) == 1:
+        raise ConfigError(
+            f"Strategy {run.strategy} keeps a second shard of the weights in each node. It needs several nodes with "
+            "several ranks each. Raise nodes or max_nodes, or take the strategy without a second shard."
+        )
     if run.strategy != "auto":
         check_strategy(run, run.strategy)
+    _check_gradient_dtype(settings, spec)
     check_tensor_parallel(run, cluster, model)
     check_refused(settings.user_files, run)
     check_packing(run, settings.abilities, settings.attention)
     _check_packages(run)
     check_loss(run, model.model_type)
+
+
+def _check_gradient_dtype(settings: ResolvedRun, spec: StrategySpec | None) -> None:
+    """Raise a `ConfigError` if no engine accumulates gradients as the run asks."""
+    wanted, precision = settings.run.gradient_dtype, settings.precision
+    if wanted == "bf16" and precision != "bf16":
+        raise ConfigError(
+            f"gradient_dtype: bf16 needs precision: bf16, but the run computes in {precision}. Remove gradient_dtype."
+        )
+    if spec and wanted == "bf16" and spec.is_ddp:
+        raise ConfigError(
+            f"gradient_dtype: bf16 has no effect with strategy: {settings.run.strategy}, which accumulates and reduces "
+            "gradients in fp32. Remove gradient_dtype, or take a ZeRO or FSDP strategy."
+        )
+    if spec and wanted == "fp32" and precision != "fp32" and not spec.accumulates_in_fp32:
+        raise ConfigError(
+            f"gradient_dtype: fp32 does not work with strategy: {settings.run.strategy}, because DeepSpeed's ZeRO-1 "
+            f"accumulates gradients in {precision}. Take zero2, or remove gradient_dtype."
+        )
 
 
 def check_strategy(run: Run, strategy: Strategy) -> None:
@@ -204,7 +245,6 @@ def _check_packages(run: Run) -> None:
     """Raise a `ConfigError` if an optional package is missing; without it the ranks would fail or fall back."""
     wanted = {
         "loss: fused": ("liger_kernel", "liger-kernel", run.loss == "fused"),
-        "attention: flash": ("flash_attn", "flash-attn", run.attention == "flash"),
         "optimizer: adamw8bit": ("bitsandbytes", "bitsandbytes", run.optimizer == "adamw8bit"),
         "method: qlora": ("bitsandbytes", "bitsandbytes", run.method == "qlora"),
     }
@@ -213,19 +253,40 @@ def _check_packages(run: Run) -> None:
             raise ConfigError(
                 f"{setting} needs the package {package}, which is not installed. Run: pip install {package}"
             )
+    if run.attention == "flash" and not run.script and not has_flash_attention_2():
+        raise ConfigError(
+            "attention: flash needs the package flash-attn 2 (2.3.3 or newer), which is not installed. "
+            "Take attention: varlen, which is a part of torch, or run: pip install flash-attn --no-build-isolation"
+        )
 
 
 def _check_cpu(run: Run) -> None:
     needs_gpu = {
         "optimizer: adamw8bit": run.optimizer == "adamw8bit",
         "method: qlora": run.method == "qlora",
-        "attention: flash": run.attention == "flash",
+        f"attention: {run.attention}": run.attention in FLASH_KERNELS,
         "precision: fp16": run.precision == "fp16",
         "loss: fused": run.loss == "fused",
     }
     for setting, wanted in needs_gpu.items():
         if wanted:
             raise ConfigError(f"{setting} needs a GPU, but the cluster file has accelerator: cpu. Change one of them.")
+
+
+def check_tf32(run: Run, precision: Precision, hardware: Hardware) -> None:
+    """Raise a `ConfigError` if ``tf32`` would have no effect, or is not the plan's to decide."""
+    if run.tf32 and precision != "fp32":
+        raise ConfigError(
+            f"tf32: true is for precision: fp32, and this run computes in {precision}. Set precision: fp32, or remove "
+            "tf32."
+        )
+    if run.tf32 and not hardware.accelerator.has_tf32:
+        raise ConfigError(
+            f"tf32: true needs a GPU of the Ampere generation or later, and the cluster file has accelerator: "
+            f"{hardware.accelerator.name}. Remove tf32."
+        )
+    if run.tf32 and run.script:
+        raise ConfigError("tf32: true has no effect on a script. Remove tf32, and set it in the script.")
 
 
 def _precision(run: Run, hardware: Hardware) -> Precision:
@@ -239,18 +300,49 @@ def _precision(run: Run, hardware: Hardware) -> Precision:
     return run.precision
 
 
-def _attention(run: Run, hardware: Hardware, abilities: Abilities) -> Attention:
-    usable = kernels_of(hardware)
-    if run.attention == "flash" and "flash" not in usable:
-        raise ConfigError(
-            f"attention: flash needs Ampere or later, and {hardware.accelerator.name} is older. Use sdpa, or auto."
-        )
+def _attention(run: Run, hardware: Hardware, precision: Precision, abilities: Abilities) -> Attention:
+    usable = kernels_of(hardware, precision)
     if run.attention == "auto":
-        installed = [kernel for kernel in usable if kernel != "flash" or find_spec("flash_attn")]
-        return abilities.best_attention(installed, packing=run.packing and not run.script)
+        # A user's script loads its own model, so it does not know the kernel that Shardmake registers.
+        left_out = {kernel for kernel, out in (("varlen", run.script), ("flash", not has_flash_attention_2())) if out}
+        available = (kernel for kernel in usable if kernel not in left_out)
+        return abilities.best_attention(available, packing=run.packing and not run.script)
+    if run.attention not in usable and not run.script:
+        needed = _needed_for_flash(hardware, precision)
+        raise ConfigError(f"attention: {run.attention} needs {needed}. Use sdpa, or auto.")
     return run.attention
 
 
-def kernels_of(hardware: Hardware) -> tuple[Attention, ...]:
-    """Return the attention kernels that run on the cluster's accelerator, the fastest first."""
-    return KERNELS if hardware.accelerator.capability >= 8.0 else KERNELS[1:]
+def _why_not_varlen(run: Run, hardware: Hardware, precision: Precision, abilities: Abilities) -> str:
+    """Return why `auto` does not take varlen on a GPU; empty on CPU, and if the run or its script decides."""
+    if run.attention != "auto" or run.script or hardware.is_cpu:
+        return ""
+    if needed := _needed_for_flash(hardware, precision):
+        return f"varlen needs {needed}"
+    if abilities.varlen_limit:
+        return f"varlen cannot be used: {abilities.model_class} {abilities.varlen_limit}"
+    return f"with varlen, {abilities.model_class} mixes packed examples"
+
+
+def kernels_of(hardware: Hardware, precision: Precision) -> tuple[Attention, ...]:
+    """Return the attention kernels that run on the cluster's accelerator in ``precision``, the fastest first."""
+    needed = _needed_for_flash(hardware, precision)
+    return tuple(kernel for kernel in KERNELS if not (needed and kernel in FLASH_KERNELS))
+
+
+def _needed_for_flash(hardware: Hardware, precision: Precision) -> str:
+    """Return what FlashAttention needs and is not there; empty if it can run."""
+    if hardware.accelerator.capability < FLASH_CAPABILITY:
+        return f"Ampere or later, and {hardware.accelerator.name} is older"
+    return "precision bf16 or fp16, and this run computes in fp32" if precision == "fp32" else ""
+
+
+def has_flash_attention_2() -> bool:
+    """Return True if flash-attn 2 is installed; flash-attn 4 has the same import name and is another package.
+
+    transformers accepts the same versions, but only where it finds a GPU. The nodes ask it, and import the package.
+    """
+    try:
+        return find_spec("flash_attn") is not None and (2, 3, 3) <= Version(version("flash-attn")).release < (3,)
+    except PackageNotFoundError:
+        return False

@@ -10,14 +10,16 @@ _WIDTHS = (
     "hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "intermediate_size", "ffn_dim", "n_inner",
     "ffn_hidden_size", "moe_intermediate_size", "shared_expert_intermediate_size", "block_multiple_of",
 )  # fmt: skip
+_WINDOWS = ("sliding_window", "attention_chunk_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
-_LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _MOST_EXPERTS = 2, 64, 4, 4
+_LAYERS_LEFT, _VOCABULARY, _HEADS_LEFT, _MOST_EXPERTS, _WINDOW = 2, 64, 4, 4, 4
 
 
 def shrunk(config: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
     """Return ``config`` with two layers, or one of each kind, and a small vocabulary; ``narrow``: few heads as well.
 
-    The size of a head stays. A part with a config of its own is shrunk in the same way.
+    The size of a head stays. Attention windows get shorter than the sequences that run through the small model. A part
+    with a config of its own is shrunk in the same way.
     """
     values = _fewer_layers(config)
     for name, value in values.items():
@@ -25,6 +27,8 @@ def shrunk(config: Mapping[str, Any], *, narrow: bool) -> dict[str, Any]:
             values[name] = shrunk(value, narrow=narrow)
         elif name.endswith("_token_id") or name == "vocab_size":
             values[name] = _small_token(value) if name != "vocab_size" else min(value, _VOCABULARY)
+        elif name in _WINDOWS and isinstance(value, int):
+            values[name] = min(value, _WINDOW)
         elif name in _EXPERTS and isinstance(value, int):
             values[name] = min(value, _MOST_EXPERTS)
         elif name == "num_experts_per_tok" and isinstance(value, int):

@@ -1,6 +1,6 @@
 """The plan stage: choose, check the request against the cluster, write the plan."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
@@ -9,6 +9,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.core.atomic import write_text
 from shardmake.core.units import GIB, format_bytes, plural
 from shardmake.memory.hardware import Hardware
+from shardmake.memory.host import evaluation_bytes
 from shardmake.memory.scenario import BYTES
 from shardmake.plan.candidates import Candidate, describe_choice
 from shardmake.plan.choose import NothingFitsError, choose_from, find_fallbacks, reason_of, rejected
@@ -26,8 +27,10 @@ WRITING = 1e9
 """Assumed write speed of the file system until a save has been measured, bytes per second."""
 
 
-def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
-    """Make the plan of a run and write it with ``memory.json``.
+def plan_run(
+    run: Run, cluster: Cluster, rundir: RunDir, check_submission: Callable[[Plan], None] = lambda plan: None
+) -> Plan:
+    """Make the plan of a run and write it with ``memory.json``; ``check_submission`` may refuse it before.
 
     Raises:
         NothingFitsError: No candidate fits.
@@ -46,6 +49,7 @@ def plan_run(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
         raise NothingFitsError(message, error.settings) from None
     if cluster.executor == "slurm":
         check_request(plan, cluster, query_partitions())
+    check_submission(plan)
     check_choice(rundir, memory, plan.choice)
     memory.write(rundir.memory)
     write_text(rundir.memory_figure, draw(memory, plan.choice))
@@ -69,6 +73,7 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstima
         choice=chosen.choice,
         workload=settings.workload,
         reason=reason_of(chosen, candidates),
+        attention_reason=settings.attention_reason,
         rejected=rejected(chosen, candidates),
         fallbacks=[as_fallback(candidate, settings.hardware) for candidate in fallbacks],
         host_memory=host_need(chosen, settings.hardware),
@@ -84,10 +89,13 @@ def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:
     weights = BYTES[settings.precision] * model.parameters
     largest = 4 * model.largest_tensor
     few = min(4, hardware.cpus_per_node)
+    wanted = settings.run.evaluation
+    ranks = wanted.processes or (1 if hardware.is_cpu else hardware.processes_per_node)
+    evaluation = evaluation_bytes(model.parameters, weights, ranks, hardware, wanted.backend)
     return {
         "train": _resources(hardware, host_need(chosen, hardware), hardware.cpus_per_node),
         "consolidate": _resources(hardware, 2 * GIB + 4 * largest, few),
-        "evaluate": _resources(hardware, 3 * GIB + (4 * model.parameters if hardware.is_cpu else 2 * weights), few),
+        "evaluate": _resources(hardware, evaluation, few),
         "data": _resources(hardware, 4 * GIB, few),
     }
 
@@ -130,11 +138,13 @@ def describe(plan: Plan, rundir: RunDir) -> str:
     return "\n".join(
         [
             f"{plan.run}: {choice.strategy}, {plural(choice.nodes, 'node')} x "
-            f"{plural(choice.processes_per_node, 'rank')}, {choice.precision}, {checkpointing} gradient checkpointing",
+            f"{plural(choice.processes_per_node, 'rank')}, {plan.precision}, {checkpointing} gradient checkpointing",
+            f"  gradients are accumulated and reduced in {choice.gradients}",
             f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
+            *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
             *(f"  {line}" for line in plan.own_files),
             f"  {check_choice(rundir, MemoryEstimates.read(rundir.memory), plan.choice)}",
             f"  after an out-of-memory: {below or 'no candidate needs less'}",

@@ -12,6 +12,7 @@ from shardmake.core.units import GB
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
+from shardmake.memory.states import keeps_flat_gradients
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ def _forward(scenario: Scenario, hardware: Hardware) -> tuple[float, float, floa
     model, tokens, generation = scenario.model, scenario.tokens, _generation(hardware.accelerator)
     filled = tokens / (tokens + _HALF_TOKENS[generation])
     wide = 1.0 if hardware.is_cpu else model.hidden_size / (model.hidden_size + _HALF_WIDTH)
-    peak = hardware.flops(scenario.precision) * filled
+    peak = hardware.flops(scenario.precision, tf32=scenario.tf32) * filled
     head = model.hidden_size * model.vocab_size
     matmul = peak * _SHARES[generation].matmul * wide
     width = model.decoder.a * model.decoder.d if model.decoder else model.hidden_size
@@ -94,16 +95,19 @@ def _communication(scenario: Scenario, hardware: Hardware) -> float:
     intra = hardware.intra_node * LINK_SHARE
     inter = hardware.inter_node * LINK_SHARE
     rate = min(intra, inter) if scenario.nodes > 1 else intra
-    gradient_bytes = (4 if scenario.spec.is_ddp else scenario.compute) * scenario.split.trainable
+    gradient_bytes = (4 if scenario.spec.is_ddp else scenario.gradient) * scenario.split.trainable
     if not scenario.gathers_parameters:
         rounds = scenario.accumulation if scenario.zero_stage == 2 else 1
         gathered = scenario.compute * scenario.split.trainable if scenario.zero_stage else gradient_bytes
         return (ranks - 1) / ranks * (rounds * gradient_bytes + gathered) / rate
     weights = scenario.compute * scenario.split.total
     moved = scenario.accumulation * (_gathers(scenario) * weights + gradient_bytes)
+    within, nodes = scenario.ranks_per_node, scenario.nodes
+    if scenario.spec.hpz:  # after the first forward pass of a step, weights come from the second shard in the node
+        again = (scenario.accumulation * _gathers(scenario) - 1) * weights
+        return (ranks - 1) / ranks * (moved - again) / rate + (within - 1) / within * again / intra
     if not scenario.spec.hybrid:
         return (ranks - 1) / ranks * moved / rate
-    within, nodes = scenario.ranks_per_node, scenario.nodes
     reduced = 2 * (nodes - 1) / nodes * scenario.accumulation * gradient_bytes
     return (within - 1) / within * moved / intra + reduced / inter
 
@@ -124,8 +128,9 @@ def _offload(scenario: Scenario, hardware: Hardware) -> float:
         return 0.0
     rate = hardware.accelerator.host_link * GB
     part = scenario.split.trainable / scenario.world_size
-    transfers = 1 if scenario.zero_stage == 1 else scenario.accumulation  # of gradients to the host
-    moved = part * (scenario.compute * transfers + scenario.compute)
+    is_once = scenario.zero_stage == 1 or keeps_flat_gradients(scenario)
+    transfers = 1 if is_once else scenario.accumulation  # of gradients to the host
+    moved = part * (scenario.gradient * transfers + scenario.compute)
     if scenario.offloads_parameters:
         moved += scenario.split.total / scenario.world_size * scenario.compute * 2 * scenario.accumulation
     seconds = moved / rate

@@ -34,6 +34,9 @@ def accelerate_config(plan: Plan, run: Run, model: Model) -> dict[str, Any]:
     values["mixed_precision"] = "no" if choice.precision == "fp32" else choice.precision
     if spec.is_fsdp:
         values["fsdp_config"] = {f"fsdp_{key}": value for key, value in fsdp_settings(choice, run, model).items()}
+        if run.torch_compile and run.fsdp_version == 2:
+            # Layer by layer and in place. A compiled model as a whole would bypass the hooks that gather each layer.
+            values["dynamo_config"] = {"dynamo_use_regional_compilation": True}
         if run.fsdp_version == 2 and (spec.hybrid or choice.tensor_parallel > 1):
             values["parallelism_config"] = _mesh(choice)
     return values

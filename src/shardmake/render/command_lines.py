@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final, NoReturn
 
 from shardmake.core.errors import ConfigError
+from shardmake.render.engine_settings import nearest_argument
 
 SCRIPTS: Final = (".sh", ".bash", ".sbatch", ".slurm")
 PROGRAMS: Final = ("accelerate", "torchrun", "deepspeed", "python", "python3")
@@ -315,10 +316,14 @@ def _take(words: list[str], option: str) -> str | None:
 
 
 def _training_values(words: list[str], title: str) -> dict[str, Any]:
-    """Return the options among ``words`` that are transformers', with the values that its parser reads."""
+    """Return the options among ``words`` that are transformers', with the values that its parser reads.
+
+    An option that is spelled nearly as one of them is returned as well; the others are the program's own.
+    """
     from transformers import HfArgumentParser, TrainingArguments
 
-    parser = HfArgumentParser(TrainingArguments)
+    # An option of the program, such as --data, does not abbreviate one of transformers'.
+    parser = HfArgumentParser(TrainingArguments, allow_abbrev=False)
     for action in parser._actions:
         action.default = argparse.SUPPRESS
         action.required = False
@@ -327,5 +332,14 @@ def _training_values(words: list[str], title: str) -> dict[str, Any]:
         raise ConfigError(f"Cannot read the arguments of {title}: {message}. Correct the training arguments.")
 
     parser.error = refuse
-    known, _ = parser.parse_known_args(words)
-    return vars(known)
+    known, rest = parser.parse_known_args(words)
+    return vars(known) | dict(_misspelled(rest))
+
+
+def _misspelled(words: Sequence[str]) -> Iterator[tuple[str, str | bool]]:
+    """Yield each option that is spelled nearly as one of transformers', with its value."""
+    for word, follows in zip(words, [*words, "--"][1:], strict=True):
+        option, sign, value = word.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if option.startswith("--") and nearest_argument(name) is not None:
+            yield name, value if sign else follows if not follows.startswith("--") else True

@@ -30,7 +30,7 @@ class Settings:
 
     ``trainer`` holds keyword arguments of TrainingArguments, ``flags`` options of `accelerate launch`. With
     ``named_by_trainer`` the training arguments name the DeepSpeed file, otherwise only Accelerate does. ``steps`` is
-    the number of optimizer steps if it is known without the data.
+    the number of optimizer steps if it is known without the data. ``on_cpu`` says that the nodes have no GPU.
     """
 
     trainer: dict[str, Any] | None = None
@@ -40,6 +40,7 @@ class Settings:
     world_size: int = 1
     named_by_trainer: bool = True
     steps: int | None = None
+    on_cpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -78,12 +79,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Problem:
-    """A key that a library refuses (``error``) or silently ignores (``warning``)."""
+    """A key that a library refuses (``error``) or silently ignores (``warning``), or one to know about (``note``)."""
 
     library: Library
     key: str
     value: Any
-    level: Literal["error", "warning"]
+    level: Literal["error", "warning", "note"]
     effect: str
 
     def sentence(self, names: Mapping[Library, str]) -> str:

@@ -74,13 +74,22 @@ def deepspeed_config(plan: Plan, run: Run, cluster: Cluster, model: Model, folde
         "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,
     }
+    if choice.gradients != choice.precision:
+        values |= {"communication_data_type": choice.gradients, "data_types": {"grad_accum_dtype": choice.gradients}}
     if choice.tensor_parallel > 1:
         values["tensor_parallel"] = {"autotp_size": choice.tensor_parallel}
     if choice.spec.uses_nvme:
         values["aio"] = AIO
     if run.deepspeed_values == "auto":
-        values = with_auto(values)
+        values = _with_auto_where_equal(values, model.hidden_size)
     return _for_script(values) if run.script else values
+
+
+def _with_auto_where_equal(values: dict[str, Any], hidden_size: int) -> dict[str, Any]:
+    """Return ``values`` with "auto" wherever Trainer fills in the same value."""
+    filled, sizes = with_auto(values), auto_sizes(hidden_size)
+    different = {name: size for name, size in values["zero_optimization"].items() if sizes.get(name, size) != size}
+    return filled | {"zero_optimization": filled["zero_optimization"] | different}
 
 
 def _for_script(values: dict[str, Any]) -> dict[str, Any]:

@@ -21,6 +21,7 @@ from unittest import mock
 
 from pydantic import TypeAdapter, ValidationError
 
+from shardmake.config.deepspeed_keys import find_removed
 from shardmake.render import parsers
 from shardmake.render.comparison import Library, Problem, Settings
 
@@ -63,7 +64,11 @@ HIDDEN_SIZE: Final = 64
 
 @dataclass
 class EngineSettings:
-    """Settings as the libraries understood them; ``stops`` maps a key to a sentence, if the key ends the run."""
+    """Settings as the libraries understood them.
+
+    ``left_to_script`` holds keys of the DeepSpeed file whose "auto" a script's objects fill in. ``data_ranks`` is the
+    number of ranks that share the rows. ``stops`` maps a key to a sentence, if the key ends the run.
+    """
 
     arguments: Any = None
     launched: Namespace | None = None
@@ -73,8 +78,10 @@ class EngineSettings:
     fsdp: Any = None
     dynamo: str = "NO"
     deepspeed: dict[str, Any] = field(default_factory=dict)
+    left_to_script: list[str] = field(default_factory=list)
     uses_deepspeed: bool = False
     world_size: int = 1
+    data_ranks: int = 1
     problems: list[Problem] = field(default_factory=list)
     stops: dict[str, str] = field(default_factory=dict)
 
@@ -104,7 +111,36 @@ def read_settings(settings: Settings, folder: Path) -> EngineSettings:
         if plugin is not None:
             _read_deepspeed(settings, plugin, found)
         _read_dynamo(found)
+        found.data_ranks = found.world_size
+        if settings.on_cpu:
+            found.fsdp = None  # Accelerate ignores it
+            found.data_ranks = _ranks_without_gpu(settings, found)
     return found
+
+
+def _ranks_without_gpu(settings: Settings, found: EngineSettings) -> int:
+    """Return the number of ranks that Accelerate counts on nodes without a GPU; record it if each rank counts one."""
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import str_to_bool
+
+    by_trainer = settings.trainer is not None and bool(settings.trainer.get("use_cpu"))
+    use_cpu = by_trainer or bool(str_to_bool(os.environ.get("ACCELERATE_USE_CPU", "false")))
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = str(found.uses_deepspeed).lower()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    ranks = PartialState(cpu=use_cpu, **({"backend": "gloo"} if use_cpu else {})).num_processes
+    if found.world_size > ranks:
+        total = found.deepspeed.get("train_batch_size") if found.deepspeed else "auto"
+        if found.uses_deepspeed and (total == "auto" or (total is not None and settings.trainer is not None)):
+            found.stops["train_batch_size"] = "DeepSpeed stops: Accelerate counts one rank, and DeepSpeed counts all."
+        if settings.trainer is not None and settings.trainer.get("fsdp"):
+            found.stops["fsdp"] = "Trainer stops: FSDP needs several ranks, and without a GPU each rank counts one."
+        effect = "Without a GPU, Accelerate takes each rank for the only one, and all ranks train on the same rows."
+        if settings.trainer is None:
+            advice = "Start the script as a run of Shardmake, which corrects this."
+            found.refuse("Accelerate", "use_cpu", None, f"{effect} {advice}")
+        else:
+            found.refuse("Trainer", "use_cpu", None, f"{effect} Set use_cpu: true.")
+    return int(ranks)
 
 
 def _drop_refused_fields(found: EngineSettings) -> None:
@@ -149,6 +185,9 @@ def _well_formed(values: Mapping[str, Any], found: EngineSettings) -> dict[str, 
             section = section.get(part, {}) if isinstance(section, dict) else {}
         if isinstance(section, dict) and last in section and not isinstance(section[last], dict):
             found.refuse("DeepSpeed", key, section.pop(last), "Transformers and DeepSpeed stop: they need a mapping.")
+    for key, value, rule in list(find_removed(copied)):
+        found.refuse("DeepSpeed", key, value, rule.fact)
+        copied = without(copied, key)
     _read_text(copied, "", found)
     if "type" not in copied.get("optimizer", {"type": ""}):
         found.refuse("DeepSpeed", "optimizer.type", None, "DeepSpeed creates no optimizer without its type.")
@@ -203,9 +242,20 @@ def _launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineS
                 found.refuse("Accelerate", missing, None, "`accelerate launch` stops: it cannot start without it.")
                 return
             found.refuse("Accelerate", key, values.pop(key), "`accelerate launch` stops: it cannot use this value.")
-    if found.launched.use_cpu and found.launcher == "simple_launcher" and values.get("distributed_type") not in PLAIN:
-        effect = "`accelerate launch` starts one plain process, silently. Set use_cpu: false here, and use_cpu in the "
-        found.refuse("Accelerate", "use_cpu", True, f"{effect}training arguments.")
+    if found.launcher == "simple_launcher" and found.launched.mpirun_hostfile is None:
+        found.world_size = 1
+        _refuse_one_process(values, found)
+
+
+def _refuse_one_process(values: Mapping[str, Any], found: EngineSettings) -> None:
+    """Record that `accelerate launch` starts one plain process, if its file asks for more."""
+    kind, one_process = values.get("distributed_type"), "`accelerate launch` starts one plain process, silently."
+    if found.launched is not None and found.launched.use_cpu and kind not in PLAIN:
+        advice = "Set use_cpu: false here, and use_cpu in the training arguments."
+        found.refuse("Accelerate", "use_cpu", True, f"{one_process} {advice}")
+    elif (ranks := getattr(found.launched, "num_processes", 1)) is not None and ranks > 1:
+        advice = f"{ranks} ranks need MULTI_GPU, also on CPUs, or mpirun_hostfile."
+        found.refuse("Accelerate", "distributed_type", kind, f"{one_process} {advice}")
 
 
 PLAIN: Final = ("NO", "MULTI_CPU")
@@ -393,16 +443,23 @@ def _accepted(
     return deepspeed
 
 
+def nearest_argument(name: str) -> str | None:
+    """Return the training argument whose name is nearly ``name``, but not the same."""
+    from transformers import TrainingArguments
+
+    known = [one for one in TrainingArguments.__dataclass_fields__ if not one.startswith("_")]
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+    return close[0] if close and close[0] != name else None
+
+
 def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
     """Return the training arguments that transformers knows. Others are the script's own, unless nearly the same."""
     from transformers import TrainingArguments
 
     known = [name for name in TrainingArguments.__dataclass_fields__ if not name.startswith("_")]
     for key, value in given.items():
-        close = difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-        if key not in known and close:
-            effect = f"Transformers does not know this argument. Did you mean {close[0]!r}?"
-            found.problems.append(Problem("Trainer", key, value, "warning", effect))
+        if key not in known and (nearest := nearest_argument(key)) is not None:
+            found.refuse("Trainer", key, value, f"Transformers does not know this argument. Did you mean {nearest!r}?")
     hints = get_type_hints(TrainingArguments)
     kept = [key for key in given if key in known and key not in NOT_COMPARED]
     return {
@@ -433,7 +490,7 @@ def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
 
 
 PLAIN_TYPES: Final = {int, float, bool, str, type(None)}
-NOT_COMPARED: Final = ("deepspeed", "output_dir", "use_cpu", "ddp_backend", "local_rank", "no_cuda")
+NOT_COMPARED: Final = ("deepspeed", "output_dir", "use_cpu", "ddp_backend", "local_rank", "no_cuda", "tf32")
 """Arguments of the machine and of paths; the check runs on a machine without a GPU."""
 
 
@@ -506,8 +563,7 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
     _check_batch(config, found)
     reader = lambda less: parsers.deepspeed_settings(less, {})  # noqa: E731
     while (key := culprit(config, reader)) is not None:
-        value = dict(parsers.leaves(config))[key]
-        found.refuse("DeepSpeed", key, value, "DeepSpeed stops: it does not know this key or cannot use its value.")
+        _refuse_for_deepspeed(key, dict(parsers.leaves(config))[key], found)
         config = without(config, key)
     try:
         found.config, ignored = reader(config)
@@ -519,6 +575,15 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
         if name in (settings.deepspeed or {}):
             effect = "DeepSpeed does not know this key and ignores it."
             found.problems.append(Problem("DeepSpeed", name, found.deepspeed.get(name), "warning", effect))
+
+
+def _refuse_for_deepspeed(key: str, value: Any, found: EngineSettings) -> None:
+    """Record a value that DeepSpeed refuses, and where it comes from if the file has "auto"."""
+    if dict(parsers.leaves(found.deepspeed)).get(key) == "auto":
+        effect = f"The training arguments fill in {json.dumps(value)}, and DeepSpeed stops: it cannot use this value."
+        found.refuse("DeepSpeed", key, "auto", effect)
+    else:
+        found.refuse("DeepSpeed", key, value, "DeepSpeed stops: it does not know this key or cannot use its value.")
 
 
 def _set_precision(plugin: Any, found: EngineSettings) -> None:
@@ -558,6 +623,7 @@ def _fill_last(config: dict[str, Any], key: str, found: EngineSettings) -> dict[
     filled: dict[str, Any] = dict(FILLED_BY_ACCELERATE)
     if found.arguments is None:
         filled |= {"gradient_accumulation_steps": 1, "train_micro_batch_size_per_gpu": 1}
+        found.left_to_script += [key] if key not in FILLED_BY_ACCELERATE else []
     if key in filled:
         *path, last = key.split(".")
         section = config

@@ -17,7 +17,8 @@ from typing import Any, Final, Literal
 import yaml
 from pydantic import TypeAdapter
 
-from shardmake.config.user_files import DuplicateKeyError, parse_json
+from shardmake.config import user_files
+from shardmake.config.user_files import SIGNS, DuplicateKeyError, parse_json
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
@@ -25,19 +26,7 @@ from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
 
-Kind = Literal["accelerate", "deepspeed", "training"]
-TITLES: Final[dict[Kind, str]] = {
-    "accelerate": "Accelerate file",
-    "deepspeed": "DeepSpeed file",
-    "training": "training arguments",
-}
-SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
-    "accelerate": ("distributed_type", "compute_environment", "num_processes", "deepspeed_config"),
-    "deepspeed": ("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size"),
-    "training": ("arguments", "learning_rate", "per_device_train_batch_size", "num_train_epochs", "max_steps"),
-}
-"""Keys that identify each kind of file."""
-
+Kind = user_files.Kind | Literal["training"]
 OWNERS: Final[dict[Library, Kind]] = {"Trainer": "training", "DeepSpeed": "deepspeed", "Accelerate": "accelerate"}
 
 
@@ -74,13 +63,25 @@ def read_source(path: Path) -> ConfigFile:
     values = _parse(path, read_text(path))
     if not isinstance(values, dict):
         raise ConfigError(f"Cannot check {path}: it holds {_kind_of(values)} instead of keys with values.")
-    kinds = [kind for kind, signs in SIGNS.items() if any(sign in values for sign in signs)]
-    if not kinds:
-        wanted = "; ".join(f"{TITLES[kind]}: {', '.join(signs)}" for kind, signs in SIGNS.items())
-        raise ConfigError(f"Cannot check {path}: it is not a known configuration file. Each kind has one of: {wanted}.")
-    kind = kinds[0]
+    kind = _kind_of_file(path, values)
     inner = values.get("arguments") if kind == "training" else None
     return ConfigFile(kind, str(path), inner if isinstance(inner, dict) else values)
+
+
+def _kind_of_file(path: Path, values: dict[str, Any]) -> Kind:
+    """Return the kind of file that has these keys. DeepSpeed files and training arguments have some in common."""
+    from transformers import TrainingArguments
+
+    for kind, signs in SIGNS.items():
+        if any(sign in values for sign in signs):
+            return kind
+    if values.keys() & {"arguments", *TrainingArguments.__dataclass_fields__}:
+        return "training"
+    raise ConfigError(
+        f"Cannot check {path}: it is not a known configuration file. An Accelerate file has one of "
+        f"{', '.join(SIGNS['accelerate'])}; a DeepSpeed file one of {', '.join(SIGNS['deepspeed'])}; training "
+        "arguments one of those of transformers."
+    )
 
 
 def read_text(path: Path) -> str:
@@ -120,13 +121,15 @@ def _kind_of(values: Any) -> str:
 # --- checking ---------------------------------------------------------------------------------------------------------
 
 
-def check(words: Sequence[str], ranks: int | None = None, scratch: str = "/tmp") -> list[Report]:
+def check(
+    words: Sequence[str], ranks: int | None = None, *, on_cpu: bool = False, scratch: str = "/tmp"
+) -> list[Report]:
     """Return a report for each combination of the files and for each command; ``words`` may end with a command.
 
-    ``ranks`` is the number of ranks, if neither a file nor a command says it. Raises `ConfigError` for a file that
-    cannot be read or whose kind is unknown.
+    ``ranks`` is the number of ranks, if neither a file nor a command says it. ``on_cpu`` says that the nodes have no
+    GPU. Raises `ConfigError` for a file that cannot be read or whose kind is unknown.
     """
-    request = {"words": list(words), "ranks": ranks}
+    request = {"words": list(words), "ranks": ranks, "on_cpu": on_cpu}
     environment = {**os.environ, **kernel_caches(scratch), "CUDA_VISIBLE_DEVICES": ""}
     try:
         return _REPORTS.validate_python(run_module(__name__, request, environment))
@@ -149,7 +152,7 @@ def _answer(request: dict[str, Any]) -> list[dict[str, Any]]:
         else:
             sources.append(read_source(path))
     trainings = [_of_command(one, sources) for one in commands] or list(_combinations(sources))
-    return [asdict(_report(training, request["ranks"])) for training in trainings]
+    return [asdict(_report(training, request["ranks"], on_cpu=request["on_cpu"])) for training in trainings]
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[Path], command_lines.Command | None]:
@@ -251,14 +254,14 @@ def _add_named(training: Training) -> None:
         training.named_by_trainer = _add(training, by_accelerate, "Accelerate", key, folder) is None
 
 
-def _report(training: Training, ranks: int | None) -> Report:
+def _report(training: Training, ranks: int | None, *, on_cpu: bool) -> Report:
     from shardmake.render.settings_table import compare
 
     values = {kind: source.values for kind, source in training.files.items()}
     size, note = _ranks(training, ranks)
     settings = Settings(
         trainer=values.get("training"), deepspeed=values.get("deepspeed"), accelerate=values.get("accelerate"),
-        flags=training.flags, world_size=size, named_by_trainer=training.named_by_trainer,
+        flags=training.flags, world_size=size, named_by_trainer=training.named_by_trainer, on_cpu=on_cpu,
     )  # fmt: skip
     plain = json.loads(json.dumps(asdict(settings), default=str))
     with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:

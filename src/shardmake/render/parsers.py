@@ -111,8 +111,9 @@ def training_arguments(values: Mapping[str, Any], deepspeed: Mapping[str, Any], 
     from accelerate.utils import FullyShardedDataParallelPlugin
     from transformers import TrainingArguments
 
-    # The check may run on a machine without a GPU; it does not concern the device.
-    given = {**values, "use_cpu": True, "ddp_backend": "gloo", "output_dir": str(folder / "output")}
+    # The check may run on a machine without a GPU; it does not concern the device, and TF32 needs one.
+    machine = {"use_cpu": True, "ddp_backend": "gloo", "tf32": None, "output_dir": str(folder / "output")}
+    given = {**values, **machine}
     watched = Watched(given.get("fsdp_config") or {})
     arguments = TrainingArguments(
         **given | ({"fsdp_config": watched} if watched else {}) | ({"deepspeed": dict(deepspeed)} if deepspeed else {})

@@ -9,8 +9,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
+from shardmake.config.deepspeed_keys import OPTIMIZER_REMOVED, is_removed_optimizer
+from shardmake.config.user_file_keys import judge
+from shardmake.config.user_files import UserFile
 from shardmake.core.process import answer_request
 from shardmake.render import parsers
 from shardmake.render.comparison import Comparison, Library, Problem, Row, Settings, Value
@@ -117,12 +120,31 @@ _DEFAULT_RATES: Final = {"WarmupLR": None, "WarmupDecayLR": 0.001}
 """The default of ``warmup_max_lr``; None stands for the optimizer's learning rate."""
 
 
-def _scheduled(key: str, default: Any, argument: Runs) -> tuple[Runs, Runs]:
+SHORTEST_WARMUP: Final = 2
+"""Steps that DeepSpeed's schedules warm up for at least, whatever is written."""
+
+
+def _scheduled(key: str, argument: Runs) -> tuple[Runs, Runs]:
+    """Return DeepSpeed's value of a parameter of its schedule, None if it has none, and the value that trains."""
+
     def engine(found: EngineSettings) -> Any:
-        section = _section(found, "scheduler")
-        return None if section is None else section.get(key, default)
+        section, parameter = _section(found, "scheduler"), _schedule_parameters(found).get(key)
+        if section is None or parameter is None:
+            return None
+        value = section.get(key, None if parameter.default is inspect.Parameter.empty else parameter.default)
+        return max(SHORTEST_WARMUP, value) if key == "warmup_num_steps" and isinstance(value, int) else value
 
     return engine, lambda found: engine(found) if _section(found, "scheduler") is not None else argument(found)
+
+
+def _schedule_parameters(found: EngineSettings) -> dict[str, inspect.Parameter]:
+    """Return the parameters of the schedule in the DeepSpeed file, empty for an unknown one."""
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    name = str(found.config.scheduler_name)
+    schedule = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
+    return {} if schedule is None else dict(list(inspect.signature(schedule).parameters.items())[1:])
 
 
 def _scheduler(found: EngineSettings) -> Any:
@@ -229,9 +251,7 @@ def _engine(found: EngineSettings) -> str:
         return "DeepSpeed"
     if found.fsdp is not None:
         return "FSDP"
-    if found.launcher == "simple_launcher" and found.world_size <= 1:
-        return "one process"
-    return "DDP" if found.world_size > 1 else "one process"
+    return "DDP" if found.data_ranks > 1 else "one process"
 
 
 def _compile(found: EngineSettings) -> str:
@@ -248,15 +268,25 @@ def _fsdp(attribute: str) -> Runs:
     return value
 
 
+def _of_adam(value: Runs) -> Runs:
+    """Return ``value``, or None with an optimizer of Trainer that does not have Adam's parameters."""
+
+    def read(found: EngineSettings) -> Any:
+        name = str(_plain(getattr(found.arguments, "optim", "")))
+        return value(found) if any(kind in name for kind in ("adam", "ademamix", "lion")) else None
+
+    return read
+
+
 _LR, _BETAS, _EPS, _DECAY = (
     _parameter("lr", lambda found: getattr(found.arguments, "learning_rate", None)),
-    _parameter("betas", lambda found: _betas(found, None) if found.arguments else None),
-    _parameter("eps", lambda found: getattr(found.arguments, "adam_epsilon", None)),
+    _parameter("betas", _of_adam(lambda found: _betas(found, None))),
+    _parameter("eps", _of_adam(lambda found: found.arguments.adam_epsilon)),
     _parameter("weight_decay", lambda found: getattr(found.arguments, "weight_decay", None)),
 )
-_WARMUP = _scheduled("warmup_num_steps", 1000, lambda found: getattr(found.arguments, "warmup_steps", None))
+_WARMUP = _scheduled("warmup_num_steps", lambda found: _warmup_of_trainer(found))
 _TOTAL = _scheduled(
-    "total_num_steps", None, lambda found: steps if (steps := getattr(found.arguments, "max_steps", -1)) > 0 else None
+    "total_num_steps", lambda found: steps if (steps := getattr(found.arguments, "max_steps", -1)) > 0 else None
 )
 
 
@@ -270,16 +300,42 @@ GAS: Final = "gradient_accumulation_steps"
 def _batch(found: EngineSettings, value: Any = None) -> Any:
     if found.arguments is None:
         is_open = "auto" in (found.deepspeed.get("train_micro_batch_size_per_gpu", "auto"), found.deepspeed.get(GAS))
-        return None if is_open else getattr(found.config, "train_batch_size", None)
+        total = None if is_open else getattr(found.config, "train_batch_size", None)
+        return None if total is None else total // found.world_size * found.data_ranks
     one = found.arguments.per_device_train_batch_size * found.arguments.gradient_accumulation_steps
-    return one * found.world_size
+    return one * found.data_ranks
 
 
-def _warmup_steps(found: EngineSettings, value: Any) -> Any:
-    """Return Trainer's warm-up as DeepSpeed counts it; a ratio asks for nothing as long as the steps are unknown."""
-    if _section(found, "scheduler") is None:
+def _warmup_of_trainer(found: EngineSettings) -> Any:
+    """Return the warm-up of Trainer's schedule: a ratio as long as the number of steps is unknown."""
+    if found.arguments is None:
         return None
-    return max(1, int(value)) if value >= 1 or not value else None
+    if _plain(found.arguments.lr_scheduler_type) == "constant":
+        return 0
+    return _steps_of_ratio(found, found.arguments.warmup_steps)
+
+
+def _steps_of_ratio(found: EngineSettings, value: Any) -> Any:
+    known = 0 < value < 1 and found.arguments.max_steps > 0
+    return found.arguments.get_warmup_steps(found.arguments.max_steps) if known else value
+
+
+def _ask_warmup(found: EngineSettings, value: Any) -> Any:
+    """Return Trainer's warm-up as DeepSpeed counts it; a ratio asks for nothing as long as the steps are unknown."""
+    steps = _steps_of_ratio(found, value)
+    if _section(found, "scheduler") is None:
+        return steps
+    return None if 0 < steps < 1 else max(SHORTEST_WARMUP, int(steps))
+
+
+def _betas_that_run(found: EngineSettings) -> Any:
+    """Return the betas, or a word if DeepSpeed's OneCycle changes them with the learning rate."""
+    betas, schedule = _BETAS[1](found), _section(found, "scheduler") or {}
+    is_cycle = found.config is not None and found.config.scheduler_name == "OneCycle"
+    return VARIES if betas and is_cycle and schedule.get("cycle_momentum", True) else betas
+
+
+VARIES: Final = "OneCycle's"
 
 
 SETTINGS: Final = (
@@ -327,13 +383,14 @@ SETTINGS: Final = (
     ),
     Setting(
         "betas",
-        _BETAS[1],
+        _betas_that_run,
         ("adam_beta1", "adam_beta2"),
         ("optimizer.params.betas",),
         engine=_BETAS[0],
         ask_trainer=_betas,
         show_trainer=_betas,
         trainer_name="adam_beta1 and adam_beta2",
+        advice=f"{ADD_AUTO} OneCycle changes the betas unless cycle_momentum is false.",
     ),
     Setting("epsilon", _EPS[1], ("adam_epsilon",), ("optimizer.params.eps",), engine=_EPS[0]),
     Setting("weight decay", _DECAY[1], ("weight_decay",), ("optimizer.params.weight_decay",), engine=_DECAY[0]),
@@ -357,8 +414,13 @@ SETTINGS: Final = (
         advice="Remove the scheduler from the DeepSpeed file, or lr_scheduler_type from the arguments.",
     ),
     Setting(
-        "warm-up steps", _WARMUP[1], ("warmup_steps",), ("scheduler.params.warmup_num_steps",), None, _WARMUP[0],
-        _warmup_steps,
+        "warm-up steps",
+        _WARMUP[1],
+        ("warmup_steps",),
+        ("scheduler.params.warmup_num_steps",),
+        engine=_WARMUP[0],
+        ask_trainer=_ask_warmup,
+        advice=f"{ADD_AUTO} Trainer's schedule constant has no warm-up; constant_with_warmup has one.",
     ),
     Setting(
         "total steps",
@@ -493,7 +555,9 @@ def _engine_row(settings: Settings, found: EngineSettings) -> Row:
         values["Accelerate"] = Value(kind, kind is not None, "distributed_type")
     if "fsdp" in found.stops:
         return Row("engine", values, None, "stops", found.stops["fsdp"])
-    asked = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP"}.get(str(values["Accelerate"].value)) if found.launched else None
+    asked = values["Trainer"].value if "Trainer" in values else None
+    if found.launched is not None:
+        asked = {"DEEPSPEED": "DeepSpeed", "FSDP": "FSDP"}.get(str(values["Accelerate"].value), asked)
     if settings.deepspeed is not None and not found.uses_deepspeed:
         effect = "The DeepSpeed file is not used: neither the training arguments nor the launcher name it."
         return Row("engine", values, runs, "differs", effect)
@@ -570,14 +634,14 @@ def _row(setting: Setting, values: dict[Library, Value], found: EngineSettings) 
     stop = next((found.stops[key] for key in _keys(setting) if key in found.stops), None)
     if stop is not None:
         return Row(setting.name, values, None, "stops", stop)
-    runs = setting.runs(found)
+    runs = None if {*setting.deepspeed} & {*found.left_to_script} else setting.runs(found)
     asks = {"Trainer": setting.ask_trainer, "DeepSpeed": setting.ask_deepspeed, "Accelerate": setting.ask_accelerate}
     written = {library: value for library, value in values.items() if value.written and value.value != "auto"}
     nobody = not written and "Trainer" in values and not _in_file(setting, values)
     asked = {library: asks[library](found, value.value) for library, value in written.items()}
     if nobody:
         asked = {"Trainer": setting.ask_trainer(found, values["Trainer"].value)}
-    if runs is None or all(value is None or _same(setting, value, runs) for value in asked.values()):
+    if runs is None or all(value is None or same_value(setting.name, value, runs) for value in asked.values()):
         return Row(setting.name, values, runs, "equal")
     return Row(setting.name, values, runs, "differs", f"{runs} runs, silently. {setting.advice}")
 
@@ -593,8 +657,9 @@ def _keys(setting: Setting) -> list[str]:
     ]
 
 
-def _same(setting: Setting, asked: Any, runs: Any) -> bool:
-    if setting.name == "optimizer":
+def same_value(setting: str, asked: Any, runs: Any) -> bool:
+    """Return whether two values of the row ``setting`` mean the same."""
+    if setting == "optimizer":
         return optimizer_family(asked) == optimizer_family(runs)
     if isinstance(asked, str) or isinstance(runs, str):
         asked, runs = (",".join(map(str, one)) if isinstance(one, list | tuple) else one for one in (asked, runs))
@@ -616,30 +681,36 @@ def _impossible(found: EngineSettings) -> Iterator[Problem]:
             key = f"zero_optimization.{which}.nvme_path"
             yield Problem("DeepSpeed", key, None, "error", "Offload to NVMe needs a folder on the node's own disk.")
     yield from _impossible_schedule(found)
-    section = found.deepspeed.get("activation_checkpointing", {})
-    for key in [key for key, value in section.items() if value]:
-        effect = "Models of transformers do not use it. Set gradient_checkpointing in the training arguments."
-        yield Problem("DeepSpeed", f"activation_checkpointing.{key}", section[key], "warning", effect)
+    yield from _facts(found)
     name, stage = found.config.optimizer_name, int(found.config.zero_optimization_stage)
     if name is not None and _optimizer_class(found) is None and name not in _deepspeed_optimizers():
-        yield Problem("DeepSpeed", "optimizer.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
+        gone = "DeepSpeed stops: neither it nor torch has it."
+        effect = OPTIMIZER_REMOVED if is_removed_optimizer(name) else gone
+        yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
     elif name is not None and stage and not found.config.zero_allow_untested_optimizer and not _is_tested(found):
         effect = "DeepSpeed stops: with ZeRO it needs zero_allow_untested_optimizer: true."
         yield Problem("DeepSpeed", "optimizer.type", name, "error", effect)
 
 
-def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
-    import torch
-    from deepspeed.runtime import lr_schedules
+def _facts(found: EngineSettings) -> Iterator[Problem]:
+    """Yield the keys of the DeepSpeed file that do something else than they say: one key of each section and row."""
+    seen = set()
+    for one in judge(UserFile("deepspeed", "", "", found.deepspeed), is_script=True):
+        group = (one.key.partition(".")[0], one.rule.fact)
+        if one.rule.fact and not one.is_idle and one.rule.fate != "removed" and group not in seen:
+            seen.add(group)
+            level: Literal["warning", "note"] = "warning" if one.rule.fate in ("ignored", "unmergeable") else "note"
+            yield Problem("DeepSpeed", one.key, one.value, level, one.rule.fact)
 
+
+def _impossible_schedule(found: EngineSettings) -> Iterator[Problem]:
     name = found.config.scheduler_name
     if name is None:
         return
-    schedule = getattr(lr_schedules, str(name), None) or getattr(torch.optim.lr_scheduler, str(name), None)
-    if schedule is None:
+    known = _schedule_parameters(found)
+    if not known:
         yield Problem("DeepSpeed", "scheduler.type", name, "error", "DeepSpeed stops: neither it nor torch has it.")
         return
-    known = dict(list(inspect.signature(schedule).parameters.items())[1:])
     given = found.config.scheduler_params or {}
     missing = [key for key, one in known.items() if one.default is inspect.Parameter.empty and key not in given]
     unknown = [key for key in given if key not in known]

@@ -26,7 +26,7 @@ from shardmake.run.training_settings import (
     TrainingSettings,
 )
 
-ATTENTION: Final = {"flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
+ATTENTION: Final = {"varlen": "varlen", "flash": "flash_attention_2", "sdpa": "sdpa", "eager": "eager"}
 OPTIMIZERS: Final = {"adamw": "adamw_torch", "adamw8bit": "adamw_bnb_8bit", "adafactor": "adafactor", "sgd": "sgd"}
 ADAM_BETAS: Final = (0.9, 0.999)
 ADAM_EPSILON: Final = 1e-8
@@ -40,9 +40,11 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
             path=run.model,
             revision=run.revision,
             trust_remote_code=run.trust_remote_code,
+            model_class=plan.workload.model_class,
             dtype=load_dtype(choice, run),
             attention=ATTENTION[plan.workload.attention],
             gradient_checkpointing=choice.gradient_checkpointing,
+            on_gpu=not cluster.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
         ),
         objective=run.objective,
         method=FullMethod() if run.method == "full" else AdapterMethod(kind=run.method, **run.lora.model_dump()),
@@ -70,7 +72,7 @@ def load_dtype(choice: Choice, run: Run) -> str:
 
 def expected_engine(choice: Choice, fsdp_version: int) -> ExpectedEngine:
     """Return what each rank compares with the engine that was built, before it trains."""
-    spec = choice.spec
+    spec, gradients = choice.spec, TORCH_DTYPES[choice.gradients]
     common = ExpectedEngine(
         engine=spec.library,
         zero_stage=spec.zero_stage,
@@ -80,10 +82,11 @@ def expected_engine(choice: Choice, fsdp_version: int) -> ExpectedEngine:
         offload_param=spec.offload_param,
     )
     if spec.is_deepspeed:
-        return ExpectedDeepSpeed(**dict(common), tensor_parallel=choice.tensor_parallel)
+        return ExpectedDeepSpeed(**dict(common), gradient_dtype=gradients, tensor_parallel=choice.tensor_parallel)
     if spec.is_fsdp:
         return ExpectedFsdp(
             **dict(common),
+            gradient_dtype=gradients,
             fsdp_version=fsdp_version,
             reshard_after_forward=spec.reshard_after_forward,
             replicas=choice.nodes if spec.hybrid else 1,
@@ -120,10 +123,14 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
         **_optimizer_arguments(run, cluster),
         "bf16": choice.precision == "bf16",
         "fp16": choice.precision == "fp16",
+        # Stated, because transformers would turn it on for a compiled model.
+        **({"tf32": run.tf32} if choice.precision == "fp32" and not cluster.is_cpu else {}),
         **_memory_arguments(choice, run, model),
         **_interval_arguments(run),
         "seed": run.seed,
         "data_seed": run.seed,
+        # The data stage has put the examples in order.
+        **({} if run.data.order == "shuffled" else {"train_sampling_strategy": "sequential"}),
         "torch_compile": run.torch_compile,
         "remove_unused_columns": False,
         "dataloader_num_workers": 0,
@@ -155,7 +162,12 @@ def _schedule_arguments(run: Run) -> dict[str, Any]:
 
 
 def _warmup_steps(run: Run) -> int | float:
-    """Return the steps if their number is known, else the ratio, which transformers accepts only below 1."""
+    """Return the steps if their number is known, else the ratio, which transformers accepts only below 1.
+
+    The schedule "constant" has no warm-up; transformers ignores the argument.
+    """
+    if run.scheduler == "constant":
+        return 0
     if run.max_steps is None:
         return min(run.warmup_ratio, math.nextafter(1.0, 0.0))
     return math.ceil(run.max_steps * run.warmup_ratio)

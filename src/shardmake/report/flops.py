@@ -75,4 +75,7 @@ def _peak(rundir: RunDir, number: int) -> float:
     """Return the dense peak of an attempt's ranks in FLOP/s; 0 on CPUs."""
     attempt = attempt_of(rundir, number)
     device = find_accelerator(attempt.read().accelerator)
-    return 0.0 if device.is_cpu else attempt.read().world_size * device.flops(Plan.read(attempt.plan).choice.precision)
+    if device.is_cpu:
+        return 0.0
+    plan = Plan.read(attempt.plan)
+    return attempt.read().world_size * device.flops(plan.choice.precision, tf32=plan.workload.tf32)

@@ -93,7 +93,7 @@ def _own_settings(records: Records) -> dict[str, str]:
         "Global batch": _batch(choice),
         "Sequence length": f"{records.used.workload.sequence_length:,} tokens"
         + (", packed" if records.used.workload.packing else ", one example each"),
-        "Precision": _precision(choice.precision, records),
+        "Precision": _precision(records.used.precision, records),
         "Attention": _words(settings.model.attention),
         "Seed": str(values["seed"]),
         "Strategy": _strategy(records),

@@ -32,6 +32,7 @@ class Attempt(RunRecord):
     network_interface: str | None = Field(description="Interface for training traffic; None for the default route's.")
     scratch: str = Field(description="Node-local folder for caches.")
     offline: bool = Field(description="Forbid the ranks any request to the hub.")
+    environment: dict[str, str] = Field(default_factory=dict, description="The cluster file's variables of the ranks.")
     resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start from step 0.")
     settings_digest: str = Field(description="Digest of the settings that define the result.")
     result_settings: dict[str, str] = Field(
@@ -42,6 +43,10 @@ class Attempt(RunRecord):
     planned_bandwidth: float | None = Field(
         None, description="Bytes per second that one node should reach to others; None for a single node."
     )
+    planned_node_bandwidth: float | None = Field(
+        None, description="Bytes per second that a GPU should reach to others of its node; None for one rank per node."
+    )
+    network_check_seconds: float = Field(300, description="How long the network check waits for all ranks.")
     plan_digest: str = Field("", description="Digest of the plan whose fallbacks the attempt's fallback belongs to.")
     hang_seconds: float = Field(600, description="Silence after which a training step counts as hung.")
     checkpoint_bytes: int = Field(0, description="Estimated size of a checkpoint; 0 if there is no estimate.")
@@ -134,6 +139,9 @@ class ProcessStates(RunRecord):
     """The state of each rank's process on one node when the ranks hung."""
 
     states: dict[int, str] = Field(description="psutil's name of the state, by global rank; `gone` without a process.")
+    build_locks: list[str] = Field(
+        default_factory=list, description="Locks of kernel builds that ranks of this node wait for."
+    )
 
 
 class Hang(RunRecord):
@@ -189,6 +197,10 @@ class AttemptDir:
     def stack(self, rank: int) -> Path:
         """Stacks of a rank from `faulthandler`; empty unless they were requested."""
         return self.stacks / f"rank-{rank}.txt"
+
+    def nccl_log(self, rank: int) -> Path:
+        """NCCL's messages of a rank, kept if the network check failed."""
+        return self.stacks / f"nccl-debug-rank-{rank}.txt"
 
     def heartbeat(self, rank: int) -> Path:
         """The `Heartbeat` of a rank."""

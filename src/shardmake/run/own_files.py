@@ -35,7 +35,9 @@ def deepspeed_values(choice: Choice, run: Run) -> dict[str, Any]:
         "zero_optimization.stage": spec.zero_stage,
         "zero_optimization.offload_optimizer.device": spec.offload_optimizer or "none",
         "zero_optimization.offload_param.device": spec.offload_param or "none",
+        "zero_optimization.zero_hpz_partition_size": choice.processes_per_node if spec.hpz else 1,
         "tensor_parallel.autotp_size": choice.tensor_parallel,
+        "data_types.grad_accum_dtype": choice.gradients,
     }
 
 
@@ -178,5 +180,6 @@ def _strategy_hint(own: UserFiles, planned: Mapping[str, Planned]) -> list[str]:
         f"  The strategy with the stage and the offload of your file is {name}."
         for name, spec in STRATEGY_SPECS.items()
         if spec.is_deepspeed
+        and not spec.hpz
         and [spec.zero_stage, spec.offload_optimizer or "none", spec.offload_param or "none"] == wanted
     ]

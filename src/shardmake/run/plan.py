@@ -6,9 +6,12 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from shardmake.config.models import Attention, Loss, Method, Objective, Optimizer, Precision, Strategy
+from shardmake.config.attention import Attention
+from shardmake.config.models import GradientDtype, Loss, Method, Objective, Optimizer, Precision, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.core.atomic import digest
+from shardmake.run.model_class import ModelClass
+from shardmake.run.paths import RunDir
 from shardmake.run.record import RunRecord
 
 
@@ -22,6 +25,7 @@ class Choice(RunRecord):
     nodes: int = Field(gt=0, description="Nodes of the training job.")
     processes_per_node: int = Field(gt=0, description="Ranks per node.")
     precision: Precision = Field(description="Compute data type.")
+    gradient_dtype: GradientDtype = Field("auto", description="The run's setting; `gradients` follows from it.")
     tensor_parallel: int = Field(1, gt=0, description="Ranks that share each layer's matrices and see the same data.")
 
     @property
@@ -65,11 +69,40 @@ class Choice(RunRecord):
         """DeepSpeed's ZeRO stage, 0 for other engines."""
         return self.spec.zero_stage
 
+    def loads_on_gpu(self, method: Method) -> bool:
+        """Return whether each rank with a GPU loads the whole model there, and not to host RAM first.
+
+        ZeRO-3 and FSDP shard the weights on their way; only 4-bit weights are quantized whole on each GPU first.
+        Tensor parallelism splits the matrices after loading.
+        """
+        return self.tensor_parallel == 1 and (method == "qlora" or not self.spec.gathers_parameters)
+
+    @property
+    def gradients(self) -> Precision:
+        """Return the data type in which gradients are accumulated and reduced.
+
+        DDP's gradients have the type of the trained weights, which is fp32.
+        """
+        if self.spec.is_ddp:
+            return "fp32"
+        if self.precision == "fp32" or not self.spec.accumulates_in_fp32:
+            return self.precision
+        if self.gradient_dtype == "auto":
+            return "fp32" if self.gradient_accumulation_steps > 1 else self.precision
+        return self.gradient_dtype
+
+    @property
+    def loses_gradients(self) -> bool:
+        """Return whether gradients are accumulated in 16 bits although the run asks for fp32 or leaves it open."""
+        is_fp32 = self.gradients == "fp32" or self.gradient_dtype == "bf16"
+        return not is_fp32 and (self.gradient_dtype == "fp32" or self.gradient_accumulation_steps > 1)
+
 
 class Workload(RunRecord):
     """The training, which is the same for every candidate."""
 
     model: str = Field(description="Folder, config.json or hub id of the base model.")
+    model_class: ModelClass = Field(description="The class that is trained, merged and evaluated.")
     sequence_length: int = Field(gt=0, description="Tokens per sequence.")
     packing: bool = Field(description="Whether sequences are packed.")
     objective: Objective = Field(description="What training optimizes.")
@@ -77,6 +110,7 @@ class Workload(RunRecord):
     optimizer: Optimizer = Field(description="Optimizer.")
     attention: Attention = Field(description="Attention kernel.")
     loss: Loss = Field(description="Cross entropy: plain or fused.")
+    tf32: bool = Field(False, exclude_if=operator.not_, description="Matrix products in fp32 run in TF32.")
 
 
 class Resources(RunRecord):
@@ -102,6 +136,9 @@ class Plan(RunRecord):
     choice: Choice = Field(description="The first choice of the training.")
     workload: Workload = Field(description="The training itself.")
     reason: str = Field(description="Why this choice, in one sentence.")
+    attention_reason: str = Field(
+        "", exclude_if=operator.not_, description="Why the attention kernel is not varlen, the fastest one."
+    )
     rejected: dict[str, str] = Field(description="Each rejected candidate with its reason.")
     fallbacks: list[Fallback] = Field(description="Choices after each out-of-memory error, in order.")
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
@@ -116,6 +153,12 @@ class Plan(RunRecord):
     def digest(self) -> str:
         """Digest of the whole plan, by which an attempt names the plan that it belongs to."""
         return digest(self.as_json())
+
+    @property
+    def precision(self) -> str:
+        """Compute data type of the choice, and TF32 where it computes in fp32."""
+        has_tf32 = self.workload.tf32 and self.choice.precision == "fp32"
+        return f"{self.choice.precision} with TF32" if has_tf32 else self.choice.precision
 
     def at(self, fallback: int) -> "Plan":
         """Return the plan of an attempt on ``fallback``, counted from 1; 0 is the choice."""
@@ -138,6 +181,12 @@ class Plan(RunRecord):
         needs = self.at(fallback).host_memory
         below = range(fallback + 1, len(self.fallbacks) + 1)
         return (number for number in below if not host or self.fallbacks[number - 1].host_memory < needs)
+
+
+def planned_class(run: Run, rundir: RunDir) -> ModelClass | None:
+    """Return the class that the plan of ``run`` names; None without a plan, or for a script, which chooses its own."""
+    plan = Plan.read_if_exists(rundir.plan) if run.script is None else None
+    return plan.workload.model_class if plan is not None else None
 
 
 class GpuEstimate(RunRecord):

@@ -37,6 +37,7 @@ class DataSettings(RunRecord):
     columns: dict[str, str] = Field(description="Names of columns in the configuration.")
     loss_on: str = Field(description="Tokens with loss, in the configuration.")
     eval_fraction: float = Field(description="Part of the training data that is split off for evaluation.")
+    order: str = Field(description="Order of the training examples.")
     sequence_length: int = Field(description="Tokens per sequence.")
     packing: bool = Field(description="Sequences hold several examples.")
     seed: int = Field(description="Seed of the order.")

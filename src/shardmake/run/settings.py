@@ -114,7 +114,9 @@ def recorded_settings(stage: str, run: Run, cluster: Cluster, rundir: RunDir) ->
 def _check_stages_before(stage: str, run: Run, cluster: Cluster, rundir: RunDir) -> None:
     """Raise `ConfigError` if a training would use files of other settings; warn where a later stage does."""
     for earlier in STAGES_BEFORE.get(stage, ()):
-        changes = changed_results(earlier, run, cluster, rundir)
+        matter = {*result_keys(earlier), *read_keys(stage)}  # the plan also checks settings of later stages
+        changed = changed_settings(earlier, run, cluster, rundir)
+        changes = [change for change in changed if change.partition(":")[0] in matter]
         if not changes:
             continue
         what = f"the {earlier} stage of {rundir.name} ran with other settings: {'; '.join(changes)}"

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from shardmake.config.models import Loss, Method, Objective
 from shardmake.config.strategies import Device, Library
+from shardmake.run.model_class import ModelClass
 from shardmake.run.record import RunRecord
 
 
@@ -16,9 +17,11 @@ class BaseModelSettings(RunRecord):
     path: str = Field(description="Folder or hub id.")
     revision: str | None = Field(description="Branch, tag or commit of a hub id.")
     trust_remote_code: bool = Field(description="Run model code that lies beside the config.")
+    model_class: ModelClass = Field(description="The class that the plan chose.")
     dtype: str = Field(description="Data type of the loaded weights, by torch's name.")
     attention: str = Field(description="Attention kernel, by transformers' name.")
     gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass.")
+    on_gpu: bool = Field(description="Each rank loads the weights to its GPU; else to host RAM first.")
 
 
 class FullMethod(RunRecord):
@@ -58,12 +61,14 @@ class ExpectedEngine(RunRecord):
 class ExpectedDeepSpeed(ExpectedEngine):
     """The values that a rank compares under DeepSpeed."""
 
+    gradient_dtype: str = Field(description="Data type in which gradients are accumulated and reduced.")
     tensor_parallel: int = Field(description="Ranks that share each layer's matrices.")
 
 
 class ExpectedFsdp(ExpectedEngine):
     """The values that a rank compares under FSDP."""
 
+    gradient_dtype: str = Field(description="Data type in which gradients are reduced; their sum is fp32.")
     fsdp_version: int = Field(description="1 or 2.")
     reshard_after_forward: bool = Field(description="Free a block's weights after its forward pass.")
     replicas: int = Field(description="Copies of the sharded model.")

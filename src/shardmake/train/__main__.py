@@ -5,8 +5,10 @@ Nothing else is imported before the signals are set.
 
 import faulthandler
 import os
+import shutil
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +43,7 @@ def main() -> None:
     faulthandler.register(signal.SIGUSR1, file=attempt.stack(rank).open("w"), all_threads=True)
     try:
         write_heartbeat(attempt, rank, "start", 0)
-        _check_network(attempt)
+        _check_network(attempt, rank)
         load_program(folder)(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
@@ -53,17 +55,28 @@ def main() -> None:
     end_process()
 
 
-def _check_network(folder: "AttemptDir") -> None:
-    """Check the network between all ranks; add the node of a missing rank to the error."""
-    from shardmake.train.network_check import NetworkCheckError, check_all_reduce
+def _check_network(folder: "AttemptDir", rank: int) -> None:
+    """Check the network between all ranks; add NCCL's messages and the node of a missing rank to the error."""
+    from shardmake.train.network_check import CheckSettings, NetworkCheckError, check_all_reduce
 
-    settings = folder.read()
-    try:
-        check_all_reduce(settings.accelerator == "cpu", settings.planned_bandwidth)
-    except NetworkCheckError as error:
-        beats = [folder.beat(rank) for rank in error.missing]
-        error.host = error.host or next((beat.host for beat in beats if beat), None)
-        raise
+    attempt = folder.read()
+    with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as local:
+        settings = CheckSettings(
+            on_cpu=attempt.accelerator == "cpu",
+            deadline=attempt.network_check_seconds,
+            between_nodes=attempt.planned_bandwidth,
+            within_node=attempt.planned_node_bandwidth,
+            nccl_log=Path(local, "nccl.txt"),
+        )
+        try:
+            check_all_reduce(settings)
+        except NetworkCheckError as error:
+            if settings.nccl_log and settings.nccl_log.exists():
+                kept = shutil.copyfile(settings.nccl_log, folder.nccl_log(rank))
+                error.args = (f"{error}. NCCL's messages are in {kept}",)
+            beats = [folder.beat(rank) for rank in error.missing]
+            error.host = error.host or next((beat.host for beat in beats if beat), None)
+            raise
 
 
 def load_program(folder: Path) -> Callable[[Path], None]:

@@ -43,7 +43,7 @@ def save(loop: "Loop", folder: Path) -> None:
         save_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
         save_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder))
     elif accelerator.is_main_process:
-        model.save_pretrained(folder)
+        save_weights(model, folder)
         torch.save(loop.optimizer.state_dict(), folder / "optimizer.pt")
     torch.save(_random_states(loop), folder / _random_file(loop))
     if accelerator.is_main_process:
@@ -69,7 +69,7 @@ def load(loop: "Loop", folder: Path) -> None:
         load_fsdp_model(plugin, accelerator, loop.model, str(folder), adapter_only=is_adapter)
         load_fsdp_optimizer(plugin, accelerator, loop.optimizer, loop.model, str(folder), adapter_only=is_adapter)
     else:
-        _load_weights(accelerator.unwrap_model(loop.model), folder)
+        load_weights(accelerator.unwrap_model(loop.model), folder)
         loop.optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
     loop.scheduler.load_state_dict(torch.load(folder / "scheduler.pt", weights_only=True))
     if accelerator.scaler is not None and (folder / "scaler.pt").exists():
@@ -80,14 +80,22 @@ def load(loop: "Loop", folder: Path) -> None:
         _set_random_states(folder / _random_file(loop))
 
 
-def _load_weights(model: Any, folder: Path) -> None:
+def save_weights(model: Any, folder: Path) -> None:
+    """Write the weights of an unsharded model, or its adapter, under the names that they have in the model.
+
+    ``save_pretrained`` would write those of the base model's files, such as one weight for each expert of a mixture;
+    ``load_state_dict`` does not convert them back. The merge writes the names of the base.
+    """
+    model.save_pretrained(folder, **({} if hasattr(model, "peft_config") else {"save_original_format": False}))
+
+
+def load_weights(model: Any, folder: Path) -> None:
+    """Load what `save_weights` wrote; `CheckpointError` for missing or unexpected names (`refuse_partial_states`)."""
     if hasattr(model, "peft_config"):
         model.load_adapter(folder, "default", is_trainable=True)
         return
     weights = {name: value for path in folder.glob("*.safetensors") for name, value in load_file(path).items()}
-    missing, unexpected = model.load_state_dict(weights, strict=False)
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    assert not unexpected and set(missing) <= tied, (missing, unexpected)
+    model.load_state_dict(weights, strict=False)
 
 
 def _random_file(loop: "Loop") -> str:

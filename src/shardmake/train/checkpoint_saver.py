@@ -15,6 +15,7 @@ what is written. Checkpoints that were committed before stay unchanged in all ca
 import contextlib
 import errno
 import logging
+import re
 import shutil
 import subprocess
 import time
@@ -43,6 +44,7 @@ from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (
     barrier,
     gather,
+    get_node_size,
     get_rank,
     get_world_size,
     is_first_of_node,
@@ -51,6 +53,9 @@ from shardmake.train.collectives import (
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
+# The rank in the names of DeepSpeed's shards, FSDP's shards, random generators' states and the folders of NVMe states.
+_SHARD = re.compile(r"(?:zero_pp_rank_|rng_state_|(?:^|/)(?:__|rank))(\d+)")
+_MODEL_PART = re.compile(r"mp_rank_(\d+)_")  # the rank within a tensor-parallel group
 Describe = Callable[[int], dict[str, Any]]
 
 
@@ -219,14 +224,15 @@ class Saver:
 def _sync_files(staged: Path) -> dict[str, FileEntry]:
     """Make every file below ``staged`` durable and visible on every node; return its size and checksum.
 
-    One rank per node syncs every file, because only the node that wrote a file can flush it from its cache. All ranks
-    share the checksums. A node's listing may lack what another node has just written, so the listings are merged.
+    One rank per node syncs every file, because only the node that wrote a file can flush it from its cache. The ranks
+    of that node share the checksums of its files, because they read from that cache and not over the network. A node's
+    listing may lack what another node has just written, so the listings are merged.
     """
     barrier()  # all ranks have written their files
     listed = gather(list_files(staged) if is_first_of_node() else [])
     names = sorted({name for names in listed for name in names})
     sizes = gather({name: sync_file(staged / name) for name in names} if is_first_of_node() else {})
-    own_names = names[get_rank() :: get_world_size()]
+    own_names = share_of_files(names, get_rank(), get_world_size(), get_node_size())
     own = {name: fingerprint(wait_visible(staged / name)) for name in own_names}
     found = {name: entry for entries in gather(own) for name, entry in entries.items()}
     differing = [name for seen in sizes for name, size in seen.items() if size != found[name].size]
@@ -236,6 +242,24 @@ def _sync_files(staged: Path) -> dict[str, FileEntry]:
             "file system is not consistent."
         )
     return {name: found[name] for name in names}
+
+
+def share_of_files(names: list[str], rank: int, world_size: int, node_size: int) -> list[str]:
+    """Return the files whose checksums ``rank`` computes: a share of those that its node wrote, going by their names.
+
+    Files without a rank in their name are those of rank 0. A wrong guess costs time only: each file has one reader.
+    """
+    tensor_parallel = 1 + max((int(part[1]) for part in map(_MODEL_PART.search, names) if part), default=0)
+
+    def node_of(name: str) -> int:
+        shard, part = _SHARD.search(name), _MODEL_PART.search(name)
+        writer = int(shard[1]) if shard else 0
+        if part:
+            writer = writer * tensor_parallel + int(part[1])
+        return (writer if writer < world_size else 0) // node_size
+
+    written = [name for name in names if node_of(name) == rank // node_size]
+    return written[rank % node_size :: node_size]
 
 
 @dataclass(frozen=True)

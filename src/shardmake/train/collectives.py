@@ -19,6 +19,11 @@ def get_world_size() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
+def get_node_size() -> int:
+    """Return the number of ranks of a node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
+
+
 def is_first_of_node() -> bool:
     """Return True on the first rank of each node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

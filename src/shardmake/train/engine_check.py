@@ -51,10 +51,21 @@ def _describe_deepspeed(engine: Any) -> dict[str, Any]:
     return {
         "zero_stage": engine.zero_optimization_stage(),
         "dtype": compute_dtype(engine, "no"),
+        "gradient_dtype": _name(engine.get_data_types()[1]),
         "offload_optimizer": _device(engine.zero_offload_optimizer()),
         "offload_param": _device(engine.zero_offload_param()),
         "tensor_parallel": max(1, engine.autotp_size()),
     }
+
+
+def _name(dtype: Any) -> str:
+    """Return torch's name of a data type."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _reduced_dtype(policy: Any) -> str:
+    """Return the data type in which FSDP reduces gradients: that of the computation if ``policy`` names none."""
+    return _name(policy.reduce_dtype or policy.param_dtype or "float32")
 
 
 def _device(offload: Any) -> str | None:
@@ -67,14 +78,17 @@ def _describe_fsdp2(model: Any) -> dict[str, Any]:
     """Describe a model under FSDP2, which turns every wrapped module into a class ``FSDP...`` with its own state.
 
     The modules around the blocks never free their weights after forward. If any module does, the blocks were wrapped
-    and the strategy reshards after forward.
+    and the strategy reshards after forward. The root decides at the first forward pass, so it is asked only if no other
+    module is wrapped.
     """
     states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
     groups = [group for state in states for group in state._fsdp_param_groups]
+    inner = [group for state in states[1:] for group in state._fsdp_param_groups]
     offload = "cpu" if any(type(group.offload_policy).__name__ == "CPUOffloadPolicy" for group in groups) else None
     return {
         "fsdp_version": 2,
-        "reshard_after_forward": any(group.post_forward_mesh_info is not None for group in groups),
+        "gradient_dtype": _reduced_dtype(states[0]._mp_policy),
+        "reshard_after_forward": any(group.post_forward_mesh_info is not None for group in inner or groups),
         "replicas": max(getattr(group.mesh_info, "replicate_mesh_size", 1) for group in groups),
         "offload_optimizer": offload,
         "offload_param": offload,
@@ -86,6 +100,7 @@ def _describe_fsdp1(model: Any) -> dict[str, Any]:
     hybrid = model.sharding_strategy.name.startswith(("HYBRID", "_HYBRID"))
     return {
         "fsdp_version": 1,
+        "gradient_dtype": _reduced_dtype(model.mixed_precision),
         "reshard_after_forward": model.sharding_strategy.name in ("FULL_SHARD", "HYBRID_SHARD"),
         "replicas": model._inter_node_pg.size() if hybrid else 1,
         "offload_optimizer": offload,

@@ -2,17 +2,25 @@
 
 Under ZeRO-3 transformers reads the weights on rank 0 only. Its documentation promises the same under FSDP, but in 5.23
 every rank reads them all. Here only the first rank of a node does; the others get an empty model, and accelerate
-broadcasts the weights to them.
+broadcasts the weights to them. Engines that keep whole weights on each GPU get them there: the files are mapped, and
+tensor by tensor is copied to the GPU.
 """
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
+from shardmake.checkpoint.formats.hub_layout import check_all_loaded
 from shardmake.config.strategies import FSDP
-from shardmake.run.training_settings import FullMethod, TrainingSettings
+from shardmake.core.errors import CheckpointError
+from shardmake.core.units import plural
+from shardmake.data.varlen import register_varlen
+from shardmake.run.model_class import ModelClass
+from shardmake.run.training_settings import ExpectedDeepSpeed, FullMethod, TrainingSettings
+from shardmake.train.checkpointed_adapters import name_checkpointed_adapters
 
 
 def load_model(settings: TrainingSettings) -> PreTrainedModel:
@@ -21,9 +29,12 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     method = settings.method
     model = load_base(settings)
     model.config.use_cache = False
+    average_router_loss(model, settings)
     if isinstance(method, FullMethod):
+        refuse_partial_states(model)
         return model
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from peft.tuners import tuners_utils
 
     if method.kind == "qlora":
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -34,7 +45,64 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
         target_modules=method.targets,
         task_type="CAUSAL_LM",
     )
-    return get_peft_model(model, adapters)
+    name_checkpointed_adapters(tuners_utils)
+    adapted = get_peft_model(model, adapters)
+    refuse_partial_states(adapted)
+    return adapted
+
+
+def average_router_loss(model: PreTrainedModel, settings: TrainingSettings) -> None:
+    """Let the routers' loss of a mixture of experts count with the coefficient in its config, however a batch is split.
+
+    transformers adds coefficient x loss in every forward pass. The loss of the tokens is their part of a mean over the
+    global batch, and the passes of a step are added up. Without this, the coefficient would grow with ranks and
+    accumulation steps.
+    """
+    coefficient = getattr(model, "router_aux_loss_coef", None)
+    if coefficient is None:
+        return
+    expected = settings.expected
+    groups = expected.world_size // (expected.tensor_parallel if isinstance(expected, ExpectedDeepSpeed) else 1)
+    passes = groups * settings.arguments["gradient_accumulation_steps"]
+    model.router_aux_loss_coef = coefficient / passes
+
+
+def refuse_partial_states(model: torch.nn.Module) -> None:
+    """Let ``load_state_dict`` of ``model`` raise a `CheckpointError` for weights that are missing or left over.
+
+    Trainer, PEFT and DeepSpeed load checkpoints with ``strict=False`` and at most warn. Of an adapted model, a
+    checkpoint may leave out the frozen weights and hold more of them, such as the scales of 4-bit weights.
+    """
+    model.register_load_state_dict_post_hook(check_names)
+
+
+def check_names(model: torch.nn.Module, names: Any) -> None:
+    """Raise a `CheckpointError` for ``names``, the result of ``load_state_dict``, that make the checkpoint partial."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
+    missing, unexpected = set(names.missing_keys), set(names.unexpected_keys)
+    if hasattr(model, "peft_config"):
+        missing &= trained
+        unexpected = {name for name in unexpected if not any(part in parameters for part in _parents(name))}
+    held = {id(parameter) for name, parameter in parameters.items() if name not in missing}
+    missing = {name for name in missing if id(parameters.get(name)) not in held}  # the other name of a tied weight
+    if missing or unexpected:
+        raise CheckpointError(
+            f"The checkpoint does not fit {type(model).__name__}: {_count('missing', missing)}"
+            f"{_count('not part of the model', unexpected)}training would continue with other weights. Resume with the "
+            "version of transformers that wrote the checkpoint, or from an older checkpoint."
+        )
+
+
+def _parents(name: str) -> Iterator[str]:
+    """Yield the names of which ``name`` is a part."""
+    parts = name.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))
+
+
+def _count(kind: str, names: set[str]) -> str:
+    """Return how many ``names`` there are, and the first of them; empty if there are none."""
+    return f"{plural(len(names), 'name')} {kind} ({', '.join(sorted(names)[:3])}); " if names else ""
 
 
 def load_tokenizer(settings: TrainingSettings) -> Any:
@@ -51,21 +119,29 @@ def model_configs(model: Any) -> list[Any]:
 
 
 def load_base(settings: TrainingSettings) -> PreTrainedModel:
-    """Return the base model of ``training.json`` in the planned data type; empty if another rank sends the weights.
+    """Return the base model of ``training.json`` in the planned class and data type.
 
+    It is empty if another rank sends the weights. Raises `ModelError` if a weight is missing or left over.
     TrainingArguments must exist already: transformers reads them to load the model sharded.
     """
     model = settings.model
     source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     dtype = getattr(torch, model.dtype)
-    options = {"dtype": dtype, "attn_implementation": model.attention}
+    if model.attention == "varlen":
+        register_varlen()
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": model.attention}
     if settings.method.kind == "qlora":
         options["quantization_config"] = _four_bit_config(dtype)
+    if model.on_gpu:
+        options["device_map"] = {"": int(os.environ.get("LOCAL_RANK", "0"))}
     # Accelerate does not broadcast 4-bit weights, so every rank quantizes its own.
     receives = settings.expected.engine == FSDP and settings.method.kind != "qlora"
     if receives and os.environ.get("LOCAL_RANK", "0") != "0":
-        return _empty_model(AutoConfig.from_pretrained(model.path, **source), options, model.trust_remote_code)
-    return AutoModelForCausalLM.from_pretrained(model.path, **source, **options)
+        return _empty_model(AutoConfig.from_pretrained(model.path, **source), options, model.model_class)
+    base = model.model_class.load(model.path, **source, **options)
+    if settings.expected.zero_stage == 3:
+        check_all_loaded(base, model.path, model.revision)
+    return base
 
 
 def _four_bit_config(dtype: torch.dtype) -> Any:
@@ -81,15 +157,17 @@ def _four_bit_config(dtype: torch.dtype) -> Any:
     )
 
 
-def _empty_model(config: Any, options: dict[str, Any], trust_remote_code: bool) -> PreTrainedModel:
+def _empty_model(config: Any, options: dict[str, Any], model_class: ModelClass) -> PreTrainedModel:
     """Return a model with correct buffers and unwritten weights, which use address space but no memory.
 
     The weights must not be on the meta device: accelerate identifies an optimizer's parameters by their addresses,
     which are all 0 there.
     """
-    with torch.device("meta"):
-        model_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code))
-    model = model_class.from_pretrained(None, config=config, state_dict={}, **options)
+    kind = model_class.find()
+    if model_class.own_code:
+        with torch.device("meta"):
+            kind = type(AutoModelForCausalLM.from_config(config, trust_remote_code=True))
+    model = kind.from_pretrained(None, config=config, state_dict={}, **options)
     reserved: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -20,7 +20,7 @@ from accelerate.utils import (
     FullyShardedDataParallelPlugin,
     TorchDynamoPlugin,
 )
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SequentialSampler
 from transformers import Trainer, TrainerControl, TrainerState, TrainingArguments, get_scheduler
 from transformers.integrations import get_reporting_integration_callbacks
 from transformers.integrations.liger import apply_liger_kernel
@@ -58,9 +58,8 @@ def train(attempt_folder: Path) -> None:
     optimizer = make_optimizer(model, arguments, settings)
     collate = collator(attempt.rundir.data, plan.workload.attention)
     data = WholeBatches(load(attempt.rundir.data, "train"), plan.choice.global_batch_size)
-    # The order of the shuffled batches depends only on the seed and the epoch.
-    shuffled = DataLoader(data, arguments.train_batch_size, sampler=RandomSampler(data), collate_fn=collate)
-    batches = accelerator.prepare(shuffled)
+    loader = DataLoader(data, arguments.train_batch_size, sampler=make_sampler(data, arguments), collate_fn=collate)
+    batches = accelerator.prepare(loader)
     eval_data = DataLoader(load(attempt.rundir.data, "eval"), arguments.eval_batch_size, collate_fn=collate)
     eval_batches = accelerator.prepare(eval_data)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -217,10 +216,17 @@ class Loop:
         self.model.eval()
         losses = []
         for batch in self.eval_batches:
-            loss = self.loss(batch, self.count_tokens([batch])).repeat(self.arguments.eval_batch_size)
-            losses.append(self.accelerator.gather_for_metrics(loss))
+            # Outside training Liger also returns the logits of all positions, unless it gets this.
+            options = {"skip_logits": True} if self.arguments.use_liger_kernel else {}
+            loss = self.loss({**batch, **options}, self.count_tokens([batch]))
+            losses.append(self.accelerator.gather_for_metrics(loss.repeat(self.arguments.eval_batch_size)))
             self.control = self.callbacks.on_prediction_step(self.arguments, self.state, self.control)
         return torch.cat(losses).mean().item()
+
+
+def make_sampler(data: WholeBatches, arguments: TrainingArguments) -> Sampler[int]:
+    """Return the order of ``data`` as Trainer has it: as it lies on disk, or shuffled by the seed and the epoch."""
+    return SequentialSampler(data) if arguments.train_sampling_strategy == "sequential" else RandomSampler(data)
 
 
 def make_accelerator(arguments: TrainingArguments) -> Accelerator:

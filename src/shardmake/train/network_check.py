@@ -1,7 +1,7 @@
 """Check the network with one all-reduce over all ranks before the model is loaded; detect absent ranks.
 
-With three or more nodes the check also compares the links between them, and names a slow one: an all-reduce is as slow
-as its slowest link, but does not identify it.
+The check also runs an all-reduce within each node. With three or more nodes it compares the links between them, and
+names a slow one: an all-reduce is as slow as its slowest link, but does not identify it.
 
 It runs in a forked process, over the launcher's store. That process can be killed if the network library blocks. It
 also leaves the rank itself unchanged: torch's flight recorder and its splitting of groups require that the training's
@@ -13,8 +13,11 @@ import multiprocessing
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
+from itertools import permutations
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +28,6 @@ from shardmake.core.units import numbered
 from shardmake.run.attempt import host_name
 
 logger = logging.getLogger(__name__)
-DEADLINE_SECONDS = 120.0
 LINGER_SECONDS = 30.0
 """Time that the store stays open after a failure, for ranks that started later and so give up later."""
 _EXIT_SECONDS = 10.0
@@ -34,6 +36,10 @@ Finding = tuple[int, str]
 MIN_BANDWIDTH = 0.25
 """Fraction of the planned bandwidth below which a warning is logged."""
 GPU_BYTES = 64 << 20
+_LARGEST_GPU_BYTES = 1 << 30
+"""A link of several hundred GB/s reaches its bandwidth with messages of this size."""
+_LONGEST_ALL_REDUCE = 1.0
+"""Seconds that one all-reduce may take; slower networks get smaller messages."""
 _CPU_BYTES = 1 << 20
 _REPEATS = 3
 SLOW = 0.25
@@ -51,20 +57,30 @@ class NetworkCheckError(RuntimeError):
         self.host = host
 
 
-def check_all_reduce(on_cpu: bool, planned: float | None, deadline: float = DEADLINE_SECONDS) -> None:
-    """All-reduce over all ranks; rank 0 logs the bandwidth.
+@dataclass(frozen=True)
+class CheckSettings:
+    """The rates to compare with, and the time limit."""
 
-    Args:
-        on_cpu: Use gloo, else NCCL on this rank's GPU.
-        planned: Bytes per second between nodes in the cluster file; a much lower bandwidth of GPUs is a warning.
-        deadline: Seconds for each of: connecting to the store, waiting for all ranks, and the network.
+    on_cpu: bool
+    """Use gloo, else NCCL on this rank's GPU."""
+    deadline: float
+    """Seconds for each of: connecting to the store, waiting for all ranks, and the network."""
+    between_nodes: float | None = None
+    """Planned bytes per second; a much lower bandwidth of GPUs is a warning."""
+    within_node: float | None = None
+    nccl_log: Path | None = None
+    """File for NCCL's messages, unless the user has set `NCCL_DEBUG`."""
+
+
+def check_all_reduce(settings: CheckSettings) -> None:
+    """All-reduce over all ranks; rank 0 logs the bandwidth.
 
     Raises:
         NetworkCheckError: Ranks did not join or cannot use their GPU, or the network does not carry the data.
     """
     if os.environ["WORLD_SIZE"] == "1":
         return
-    for level, line in run_in_fork(lambda: _check(on_cpu, planned, deadline), 3 * deadline + LINGER_SECONDS):
+    for level, line in run_in_fork(lambda: _check(settings), 3 * settings.deadline + LINGER_SECONDS):
         logger.log(level, line)
 
 
@@ -104,25 +120,32 @@ def _send_result(work: Callable[[], list[Finding]], sender: Connection) -> None:
         sender.send(NetworkCheckError(f"{type(error).__name__}: {error}"))
 
 
-def _check(on_cpu: bool, planned: float | None, deadline: float) -> list[Finding]:
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if not on_cpu:
+def _check(settings: CheckSettings) -> list[Finding]:
+    rank, world_size, deadline = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), settings.deadline
+    if not settings.on_cpu:
+        _write_nccl_log(settings.nccl_log)
         _check_gpu(rank)
     store = _connect_store(deadline)
     store.set(f"joined-{rank}", "")
     try:
         # NCCL may block beyond any deadline if a rank is absent.
         store.wait([f"joined-{other}" for other in range(world_size)], timedelta(seconds=deadline))
+        on_cpu, timeout = settings.on_cpu, timedelta(seconds=deadline)
         group = {"backend": "gloo"} if on_cpu else {"backend": "nccl", "device_id": device_of_rank(on_cpu)}
-        timeout = timedelta(seconds=deadline)
         dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout, **group)
-        findings = measure_network(store, on_cpu, None if on_cpu else planned, deadline)
+        findings = measure_network(store, settings)
     except Exception as error:
         explained = _explain(error, store, world_size)
         _keep_store_open(store, rank, world_size)
         raise explained from error
     dist.destroy_process_group()
     return findings
+
+
+def _write_nccl_log(file: Path | None) -> None:
+    """Let NCCL write its messages about the set-up to ``file``; this process ends with the check."""
+    if file is not None and "NCCL_DEBUG" not in os.environ:
+        os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,ENV,NET,GRAPH", "NCCL_DEBUG_FILE": str(file)}
 
 
 def _check_gpu(rank: int) -> None:
@@ -175,32 +198,103 @@ def device_of_rank(on_cpu: bool) -> torch.device:
     return torch.device("cpu" if on_cpu else f"cuda:{os.environ['LOCAL_RANK']}")
 
 
-def measure_network(store: Any, on_cpu: bool, planned: float | None, deadline: float) -> list[Finding]:
-    """Run all-reduces, then measure the links between the nodes; return the findings on rank 0."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    size = _CPU_BYTES if on_cpu else GPU_BYTES
-    tensor = torch.ones(size // 4, device=device_of_rank(on_cpu))
-    _all_reduce(tensor, deadline)
-    started = time.perf_counter()
-    for _ in range(_REPEATS):
-        _all_reduce(tensor.fill_(1), deadline)
-    seconds = (time.perf_counter() - started) / _REPEATS
+def measure_network(store: Any, settings: CheckSettings) -> list[Finding]:
+    """Run all-reduces, then measure each node and the links between the nodes; return the findings on rank 0."""
+    rank, world_size, deadline = dist.get_rank(), dist.get_world_size(), settings.deadline
+    size = _choose_size(settings.on_cpu, deadline)
+    tensor = torch.ones(size // 4, device=device_of_rank(settings.on_cpu))
+    seconds = _time_all_reduce(tensor, deadline)
     if tensor[0].item() != world_size:
         raise ArithmeticError(f"the all-reduce over {world_size} ranks returned {tensor[0].item()}")
-    slow = _compare_links(store, tensor, deadline)
+    findings = []
+    if world_size > int(os.environ["LOCAL_WORLD_SIZE"]):
+        findings.append(describe_bandwidth(seconds, size, world_size, settings.between_nodes))
+    findings += _compare_nodes(store, tensor, settings)
+    findings += _compare_links(store, tensor, deadline)
     _all_reduce(tensor.fill_(1), deadline)  # no rank leaves while others still measure
-    return [describe_bandwidth(seconds, size, world_size, planned), *slow] if rank == 0 else []
+    return findings if rank == 0 else []
+
+
+def _choose_size(on_cpu: bool, deadline: float) -> int:
+    """Return the bytes of a message, the same on all ranks: as many as fill a fast link, fit and take a second."""
+    if on_cpu:
+        return _CPU_BYTES
+    device = device_of_rank(on_cpu)
+    probe = torch.ones(GPU_BYTES // 4, device=device)
+    own = message_size(torch.cuda.mem_get_info(device)[0], _time_all_reduce(probe, deadline))
+    agreed = torch.tensor([own], device=device)
+    _finish(dist.all_reduce(agreed, op=dist.ReduceOp.MIN, async_op=True), agreed, deadline)
+    return int(agreed.item())
+
+
+def message_size(free: int, probe_seconds: float) -> int:
+    """Return the power of two for ``free`` bytes of a GPU, if `GPU_BYTES` took ``probe_seconds``."""
+    fitting = min(free // 4, int(GPU_BYTES * _LONGEST_ALL_REDUCE / probe_seconds), _LARGEST_GPU_BYTES)
+    return 1 << (max(fitting, GPU_BYTES).bit_length() - 1)
+
+
+def _time_all_reduce(tensor: torch.Tensor, deadline: float, group: Any = None) -> float:
+    """Return the seconds of an all-reduce of ones; the first one, which opens the connections, does not count."""
+    _all_reduce(tensor.fill_(1), deadline, group)
+    started = time.perf_counter()
+    for _ in range(_REPEATS):
+        _all_reduce(tensor.fill_(1), deadline, group)
+    return (time.perf_counter() - started) / _REPEATS
+
+
+def _bus_bandwidth(seconds: float, size: int, ranks: int) -> float:
+    return 2 * (ranks - 1) / ranks * size / seconds
 
 
 def describe_bandwidth(seconds: float, size: int, world_size: int, planned: float | None) -> Finding:
     """Return the bus bandwidth of an all-reduce of ``size`` bytes; 2 (n - 1) / n of them cross each rank's link."""
-    bandwidth = 2 * (world_size - 1) / world_size * size / seconds
+    bandwidth = _bus_bandwidth(seconds, size, world_size)
     line = f"preflight: all-reduce of {size >> 20} MiB over {world_size} ranks at {bandwidth / 1e9:.2f} GB/s"
     if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
         return logging.INFO, line
     return (
         logging.WARNING,
         f"{line}, far below the {planned / 1e9:.1f} GB/s of the cluster file. Check the network of these nodes.",
+    )
+
+
+def _compare_nodes(store: Any, tensor: torch.Tensor, settings: CheckSettings) -> list[Finding]:
+    """Return, on rank 0, the bandwidth within the slowest node; every rank must call it."""
+    ranks = int(os.environ["LOCAL_WORLD_SIZE"])
+    if ranks == 1:
+        return []
+    nodes = dist.get_world_size() // ranks
+    group = dist.new_subgroups(ranks)[0] if nodes > 1 else None
+    seconds = _time_all_reduce(tensor, settings.deadline, group)
+    if os.environ["LOCAL_RANK"] == "0":
+        pairs = 0 if settings.on_cpu else _pairs_without_peer_access(ranks)
+        store.set(f"within-{dist.get_rank() // ranks}", f"{seconds} {pairs} {host_name()}")
+    if dist.get_rank():
+        return []
+    answers = [store.get(f"within-{node}").decode().split() for node in range(nodes)]
+    slowest = max(answers, key=lambda words: float(words[0]))
+    planned = None if settings.on_cpu else settings.within_node
+    return [describe_node(float(slowest[0]), int(slowest[1]), slowest[2], tensor.nbytes, ranks, planned)]
+
+
+def _pairs_without_peer_access(gpus: int) -> int:
+    """Return how many ordered pairs of this node's GPUs cannot access each other's memory."""
+    return sum(not torch.cuda.can_device_access_peer(one, other) for one, other in permutations(range(gpus), 2))
+
+
+def describe_node(seconds: float, pairs: int, host: str, size: int, ranks: int, planned: float | None) -> Finding:
+    """Return the bandwidth within ``host``, the slowest node, with ``pairs`` of GPUs that lack peer-to-peer access."""
+    bandwidth = _bus_bandwidth(seconds, size, ranks)
+    line = f"preflight: all-reduce of {size >> 20} MiB over the {ranks} ranks of {host} at {bandwidth / 1e9:.2f} GB/s"
+    if planned is None or bandwidth >= MIN_BANDWIDTH * planned:
+        return logging.INFO, line
+    reason = "The GPUs may exchange data over PCIe instead of NVLink."
+    if pairs:
+        reason = f"{pairs} pairs of GPUs have no peer-to-peer access (P2P) and exchange data through host memory."
+    return (
+        logging.WARNING,
+        f"{line}, far below {planned / 1e9:.1f} GB/s (intra_node_gbps, else that of the GPU model). {reason} "
+        "`nvidia-smi topo -m` shows how the GPUs are connected.",
     )
 
 
@@ -219,8 +313,8 @@ def _compare_links(store: Any, tensor: torch.Tensor, deadline: float) -> list[Fi
     return [(logging.WARNING, line) for line in slow_links(times, tensor.nbytes, hosts)]
 
 
-def _all_reduce(tensor: torch.Tensor, deadline: float) -> None:
-    _finish(dist.all_reduce(tensor, async_op=True), tensor, deadline)
+def _all_reduce(tensor: torch.Tensor, deadline: float, group: Any = None) -> None:
+    _finish(dist.all_reduce(tensor, group=group, async_op=True), tensor, deadline)
 
 
 def _finish(work: Any, tensor: torch.Tensor, deadline: float) -> None:

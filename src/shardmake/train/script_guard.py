@@ -37,6 +37,8 @@ _ADVICE: Final = {
     "deepspeed.initialize takes the file in SHARDMAKE_DEEPSPEED_CONFIG.",
     "dtype": "The precision is the plan's. Remove mixed_precision, bf16, fp16 or autocast from the script and load the "
     "model in the planned data type (dtype=...), or set precision in the run.",
+    "gradient_dtype": "The data type of gradients is the plan's. Remove FSDP's mixed precision policy (or its "
+    "reduce_dtype) and data_types from the script, or set gradient_dtype in the run.",
     "global_batch_size": "Pass $SHARDMAKE_MICRO_BATCH_SIZE and $SHARDMAKE_GRADIENT_ACCUMULATION_STEPS to the script in "
     "script_args, or set global_batch_size and micro_batch_size in the run to the script's values.",
 }

@@ -9,6 +9,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.strategies import DEEPSPEED
+from shardmake.train.checkpointed_adapters import name_checkpointed_adapters
 from shardmake.train.import_hooks import ImportHooks
 from shardmake.train.rank_context import RankContext
 
@@ -23,8 +24,10 @@ def install_hooks(context: RankContext) -> ImportHooks:
     hooks.after("torch", observer.hook_torch)
     hooks.after("torch.distributed.fsdp", observer.hook_fsdp)
     hooks.after("accelerate.accelerator", observer.hook_accelerator)
+    hooks.after("accelerate.utils.dataclasses", observer.hook_fsdp_plugin)
     hooks.after("deepspeed", observer.hook_deepspeed)
     hooks.after("transformers.trainer", observer.hook_trainer)
+    hooks.after("peft.tuners.tuners_utils", name_checkpointed_adapters)
     if context.attempt.accelerator == "cpu" and context.settings.expected.engine == DEEPSPEED:
         hooks.after("accelerate.state", default_to_gloo)
     return hooks
@@ -103,6 +106,12 @@ class ScriptObserver:
         accelerator.__init__ = check_accelerator
         accelerator.prepare, accelerator.prepare_model = check_result(prepare), check_result(prepare_model)
 
+    def hook_fsdp_plugin(self, module: Any) -> None:
+        """Let Accelerate use the planned data types of FSDP, unless the script sets its own."""
+        from shardmake.train.fsdp_precision import set_script_policy
+
+        set_script_policy(module.FullyShardedDataParallelPlugin, self.context.settings.expected)
+
     def hook_deepspeed(self, module: Any) -> None:
         """Check every DeepSpeed engine."""
         initialize = module.initialize
@@ -162,7 +171,13 @@ class ScriptObserver:
         fsdp.__init__, module.fully_shard = watch, watch_sharded
 
     def hook_trainer(self, module: Any) -> None:
-        """Add Shardmake's callbacks to every Trainer."""
+        """Add Shardmake's callbacks to Trainer; let it count tokens in integers and refuse partial checkpoints."""
+        from shardmake.train.fsdp_precision import count_whole_tokens
+        from shardmake.train.load_model import check_names
+
+        count_whole_tokens(module.Trainer)
+        # transformers 5.23 only warns here, after it has loaded a checkpoint with strict=False.
+        module.Trainer._issue_warnings_after_load = lambda trainer, names: check_names(trainer.model, names)
         start = module.Trainer.__init__
 
         @wraps(start)

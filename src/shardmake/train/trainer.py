@@ -12,7 +12,9 @@ from shardmake.train import deepspeed_states
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.callbacks.save_scheduler import StopOnRequest
+from shardmake.train.checkpoint_files import load_weights, save_weights
 from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.fsdp_precision import whole_tokens
 from shardmake.train.learning_check import BuiltTraining
 from shardmake.train.load_model import load_model, load_tokenizer, model_configs
 from shardmake.train.process_group import extend_timeouts, leave_together
@@ -45,6 +47,9 @@ class ShardedTrainer(Trainer):
         self.non_finite.add_loss(loss)
         return loss
 
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        return whole_tokens(super()._get_num_items_in_batch(*args, **kwargs))
+
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
         self.non_finite.set_norm(norm)
@@ -52,13 +57,12 @@ class ShardedTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write config and tokenizer, and the weights if the engine does not shard."""
-        if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
-            super().save_model(output_dir, _internal_call)
-            return
         folder = output_dir or self.args.output_dir
         assert folder is not None
         if self.args.should_save:
             model = self.accelerator.unwrap_model(self.model)
+            if not (self.is_deepspeed_enabled or self.is_fsdp_enabled):
+                save_weights(model, Path(folder))
             for part in model_configs(model):
                 part.save_pretrained(folder)
             if self.processing_class is not None:
@@ -76,6 +80,12 @@ class ShardedTrainer(Trainer):
             if folder is not None:
                 super()._save_checkpoint(model, trial)
                 deepspeed_states.note_sub_groups(self.model_wrapped, folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_deepspeed_enabled or self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            load_weights(self.accelerator.unwrap_model(self.model), Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -24,7 +24,9 @@ from shardmake.train.callbacks.metrics import MetricsCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
 from shardmake.train.callbacks.save_scheduler import SaveScheduler, StopOnRequest
 from shardmake.train.checkpoint_saver import Saver
+from shardmake.train.cpu_affinity import bind_to_gpu
 from shardmake.train.engine_check import check_engine, describe_engine, environment_report
+from shardmake.train.fsdp_precision import fsdp_policy
 from shardmake.train.learning_check import (
     BuiltTraining,
     check_deepspeed_file,
@@ -57,9 +59,14 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)
     prepare_trackers(attempt, arguments["report_to"])
-    return TrainingArguments(
+    made = TrainingArguments(
         output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments
     )
+    if made.fsdp_plugin_args is not None:
+        made.fsdp_plugin_args["mixed_precision_policy"] = fsdp_policy(context.settings.expected)
+    if made.device.type == "cuda" and context.plan.choice.spec.offload_optimizer:
+        bind_to_gpu(made.device)
+    return made
 
 
 def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:

@@ -265,6 +265,16 @@ def test_checkpoint_that_cannot_be_removed_is_reported_and_not_committed(
     assert log.messages == [f"Could not remove {tmp_path / 'checkpoint-10'}: Directory not empty."]
 
 
+def test_a_checkpoint_without_tensors_is_not_committed(tmp_path: Path) -> None:
+    staged = write(tmp_path / store.STAGING, 15, FILES)
+    details = make_record(staged, 15).model_dump(exclude={"saved_at", "save_seconds", "rng_states", "files"})
+    names = ("optimizer_0/__0_0.distcp", "pytorch_model_fsdp_0/__0_0.distcp", "pytorch_model_fsdp_0/__1_0.distcp")
+    files = {name: FileEntry(size=size, crc32="00000000") for name, size in zip(names, (9, 0, 0), strict=True)}
+    with pytest.raises(CheckpointError, match="pytorch_model_fsdp_0 holds no tensors"):
+        store.commit_and_prune(staged, files, details, 0.0, Retention())
+    assert not list(store.committed(tmp_path))
+
+
 @pytest.mark.parametrize("content", [b"", b'{"step": 10', b"\xff\xfe{", b'{"step": 10}', None])
 def test_checkpoint_with_an_unreadable_record_is_set_aside(
     tmp_path: Path, log: pytest.LogCaptureFixture, content: bytes | None

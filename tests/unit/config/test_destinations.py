@@ -8,7 +8,7 @@ import pytest
 from shardmake.config.load import parse_config
 from shardmake.config.models import Config
 from shardmake.core.errors import ConfigError
-from tests.unit.config.test_models import RUN
+from tests.unit.config.samples import RUN
 
 
 def runs(**pushes: Any) -> Config:

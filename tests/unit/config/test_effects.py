@@ -38,7 +38,7 @@ def test_an_unknown_key_is_refused_with_the_place_of_the_table(key: str) -> None
 
 
 def test_a_section_of_one_row_can_have_keys_in_another() -> None:
-    assert effect_of("evaluation.batch_size").changes == ()
+    assert effect_of("evaluation.batch_tokens").changes == ()
     assert effect_of("evaluation.max_new_tokens").changes == ("evaluate",)
     assert effect_of("data.train").changes[0] == "fetch" and effect_of("data.format").changes[0] == "data"
 

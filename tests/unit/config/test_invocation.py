@@ -11,7 +11,7 @@ from shardmake.config.invocation import VARIABLE, check_config_files, check_exec
 from shardmake.config.load import load_config, parse_config
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError
-from tests.unit.config.test_models import CLUSTER, RUN, write
+from tests.unit.config.samples import CLUSTER, RUN, write
 
 
 def values(**changes: Any) -> dict[str, Any]:
@@ -84,6 +84,14 @@ def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(
         SystemExit, match=r"^Error: --configfile: 'plan' does not exist\. .* Write targets before it, such as"
     ):
         check_config_files(["--configfile", "good.yaml", "plan"])
+    (tmp_path / "empty.yaml").touch()
+    for words, message in (
+        (["--configfile", "empty.yaml"], "empty.yaml has no keys. "),
+        (["--configfile", ""], "--configfile: the name is empty. "),
+        (["--configfile="], "--configfile: the name is empty. "),
+    ):
+        with pytest.raises(SystemExit, match=f"^Error: {message}"):
+            check_config_files(words)
     for option in ("--configfile", "--configfiles"):
         with pytest.raises(SystemExit) as end:
             check_config_files(["-n", option, "good.yaml", "bad.yaml", "--cores", "1"])

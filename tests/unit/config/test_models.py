@@ -13,45 +13,17 @@ from pydantic.fields import FieldInfo
 
 from shardmake.config import models
 from shardmake.config.accelerators import ACCELERATORS
-from shardmake.config.inputs import check_inputs, local_files
-from shardmake.config.load import get_run, load_cluster, load_config, parse_config, read_yaml
+from shardmake.config.load import load_cluster, load_config, parse_config
 from shardmake.config.models import STRATEGIES, Cluster, Config, Run
 from shardmake.config.schema import Schema
 from shardmake.core.errors import ShardmakeError
+from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
-RUN: dict[str, Any] = {
-    "model": "org/base",
-    "data": {"train": "org/data"},
-    "sequence_length": 256,
-    "global_batch_size": 16,
-    "max_steps": 60,
-    "learning_rate": 0.001,
-}
-CLUSTER: dict[str, Any] = {
-    "executor": "slurm",
-    "processes_per_node": 4,
-    "cpus_per_node": 64,
-    "memory_gib_per_node": 480,
-}
 RUN_KEYS = ", ".join(Run.model_fields)
-DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, subset, revision"
+DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, order, subset, revision"
 KNOWN = f"Known: {', '.join(ACCELERATORS)}. For another GPU, name the most similar one and set gpu_memory_gib."
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
-
-
-def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """``base`` with ``changes``; a value of ``...`` removes the key."""
-    return {key: value for key, value in {**base, **changes}.items() if value is not ...}
-
-
-def make_run(**changes: Any) -> Run:
-    return parse_config({"cluster": "c.yaml", "runs": {"chat": merged(RUN, changes)}}, "c").runs["chat"]
-
-
-def write(path: Path, values: Any) -> Path:
-    path.write_text(values if isinstance(values, str) else yaml.safe_dump(values))
-    return path
 
 
 def errors_of_config(tmp_path: Path, values: Any) -> list[str]:
@@ -70,6 +42,11 @@ def errors_of_cluster(tmp_path: Path, changes: dict[str, Any]) -> list[str]:
 
 
 INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
+    ({"data": {"train": "a", "order": "length"}}, [
+        "data.order 'length' has no effect with packing, which fills each sequence with examples that fit. "
+        "Set packing: false."]),
+    ({"data": {"train": "a", "order": "given"}, "script": "train.py"}, [
+        "data.order 'given' has no effect with script, which reads its own data. Remove data.order."]),
     ({"strategy": "zero33"}, [
         f"strategy: 'zero33' is not allowed. Did you mean 'zero3'? Allowed: {', '.join(STRATEGIES)}, auto."]),
     ({"strategy": "aut"}, [
@@ -157,7 +134,7 @@ def test_a_run_is_rejected_with_key_value_and_allowed_values(
     changes: dict[str, Any], expected: list[str], tmp_path: Path
 ) -> None:
     lines = errors_of_config(tmp_path, {"cluster": "c.yaml", "runs": {"chat": merged(RUN, changes)}})
-    separator = ": " if expected[0].startswith("set exactly") else "."
+    separator = ": " if expected[0].startswith(("set exactly", "data.order '")) else "."
     assert lines == [f"  runs.chat{separator}{line}" for line in expected]
 
 
@@ -216,129 +193,23 @@ def test_a_config_is_rejected(values: Any, expected: list[str], tmp_path: Path) 
             "slurm.extra: ['nice'] is not allowed. Allowed: names, each with text or a whole number from -2,147,483,648 to 2,147,483,647 or true or false."]),
         ({"slurm": {"partion": "gpu"}}, [
             "slurm.partion: there is no such key. Did you mean 'partition'? Allowed here: partition, account, qos, "
-            "time_limit, gpu_request, gpu_type, signal_seconds, wckey, constraint, exclude, setup, extra."]),
+            "constraint, cpu_partition, cpu_account, cpu_qos, cpu_constraint, time_limit, stage_time_limit, gpu_request, "
+            "gpu_type, signal_seconds, wckey, exclude, setup, srun_extra, extra."]),
+        ({"slurm": {"gpu_type": "gpu:a100:4"}}, [
+            "slurm.gpu_type: 'gpu:a100:4' is not the name of a GPU type. Write the name alone, as `sinfo --format=%G` prints "
+            "it, such as a100."]),
+        ({"slurm": {"extra": {"qos": "long"}}}, ["slurm.extra: 'qos' is set by the key slurm.qos. Write it there."]),
+        ({"slurm": {"extra": {"gpus_per_node": 8}}}, ["slurm.extra: 'gpus_per_node' is set by the key slurm.gpu_request. Write it there."]),
+        ({"env": {"NCCL-DEBUG": "INFO"}}, [
+            "env.NCCL-DEBUG: 'NCCL-DEBUG' is not the name of an environment variable. Use letters, digits and '_'."]),
+        ({"env": {"MASTER_ADDR": "c1"}}, ["env.MASTER_ADDR: MASTER_ADDR is set by the launcher for each rank. Remove it."]),
+        ({"env": {"WANDB_API_KEY": "x"}}, ["env.WANDB_API_KEY: WANDB_API_KEY seems to be a secret, and this file is not. Export it "
+                                           "in your shell: jobs inherit it."]),
+        ({"env": {"NCCL_DEBUG": True}}, [f"env.NCCL_DEBUG: True is not allowed. Allowed: text, a whole number from -2,147,483,648 to 2,147,483,647. {TEXT_OR_TRUTH}"]),
     ],
 )  # fmt: skip
 def test_a_cluster_is_rejected(changes: dict[str, Any], expected: list[str], tmp_path: Path) -> None:
     assert errors_of_cluster(tmp_path, changes) == [f"  {line}" for line in expected]
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
-        ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
-        ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
-        ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
-        ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number or as true or false. Put it in quotes."),
-        ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
-        ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
-        ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),
-    ],
-)  # fmt: skip
-def test_values_that_yaml_converts_are_explained(line: str, expected: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER) + line + "\n")
-    with pytest.raises(ShardmakeError) as error:
-        load_cluster(path)
-    assert str(error.value) == f"{path} cannot be used:\n  {expected}"
-
-
-@pytest.mark.parametrize("spelling", ["5e-4", "5E-4", "0.5e-3", "+5e-4", ".5e-3", "5.e-4", "5.0e-4", "0.0005"])
-def test_numbers_may_have_an_exponent(spelling: str, tmp_path: Path) -> None:
-    text = yaml.safe_dump({"cluster": "c", "runs": {"chat": merged(RUN, {"learning_rate": ...})}})
-    path = write(tmp_path / "c.yaml", text + f"    learning_rate: {spelling}\n")
-    assert load_config(path).runs["chat"].learning_rate == 5e-4
-
-
-def test_yaml_spellings_of_true_and_false_are_accepted(tmp_path: Path) -> None:
-    text = yaml.safe_dump({"cluster": "c", "runs": {"chat": RUN}})
-    assert not load_config(write(tmp_path / "c.yaml", text + "    packing: no\n")).runs["chat"].packing
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' occurs twice."),
-        ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' occurs twice."),
-        ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
-         "token."),
-        ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
-        ("", "{path} has no keys. See config/README.md for the keys."),
-        ("- a\n", "{path} has no keys. See config/README.md for the keys."),
-    ],
-)  # fmt: skip
-def test_invalid_yaml_is_rejected_with_its_line(text: str, message: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", text)
-    with pytest.raises(ShardmakeError) as error:
-        read_yaml(path)
-    assert str(error.value) == message.format(path=path)
-
-
-def test_text_that_is_not_unicode_is_rejected(tmp_path: Path) -> None:
-    path = tmp_path / "c.yaml"
-    path.write_bytes(b"cluster: a\nruns: \xff\n")
-    with pytest.raises(ShardmakeError) as error:
-        read_yaml(path)
-    assert str(error.value) == f"{path}, line 2 is not valid UTF-8. Save the file as UTF-8."
-
-
-def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:
-    assert read_yaml(write(tmp_path / "c.json", '{\n\t"cluster":\t"a"\n}\n')) == {"cluster": "a"}
-
-
-def test_yaml_anchors_are_accepted(tmp_path: Path) -> None:
-    path = write(tmp_path / "c.yaml", "base: &b {x: 1, y: 2}\nother: {<<: *b, y: 3}\n")
-    assert read_yaml(path)["other"] == {"x": 1, "y": 3}
-
-
-def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ShardmakeError) as error:
-        load_cluster(Path("c.yaml"))
-    advice = "Name a cluster file, such as config/clusters/local.yaml."
-    assert str(error.value) == f"cluster: 'c.yaml' does not exist in {tmp_path}. {advice}"
-    with pytest.raises(ShardmakeError) as error:
-        load_cluster(tmp_path)
-    assert str(error.value) == f"cluster: '{tmp_path}' is a folder. {advice}"
-    with pytest.raises(ShardmakeError) as error:
-        read_yaml(tmp_path / "d.yaml")
-    assert str(error.value) == f"'{tmp_path}/d.yaml' does not exist. Name an existing file."
-
-
-def test_later_files_override_earlier_ones(tmp_path: Path) -> None:
-    first = write(tmp_path / "a.yaml", {"cluster": "c", "runs": {"chat": RUN}})
-    second = write(tmp_path / "b.yaml", {"runs": {"chat": {"data": {"eval": "x"}, "seed": 7}, "more": RUN}})
-    config = load_config(first, second)
-    assert list(config.runs) == ["chat", "more"]
-    assert config.runs["chat"] == make_run(seed=7, data={"train": "org/data", "eval": "x"})
-
-
-trees = st.recursive(
-    st.integers() | st.text(max_size=3),
-    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=4),
-    max_leaves=10,
-)
-mappings = st.dictionaries(st.sampled_from("abcd"), trees, max_size=4)
-
-
-def leaves(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
-    """Return every path to a value that is not a mapping."""
-    if not isinstance(value, dict):
-        return {path: value}
-    return {place: leaf for key, inner in value.items() for place, leaf in leaves(inner, (*path, key)).items()}
-
-
-@given(base=mappings, update=mappings)
-def test_merging_takes_every_leaf_of_the_update_and_keeps_the_others(base: Any, update: Any) -> None:
-    from shardmake.config.load import _merge
-
-    result: dict[str, Any] = {}
-    _merge(result, base)
-    _merge(result, update)
-    new, old, got = leaves(update), leaves(base), leaves(result)
-    assert {place: got[place] for place in new} == new
-    hidden = {place for place in old for other in new if place[: len(other)] == other or other[: len(place)] == place}
-    assert got == {place: leaf for place, leaf in old.items() if place not in hidden} | new
 
 
 runs = st.fixed_dictionaries(
@@ -407,7 +278,10 @@ NOT_PATHS = {
     "Data": {"subset", "revision"},
     "Push": {"to", "revision"},  # `to` begins with a kind; its paths are tested below
     "Run": {"revision"},
-    "Slurm": {"partition", "account", "qos", "gpu_type", "wckey", "constraint", "exclude"},
+    "Slurm": {
+        *("partition", "account", "qos", "constraint", "cpu_partition", "cpu_account", "cpu_qos", "cpu_constraint"),
+        *("gpu_type", "wckey", "exclude"),
+    },
     "Cluster": {"accelerator", "network_interface"},
 }
 
@@ -461,15 +335,6 @@ def test_accelerators_are_found_in_any_case() -> None:
     assert Cluster(**CLUSTER, accelerator="A100-80GB").accelerator == "a100-80gb"
 
 
-def test_an_unknown_run_is_rejected() -> None:
-    config = Config.model_validate({"cluster": "c", "runs": {"docs-chat": RUN, "other": RUN}})
-    assert get_run(config, "other") == make_run()
-    with pytest.raises(ShardmakeError) as error:
-        get_run(config, "doc-chat")
-    expected = "Run 'doc-chat' does not exist. Did you mean 'docs-chat'? The runs are: docs-chat, other."
-    assert str(error.value) == expected
-
-
 @pytest.mark.parametrize(
     ("limit", "minutes"),
     [("24:00:00", 1440), ("1-00:00:00", 1440), ("00:30:00", 30), ("00:00:01", 1), ("2-03:04:05", 3065), ("100:00:00", 6000)],
@@ -484,73 +349,3 @@ def test_a_time_limit_in_minutes_is_rounded_up(limit: str, minutes: int) -> None
 def test_destinations_are_a_list(to: Any, destinations: list[str]) -> None:
     push = make_run(push={"to": to}).push
     assert push is not None and push.destinations == destinations
-
-
-def test_the_own_files_of_a_run_are_inputs(tmp_path: Path) -> None:
-    own = write(tmp_path / "ds.json", "{}")
-    run = make_run(deepspeed_config=str(own), accelerate_config=str(tmp_path / "none.yaml"))
-    assert local_files(run, "own_files") == [str(own), str(tmp_path / "none.yaml")]
-    with pytest.raises(ShardmakeError, match=r"^runs\.chat\.accelerate_config: '.*none\.yaml' is not a file in "):
-        check_inputs("chat", run)
-
-
-def test_local_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "base").mkdir()
-    write(tmp_path / "base" / "config.json", "{}")
-    run = make_run(model="base", data={"train": "org/data", "eval": "data/eval.jsonl"})
-    assert local_files(run, "model") == ["base/config.json"]
-    assert local_files(run, "data") == ["data/eval.jsonl"]
-    with pytest.raises(ShardmakeError) as error:
-        check_inputs("chat", run)
-    assert str(error.value) == (
-        "runs.chat.data: 'data/eval.jsonl' does not exist. Name an existing file or folder, or a hub data set."
-    )
-    (tmp_path / "base" / "config.json").unlink()
-    with pytest.raises(
-        ShardmakeError, match=r"^runs\.chat\.model: 'base' is not a model folder\. It has no config\.json\. "
-    ):
-        check_inputs("chat", run)
-
-
-@pytest.fixture
-def data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two files of different examples, a copy, a symbolic and a hard link of the first."""
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    write(tmp_path / "data/train.jsonl", '{"text": "a"}\n')
-    write(tmp_path / "data/other.jsonl", '{"text": "b"}\n')
-    write(tmp_path / "copy.jsonl", '{"text": "a"}\n')
-    write(tmp_path / "eval.jsonl", '{"text": "b"}\n')
-    (tmp_path / "link.jsonl").symlink_to("data/train.jsonl")
-    (tmp_path / "hard.jsonl").hardlink_to("data/train.jsonl")
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("train", "held_out"),
-    [
-        ("data/train.jsonl", "data/train.jsonl"),
-        ("data/train.jsonl", "./data/../data/train.jsonl"),
-        ("data/train.jsonl", "link.jsonl"),
-        ("data/train.jsonl", "hard.jsonl"),
-        ("data/train.jsonl", "copy.jsonl"),
-        ("data", "data/other.jsonl"),
-        ("data/other.jsonl", "data"),
-        ("org/data", "org/data:train"),
-        ("org/data:all", "org/data:all"),
-    ],
-)
-def test_evaluation_on_the_training_data_is_rejected(train: str, held_out: str, data_files: Path) -> None:
-    run = make_run(data={"train": train, "eval": held_out})
-    with pytest.raises(
-        ShardmakeError, match=rf"^runs\.chat\.data\.eval: '{held_out}' has the examples of data\.train "
-    ):
-        check_inputs("chat", run)
-
-
-@pytest.mark.parametrize(
-    ("train", "held_out"), [("data/train.jsonl", "eval.jsonl"), ("org/data", "org/data"), ("org/data", "org/data:test")]
-)
-def test_other_evaluation_data_are_accepted(train: str, held_out: str, data_files: Path) -> None:
-    check_inputs("chat", make_run(data={"train": train, "eval": held_out}))

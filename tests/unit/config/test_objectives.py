@@ -8,7 +8,7 @@ from shardmake.config import objectives
 from shardmake.config.formats import DataFormat
 from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 from shardmake.core.errors import ConfigError
-from tests.unit.config.test_models import make_run
+from tests.unit.config.samples import make_run
 
 
 def test_supervised_fine_tuning_is_the_default_and_reads_every_format() -> None:

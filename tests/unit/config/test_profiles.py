@@ -68,3 +68,4 @@ def test_every_rule_logs_and_no_rule_declares_checkpoints() -> None:
             assert "checkpoints" not in rule.split("log:")[0]
             for directive in ("log:", "message:", "shell:"):
                 assert directive in rule, (file.name, rule.splitlines()[0])
+            assert "conda:" not in rule, "the rules run in the environment of Snakemake, which has Shardmake"

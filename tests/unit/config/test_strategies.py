@@ -63,7 +63,13 @@ def by_fallback_order(spec: StrategySpec) -> int:
 
 @pytest.mark.parametrize(
     ("strategy", "family"),
-    [("zero1-offload", "zero1"), ("zero3-offload", "zero3"), ("zero3-nvme", "zero3-nvme"), ("fsdp-hybrid", "fsdp")],
+    [
+        ("zero1-offload", "zero1"),
+        ("zero3-offload", "zero3"),
+        ("zero3-hpz", "zero3"),
+        ("zero3-nvme", "zero3-nvme"),
+        ("fsdp-hybrid", "fsdp"),
+    ],
 )
 def test_checkpoint_families(strategy: str, family: str) -> None:
     assert STRATEGY_SPECS[strategy].checkpoint_family == family

@@ -45,6 +45,10 @@ def test_only_stages_on_nodes_without_internet_are_offline(
     from shardmake.cli import app
 
     cluster = {"executor": "local", "processes_per_node": 1, "cpus_per_node": 1, "memory_gib_per_node": 1.0}
+    cluster["scratch"] = str(tmp_path)
+    lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
     (tmp_path / "cluster.yaml").write_text(json.dumps(cluster | {"internet_on_compute_nodes": internet}))
     run = {"model": "b", "data": {"train": "t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 1}
     runs = {"chat": run | {"learning_rate": 0.1}}
@@ -61,6 +65,7 @@ def test_only_stages_on_nodes_without_internet_are_offline(
         {"HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"} if on_node and not internet else set()
     )
     assert ("TRITON_CACHE_DIR" in seen) == on_node
+    assert lock.exists() != on_node, "the lock of a build that was killed"
 
 
 def test_each_user_has_a_cache_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,3 +43,22 @@ def test_models_that_do_not_are_refused(config: MambaConfig) -> None:
         "Set packing: false, or try another `attention`."
     )
     check_isolation(model, Collator(256, 0, packing=False, flat=False), CPU)
+
+
+def test_the_check_of_a_compiled_model_leaves_the_training_graph_static() -> None:
+    """Compiled by the check, the graph would have symbols for batch and length after the first training batch."""
+    graphs: list[list[torch.SymInt]] = []
+
+    def record(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        graphs.append([value for value in inputs if isinstance(value, torch.SymInt)])
+        return graph.forward
+
+    torch.compiler.reset()
+    collator = Collator(64, 0, packing=True, flat=False)
+    model = torch.compile(make_model(LlamaConfig(**ATTENTION)), backend=record)
+    check_isolation(model, collator, CPU)
+    assert graphs == []
+    ids = torch.arange(64) % 60
+    batch = collator([{"input_ids": ids, "labels": ids, "position_ids": torch.arange(64)}])
+    model(**batch).loss.backward()
+    assert graphs and not any(graphs)

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -123,6 +124,24 @@ def test_part_of_the_training_data_is_set_aside(model: Path, tmp_path: Path) -> 
     assert (receipt["train"]["examples"], receipt["eval"]["examples"]) == (90, 10)
     parts = [set(decoded(model, rundir.data, split)) for split in ("train", "eval")]
     assert not parts[0] & parts[1] and len(parts[0] | parts[1]) == 100
+
+
+@pytest.mark.parametrize("order", ["shuffled", "length", "given"])
+def test_the_training_examples_lie_in_the_order_of_the_run(model: Path, tmp_path: Path, order: str) -> None:
+    """Held-out examples are missing from the order; `length` shuffles examples of one length by the seed."""
+    texts = [f"{i:02}" + "x" * (i * 7 % 5) for i in range(60)]
+    data = {"train": write_jsonl(tmp_path / "t.jsonl", [{"text": text} for text in texts]), "eval_fraction": 0.1}
+    made = {}
+    for name, seed in (("run", 42), ("again", 42), ("other", 43)):
+        rundir = RunDir(tmp_path / name)
+        prepare(make_run(model, data | {"order": order}, packing=False, seed=seed), rundir)
+        made[name] = [re.sub("[^0-9x]", "", text) for text in decoded(model, rundir.data, "train")]
+    kept = made["run"]
+    assert made["again"] == kept != made["other"], "the seed also decides which examples are held out"
+    assert sorted(kept) != sorted(texts) and set(kept) < set(texts)
+    assert (kept == [text for text in texts if text in kept]) == (order == "given")
+    assert (list(map(len, kept)) == sorted(map(len, kept))) == (order == "length")
+    assert order != "length" or kept != sorted(kept, key=lambda text: (len(text), text))
 
 
 def files_of(folder: Path) -> dict[str, str]:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from shardmake.core import nvidia_smi
 from shardmake.core.units import GIB
+from shardmake.launch import gpus as gpus_module
 from shardmake.launch.gpus import (
     GpuStatus,
     TorchBuild,
@@ -12,7 +14,10 @@ from shardmake.launch.gpus import (
     check_gpus,
     installed_build,
     list_gpus,
+    list_released_gpus,
+    newest_build,
     parse_gpus,
+    slow_gpus,
 )
 
 ROWS = "0, GPU-a, 3, 0\n1, GPU-b, 40960, 0\n2, GPU-c, 3, [N/A]\n3, GPU-d, 3, 2\n"
@@ -80,21 +85,45 @@ RECORDED = {
     [
         ("8 H100", "13.0", None),
         ("8 A100", "12.8", None),
-        ("8 A100", "13.0", "driver is 550, and this torch, built for CUDA 13.0, needs 580"),
-        ("old driver", "12.6", "driver is 470, and this torch, built for CUDA 12.6, needs 525"),
+        ("8 A100", "13.0", "driver is 550, and torch for CUDA 13.0 needs 580 or newer: run make install CUDA=cu126"),
+        ("old driver", "12.6", "needs 525 or newer: update the driver, because no build of torch runs on it"),
         ("V100", "12.6", None),
-        ("V100", "13.0", "compute capability 7.0, and torch for CUDA 13.0 starts at 7.5: install torch for CUDA 12.6"),
-        ("B200", "12.6", "compute capability 10.0, and torch for CUDA 12.6 has no code for it"),
+        ("V100", "13.0", "compute capability 7.0, and torch for CUDA 13.0 starts at 7.5"),
+        (
+            "B200",
+            "12.6",
+            "compute capability 10.0, and torch for CUDA 12.6 has no code for it: run make install CUDA=cu130",
+        ),
         ("B200", "12.8", None),
         ("RTX 4090", "13.0", None),
         ("no rights", "13.0", None),
-        ("8 H100", None, "torch is a build without CUDA"),
+        ("8 H100", None, "torch is a build without CUDA: run make install CUDA=cu130"),
     ],
 )
 def test_a_build_that_cannot_use_the_gpus_is_a_finding(rows: str, cuda: str | None, words: str | None) -> None:
     findings = check_build(parse_gpus(RECORDED[rows]), TorchBuild(cuda, None))
     assert (words is None) == (not findings)
     assert words is None or words in "; ".join(findings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "build"),
+    [
+        ("8 H100", "cu130"),
+        ("8 A100", "cu126"),
+        ("V100", "cu126"),
+        ("B200", "cu130"),
+        ("old driver", None),
+        ("no rights", "cu130"),
+    ],
+)
+def test_the_newest_build_that_the_driver_and_the_gpus_can_run(rows: str, build: str | None) -> None:
+    assert newest_build(parse_gpus(RECORDED[rows])) == build
+
+
+def test_a_new_gpu_under_a_driver_of_cuda_12_can_run_no_build() -> None:
+    """The builds for CUDA 12.8, which ran Blackwell on driver 570, ended with torch 2.11."""
+    assert newest_build(parse_gpus("0, GPU-0, 0, 0, 570.124.06, 10.0")) is None
 
 
 def test_eight_equal_gpus_are_one_finding() -> None:
@@ -135,3 +164,50 @@ def test_a_failing_nvidia_smi_gives_no_answer(tmp_path: Path, monkeypatch: pytes
     assert list_gpus() is None
     monkeypatch.setenv("PATH", str(tmp_path / "empty"))
     assert list_gpus() is None
+
+
+HEALTHY = "0, GPU-0, 1, 0, 580.65.06, 9.0, Default, Not Active, 16, 16"
+
+
+@pytest.mark.parametrize(
+    ("row", "findings", "warnings"),
+    [
+        (HEALTHY, [], []),
+        (HEALTHY.replace("Default", "Exclusive_Process"), [], []),
+        (
+            HEALTHY.replace("Default", "Prohibited"),
+            ["GPU 0 is in the compute mode Prohibited, in which no program can use it"],
+            [],
+        ),
+        (
+            HEALTHY.replace("Not Active, 16,", "Active, 8,"),
+            [],
+            ["the hardware slows GPU 0 down because of heat or power", "GPU 0 uses 8 of its 16 PCIe lanes"],
+        ),
+        ("0, GPU-0, [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]", [], []),
+    ],
+)
+def test_modes_and_slow_gpus(row: str, findings: list[str], warnings: list[str]) -> None:
+    assert check_gpus(parse_gpus(row), None, 1) == findings
+    assert slow_gpus(parse_gpus(row)) == warnings
+
+
+def test_a_gpu_that_a_crashed_process_still_releases_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    busy = HEALTHY.replace(" 1, 0", " 71680, 0")
+    count = f"echo >> {tmp_path}/calls; [ $(wc -l < {tmp_path}/calls) -lt 3 ]"
+    fake_nvidia_smi(tmp_path, monkeypatch, f"if {count}; then echo '{busy}'; else echo '{HEALTHY}'; fi")
+    monkeypatch.setattr(gpus_module, "_RELEASE_POLL_SECONDS", 0.0)
+    assert check_gpus(list_released_gpus(None), None, 1) == []
+    fake_nvidia_smi(tmp_path, monkeypatch, f"echo '{busy}'")
+    assert list_released_gpus("GPU-1") == parse_gpus(busy), "a GPU of another job"
+    monkeypatch.setattr(gpus_module, "_RELEASE_SECONDS", 0.2)
+    assert check_gpus(list_released_gpus(None), None, 1) == ["GPU 0 is in use: 70.0 GiB"]
+
+
+def test_a_hanging_nvidia_smi_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_nvidia_smi(tmp_path, monkeypatch, f"echo >> {tmp_path}/calls; exec sleep 60")
+    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.5)
+    assert list_gpus() is None
+    assert (tmp_path / "calls").read_text() == "\n"

@@ -53,7 +53,17 @@ def test_the_batch_script_repeats_cpus_and_has_a_wckey_only_if_configured(tmp_pa
     assert "--cpus-per-task=4" in srun and "--kill-on-bad-exit=1" in srun
     assert "#SBATCH --signal=USR2@120" in text and "#SBATCH --no-requeue" in text
     assert "c[7-9],c3" in text
+    assert "#SBATCH --gres" not in text, "a CPU cluster has none"
+    assert "--mpi=none" in script(srun_extra=["--mpi=none"])
     assert "wckey" not in text and "#SBATCH --wckey=lab" in script(wckey="lab")
+
+
+def test_the_batch_script_requests_gpus_in_total_and_on_each_node(tmp_path: Path) -> None:
+    slurm = Slurm(gpu_request="gpus", gpu_type="nvidia_a100-sxm4-80gb")
+    cluster = make_cluster(executor="slurm", accelerator="a100-80gb", slurm=slurm)
+    text = SlurmJobs(tmp_path, cluster).script(AttemptDir(tmp_path / "train/attempts/001"), make_plan("zero3"), [])
+    assert "#SBATCH --gpus=nvidia_a100-sxm4-80gb:4\n" in text
+    assert "#SBATCH --gpus-per-node=nvidia_a100-sxm4-80gb:2\n" in text
 
 
 def test_submission_is_retried_when_slurm_does_not_answer() -> None:

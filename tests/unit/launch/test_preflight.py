@@ -1,14 +1,22 @@
 """Findings of a node's checks."""
 
+import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from shardmake.config.attention import Attention
+from shardmake.core import nvidia_smi
 from shardmake.core.atomic import write_json
+from shardmake.launch import preflight, worker
+from shardmake.launch.gpus import GpuStatus, TorchBuild
 from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.outcome import classify
 from shardmake.launch.preflight import (
     GIB,
     PreflightError,
+    check_import,
     check_memory,
     check_names,
     check_node,
@@ -16,8 +24,10 @@ from shardmake.launch.preflight import (
     check_versions,
 )
 from shardmake.launch.worker import oom_kills
-from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
+from shardmake.run.attempt_history import EndReason
 from shardmake.run.plan import Plan, Resources
+from tests.unit.launch.test_outcome import evidence
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 
@@ -70,6 +80,57 @@ def test_all_findings_are_reported_at_once(tmp_path: Path) -> None:
         assert words in str(error.value)
 
 
+def on_gpus(monkeypatch: pytest.MonkeyPatch, capability: float) -> None:
+    """Let a node have GPUs of this capability, and a torch that can use them."""
+    gpus = [GpuStatus(str(number), f"GPU-{number}", 0, 0, 580, capability) for number in range(2)]
+    monkeypatch.setattr(preflight, "list_released_gpus", lambda visible: gpus)
+    monkeypatch.setattr(preflight, "installed_build", lambda: TorchBuild("12.8", None))
+
+
+def planned_attention(plan: Plan, attention: Attention) -> Plan:
+    return plan.model_copy(update={"workload": plan.workload.model_copy(update={"attention": attention})})
+
+
+@pytest.mark.parametrize(
+    ("attention", "capability", "words"),
+    [
+        ("varlen", 7.5, "compute capability 7.5, and attention: varlen needs 8.0 or newer"),
+        ("varlen", 9.0, "attention: varlen cannot be used on this node: ImportError: this build of torch has no Flash"),
+    ],
+)
+def test_an_attention_kernel_that_cannot_run_blames_the_run(
+    attention: Attention, capability: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The import is real: torch is a CPU build here, which has no FlashAttention."""
+    on_gpus(monkeypatch, capability)
+    folder, attempt, plan = node(tmp_path, accelerator="a100-80gb")
+    with pytest.raises(PreflightError, match=words) as error:
+        check_node(folder, attempt, planned_attention(plan, attention), 1, print)
+    assert error.value.blames_run
+    check_node(folder, attempt, planned_attention(plan, "sdpa"), 1, print)
+
+
+BROKEN = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')"
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (BROKEN, "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E: install flash-attn for this"),
+        ("", "cannot import name 'flash_attn_func'"),  # flash-attn 4 has the same import name
+        ("def flash_attn_func(): ...\nflash_attn_varlen_func = 1", "transformers finds no flash-attn 2.3.3 or newer, or no"),
+        ("import os; os.abort()", "the import crashed or took longer than 300 s"),
+    ],
+    ids=["ABI", "flash-attn-4", "no-GPU", "crash"],
+)  # fmt: skip
+def test_the_node_imports_flash_attention_for_real(source: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn/__init__.py").write_text(source)
+    (finding,) = check_import("flash", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert words in finding and "set attention: varlen" in finding
+    assert check_import("eager") == []
+
+
 @pytest.mark.parametrize(
     ("cgroup", "file", "text"),
     [
@@ -87,3 +148,68 @@ def test_the_kernels_count_of_killed_processes(tmp_path: Path, cgroup: str, file
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text(text)
     assert oom_kills(tmp_path / "cgroup", tmp_path) == 2
+
+
+H100 = "".join(f"{n}, GPU-{n}, 1, 0, 580.65.06, 9.0, Default, Not Active, 16, 16\n" for n in range(8))
+NOT_REPORTED = "".join(f"{n}, GPU-{n}, [N/A], [N/A], 580.65.06, [N/A], [N/A], [N/A], [N/A], [N/A]\n" for n in range(2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "visible", "phase", "words"),
+    [
+        (H100, None, "training", ""),
+        (H100.replace("580.65.06, 9.0", "580.65.06, 8.0"), "6,7", "training", ""),
+        (NOT_REPORTED, None, "training", ""),
+        (H100.replace("Default", "Exclusive_Process"), None, "training", ""),
+        (H100.replace("Default", "Prohibited"), "0,1", "preflight", "GPU 1 is in the compute mode Prohibited"),
+        (H100, "MIG-1,MIG-2", "preflight", "2 MIG slices are visible, but CUDA shows only the first"),
+        (H100.replace("580.65.06", "470.256.02"), None, "run preflight", "driver is 470"),
+        ("", None, "preflight", "nvidia-smi does not answer"),
+    ],
+    ids=["8-h100", "2-of-8-a100", "not-reported", "exclusive", "prohibited", "mig", "old-driver", "no-answer"],
+)
+def test_recorded_gpus_through_the_worker_up_to_the_start_of_the_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: str, visible: str | None, phase: str, words: str
+) -> None:
+    (tmp_path / "rows").write_text(rows)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    exited, log = work_until_the_ranks_start(tmp_path, monkeypatch, f"cat {tmp_path}/rows")
+    assert (exited.phase, exited.returncode) == (phase, 7 if phase == "training" else None), exited.message
+    assert words in exited.message
+    assert ("TORCH_NCCL_COORD_CHECK_MILSEC=200" in log) == (phase == "training"), "the environment of the ranks"
+
+
+def test_a_slow_nvidia_smi_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The persistence daemon does not run, so that each call starts the driver."""
+    (tmp_path / "rows").write_text(H100)
+    exited, _ = work_until_the_ranks_start(tmp_path, monkeypatch, f"sleep 1; cat {tmp_path}/rows")
+    assert (exited.phase, exited.returncode) == ("training", 7), exited.message
+
+
+def test_a_hanging_nvidia_smi_blames_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver excludes that node and resumes."""
+    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.5)
+    exited, _ = work_until_the_ranks_start(tmp_path, monkeypatch, "exec sleep 60")
+    outcome = classify(evidence(exits=[exited]))
+    words = f"{exited.host} failed its preflight checks: nvidia-smi does not answer."
+    assert (outcome.end, outcome.host, outcome.message) == (EndReason.PREFLIGHT, exited.host, words)
+
+
+def work_until_the_ranks_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nvidia_smi: str
+) -> tuple[NodeExit, str]:
+    """Run a worker on a node with these commands as its nvidia-smi; return its exit record and the node's log."""
+    folder, attempt, plan = node(tmp_path, accelerator="h100", processes_per_node=2)
+    attempt.write(folder.settings)
+    planned_attention(plan, "sdpa").write(folder.plan)
+    write_json(folder.deepspeed, {})
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{nvidia_smi}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(preflight, "installed_build", lambda: TorchBuild("12.8", None))
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    monkeypatch.setattr(worker, "launch_command", lambda *_: ["sh", "-c", "env; exit 7"])
+    worker.main(folder.root, worker.WorkerNode(rank=0, start=0))
+    (exited,) = folder.exits()
+    return exited, folder.log(0).read_text()

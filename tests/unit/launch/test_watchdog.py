@@ -18,7 +18,6 @@ from shardmake.launch.watchdog import (
     allowance,
     describe_hang,
     find_culprit,
-    flight_recorder,
     overdue,
 )
 from shardmake.run.attempt import AttemptDir, Heartbeat, NodeExit, write_heartbeat
@@ -104,7 +103,7 @@ def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
         assert not nodes[1].has_hung()
         time.sleep(0.2)
         assert [node.has_hung() for node in nodes] == [True, True]
-        threads = [threading.Thread(target=node.collect, args=(tmp_path,)) for node in nodes]
+        threads = [threading.Thread(target=node.collect, args=(tmp_path, tmp_path)) for node in nodes]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -115,6 +114,38 @@ def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
     found = folder.read_hang()
     assert found and found.rank == 1 and "(its process is stopped)" in found.message
     assert "stuck_here" in folder.stack(0).read_text()
+
+
+WAITING_RANK = """
+import faulthandler, signal, sys
+from pathlib import Path
+from torch.utils.file_baton import FileBaton
+from shardmake.run.attempt import AttemptDir, write_heartbeat
+folder = AttemptDir(Path(sys.argv[1]))
+folder.stacks.mkdir(exist_ok=True)
+faulthandler.register(signal.SIGUSR1, file=folder.stack(0).open("w"))
+write_heartbeat(folder, 0, "load", 0)
+FileBaton(sys.argv[2]).wait()
+"""
+
+
+def test_a_hang_names_the_lock_of_a_kernel_that_ranks_wait_for(tmp_path: Path) -> None:
+    folder, lock = AttemptDir(tmp_path), tmp_path / "kernels/cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    rank = subprocess.Popen([sys.executable, "-c", WAITING_RANK, str(folder.root), str(lock)])
+    try:
+        while not folder.beat(0) and rank.poll() is None:
+            time.sleep(0.05)
+        watch = Watchdog(folder, range(1), 1, 0.01)
+        time.sleep(0.5)
+        assert watch.has_hung()
+        watch.collect(tmp_path, lock.parent.parent)
+    finally:
+        rank.kill()
+        rank.wait()
+    found = folder.read_hang()
+    assert found and f"Rank 0 waits for the lock of a kernel's build: {lock}." in found.message
 
 
 def test_stacks_are_synced_before_the_states_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +163,7 @@ def test_stacks_are_synced_before_the_states_are_written(tmp_path: Path, monkeyp
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(watchdog.os, "fsync", sync)
     monkeypatch.setattr(watchdog.ProcessStates, "write", lambda states, path: synced.append(path))
-    Watchdog(folder, range(2), 2, 600).collect(tmp_path)
+    Watchdog(folder, range(2), 2, 600).collect(tmp_path, tmp_path)
     assert synced == [folder.stack(0), folder.stacks / "states-from-0.json"]
 
 
@@ -193,15 +224,3 @@ def test_ranks_whose_peers_failed_on_another_node_are_abandoned(
     assert not watch.is_abandoned(), "its own ranks may still report the cause"
     time.sleep(0.3)
     assert watch.is_abandoned()
-
-
-def test_a_flight_recorder_dumps_on_a_byte_in_its_pipe(tmp_path: Path) -> None:
-    from shardmake.launch.watchdog import _dump_flight_recorder
-
-    stem = flight_recorder(AttemptDir(tmp_path), tmp_path)["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"]
-    os.mkfifo(f"{stem}0.pipe")
-    reader = os.open(f"{stem}0.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    _dump_flight_recorder(tmp_path / "rank-0.pipe")
-    assert os.read(reader, 8) == b"1"
-    os.close(reader)
-    _dump_flight_recorder(tmp_path / "rank-0.pipe")  # without a reader it must not block

@@ -6,9 +6,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from shardmake.core.atomic import write_json
+from shardmake.core.environment import kernel_caches
 from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
-from shardmake.launch.rendezvous import RendezvousError
+from shardmake.launch.rendezvous import Rendezvous, RendezvousError
 from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_heartbeat
 from tests.unit.plans import make_cluster, make_plan
 
@@ -21,6 +23,69 @@ def folder(tmp_path: Path) -> AttemptDir:
     attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp", nodes=2), resume_from=None, settings_digest="r")
     attempt.write(folder.settings)
     return folder
+
+
+def test_the_interfaces_that_the_user_names_and_the_variables_of_the_cluster_file_win(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def environment(**variables: str | int) -> dict[str, str]:
+        cluster = make_cluster(network_interface="ib0", env=variables)
+        attempt = attempt_settings(1, tmp_path, cluster, make_plan("ddp"), resume_from=None, settings_digest="r")
+        return worker.rank_environment(attempt, Rendezvous(address="a", port=1, interface="ib0", host="h"))
+
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    assert environment()["NCCL_SOCKET_IFNAME"] == "=ib0" and environment()["GLOO_SOCKET_IFNAME"] == "ib0"
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "enp,ib")
+    assert environment()["NCCL_SOCKET_IFNAME"] == "enp,ib" and environment()["GLOO_SOCKET_IFNAME"] == "ib0"
+    found = environment(NCCL_SOCKET_IFNAME="hsn", NCCL_IB_TC=106, OMP_NUM_THREADS=3)
+    assert (found["NCCL_SOCKET_IFNAME"], found["NCCL_IB_TC"], found["OMP_NUM_THREADS"]) == ("hsn", "106", "3")
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "job", "cluster", "value"),
+    [
+        ("h100", {}, {}, "expandable_segments:True"),
+        ("cpu", {}, {}, None),
+        ("h100", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),  # inherited from the job
+        ("h100", {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, {}, None),
+        ("h100", {}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:256"}, None),
+        ("h100", {}, {"PYTORCH_ALLOC_CONF": "max_split_size_mb:256"}, "max_split_size_mb:256"),
+    ],
+)
+def test_the_allocator_uses_segments_that_grow_unless_the_user_configured_it(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    accelerator: str,
+    job: dict[str, str],
+    cluster: dict[str, str],
+    value: str | None,
+) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name in job:
+        monkeypatch.setenv(name, job[name])
+    site = make_cluster(accelerator=accelerator, memory_gib_per_node=512.0, env=cluster)
+    attempt = attempt_settings(1, tmp_path, site, make_plan("ddp"), resume_from=None, settings_digest="r")
+    found = worker.rank_environment(attempt, Rendezvous(address="a", port=1, interface="ib0", host="h"))
+    assert found.get("PYTORCH_ALLOC_CONF") == value
+
+
+def test_ranks_start_without_the_lock_of_a_killed_build(
+    folder: AttemptDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock = Path(kernel_caches(str(tmp_path))["TORCH_EXTENSIONS_DIR"]) / "cpu_adam/lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    make_plan("ddp", nodes=2).write(folder.plan)
+    write_json(folder.deepspeed, {})
+    rendezvous = Rendezvous(address="127.0.0.1", port=1, interface="lo", host="c1")
+    monkeypatch.setattr(worker, "run_rendezvous", lambda *_: rendezvous)
+    monkeypatch.setattr(worker, "check_node", lambda *_: None)
+    monkeypatch.setattr(worker, "launch_command", lambda *_: ["test", "!", "-e", str(lock)])
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    assert worker.main(folder.root, worker.WorkerNode(rank=0, start=0)) == 0
+    assert f"Removed {lock}" in folder.log(0).read_text()
 
 
 def write_exit(folder: AttemptDir, rank: int, returncode: int | None) -> None:

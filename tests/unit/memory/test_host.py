@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.models import Cluster
+from shardmake.core.units import GIB
 from shardmake.memory import host
-from tests.unit.memory.llama_8b import BUCKETS, P, scenario
+from shardmake.memory.hardware import from_cluster
+from shardmake.memory.read_config import from_config
+from tests.unit.memory.llama_8b import BUCKETS, LLAMA_8B, P, scenario
 
 SMALL_GROUPS = replace(BUCKETS, sub_group_size=10**8)
 
@@ -24,7 +28,9 @@ def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
         ("zero3-offload", 20),
     ):
         terms = host.host_terms(scenario(strategy=strategy), plain)
-        held = sum(size for name, size in terms.items() if name not in ("processes", "loading", "largest gradient"))
+        held = sum(
+            size for name, size in terms.items() if name not in ("processes", "loading", "saving", "largest gradient")
+        )
         assert held == pytest.approx(per_weight * P, rel=1e-6)
 
 
@@ -50,9 +56,11 @@ def test_a_script_under_zero3_may_gather_the_whole_model_to_save_it() -> None:
 
 
 def test_a_save_copies_the_largest_storage_of_each_rank() -> None:
-    """Eight ranks under ZeRO-3 hold an eighth of an 8B model each; a sub-group has at most 1e9 elements."""
+    """Eight ranks under ZeRO-3 have an eighth of an 8B model each, in a sub-group of 1e9 elements and one tensor."""
     terms = host.host_terms(scenario(strategy="zero3"), BUCKETS)
-    assert terms["saving"] == 8 * 4 * 10**9
+    assert terms["saving"] == 8 * 4 * P // 8
+    fewer = host.save_bytes(scenario(strategy="zero3", ranks_per_node=4), BUCKETS)
+    assert fewer == 4 * 4 * (10**9 - 1 + 128256 * 4096 // 4)
     small = host.host_terms(scenario(strategy="zero3"), SMALL_GROUPS)
     assert "saving" not in small and small["loading"] == 2 * P
     assert host.host_terms(scenario(strategy="zero2"), BUCKETS)["loading"] == 8 * 2 * P
@@ -61,3 +69,80 @@ def test_a_save_copies_the_largest_storage_of_each_rank() -> None:
 @pytest.mark.parametrize("changes", [{"strategy": "fsdp"}, {"strategy": "zero3-offload"}, {"on_cpu": True}])
 def test_states_that_are_on_the_host_or_split_need_no_copy(changes: dict[str, Any]) -> None:
     assert "saving" not in host.host_terms(scenario(**changes), BUCKETS)
+
+
+GPUS = from_cluster(
+    Cluster(executor="slurm", accelerator="a100-80gb", processes_per_node=8, cpus_per_node=96, memory_gib_per_node=900)
+)
+
+
+@pytest.mark.parametrize(
+    ("backend", "weights", "ranks", "held"),
+    [
+        ("auto", 16, 8, 0),  # an 8B model on each GPU
+        ("whole", 16, 1, 0),
+        ("auto", 140, 8, 280),
+        ("zero3-offload", 16, 8, 32),
+        ("device-map", 16, 1, 32),
+    ],
+)
+def test_evaluation_counts_each_process(backend: Any, weights: int, ranks: int, held: int) -> None:
+    asked = host.evaluation_bytes(weights * GIB // 2, weights * GIB, ranks, GPUS, backend)
+    assert asked == host.CPU_PROCESS + ranks * host.PROCESS + held * GIB
+
+
+def test_evaluation_on_cpus_holds_fp32_weights_on_each_rank() -> None:
+    on_cpu = from_cluster(Cluster(executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=6))
+    one, two = (host.evaluation_bytes(P, 2 * P, ranks, on_cpu, "auto") for ranks in (1, 2))
+    assert two - one == 4 * P + host.CPU_PROCESS + host.CPU_PASS
+
+
+def largest_four() -> int:
+    return sum(sorted((tensor.numel for tensor in scenario().model.tensors), reverse=True)[:4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "held"),
+    [
+        ({"strategy": "ddp"}, 4),
+        ({"strategy": "ddp", "method": "lora"}, 2),
+        ({"strategy": "zero2"}, 2),
+        ({"strategy": "zero2", "method": "lora"}, 2),
+    ],
+)
+def test_weights_that_go_to_the_gpu_are_on_the_host_while_they_are_converted(changes: Any, held: int) -> None:
+    """Embedding and head are the largest tensors; transformers reads four at a time, on each of eight ranks."""
+    before = host.host_terms(scenario(**changes), SMALL_GROUPS)["loading"]
+    assert before == 8 * held * P
+    direct = host._load(scenario(**changes, loads_on_gpu=True, gpu_memory=80 * GIB))
+    assert direct == 8 * held * largest_four() < before / 6
+
+
+def test_zero2_flattens_on_the_host_if_the_gpu_cannot_hold_the_weights_twice() -> None:
+    sizes = [host._load(scenario(strategy="zero2", loads_on_gpu=True, gpu_memory=gib * GIB)) for gib in (24, 40)]
+    assert sizes[0] - sizes[1] == 8 * 2 * 2 * P
+    adapters = scenario(strategy="zero2", method="lora", loads_on_gpu=True, gpu_memory=24 * GIB)
+    assert host._load(adapters) == 8 * 2 * largest_four()
+
+
+def test_4_bit_weights_are_read_one_by_one() -> None:
+    """Eight ranks under FSDP each quantize the whole model on their GPU, before it is sharded."""
+    largest = max(tensor.numel for tensor in scenario().model.tensors)
+    for strategy in ("ddp", "fsdp"):
+        quantized = scenario(strategy=strategy, method="qlora", loads_on_gpu=True, gpu_memory=80 * GIB)
+        assert host._load(quantized) == 8 * 2 * largest
+
+
+def test_rank_0_copies_the_flat_weights_under_zero2() -> None:
+    """On many nodes a rank's part is small, but rank 0 saves the whole model; with offload it still does."""
+    assert host.save_bytes(scenario(strategy="zero2", nodes=8), BUCKETS) == 7 * 4 * -(-P // 64) + 2 * P
+    assert host.save_bytes(scenario(strategy="zero2-offload"), BUCKETS) == 2 * P
+    assert host.save_bytes(scenario(strategy="zero1", ranks_per_node=1), BUCKETS) == 4 * P
+
+
+def test_safetensors_copies_a_whole_file_under_ddp() -> None:
+    assert host.save_bytes(scenario(strategy="ddp"), BUCKETS) == 4 * P
+    assert host.save_bytes(scenario(strategy="ddp", weights="bf16"), BUCKETS) == 2 * P
+    twice = from_config({**LLAMA_8B, "num_hidden_layers": 64})
+    assert host.save_bytes(scenario(twice, strategy="ddp"), BUCKETS) == host.WEIGHTS_FILE
+    assert host.save_bytes(scenario(strategy="ddp", method="lora"), BUCKETS) < P // 40

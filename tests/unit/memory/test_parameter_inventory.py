@@ -1,6 +1,7 @@
 """The inventory of parameters of architectures outside the families."""
 
 import pytest
+import torch
 
 from shardmake.memory import parameter_inventory
 
@@ -33,6 +34,19 @@ def test_inventory_of_other_architectures(config: dict, blocks: int) -> None:
     values = parameter_inventory.inventory(built)
     assert sum(_numel(t["shape"]) for t in values["tensors"]) == sum(p.numel() for p in built.parameters())
     assert sorted({t["block"] for t in values["tensors"]} - {None}) == list(range(blocks))
+
+
+class Experts(torch.nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.experts = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(count))
+
+
+def test_blocks_with_experts_as_modules_are_leaves() -> None:
+    fused = parameter_inventory.build({"model_type": "mixtral", **SIZES, "num_local_experts": 4}, "test")
+    assert parameter_inventory.leaf_classes(fused) == []
+    assert parameter_inventory.leaf_classes(torch.nn.Sequential(Experts(2), Experts(4))) == ["Experts"]
+    assert parameter_inventory.leaf_classes(Experts(1)) == []
 
 
 def _numel(shape: list[int]) -> int:

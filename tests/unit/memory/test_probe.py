@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.commands.estimate import EstimateRequest, estimate, print_table
+from shardmake.core import nvidia_smi
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
 from shardmake.memory import calibration
@@ -33,6 +34,22 @@ FOUND = Calibration(GIB // 2, 2 * GIB, GIB // 4, "a GPU", "node7", "2026-01-31")
 def test_a_machine_without_gpu_is_rejected_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ShardmakeError, match=r"no nvidia-smi. Run it on a compute node"):
+        probe(from_config(CONFIG))
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [("exec sleep 60", "does not answer"), ("exit 6", "fails or finds none")],
+    ids=["hangs", "fails"],
+)
+def test_an_nvidia_smi_that_does_not_help_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, words: str
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.5)
+    with pytest.raises(ShardmakeError, match=f"nvidia-smi {words}"):
         probe(from_config(CONFIG))
 
 

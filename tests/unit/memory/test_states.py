@@ -1,9 +1,16 @@
-"""Resident states: bytes per parameter as in the papers, the adapters and the optimizers."""
+"""Resident states: bytes per parameter as in the papers, the adapters, the optimizers and ZeRO-3's sub-groups."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from shardmake.memory import states
-from tests.unit.memory.llama_8b import BUCKETS, P, scenario
+from shardmake.memory.model import ParameterSpec
+from tests.unit.memory.llama_8b import BUCKETS, MODEL, P, scenario
 
 STATES = {  # bytes per parameter: whole, and divided by the ranks (Rajbhandari et al. 2020; DeepSpeed's and FSDP's code)
     "ddp": (4 + 8 + 4, 0),  # fp32 weights, moments, reducer buckets; gradients come with the backward pass
@@ -32,10 +39,52 @@ def test_states_match_the_papers(strategy: str) -> None:
     assert sum(terms.values()) == pytest.approx(whole * P + part * P / 8, abs=16)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "more"),
+    [
+        ("zero2", 2 * P / 8),  # the flat part
+        ("zero2-offload", 4 * P / 8),  # the flat part, which is on the host with gradients in 16 bits
+        ("zero3", 2 * P / 8 + 2 * BUCKETS.reduce_bucket_size),
+        ("zero3-offload", 2 * BUCKETS.reduce_bucket_size),
+        ("fsdp", 0),  # sums are in the type of the weights in any case
+        ("ddp", 0),
+    ],
+)
+def test_gradients_in_fp32(strategy: str, more: float) -> None:
+    def held(gradients: str) -> int:
+        case = scenario(strategy=strategy, gradient_dtype=gradients)
+        return sum(states.resident(case, BUCKETS).values()) + states.gradients(case)
+
+    assert held("fp32") - held("bf16") == pytest.approx(more, abs=16)
+
+
+def test_reduction_in_fp32() -> None:
+    """FSDP reduces a layer, ZeRO-2 a bucket or a large gradient, ZeRO-3 a gradient that is larger than its bucket."""
+    embedding, layer = 128256 * 4096, MODEL.largest_block
+    fsdp = scenario(strategy="fsdp", gradient_dtype="fp32")
+    assert states.bucket_bytes(fsdp, BUCKETS) == (2 + 4) * layer
+    for strategy, small in (("zero2", 4 * BUCKETS.reduce_bucket_size), ("zero3", 0)):
+        case = scenario(strategy=strategy, gradient_dtype="fp32")
+        assert states.reduction_bytes(case, BUCKETS, 4096) == small
+        assert states.reduction_bytes(case, BUCKETS, embedding) == 4 * embedding
+        assert states.reduction_bytes(scenario(strategy=strategy), BUCKETS, embedding) == 0
+
+
 def test_hybrid_shards_within_a_node() -> None:
     across = states.resident(scenario(strategy="fsdp-hybrid", nodes=4), BUCKETS)
     within = states.resident(scenario(strategy="fsdp", nodes=1), BUCKETS)
     assert across == within
+
+
+def test_hpz_adds_a_second_shard_over_the_ranks_of_a_node() -> None:
+    """Measured with DeepSpeed on 4 ranks, 17 208 weights in fp32: 34 416 bytes over groups of 2, 17 208 over 4."""
+    second = "second shard of the weights"
+    for method in ("full", "lora"):
+        plain = states.resident(scenario(strategy="zero3", nodes=4, method=method), BUCKETS)
+        more = states.resident(scenario(strategy="zero3-hpz", nodes=4, method=method), BUCKETS)
+        held = plain["weights"] + plain.get("frozen weights", 0)
+        assert second not in plain and more.pop(second) == pytest.approx(4 * held, abs=64)
+        assert more == plain
 
 
 @pytest.mark.parametrize(("optimizer", "per_weight"), [("adamw", 8), ("adamw8bit", 2.03125), ("sgd", 0)])
@@ -52,3 +101,28 @@ def test_adapters_keep_the_base_in_16_or_4_bits() -> None:
     norms = (2 * 32 + 1) * 4096
     in_four_bits = P - head_and_embedding - norms
     assert qlora["frozen weights"] == pytest.approx(2 * (P - in_four_bits) + 0.516 * in_four_bits, rel=1e-3)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 10_000), min_size=1, max_size=12),
+    ranks=st.integers(1, 9),
+    sub_group_size=st.integers(1, 20_000),
+)
+def test_no_sub_group_of_zero3_is_larger_than_estimated(sizes: list[int], ranks: int, sub_group_size: int) -> None:
+    """DeepSpeed pads each tensor to a multiple of the ranks, which can add one element for each tensor."""
+    from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+
+    parts = [
+        SimpleNamespace(part=-(-size // ranks), partition_numel=lambda size=size: -(-size // ranks)) for size in sizes
+    ]
+    optimizer: Any = SimpleNamespace(sub_group_size=sub_group_size)
+    groups = DeepSpeedZeroOptimizer_Stage3._create_fp16_sub_groups(optimizer, parts)
+    largest = max(sum(tensor.part for tensor in group) for group in groups)
+    model = replace(
+        MODEL, tensors=tuple(ParameterSpec(f"{n}.weight", (size,), "linear") for n, size in enumerate(sizes))
+    )
+    estimated = states.largest_group(
+        scenario(model, strategy="zero3", ranks_per_node=ranks), replace(BUCKETS, sub_group_size=sub_group_size)
+    )
+    assert largest <= estimated + len(sizes)
+    assert sum(states.step_groups(scenario(model, ranks_per_node=ranks), BUCKETS)) == -(-sum(sizes) // ranks)

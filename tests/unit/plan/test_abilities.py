@@ -1,6 +1,7 @@
 """The abilities of models are found out at plan: tiny configs of each kind, asked of transformers' own classes."""
 
 import json
+import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from shardmake.checkpoint.formats.hub_layout import HubWeight
 from shardmake.commands.estimate import EstimateRequest, resolve_request
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
@@ -27,6 +29,18 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 320,
 }
+GEMMA3 = {
+    "model_type": "gemma3",
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "text_config": {"model_type": "gemma3_text", **SIZES},
+    "vision_config": {"model_type": "siglip_vision_model", "num_hidden_layers": 1},
+}
+QWEN3_5 = {
+    "model_type": "qwen3_5",
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "text_config": {"model_type": "qwen3_5_text", **SIZES},
+    "vision_config": {"model_type": "qwen3_5", "depth": 1},
+}
 GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 8, "vocab_size": 320}
 GEMMA2 = {"model_type": "gemma2", **SIZES, "head_dim": 8}
 BLOOM = {"model_type": "bloom", "hidden_size": 64, "n_layer": 3, "n_head": 8, "vocab_size": 320}
@@ -43,7 +57,15 @@ T5 = {
     "architectures": ["T5ForConditionalGeneration"],
 }
 MIXTRAL = {"model_type": "mixtral", **SIZES, "num_local_experts": 4}
-ALL, NO_SDPA = ["flash", "sdpa", "eager"], ["flash", "eager"]
+ALL = ["varlen", "flash", "sdpa", "eager"]
+GPT_OSS = {"model_type": "gpt_oss", **SIZES, "head_dim": 8, "num_local_experts": 4}
+MAMBA = {"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 320}
+LLAMA4 = {"model_type": "llama4_text", **SIZES, "head_dim": 8, "num_local_experts": 2, "intermediate_size_mlp": 64}
+DEEPSEEK = {
+    "model_type": "deepseek_v3", **SIZES, "num_key_value_heads": 8, "kv_lora_rank": 16, "q_lora_rank": 16,
+    "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "n_group": 1, "topk_group": 1,
+    "n_routed_experts": 4, "first_k_dense_replace": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -77,22 +99,29 @@ def test_the_families_that_are_written_down_can_do_everything(family: str) -> No
 
 
 @pytest.mark.parametrize(
-    ("config", "attention", "mixing"),
+    ("config", "attention", "mixing", "limit"),
     [
-        (GPT2, ALL, []),
-        (GEMMA2, NO_SDPA, []),
-        (BLOOM, ["eager"], ["eager"]),
-        (OPT, ALL, ["sdpa", "eager"]),
-        (MIXTRAL, ALL, []),
-        ({"model_type": "mamba", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 320}, ["eager"], ["eager"]),
+        (GPT2, ALL[1:], [], "dropout in its attention"),
+        ({**GPT2, "attn_pdrop": 0.0}, ALL, [], ""),
+        (GEMMA2, ["flash", "eager"], [], r"changes the attention scores \(softcap\)"),
+        (BLOOM, ["eager"], ["eager"], "does not take"),
+        (OPT, ALL, ["sdpa", "eager"], ""),
+        (MIXTRAL, ALL, [], ""),
+        (DEEPSEEK, ALL, [], ""),
+        ({"model_type": "phi3", **SIZES, "head_dim": 8, "pad_token_id": 0, "sliding_window": 300}, ALL, [], ""),
+        ({"model_type": "qwen3_moe", **SIZES, "head_dim": 12}, ALL[1:], [], "heads of 12 numbers"),
+        (GPT_OSS, ["flash", "eager"], ["eager"], r"changes the attention scores \(s_aux\)"),
+        (LLAMA4, ["sdpa", "eager"], [], "does not take"),
+        (MAMBA, ["eager"], ["eager"], "does not take"),
     ],
-    ids=lambda value: value["model_type"] if isinstance(value, dict) else ",".join(value) or "none",
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
 )
 def test_attention_and_packing_are_those_of_the_class(
-    config: dict[str, Any], attention: list[str], mixing: list[str]
+    config: dict[str, Any], attention: list[str], mixing: list[str], limit: str
 ) -> None:
     found = answer(config)
     assert (found["attention"], found["mixing"]) == (attention, mixing)
+    assert re.search(limit, found["varlen_limit"]) and bool(limit) == bool(found["varlen_limit"])
 
 
 def make_folder(tmp_path: Path, config: dict[str, Any]) -> str:
@@ -107,6 +136,13 @@ REFUSED = [
     (OPT, {}, r"packing: true cannot be used: OPTForCausalLM mixes"),
     (T5, {}, r"config\.json is an encoder-decoder model \(t5\)\. Shardmake trains causal"),
     (T5, {"script": "train.py"}, "encoder-decoder model"),
+    (GEMMA3, {}, r"composite model \(gemma3\) with the parts text, vision\. "),
+    (QWEN3_5, {},
+     r"composite model \(qwen3_5\) .* transformers silently drops .* saved alone \(model_type qwen3_5_text\)\."),
+    (GEMMA3, {"script": "train.py"}, "composite model"),
+    ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {},
+     r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits"),
+    ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),
     (MIXTRAL, {"method": "lora"}, r"lora\.targets all-linear cannot be merged for MixtralForCausalLM.*target_param"),
     ({"model_type": "vit", **SIZES}, {}, "no causal language model for the model type 'vit'"),
     ({"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceClassification"]}, {},
@@ -154,7 +190,96 @@ def test_estimate_refuses_the_same_models(tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match="has only 512 positions"):
         resolve_request(EstimateRequest(make_folder(tmp_path, {**GPT2, "n_positions": 512}), sequence_length=999_999))
     assert resolve_request(EstimateRequest(make_folder(tmp_path, BLOOM), sequence_length=64)).attention == "eager"
-    assert resolve_request(EstimateRequest(make_folder(tmp_path, OPT), sequence_length=64)).attention == "flash"
+    assert resolve_request(EstimateRequest(make_folder(tmp_path, OPT), sequence_length=64)).attention == "varlen"
+    assert resolve_request(EstimateRequest(make_folder(tmp_path, GEMMA2), sequence_length=64)).attention == "flash"
+
+
+def gpus(**changes: Any) -> resolve.Cluster:
+    return make_cluster(accelerator="a100-80gb", intra_node_gbps=None, memory_gib_per_node=1000, **changes)
+
+
+GPT2_LONG = {**GPT2, "n_positions": 4096}
+ON_GPUS = [
+    ({"model_type": "llama", **SIZES}, {}, {}, "varlen", ""),
+    (
+        {"model_type": "llama", **SIZES},
+        {"accelerator": "t4"},
+        {},
+        "sdpa",
+        "varlen needs Ampere or later, and t4 is older",
+    ),
+    (
+        {"model_type": "llama", **SIZES},
+        {},
+        {"precision": "fp32"},
+        "sdpa",
+        "varlen needs precision bf16 or fp16, .*fp32",
+    ),
+    ({"model_type": "llama", **SIZES}, {}, {"attention": "sdpa"}, "sdpa", ""),
+    ({"model_type": "llama", **SIZES}, {}, {"script": "train.py"}, "sdpa", ""),
+    ({"model_type": "llama", **SIZES, "attention_dropout": 0.1}, {}, {}, "sdpa", "LlamaForCausalLM has dropout"),
+    ({"model_type": "gemma", **SIZES, "head_dim": 512}, {}, {}, "sdpa", "has heads of 512 numbers"),
+    (GPT2_LONG, {}, {}, "sdpa", "GPT2LMHeadModel has dropout in its attention"),
+    (GEMMA2, {}, {}, "eager", r"Gemma2ForCausalLM changes the attention scores \(softcap\)"),
+    (OPT, {}, {}, "varlen", ""),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "cluster", "settings", "attention", "reason"), ON_GPUS,
+    ids=["-".join([c["model_type"], *g.values(), *s]) for c, g, s, _, _ in ON_GPUS],
+)  # fmt: skip
+def test_auto_takes_varlen_on_gpus_or_says_why_not(
+    config: dict[str, Any], cluster: dict[str, Any], settings: dict[str, Any], attention: str, reason: str,
+    tmp_path: Path,
+) -> None:  # fmt: skip
+    run = make_run(model=make_folder(tmp_path, config), sequence_length=64, **settings)
+    found = resolve.resolve(run, gpus().model_copy(update=cluster))
+    assert found.attention == attention
+    assert re.search(reason, found.attention_reason) and bool(reason) == bool(found.attention_reason)
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "sentence"),
+    [
+        ({"model_type": "llama", **SIZES, "attention_dropout": 0.1}, {}, "LlamaForCausalLM has dropout in its attention"),
+        ({"model_type": "llama", **SIZES}, {"precision": "fp32"}, r"attention: varlen needs precision .* Use sdpa, or auto"),
+        (GEMMA2, {}, r"Gemma2ForCausalLM changes the attention scores \(softcap\)\. Use flash or eager, or auto"),
+    ],
+)  # fmt: skip
+def test_varlen_is_refused_for_models_that_cannot_take_it(
+    config: dict[str, Any], settings: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    run = make_run(model=make_folder(tmp_path, config), attention="varlen", sequence_length=64, **settings)
+    with pytest.raises(ShardmakeError, match=sentence):
+        resolve.resolve(run, gpus())
+
+
+def install(folder: Path, name: str, version: str) -> None:
+    (folder / "flash_attn").mkdir(parents=True, exist_ok=True)
+    (folder / "flash_attn/__init__.py").write_text("")
+    metadata = folder / f"{name.replace('-', '_')}-{version}.dist-info/METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Name: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "accepted"),
+    [("flash-attn", "2.8.3", True), ("flash-attn", "2.2.0", False), ("flash-attn-4", "4.0.0", False)],
+)
+def test_only_flash_attention_2_counts_as_flash(
+    name: str, version: str, accepted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn-4 has the same import name, and transformers runs it under another name."""
+    install(tmp_path / "site", name, version)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    run = make_run(model=make_folder(tmp_path, {"model_type": "llama", **SIZES}), attention="flash", sequence_length=64)
+    settings = resolve.resolve(run, gpus())
+    if accepted:
+        resolve.check(settings)
+    else:
+        with pytest.raises(ShardmakeError, match=r"needs the package flash-attn 2 .* Take attention: varlen"):
+            resolve.check(settings)
 
 
 def test_best_attention_prefers_a_kernel_that_can_pack() -> None:
@@ -195,7 +320,13 @@ def test_a_model_with_its_own_code_is_asked_itself(tmp_path: Path) -> None:
     own = {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
     run = make_run(model=make_folder(tmp_path, {"model_type": "llama", **SIZES, **own}), trust_remote_code=True)
     found = resolve.resolve(run, make_cluster()).abilities
-    assert found == Abilities("OwnForCausalLM", ("sdpa", "eager"), ("sdpa", "eager"), gradient_checkpointing=False)
+    assert found == Abilities(
+        "OwnForCausalLM",
+        ("sdpa", "eager"),
+        ("sdpa", "eager"),
+        "does not take the attention functions that others register",
+        gradient_checkpointing=False,
+    )
 
 
 def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,3 +363,14 @@ def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> 
     assert small["vocab_size"] == 64 and all(token < 64 for token in small["eos_token_id"])
     assert small["text"] == {"model_type": "part", "num_layers": 2, "num_heads": 1, "d_model": 64}
     assert shrunk(large, narrow=False)["hidden_size"] == 4096
+
+
+def test_adapters_of_weights_that_the_files_store_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter would be trained, and the merge would then not find the layer in the base model's files."""
+    stored = HubWeight("attention.q.weight", (64, 64), "model.layers.0.self_attn.q_proj.weight", 0)
+    monkeypatch.setattr(inspect_model, "hub_weights", lambda *_: [stored])
+    config = {"model_type": "qwen3_moe", **SIZES}
+    assert answer(config, ["q_proj"])["unmergeable"] == [
+        "model.layers.0.self_attn.q_proj, which its files store otherwise"
+    ]
+    assert answer(config, ["v_proj"])["unmergeable"] == []

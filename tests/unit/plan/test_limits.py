@@ -5,6 +5,7 @@ import pytest
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.limits import NodeGroup, check_request, parse_gpus, parse_partitions, satisfies
+from shardmake.run.model_class import ModelClass
 from shardmake.run.plan import Choice, Plan, Resources, Workload
 
 SINFO = """\
@@ -26,7 +27,7 @@ def plan(nodes: int = 2, memory_gib: int = 4, cpus: int = 2) -> Plan:
             nodes=nodes, processes_per_node=2, precision="bf16",
         ),
         workload=Workload(
-            model="m", sequence_length=8, packing=True, objective="sft", method="full", optimizer="adamw", attention="sdpa", loss="plain"
+            model="m", model_class=ModelClass(name="LlamaForCausalLM"), sequence_length=8, packing=True, objective="sft", method="full", optimizer="adamw", attention="sdpa", loss="plain"
         ),
         reason="", rejected={}, fallbacks=[], host_memory=1 << 30,
         resources={"train": Resources(memory_gib=memory_gib, cpus=cpus)},
@@ -113,6 +114,10 @@ def test_a_request_within_the_limits_passes(asked: Plan, slurm: dict[str, object
     check_request(asked, cluster(**{"time_limit": "0:02:00", **slurm}), PARTITIONS)
 
 
+def test_the_jobs_of_the_stages_have_a_limit_of_their_own() -> None:
+    check_request(plan(), cluster(cpu_partition="mixed", stage_time_limit="0:02:00"), PARTITIONS)
+
+
 def test_the_gpu_type_decides_which_nodes_count() -> None:
     """Small old nodes in the same partition do not matter."""
     slurm = {"partition": "mixed", "time_limit": "0:02:00"}
@@ -139,6 +144,9 @@ MIXED = {"partition": "mixed", "time_limit": "0:02:00"}
         (plan(nodes=9), cluster(constraint="v100", **MIXED), r"9 nodes with the features v100, but partition 'mixed' has 8"),
         (plan(cpus=64), cluster(constraint="v100", **MIXED), r"64 cores each.*has 0; its nodes have up to 40"),
         (plan(), cluster(partition="urgent", time_limit="2-00:00:00"), r"time_limit: 2-00:00:00 is longer than the 1440"),
+        (plan(), cluster(cpu_partition="mixd"), r"slurm.cpu_partition: there is no partition 'mixd'. Did you mean 'mixed'"),
+        (plan(), cluster(cpu_partition="mixed"), r"stage_time_limit: 24:00:00 is longer than the 2 minutes that partition 'mixed'"),
+        (plan(), cluster(partition="urgent", stage_time_limit="2-00:00:00"), r"stage_time_limit: 2-00:00:00 is longer.*'urgent'"),
     ],
 )  # fmt: skip
 def test_a_request_beyond_the_limits_is_rejected(asked: Plan, on: Cluster, words: str) -> None:

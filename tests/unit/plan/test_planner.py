@@ -6,6 +6,7 @@ import pytest
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
+from shardmake.launch.stage_jobs import ON_GPUS
 from shardmake.plan.stage import make_plan, plan_run
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
@@ -28,6 +29,13 @@ EIGHT = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
+SEVENTY = {
+    **EIGHT,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
 CPU = Cluster(executor="local", processes_per_node=2, cpus_per_node=2, memory_gib_per_node=8.0)
 
 
@@ -45,10 +53,10 @@ def gpus(**more: Any) -> Cluster:
 
 @pytest.fixture
 def folders(tmp_path: Path) -> dict[str, str]:
-    for name, config in (("tiny", TINY), ("eight", EIGHT)):
+    for name, config in (("tiny", TINY), ("eight", EIGHT), ("seventy", SEVENTY)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    return {name: str(tmp_path / name) for name in ("tiny", "eight")}
+    return {name: str(tmp_path / name) for name in ("tiny", "eight", "seventy")}
 
 
 def run_of(model: str, **more: Any) -> Run:
@@ -71,6 +79,38 @@ def own_file(tmp_path: Path, values: dict[str, Any]) -> str:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"train_batch_size": "auto"} | values))
     return str(path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "gradients"),
+    [
+        ({"strategy": "zero3", "micro_batch_size": 1}, "fp32"),
+        ({"strategy": "zero3", "micro_batch_size": 4}, "bf16"),
+        ({"strategy": "zero3", "micro_batch_size": 4, "gradient_dtype": "fp32"}, "fp32"),
+        ({"strategy": "fsdp", "micro_batch_size": 1}, "fp32"),
+        ({"strategy": "fsdp", "micro_batch_size": 1, "gradient_dtype": "bf16"}, "bf16"),
+        ({"strategy": "zero1", "micro_batch_size": 1}, "bf16"),
+        ({"strategy": "ddp", "micro_batch_size": 4}, "fp32"),
+        ({"strategy": "zero2", "precision": "fp32"}, "fp32"),
+    ],
+)
+def test_gradients_are_summed_in_fp32_if_a_step_has_several_passes(
+    folders: dict[str, str], changes: dict[str, Any], gradients: str
+) -> None:
+    assert plan(folders["tiny"], gpus(), **changes).choice.gradients == gradients
+
+
+def test_auto_takes_no_strategy_that_sums_gradients_in_16_bits(folders: dict[str, str]) -> None:
+    """ZeRO-1 is considered with one pass per step, and with several if the run asks for bf16."""
+
+    def passes(**changes: Any) -> set[int]:
+        memory = make_plan("run", run_of(folders["tiny"], nodes=1, **changes), gpus())[1]
+        choices = [candidate.choice for candidate in memory.candidates]
+        return {choice.gradient_accumulation_steps for choice in choices if choice.strategy == "zero1"}
+
+    assert passes() == {1}
+    assert passes(gradient_dtype="fp32") == set()
+    assert passes(gradient_dtype="bf16") == {1, 2, 4}
 
 
 def test_an_own_file_limits_the_choice_and_its_fallbacks(folders: dict[str, str], tmp_path: Path) -> None:
@@ -143,6 +183,14 @@ def test_a_named_strategy_is_respected(strategy: str, folders: dict[str, str]) -
     made = plan(folders["eight"], gpus(max_nodes=4), strategy=strategy, nodes=4)
     assert made.choice.strategy == strategy
     assert {fallback.choice.strategy for fallback in made.fallbacks} <= {strategy}
+
+
+def test_hpz_is_taken_by_name_only_and_on_several_nodes(folders: dict[str, str]) -> None:
+    """It has not run on GPUs. On one node its second shard would be a copy without use."""
+    made = plan(folders["tiny"], gpus(), strategy="zero3-hpz")
+    assert (made.choice.strategy, made.choice.nodes) == ("zero3-hpz", 2)
+    auto = plan(folders["eight"], gpus(), nodes=2)
+    assert "zero3-hpz" not in {auto.choice.strategy, *(fallback.choice.strategy for fallback in auto.fallbacks)}
 
 
 def test_a_named_strategy_that_does_not_fit_is_rejected_with_figures(folders: dict[str, str]) -> None:
@@ -238,6 +286,28 @@ def test_a_checkpoint_staged_in_memory_counts_as_host_memory(folders: dict[str, 
     assert not any(found["/dev/shm/here", False].values()) and not any(found["/tmp", True].values())
 
 
+def test_weights_go_to_the_gpu_directly_and_host_ram_follows(folders: dict[str, str]) -> None:
+    """8B on a node of eight: a copy per rank would be 120 to 240 GiB; a script and CPUs load one per rank."""
+    run = run_of(folders["eight"], sequence_length=512, global_batch_size=64, nodes=1)
+
+    def loading(run: Run, cluster: Cluster) -> dict[str, float]:
+        found = make_plan("run", run, cluster)[1].candidates
+        return {item.choice.strategy: item.host.terms.get("loading", 0) / 2**30 for item in found}
+
+    direct = loading(run, gpus())
+    assert all(direct[strategy] < 40 for strategy in ("ddp", "zero1", "zero2"))
+    assert direct["fsdp"] == pytest.approx(30, abs=1)
+    own = loading(run.model_copy(update={"script": "train.py"}), gpus())
+    assert own["ddp"] > 230 and own["zero2"] > 115
+
+
+def test_qlora_of_a_70b_model_fits_a_usual_node(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy of the 16-bit weights per rank would be 1,051 GiB, which left only FSDP."""
+    monkeypatch.setattr("shardmake.plan.resolve.find_spec", lambda name: name != "flash_attn")
+    made = plan(folders["seventy"], gpus(memory_gib_per_node=400.0), method="qlora", nodes=1, strategy="ddp")
+    assert made.host_memory < 40 * 2**30
+
+
 REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
     (CPU, {"global_batch_size": 7}, r"cannot be divided over 2 ranks .*Use 6 or 8"),
     (CPU, {"micro_batch_size": 3}, r"not a multiple of 2 ranks x micro_batch_size 3.*30 or 36"),
@@ -245,10 +315,17 @@ REFUSED: list[tuple[Cluster, dict[str, Any], str]] = [
     (CPU, {"optimizer": "adamw8bit"}, "adamw8bit needs a GPU"),
     (CPU, {"method": "qlora"}, "qlora needs a GPU"),
     (CPU, {"precision": "fp16"}, "fp16 needs a GPU"),
+    (gpus(), {"gradient_dtype": "bf16", "precision": "fp32"}, "needs precision: bf16, but the run computes in fp32"),
+    (gpus(), {"gradient_dtype": "bf16", "strategy": "ddp"}, "has no effect with strategy: ddp"),
+    (gpus(), {"gradient_dtype": "fp32", "strategy": "zero1-offload"}, "Take zero2, or remove"),
     (gpus(accelerator="v100-32gb"), {"precision": "bf16"}, "bf16 needs Ampere"),
     (gpus(accelerator="v100-32gb"), {"attention": "flash"}, "flash needs Ampere"),
+    (gpus(accelerator="t4"), {"attention": "varlen"}, "varlen needs Ampere or later, and t4 is older"),
+    (gpus(), {"attention": "flash", "precision": "fp32"}, "flash needs precision bf16 or fp16"),
     (gpus(), {"sequence_length": 16384}, r"only 8192 positions"),
     (gpus(), {"strategy": "zero3-nvme"}, "set nvme_path"),
+    (gpus(), {"strategy": "zero3-hpz", "nodes": 1}, "needs several nodes with several ranks each"),
+    (gpus(processes_per_node=1), {"strategy": "zero3-hpz"}, "needs several nodes with several ranks each"),
 ]
 
 
@@ -274,6 +351,19 @@ def test_resources_are_at_most_a_node(folders: dict[str, str]) -> None:
         for asked in plan(folders[model], cluster).resources.values():
             assert 1 <= asked.memory_gib <= cluster.memory_gib_per_node
             assert 1 <= asked.cpus <= cluster.cpus_per_node
+
+
+def test_a_plan_whose_jobs_slurm_refuses_is_not_written(folders: dict[str, str], tmp_path: Path) -> None:
+    refused: list[Plan] = []
+
+    def refuse(plan: Plan) -> None:
+        refused.append(plan)
+        raise ShardmakeError("Invalid qos specification")
+
+    rundir = RunDir(tmp_path / "runs/run")
+    with pytest.raises(ShardmakeError, match="Invalid qos"):
+        plan_run(run_of(folders["tiny"], strategy="ddp"), CPU, rundir, refuse)
+    assert set(refused[0].resources) >= {"train", *ON_GPUS} and not rundir.plan.exists()
 
 
 @pytest.mark.parametrize("settings", [{}, {"script": "train.py"}], ids=["trainer", "script"])

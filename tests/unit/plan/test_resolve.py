@@ -6,7 +6,8 @@ import pytest
 
 from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.resolve import check_tensor_parallel, unsuitable
+from shardmake.memory.hardware import from_cluster
+from shardmake.plan.resolve import check_tensor_parallel, check_tf32, unsuitable
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -50,8 +51,8 @@ def test_a_group_is_one_data_parallel_rank() -> None:
 @pytest.mark.parametrize(
     ("run", "suitable"),
     [
-        ({"optimizer": "adamw8bit"}, {"ddp", "zero1", "zero2", "zero3"}),
-        ({"optimizer": "adamw8bit", "fsdp_version": 1}, {"ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op", "fsdp-hybrid"}),
+        ({"optimizer": "adamw8bit"}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz"}),
+        ({"optimizer": "adamw8bit", "fsdp_version": 1}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp", "fsdp-grad-op", "fsdp-hybrid"}),
         ({"method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}),
         ({"method": "lora"}, set(STRATEGIES)),
         ({}, set(STRATEGIES)),
@@ -61,3 +62,24 @@ def test_strategies_that_a_run_can_use(run: dict[str, Any], suitable: set[str]) 
     found = {name: unsuitable(make_run(**run), name) for name in STRATEGIES}
     assert {name for name, reason in found.items() if not reason} == suitable
     assert all("Take " in reason for reason in found.values() if reason)
+
+
+@pytest.mark.parametrize(
+    ("run", "precision", "accelerator", "words"),
+    [
+        ({}, "bf16", "h100", r"tf32: true is for precision: fp32, and this run computes in bf16\. Set precision: fp32"),
+        ({}, "fp32", "v100-32gb", r"needs a GPU of the Ampere generation or later, .* accelerator: v100-32gb"),
+        ({}, "fp32", "cpu", r"accelerator: cpu\. Remove tf32"),
+        ({"script": "train.py"}, "fp32", "h100", "has no effect on a script"),
+    ],
+)
+def test_tf32_without_effect_is_refused(run: dict[str, Any], precision: Any, accelerator: str, words: str) -> None:
+    on = from_cluster(make_cluster(accelerator=accelerator))
+    check_tf32(make_run(**run), precision, on)
+    with pytest.raises(ShardmakeError, match=words):
+        check_tf32(make_run(tf32=True, **run), precision, on)
+
+
+def test_tf32_is_for_fp32_on_ampere_and_later() -> None:
+    for accelerator in ("a100-80gb", "h100"):
+        check_tf32(make_run(tf32=True), "fp32", from_cluster(make_cluster(accelerator=accelerator)))

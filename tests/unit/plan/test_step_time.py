@@ -79,6 +79,14 @@ def test_hybrid_sharding_pays_for_the_network_between_nodes() -> None:
     assert slow < seconds(hardware(inter_node_gbps=2), strategy="fsdp", nodes=4)
 
 
+def test_hpz_gathers_once_per_step_between_nodes() -> None:
+    """At 70 GB/s of 100: per step one gather of the weights in 16 bits, and per micro batch the gradients."""
+    slow = hardware(inter_node_gbps=1)
+    case = {"nodes": 2, "micro_batch": 1, "checkpointing": False, "accumulation": 4}
+    hpz, plain = (seconds(slow, strategy=name, **case) for name in ("zero3-hpz", "zero3"))
+    assert plain - hpz == pytest.approx(15 / 16 * (4 * 2 - 1) * 2 * MODEL.parameters / 0.7e9, rel=0.02)
+
+
 def test_zero3_gathers_again_to_recompute_and_fsdp_does_not() -> None:
     on = hardware(inter_node_gbps=20)
     more = {"nodes": 2, "checkpointing": True}
@@ -108,3 +116,14 @@ def test_the_8b_model_on_one_node_of_h100_takes_about_what_was_published() -> No
                          "tie_word_embeddings": True})  # fmt: skip
     case = scenario(model, strategy="fsdp", micro_batch=8, sequence_length=8192, accumulation=2)
     assert case.tokens * 2 / step_time(case, H100) == pytest.approx(6935, rel=0.1)
+
+
+def test_tf32_computes_at_half_the_rate_of_bf16() -> None:
+    fp32, tf32, bf16 = (
+        seconds(precision="fp32"),
+        seconds(precision="fp32", tf32=True),
+        seconds(precision="bf16"),
+    )
+    assert bf16 < tf32 < fp32 / 3
+    assert seconds(precision="bf16", tf32=True) == bf16
+    assert H100.flops("fp32", tf32=True) == H100.flops("bf16") / 2

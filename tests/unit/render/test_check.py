@@ -144,6 +144,12 @@ def test_auto_and_explicit_give_the_same_engine(strategy: Strategy) -> None:
 
     explicit, auto = render(strategy), render(strategy, deepspeed_values="auto")
     assert auto.deepspeed["zero_optimization"]["reduce_bucket_size"] == "auto"
+    gpus = make_cluster(accelerator="h100", memory_gib_per_node=512.0)
+    between_nodes = render_files(
+        make_plan(strategy), make_run(deepspeed_values="auto"), gpus, make_model(), Path("plan")
+    ).deepspeed
+    assert between_nodes["zero_optimization"]["reduce_bucket_size"] > 64 * 64  # not Trainer's, so not "auto"
+    assert between_nodes["gradient_clipping"] == "auto"
     read = HfTrainerDeepSpeedConfig(auto.deepspeed)
     read.trainer_config_process(_Arguments(explicit.training.arguments))
     read.trainer_config_finalize(_Arguments(explicit.training.arguments), _Sized(), 10)
@@ -166,3 +172,62 @@ class _Arguments:
 class _Sized:
     class config:  # noqa: N801
         hidden_size = make_model().hidden_size
+
+
+@pytest.mark.parametrize(
+    ("strategy", "settings", "regional"),
+    [
+        ("fsdp", {"torch_compile": True}, True),
+        ("fsdp", {}, False),
+        ("fsdp", {"torch_compile": True, "fsdp_version": 1}, False),
+        ("ddp", {"torch_compile": True}, False),
+    ],
+)
+def test_the_launcher_compiles_layer_by_layer_under_fsdp2(
+    strategy: Strategy, settings: dict[str, Any], regional: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trainer and the loop make Accelerate's compile plugin without this setting, so it comes from the variables."""
+    from accelerate.utils import TorchDynamoPlugin
+
+    files = render(strategy, **settings)
+    check(strategy, files)
+    assert files.training.arguments["torch_compile"] == settings.get("torch_compile", False)
+    variables = launched_variables(strategy, files, tmp_path)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert TorchDynamoPlugin(backend="inductor").use_regional_compilation == regional
+
+
+def launched_variables(strategy: Strategy, files: Files, folder: Path) -> dict[str, str]:
+    """Return the variables of a rank that `accelerate launch` sets for compilation."""
+    from accelerate.commands import launch
+    from accelerate.utils.launch import prepare_multi_gpu_env
+
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(files.accelerate))
+    flags = launch_flags(make_plan(strategy), folder, machine_rank=0, address="localhost", port=1)
+    parser = launch.launch_command_parser()
+    arguments = parser.parse_args(["--config_file", str(folder / "accelerate.yaml"), *flags, "train.py"])
+    arguments, *_ = launch._validate_launch_command(arguments)
+    environment = prepare_multi_gpu_env(arguments)
+    return {name: value for name, value in environment.items() if name.startswith("ACCELERATE_DYNAMO_")}
+
+
+@pytest.mark.parametrize(
+    ("precision", "accelerator", "wanted", "rendered"),
+    [
+        ("fp32", "h100", True, True),
+        ("fp32", "h100", False, False),  # transformers turns it on for a compiled model unless it is off
+        ("bf16", "h100", False, None),
+        ("fp32", "cpu", False, None),
+    ],
+)
+def test_tf32_is_stated_for_fp32_on_gpus_and_can_be_checked_without_a_gpu(
+    precision: str, accelerator: str, wanted: bool, rendered: bool | None
+) -> None:
+    plan = make_plan("ddp", precision=precision)
+    cluster = make_cluster(accelerator=accelerator, memory_gib_per_node=512.0)
+    files = render_files(plan, make_run(tf32=wanted), cluster, make_model(), Path("plan"))
+    assert files.training.arguments.get("tf32") is rendered
+    if wanted:
+        flags = launch_flags(plan, Path("plan"), machine_rank=1, address="localhost", port=1)
+        check_rendered([Rendering(files, plan.choice, flags)], make_model().hidden_size, "/tmp")

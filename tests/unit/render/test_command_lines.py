@@ -61,6 +61,11 @@ def test_a_value_that_transformers_cannot_read_is_refused() -> None:
         read_arguments(command("torchrun train.py --learning_rate fast"))
 
 
+def test_a_nearly_right_option_is_kept_for_the_comparison() -> None:
+    found = read_arguments(command("torchrun train.py --lerning_rate 1e-4 --max-grad-nrm=0.5 --data x --resum"))
+    assert found.trainer == {"lerning_rate": "1e-4", "max_grad_nrm": "0.5"}
+
+
 SCRIPT = """#!/bin/bash
 #SBATCH --nodes 2
 LR=1e-4  # once

@@ -3,7 +3,9 @@
 import pytest
 
 from shardmake.render.comparison import Comparison, Row, Settings, compare_settings
+from shardmake.render.settings_table import VARIES
 from tests.planted_settings import ACCELERATE, ARGUMENTS, AUTO, PLANTED, STOPS, Planted
+from tests.settings_cases import CASES
 
 CLEAN = {
     "all auto": Settings(ARGUMENTS, AUTO | {"bf16": {"enabled": "auto"}, "train_batch_size": "auto"}, world_size=2),
@@ -34,11 +36,66 @@ CLEAN = {
 }  # fmt: skip
 
 
+FACTS: dict[str, tuple[dict[str, object], str, str, str]] = {
+    "curriculum": (
+        {"data_efficiency": {"enabled": True, "data_sampling": {"enabled": True, "curriculum_learning": {}}}},
+        "data_efficiency.enabled", "warning", "Trainer and Accelerate create the data loader themselves",
+    ),
+    "pipeline": ({"pipeline": {"stages": 2}}, "pipeline.stages", "warning", "PipelineEngine reads it"),
+    "checkpointing": (
+        {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}},
+        "activation_checkpointing.cpu_checkpointing", "warning", "Models of transformers do not use it",
+    ),
+    "AutoEP": ({"expert_parallel": {"enabled": True}}, "expert_parallel.enabled", "warning", "consolidate` does not merge"),
+    "quantized": (
+        {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
+        "zero_optimization.zero_quantized_weights", "note", "8 or 4 bits",
+    ),
+    "Apex": ({"amp": {"enabled": False}}, "amp", "error", "DeepSpeed has removed it and stops. bf16, fp16"),
+    "elastic": ({"elasticity": {"enabled": True}}, "elasticity", "error", "Nothing replaced it: set the batch sizes"),
+    "MiCS": (
+        {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
+        "zero_optimization.mics_shard_size", "error", "FSDP's hybrid sharding replaced MiCS",
+    ),
+    "1-bit Adam": (
+        {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}},
+        "optimizer.type", "error", "DeepSpeed has removed the 1-bit optimizers",
+    ),
+}  # fmt: skip
+"""Sections added to a sound DeepSpeed file; then the key, the level and words of the one line about it."""
+
+
+FOUND_BY_THE_ENGINE = {
+    "optimizer: Trainer, adafactor": ("betas", "equal", None),
+    "schedule: DeepSpeed LRRangeTest": ("warm-up steps", "equal", None),
+    "schedule: DeepSpeed OneCycle": ("betas", "differs", VARIES),
+    "schedule: DeepSpeed equal": ("warm-up steps", "equal", 2),
+    "warm-up steps: Trainer, a ratio": ("warm-up steps", "equal", 3),
+    "warm-up steps: Trainer, constant": ("warm-up steps", "differs", 0),
+    "learning rate: script, auto": ("weight decay", "equal", None),
+    "accumulation steps: script, auto": ("accumulation steps", "equal", None),
+    "engine: Accelerate's type for CPUs": ("total batch", "equal", 4),
+    "engine: a script without a GPU": ("total batch", "equal", 4),
+    "engine: Trainer without a GPU": ("total batch", "equal", 4),
+    "engine: Trainer without a GPU, use_cpu": ("total batch", "equal", 8),
+    "engine: a script without a GPU, auto": ("total batch", "stops", None),
+    "engine: FSDP without a GPU": ("engine", "stops", None),
+    "engine: FSDP without a GPU, use_cpu": ("engine", "differs", "DDP"),
+}
+"""Rows that were once predicted otherwise: setting, verdict and what runs."""
+ONE_RANK = {
+    "engine: Accelerate's type for CPUs": "distributed_type",
+    "engine: a script without a GPU": "use_cpu",
+    "engine: DDP without a GPU": "use_cpu",
+}
+
+
 @pytest.fixture(scope="module")
 def compared() -> dict[str, Comparison]:
     """Compare all cases in one process."""
     settings = {one.name: one.fault for one in PLANTED} | {f"{one.name}, corrected": one.corrected for one in PLANTED}
-    settings |= CLEAN
+    settings |= CLEAN | {name: Settings(None, AUTO | added) for name, (added, *_) in FACTS.items()}
+    settings |= {name: CASES[name] for name in {**FOUND_BY_THE_ENGINE, **ONE_RANK}}
     return dict(zip(settings, compare_settings(list(settings.values())), strict=True))
 
 
@@ -72,3 +129,25 @@ def test_the_corrected_twin_is_clean(planted: Planted, compared: dict[str, Compa
 def test_correct_files_are_clean(name: str, compared: dict[str, Comparison]) -> None:
     assert compared[name].contradictions == []
     assert compared[name].problems == []
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_fate_of_a_deepspeed_key_is_reported(name: str, compared: dict[str, Comparison]) -> None:
+    _, key, level, words = FACTS[name]
+    (found,) = [problem for problem in compared[name].problems if problem.key == key]
+    assert found.level == level
+    assert words in found.effect
+    assert len(compared[name].problems) == 1
+
+
+@pytest.mark.parametrize("name", FOUND_BY_THE_ENGINE)
+def test_what_the_engine_showed_is_predicted(name: str, compared: dict[str, Comparison]) -> None:
+    setting, verdict, runs = FOUND_BY_THE_ENGINE[name]
+    found = row(compared[name], setting)
+    assert found is not None
+    assert (found.verdict, found.runs) == (verdict, runs)
+
+
+@pytest.mark.parametrize("name", ONE_RANK)
+def test_ranks_that_train_alone_are_an_error(name: str, compared: dict[str, Comparison]) -> None:
+    assert [(one.key, one.level) for one in compared[name].problems] == [(ONE_RANK[name], "error")]

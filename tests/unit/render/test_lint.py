@@ -49,6 +49,20 @@ def test_a_script_and_each_command_name_the_setting_with_both_values(folder: Pat
     assert "1 error." in text
 
 
+def test_any_training_argument_identifies_training_arguments(folder: Path) -> None:
+    (folder / "few.yaml").write_text("output_dir: out\nmax_grad_norm: 0.5\n")
+    (folder / "optimizer.json").write_text('{"optimizer": {"type": "AdamW"}, "bf16": {"enabled": true}}')
+    kinds = [read_source(folder / name).kind for name in ("few.yaml", "optimizer.json", "accelerate.yaml", "args.yaml")]
+    assert kinds == ["training", "deepspeed", "accelerate", "training"]
+
+
+def test_a_number_that_auto_takes_from_the_arguments_names_both(folder: Path) -> None:
+    values = ARGUMENTS | {"deepspeed": "ds.json", "gradient_accumulation_steps": 0}
+    (folder / "args.yaml").write_text(json.dumps(values))
+    text = texts(check(["args.yaml"]))
+    assert 'gradient_accumulation_steps is "auto" in ds.json. The training arguments fill in 0, and DeepSpeed' in text
+
+
 def test_files_are_combined_with_those_that_they_name(folder: Path) -> None:
     (folder / "other.yaml").write_text(json.dumps(ARGUMENTS | {"deepspeed": "ds.json", "max_grad_norm": 0.5}))
     first, second = check(["accelerate.yaml", "args.yaml", "other.yaml"])
@@ -131,7 +145,7 @@ def test_the_refused_keys_are_those_of_the_installed_accelerate() -> None:
 def test_the_exit_status_and_json(verdict: Verdict, monkeypatch: pytest.MonkeyPatch) -> None:
     values: dict[Library, Value] = {"Trainer": Value(0.5, True, "max_grad_norm")}
     report = Report("x", {}, Comparison([Row("gradient clipping", values, 1.0, verdict, "1.0 runs.")], []))
-    monkeypatch.setattr(lint, "check", lambda words, ranks: [report])
+    monkeypatch.setattr(lint, "check", lambda words, ranks, on_cpu: [report])
     printed = CliRunner().invoke(app, ["check", "--json", "x.yaml"])
     (answer,) = json.loads(printed.stdout)
     assert printed.exit_code == answer["errors"] == (0 if verdict == "equal" else 1)
@@ -149,18 +163,20 @@ ODD: dict[str, Settings] = {
     "an optimizer without a name": Settings(ARGUMENTS, AUTO | {"optimizer": {"params": {"lr": "auto"}}}),
     "an unknown schedule": Settings(ARGUMENTS | {"lr_scheduler_type": "cosinus"}, AUTO),
     "an unknown key": Settings(ARGUMENTS, AUTO | {"zero_optimization": {"stage": 2, "bucket": 1}}),
+    "a misspelled argument": Settings(ARGUMENTS | {"lerning_rate": "1e-4"}, AUTO),
     "an ignored key": Settings(ARGUMENTS, AUTO | {"zero_optimisation": {"stage": 2}}),
     "a key that is ignored in a file": Settings(accelerate=ACCELERATE | {"rdzv_backend": "c10d"}),
     "an unknown key of a section": Settings(accelerate=ACCELERATE | {"deepspeed_config": {"deepspeed_fil": "x"}}),
 }
 ODD_KEYS = [
     "num_processes", "num_processes", "deepspeed_config", "bf16", "tensor_parallel", "distributed_type",
-    "optimizer.type", "lr_scheduler_type", "zero_optimization.bucket", "zero_optimisation", "rdzv_backend",
+    "optimizer.type", "lr_scheduler_type", "zero_optimization.bucket", "lerning_rate", "zero_optimisation", "rdzv_backend",
     "deepspeed_config.deepspeed_fil",
 ]  # fmt: skip
 
 
 def test_values_that_a_library_cannot_use_are_named() -> None:
+    """A misspelled training argument is an error, because transformers stops on it or never reads it."""
     found = [[problem.key for problem in one.problems] for one in compare_settings(list(ODD.values()))]
     assert dict(zip(ODD, found, strict=True)) == dict(zip(ODD, [[key] for key in ODD_KEYS], strict=True))
 

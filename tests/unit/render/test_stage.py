@@ -35,7 +35,7 @@ from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Fallback, Plan
 from shardmake.run.training_settings import TrainingSettings
-from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
+from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run, make_training_settings
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDER = Path("/lab/runs/docs-chat/train/attempts/001")
@@ -233,3 +233,9 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     for key, value in values.items():
         found |= _leaves(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
+
+
+@pytest.mark.parametrize(("schedule", "steps"), [("constant", 0), ("constant_with_warmup", 6)])
+def test_only_schedules_with_a_warm_up_get_its_steps(schedule: str, steps: int) -> None:
+    arguments = make_training_settings(scheduler=schedule, max_steps=60, warmup_ratio=0.1).arguments
+    assert arguments["warmup_steps"] == steps

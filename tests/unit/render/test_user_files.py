@@ -24,7 +24,7 @@ ZERO2 = {
     "gradient_clipping": 1.0,
     "bf16": {"enabled": True},
     "zero_optimization": {"stage": 2, "reduce_bucket_size": 500_000_000, "round_robin_gradients": True},
-    "communication_data_type": "fp32",
+    "communication_data_type": "bf16",
 }
 QUESTIONNAIRE = {
     "compute_environment": "LOCAL_MACHINE",
@@ -134,18 +134,18 @@ def test_what_the_plan_leaves_open_is_taken_over_and_reported(tmp_path: Path) ->
     files, changes = merge("zero2", deepspeed_config=own)
     zero = files.deepspeed["zero_optimization"]
     assert (zero["reduce_bucket_size"], zero["round_robin_gradients"]) == (500_000_000, True)
-    assert files.deepspeed["communication_data_type"] == "fp32"
+    assert files.deepspeed["communication_data_type"] == "bf16"
     assert files.deepspeed["train_micro_batch_size_per_gpu"] == 2
     assert "train_batch_size" not in files.deepspeed
     assert changes == [
         f"{own}: zero_optimization.reduce_bucket_size is 500000000 instead of 4096. The memory estimate counts it.",
         f"{own}: zero_optimization.round_robin_gradients is True. The result is the same.",
-        f"{own}: communication_data_type is 'fp32'. Gradients are averaged in this data type.",
+        f"{own}: communication_data_type is 'bf16' instead of 'fp32'. Gradients are averaged in this data type.",
     ]
     assert files.training.own_files == {
         "zero_optimization.reduce_bucket_size": 500_000_000,
         "zero_optimization.round_robin_gradients": True,
-        "communication_data_type": "fp32",
+        "communication_data_type": "bf16",
     }
 
 
@@ -179,6 +179,14 @@ def test_only_a_script_uses_an_optimizer_of_the_file(tmp_path: Path) -> None:
     files, lines = merge("zero2", deepspeed_config=own, script=str(script))
     assert files.deepspeed["optimizer"]["params"] == {"lr": 1e-3, "betas": "auto", "torch_adam": True}
     assert f"{own}: optimizer.type is 'AdamW'. The script decides whether it uses this section." in lines
+
+
+def test_a_script_cannot_use_an_optimizer_that_deepspeed_has_removed(tmp_path: Path) -> None:
+    own = written(tmp_path, "ds.json", ZERO2 | {"optimizer": {"type": "onebitlamb"}})
+    script = tmp_path / "train.py"
+    script.write_text("")
+    (line,) = refusal("zero2", deepspeed_config=own, script=str(script))
+    assert "DeepSpeed has removed the 1-bit optimizers" in line
 
 
 def test_the_questionnaires_accelerate_file_fits(tmp_path: Path) -> None:
@@ -250,7 +258,7 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
     ("optimizer.params.lr", 1e-3, "engine: loop fails"),
     ("torch_autocast.enabled", True, "would have trained in another one"),
     ("fp16.auto_cast", True, "would have trained in another one"),
-    ("amp.enabled", True, "would have trained in another one"),
+    ("amp.enabled", True, "Set precision in the run"),
     ("checkpoint.load_universal", True, "could not use them"),
     ("checkpoint.use_node_local_storage", True, "could not use them"),
     ("zero_optimization.elastic_checkpoint", True, "could not use them"),
@@ -268,19 +276,27 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
     ("zero_optimization.reduce_scatter", False, "True in the plan"),
     ("zero_optimization.allgather_partitions", False, "memory estimate does not know"),
     ("zero_optimization.zero_quantized_weights", True, "memory estimate does not know"),
-    ("zero_optimization.zero_hpz_partition_size", 8, "memory estimate does not know"),
+    ("zero_optimization.zero_hpz_partition_size", 8, "1 in the plan. strategy: zero3-hpz sets it"),
     ("zero_optimization.reduce_bucket_size", "2e8", "must be a number"),
     ("zero_optimization.reduce_bucket_size", -1, "must be a number that is not negative"),
     ("zero_optimization.overlap_comm", 1, "must be true or false"),
     ("zero_optimization.reduce_bucket_sise", 1, "Did you mean 'zero_optimization.reduce_bucket_size'?"),
-    ("zero_optimization.mics_shard_size", 4, "does not know its effect"),
+    ("zero_optimization.mics_shard_size", 4, "DeepSpeed has removed it and stops."),
+    ("zero_optimization.leaf_module.classes", ["Moe"], "The plan names the blocks with experts"),
+    ("zero_optimization.zenflow.topk_ratio", 0.1, "changes what is trained"),
     ("bf16.bf16_master_weights_and_grads", True, "memory estimate does not know"),
-    ("data_types.grad_accum_dtype", "fp32", "memory estimate does not know"),
+    ("data_types.grad_accum_dtype", "bf16", "'fp32' in the plan"),
     ("activation_checkpointing.cpu_checkpointing", True, "Set gradient_checkpointing in the run"),
     ("compile.enabled", True, "Set torch_compile in the run"),
     ("tensorboard.enabled", True, "Set report_to in the run"),
-    ("elasticity.enabled", True, "decide the number of ranks"),
-    ("curriculum_learning.enabled", True, "changes what is trained"),
+    ("elasticity.enabled", True, "DeepSpeed has removed it and stops."),
+    ("curriculum_learning.enabled", True, "Set data.order in the run"),
+    ("data_efficiency.data_sampling.curriculum_learning.enabled", True, "Set data.order in the run"),
+    ("compression_training.weight_quantization.enabled", True, "Merge the run, then quantize the merged model"),
+    ("expert_parallel.autoep_size", 4, "`shardmake consolidate` does not merge"),
+    ("autotuning.enabled", True, "DeepSpeed ends the process"),
+    ("optimizer.type", "OneBitAdam", "DeepSpeed has removed the 1-bit optimizers"),
+    ("gradient_allreduce_op", "sum", "changes what is trained"),
     ("gradient_predivide_factor", 2.0, "changes what is trained"),
     ("gradient_clipping", 0.5, "1.0 in the plan"),
     ("gradient_clipping", 0, "1.0 in the plan"),
@@ -293,7 +309,7 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
     ("zero_allow_untested_optimizer", False, "True in the plan"),
     ("zero_force_ds_cpu_optimizer", True, "False in the plan"),
     ("tensor_parallel.autotp_size", 2, "1 in the plan"),
-    ("pipeline.stages", 2, "does not know its effect"),
+    ("pipeline.stages", 2, "The dimensions that work are data (strategy, nodes) and tensor (tensor_parallel)"),
 ]
 
 
@@ -369,12 +385,20 @@ def test_the_diff_makes_hugging_faces_samples_fit(tmp_path: Path, strategy: Stra
 def test_every_row_of_the_tables_has_a_full_stop() -> None:
     rules = [(key, rule) for table in TABLES.values() for key, rule in table.items()]
     assert [key for key, rule in rules if not rule.effect.endswith(".")] == []
-    assert {rule.use for _, rule in rules} == {"planned", "estimated", "result", "inert", "unused", "refused"}
+    assert {rule.use for _, rule in rules} == {"planned", "estimated", "result", "neutral", "unused", "refused"}
 
 
 def test_the_page_about_own_files_names_every_key_that_is_not_refused() -> None:
     page = Path("docs/how-to/own-files.md").read_text()
-    sections = ("fsdp_config", "parallelism_config", "deepspeed_config", "dynamo_config", "comms_logger", "aio")
+    sections = (
+        "fsdp_config",
+        "parallelism_config",
+        "deepspeed_config",
+        "dynamo_config",
+        "comms_logger",
+        "aio",
+        "timers",
+    )
     for table in TABLES.values():
         for key, rule in table.items():
             section, _, last = key.rpartition(".")
@@ -392,7 +416,8 @@ EVERYTHING_TAKEN = {
             "ignore_unused_parameters": False,
             "cpu_offload": False,
         },
-        "communication_data_type": "fp32",
+        "communication_data_type": "bf16",
+        "data_types": {"grad_accum_dtype": "fp32"},
         "steps_per_print": 5,
         "wall_clock_breakdown": True,
         "memory_breakdown": True,

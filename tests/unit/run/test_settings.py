@@ -66,6 +66,23 @@ def test_a_training_with_files_of_other_settings_is_refused(rundir: RunDir) -> N
     finish(rundir, "train", learning_rate=5e-4, checkpoints={"keep": 3})
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{"strategy": "fsdp"}, {"nodes": 2}, {"checkpoints": {"keep": 3}}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_an_unfinished_training_is_refused_until_the_files_have_all_settings(
+    rundir: RunDir, changes: dict[str, Any]
+) -> None:
+    """Also settings that cannot change the result: an old plan would train with another strategy than asked for."""
+    finish(rundir, "fetch", "plan", "render", "data")
+    for stage in ("plan", "render"):
+        with pytest.raises(ConfigError, match=rf"the {stage} stage.*{next(iter(changes))}.*shardmake {stage} demo"):
+            finish(rundir, "train", **changes)
+        finish(rundir, stage, **changes)
+    finish(rundir, "train", **changes, push={"to": "file:published/elsewhere"})
+
+
 def test_a_later_stage_warns_that_it_uses_old_results(rundir: RunDir, caplog: pytest.LogCaptureFixture) -> None:
     finish(rundir, "train", "consolidate")
     finish(rundir, "push", seed=7)

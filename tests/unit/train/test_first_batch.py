@@ -1,11 +1,7 @@
 """The digest of a rank's first rows, and the comparison between ranks."""
 
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
-import torch.distributed as dist
 
 from shardmake.train.first_batch import conflict, count_rows, digest_rows, exchange
 
@@ -42,13 +38,6 @@ def test_equal_rows_are_right_exactly_within_a_tensor_parallel_group(
     digests: list[str], tensor_parallel: int, ranks: tuple[int, int] | None
 ) -> None:
     assert conflict(digests, tensor_parallel) == ranks
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,38 +1,108 @@
-"""Which ranks read the weights of the base model, and which get an empty model for others to fill."""
+"""Ranks that read the weights of the base model, ranks that get an empty model, and the device of the weights."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from accelerate import Accelerator
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from shardmake.config.models import Strategy
+from shardmake.render.training_file import training_settings
+from shardmake.run.model_class import ModelClass
+from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import load_model
-from tests.unit.plans import make_training_settings
+from tests.mixtures import mixture_configs
+from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+
+
+def settings_on(accelerator: str, strategy: Strategy, **run: Any) -> TrainingSettings:
+    cluster = make_cluster(accelerator=accelerator)
+    return training_settings(make_plan(strategy), make_run(**run), cluster, make_model())
 
 
 @pytest.mark.parametrize(
-    ("strategy", "method", "local_rank", "reads"),
+    ("strategy", "method", "local_rank", "reads", "on_gpu"),
     [
-        ("fsdp", "full", "0", True),
-        ("fsdp", "full", "1", False),
-        ("fsdp", "lora", "1", False),
-        ("fsdp", "qlora", "0", True),
-        ("fsdp", "qlora", "1", True),  # accelerate does not broadcast 4-bit weights
-        ("ddp", "full", "1", True),
-        ("ddp", "qlora", "1", True),
-        ("zero3", "full", "1", True),  # transformers reads on rank 0 alone
+        ("fsdp", "full", "0", True, False),
+        ("fsdp", "full", "1", False, False),
+        ("fsdp", "lora", "1", False, False),
+        ("fsdp", "qlora", "0", True, True),
+        ("fsdp", "qlora", "1", True, True),  # accelerate does not broadcast 4-bit weights
+        ("ddp", "full", "1", True, True),
+        ("ddp", "lora", "3", True, True),
+        ("ddp", "qlora", "1", True, True),
+        ("zero1", "full", "5", True, True),
+        ("zero2", "lora", "1", True, True),
+        ("zero2-offload", "full", "1", True, True),
+        ("zero3", "full", "1", True, False),  # transformers reads on rank 0 alone
+        ("zero3-offload", "lora", "0", True, False),
     ],
 )
-def test_ranks_that_read_the_weights(
-    monkeypatch: pytest.MonkeyPatch, strategy: Strategy, method: str, local_rank: str, reads: bool
+def test_ranks_that_read_the_weights_and_where_to(
+    monkeypatch: pytest.MonkeyPatch, strategy: Strategy, method: str, local_rank: str, reads: bool, on_gpu: bool
 ) -> None:
-    source = SimpleNamespace(from_pretrained=lambda *names, **options: options)
-    monkeypatch.setattr(load_model, "AutoModelForCausalLM", source)
-    monkeypatch.setattr(load_model, "AutoConfig", source)
+    monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
+    monkeypatch.setattr(load_model, "check_all_loaded", lambda *_: None)
+    monkeypatch.setattr(load_model, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: None))
     monkeypatch.setattr(load_model, "_empty_model", lambda *given: None)
     monkeypatch.setattr(load_model, "_four_bit_config", lambda dtype: "four bits")
     monkeypatch.setenv("LOCAL_RANK", local_rank)
-    loaded = cast(dict[str, Any] | None, load_model.load_base(make_training_settings(strategy, method=method)))
+    loaded = cast(dict[str, Any] | None, load_model.load_base(settings_on("h100", strategy, method=method)))
     assert (loaded is not None) is reads
     if loaded is not None:
         assert loaded.get("quantization_config") == ("four bits" if method == "qlora" else None)
+        assert loaded.get("device_map") == ({"": int(local_rank)} if on_gpu else None)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_without_gpus_the_weights_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, strategy: Strategy) -> None:
+    monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
+    monkeypatch.setattr(load_model, "check_all_loaded", lambda *_: None)
+    assert "device_map" not in cast(dict[str, Any], load_model.load_base(settings_on("cpu", strategy)))
+
+
+def test_a_script_loads_its_own_model(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    assert not settings_on("h100", "ddp", script=str(script)).model.on_gpu
+
+
+def test_matrices_that_the_engine_splits_are_loaded_on_the_host() -> None:
+    choice = make_plan("zero2").choice
+    assert choice.loads_on_gpu("full")
+    assert not choice.model_copy(update={"tensor_parallel": 2}).loads_on_gpu("full")
+
+
+def test_a_map_of_one_device_is_no_dispatched_model(tmp_path: Path) -> None:
+    """Accelerate refuses to train a dispatched model, and hooks would move every layer's inputs."""
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    model = LlamaForCausalLM.from_pretrained(tmp_path, device_map={"": "cpu"}, dtype=torch.bfloat16)
+    assert not hasattr(model, "hf_device_map") and not Accelerator.verify_device_map(Accelerator(cpu=True), model)
+    assert not any(hasattr(module, "_hf_hook") for module in model.modules())
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_the_loss_of_routers_is_a_mean_over_the_passes_of_a_step() -> None:
+    """Two ranks with two passes each add up the loss of the tokens, and average that of the routers."""
+    config = mixture_configs()["mixtral"]
+    config.update({"output_router_logits": True, "router_aux_loss_coef": 0.5})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    batches = torch.randint(0, 64, (4, 1, 16))
+    count = 4 * 15
+    plain = [model(input_ids=ids, labels=ids, num_items_in_batch=count) for ids in batches]
+    tokens = sum(out.loss - 0.5 * out.aux_loss for out in plain)
+    routers = torch.stack([out.aux_loss for out in plain]).mean()
+    settings = settings_on("cpu", "zero2")
+    settings = settings.with_arguments(gradient_accumulation_steps=4 // settings.expected.world_size)
+    load_model.average_router_loss(model, settings)
+    step = sum(model(input_ids=ids, labels=ids, num_items_in_batch=count).loss for ids in batches)
+    torch.testing.assert_close(step, tokens + 0.5 * routers)
+    assert model.config.router_aux_loss_coef == 0.5

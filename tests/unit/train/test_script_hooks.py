@@ -9,7 +9,6 @@ from typing import Any
 import accelerate.accelerator
 import pytest
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
 from torch.nn.parallel import DistributedDataParallel
@@ -35,7 +34,7 @@ def make_context(folder: Path, strategy: Strategy = "ddp") -> Any:
 
 
 @pytest.fixture
-def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptObserver]:
+def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None) -> Iterator[ScriptObserver]:
     """Hooks in torch and Accelerate, and a process group of one rank."""
     for owner, names in (
         (DistributedDataParallel, ["__init__"]),
@@ -45,13 +44,11 @@ def hooked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptOb
         for name in names:
             monkeypatch.setattr(owner, name, getattr(owner, name))
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     observer = ScriptObserver(make_context(tmp_path))
     observer.hook_torch(torch)
     observer.hook_accelerator(accelerate.accelerator)
     yield observer
     sys.modules["torch.optim.optimizer"]._global_optimizer_pre_hooks.clear()
-    dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

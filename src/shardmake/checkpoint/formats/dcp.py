@@ -2,9 +2,11 @@
 
 ``.metadata`` records the boxes of every tensor and where each box is stored. Bytes ``[offset, offset + length)`` of a
 ``__R_I.distcp`` file are a ``torch.save`` archive of one box. Names are nested: Accelerate and the Trainer save
-``{"model": state_dict}``, and ``planner_data`` keeps the levels separate.
+``{"model": state_dict}``, Lightning ``{"state_dict": ...}``, and torchtitan puts the weights beside ``optimizer`` and
+``train_state``. ``planner_data`` keeps the levels separate.
 """
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
 """Accelerate's names for the only model and its optimizer."""
 _METADATA = ".metadata"
 _MODEL = "model"
+_NO_WEIGHTS = re.compile(r"optim.*|lr_.*|schedulers?|train_state|dataloader.*|loops|callbacks|.*rng.*")
+"""Levels beside the weights in checkpoints of torchtitan, Lightning and users' own loops."""
 _OLDER = "Use an older checkpoint, or copy this one again."
 
 
@@ -51,12 +55,27 @@ def read(folder: Path, target: Target = "keep") -> Contents:
 def _model_names(described: Mapping[str, Any], planner: Mapping[str, Any]) -> dict[str, str]:
     """Return the model's name of each tensor by the checkpoint's name.
 
-    If the saved dictionary has a level ``model``, the model is below that level; otherwise it is the whole dictionary.
+    If the saved dictionary has a level ``model``, the model is below that level. Otherwise it is the whole dictionary
+    without optimizer, scheduler and the like; a single level that holds everything else is not part of the names.
     """
     paths = {fqn: tuple(str(part) for part in planner.get(fqn, (fqn,))) for fqn in described}
     below = {fqn: _below_model(path) for fqn, path in paths.items()}
-    chosen = {fqn: path for fqn, path in below.items() if path} or paths
+    chosen = {fqn: path for fqn, path in below.items() if path} or _without_training_state(paths, described)
     return {fqn: ".".join(path) for fqn, path in chosen.items()}
+
+
+def _without_training_state(
+    paths: Mapping[str, tuple[str, ...]], described: Mapping[str, Any]
+) -> dict[str, tuple[str, ...]]:
+    """Return the paths without training states, and without values such as a step beside the weights."""
+    chosen = {
+        fqn: path
+        for fqn, path in paths.items()
+        if not (len(path) > 1 and _NO_WEIGHTS.fullmatch(path[0]))
+        and (described[fqn].chunks is not None or fqn.endswith("_extra_state"))
+    }
+    levels = {path[0] if len(path) > 1 else "" for path in chosen.values()}
+    return {fqn: path[1:] for fqn, path in chosen.items()} if len(levels) == 1 and "" not in levels else chosen
 
 
 def _below_model(path: tuple[str, ...]) -> tuple[str, ...]:

@@ -54,6 +54,12 @@ def find_weight_files(folder: Path) -> WeightFiles | None:
     return None
 
 
+def is_licence(name: str) -> bool:
+    """Return True for the names under which models publish their licence."""
+    stem, _, suffix = name.upper().partition(".")
+    return stem.startswith(("LICENSE", "LICENCE", "NOTICE", "COPYING", "USE_POLICY")) and suffix in ("", "TXT", "MD")
+
+
 def recognise(path: Path) -> Path | None:
     """Return ``path`` if it holds a model's weights."""
     return path if find_weight_files(path) in (MODEL, MODEL_BIN) else None
@@ -89,9 +95,16 @@ def shard_names(folder: Path) -> list[str]:
     if not _index(folder).is_file():
         return [(find_weight_files(folder) or MODEL).single]
     names = sorted(set(_weight_map(folder).values()))
-    if any("/" in name for name in names):
+    if any("/" in name or name in ("", ".", "..") for name in names):
         raise CheckpointError(f"{_index(folder)} names files outside its folder. Download the model again.")
     return names
+
+
+def weight_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in ``folder``, from the index if there is one."""
+    if _index(folder).is_file():
+        return set(_weight_map(folder))
+    return {tensor.name for tensor in read_file(folder / shard_names(folder)[0])}
 
 
 def _index(folder: Path) -> Path:
@@ -101,8 +114,11 @@ def _index(folder: Path) -> Path:
 def _weight_map(folder: Path) -> dict[str, str]:
     try:
         index = json.loads(_index(folder).read_text())
-        return dict(index["weight_map"])
-    except (ValueError, KeyError, TypeError) as error:
+        weight_map = dict(index["weight_map"])
+        if not all(isinstance(name, str) for name in weight_map.values()):
+            raise TypeError("a file name is not text")
+        return weight_map
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{_index(folder)} is not a valid index of weight files ({error}). Copy it again."
         ) from None
@@ -147,13 +163,15 @@ def _read_safetensors(path: Path) -> Iterator[StoredTensor]:
         for name, entry in ordered:
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
+            if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+                raise _damaged(path, f"shape or offsets of {name} are not counts")
             if begin != at or end - begin != numel(shape) * ITEM_SIZE[entry["dtype"]]:
                 raise _damaged(path, f"the offsets of {name} do not match its shape")
             at = end
             record = ZipRecord(path, start + begin, end - begin, None)
             pieces = (Piece(record, 0, 0, numel(shape)),) if numel(shape) else ()
             yield StoredTensor(name, entry["dtype"], shape, pieces)
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise error if isinstance(error, CheckpointError) else _damaged(path, f"header: {error}") from None
     if start + at != size:
         raise _damaged(path, f"it has {size} bytes, its header describes {start + at}")
@@ -167,7 +185,10 @@ def _read_header(path: Path) -> tuple[dict[str, Any], int, int]:
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else _LARGEST_HEADER + 1
             if length > _LARGEST_HEADER:
                 raise _damaged(path, "it has no header")
-            return json.loads(file.read(length)), 8 + length, path.stat().st_size
+            header = json.loads(file.read(length))
+            if not isinstance(header, dict):
+                raise _damaged(path, "its header is not an object")
+            return header, 8 + length, path.stat().st_size
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing. {_INCOMPLETE}") from None
     except (ValueError, RecursionError) as error:

@@ -20,6 +20,8 @@ CONFIG = "adapter_config.json"
 _PREFIX = "base_model.model."
 _FACTOR = re.compile(r"(.+)\.lora_(A|B)(?:\.[^.]+)?\.weight")
 _SAVED = re.compile(r"(.+)\.modules_to_save\.[^.]+\.(.+)")
+_QUANTIZED = re.compile(r".+\.base_layer\.weight\..+")
+"""Scales and codes of a base weight in 4 bits."""
 _ORIGINAL = re.compile(r".+\.original_module\..+")
 UNSUPPORTED = ("use_dora", "lora_bias", "target_parameters", "use_qalora", "use_bdlora")
 """Settings of an adapter that cannot be merged."""
@@ -32,7 +34,8 @@ class Adapter:
     Attributes:
         factors: By module, its A [rank, in] and B [out, rank].
         saved: Weights that were trained in full (modules_to_save), by their name in the model.
-        base: The base model's weights, by name; empty if the checkpoint holds none.
+        base: The base model's weights, by name; empty if the checkpoint holds none, or holds them in 4 bits: then the
+            adapter is added to those of the base model's folder.
     """
 
     factors: dict[str, tuple[StoredTensor, StoredTensor]]
@@ -72,6 +75,8 @@ def split(contents: Contents) -> Adapter:
                 f"Cannot merge {contents.folder}. The module {module} has lora_{''.join(pair)} but not the other "
                 "factor. Use another checkpoint."
             )
+    if any(_QUANTIZED.fullmatch(name) or tensor.dtype == "U8" for name, tensor in contents.tensors.items()):
+        base = {}
     if contents.format == "PEFT adapter":  # PEFT's own file holds no base weights, only fully trained ones
         saved, base = {**saved, **base}, {}
     return Adapter({module: (pair["A"], pair["B"]) for module, pair in factors.items()}, saved, base)

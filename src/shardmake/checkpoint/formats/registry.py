@@ -5,12 +5,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from shardmake.checkpoint import store
 from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, universal, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.core.errors import CheckpointError
+from shardmake.core.errors import CheckpointError, ShardmakeError
 from shardmake.run.paths import RunDir
+
+_NUMBERED = re.compile(r"(?:checkpoint[-_]|step-)(\d+)")
+_STEP = re.compile(r"(?:checkpoint-|step-)(\d+)")
+"""Names of checkpoints. The number in Accelerate's ``checkpoint_N`` is not a step."""
 
 FORMATS: list[tuple[Callable[[Path], Path | None], Callable[[Path, Target], Contents]]] = [
     (universal.recognise, universal.read),
@@ -69,11 +72,19 @@ def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
 
 def _read(path: Path, target: Target) -> Contents | None:
     """Read the checkpoint that ``path`` itself is; return None if it is not one."""
-    for recognise, read in FORMATS:
-        folder = recognise(path)
-        if folder is not None:
-            contents = read(folder, target)
-            return contents if contents.step is not None else replace(contents, step=_step_in_name(folder))
+    try:
+        for recognise, read in FORMATS:
+            folder = recognise(path)
+            if folder is not None:
+                contents = read(folder, target)
+                return contents if contents.step is not None else replace(contents, step=_step_in_name(folder))
+    except (ShardmakeError, OSError):
+        raise
+    except Exception as error:  # a damaged file can hold any value in the place of any other
+        raise CheckpointError(
+            f"Cannot read the checkpoint {path}. A file has unexpected content ({type(error).__name__}: {error}). It "
+            "is damaged, or written by another version. Use an older checkpoint, or copy this one again."
+        ) from error
     return None
 
 
@@ -92,17 +103,21 @@ def _read_newest(path: Path, candidates: list[Path], target: Target) -> Contents
         raise CheckpointError("\n".join([f"No checkpoint in {path} can be merged:", *reasons]))
     raise CheckpointError(
         f"{path} holds no checkpoint: no global_step*, no *_states.pt, no .metadata, no model.safetensors, "
-        "no checkpoint-*. Name a run, a checkpoint, or the folder with its files."
+        "no checkpoint-*, checkpoint_* or step-*. Name a run, a checkpoint, or the folder with its files."
     )
 
 
 def _checkpoints(path: Path) -> list[Path]:
-    """Return the folders ``checkpoint-N`` in ``path`` or in the run's ``train/checkpoints``, newest first."""
-    found = store.checkpoints(path) or store.checkpoints(RunDir(path).checkpoints)
-    return [folder for _, folder in found if folder.is_dir()]
+    """Return the numbered folders in ``path``, or where a run, Accelerate or torchtitan puts them, newest first."""
+    for folder in (path, RunDir(path).checkpoints, path / "checkpoints", path / "checkpoint"):
+        entries = list(folder.iterdir()) if folder.is_dir() else []
+        found = [(int(match[1]), entry) for entry in entries if (match := _NUMBERED.fullmatch(entry.name))]
+        if found:
+            return [entry for _, entry in sorted(found, reverse=True) if entry.is_dir()]
+    return []
 
 
 def _step_in_name(path: Path) -> int | None:
     """Return the step in the name of the folder or its parent, for formats whose files do not record it."""
-    found = [match for name in (path.name, path.parent.name) if (match := re.fullmatch(r"checkpoint-(\d+)", name))]
+    found = [match for name in (path.name, path.parent.name) if (match := _STEP.fullmatch(name))]
     return int(found[0][1]) if found else None

@@ -84,7 +84,9 @@ class StopOnRequest(TrainerCallback):
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Request a save and the end of training if a stop file exists."""
-        flag = torch.tensor([int(any(file.exists() for file in self.files))], device=args.device)
+        # Only rank 0 asks: two lookups per rank and step would load the shared file system.
+        exists = state.is_world_process_zero and any(file.exists() for file in self.files)
+        flag = torch.tensor([int(exists)], device=args.device)
         if dist.is_initialized():
             dist.broadcast(flag, src=0)
         if flag.item():

@@ -93,7 +93,7 @@ def make_loop(hooks: HookRecorder) -> Loop:
     loop = Loop.__new__(Loop)
     loop.accelerator, loop.model, loop.callbacks = Accelerator(cpu=True), Model(3, 1), hooks
     loop.optimizer = torch.optim.SGD(loop.model.parameters())
-    loop.arguments = SimpleNamespace(max_grad_norm=1.0, eval_batch_size=1)
+    loop.arguments = SimpleNamespace(max_grad_norm=1.0, eval_batch_size=1, use_liger_kernel=False)
     loop.non_finite = SimpleNamespace(add_loss=lambda loss: None, set_norm=lambda norm: None)
     loop.state, loop.control, loop.losses = None, None, []
     return loop
@@ -108,3 +108,19 @@ def test_plain_loop_calls_a_hook_after_each_pass() -> None:
     loop.eval_batches = [batch] * 2
     loop.evaluate()
     assert hooks.called == ["on_prediction_step"] * 2
+
+
+@pytest.mark.parametrize("liger", [False, True])
+def test_plain_loop_evaluates_without_logits_under_the_fused_loss(liger: bool) -> None:
+    """Liger's forward outside training returns the logits of all positions, which the plan does not count."""
+    loop, given = make_loop(HookRecorder()), []
+
+    def model(**inputs: Any) -> Any:
+        given.append(inputs.get("skip_logits", False))
+        return SimpleNamespace(loss=torch.ones(()))
+
+    loop.arguments.use_liger_kernel = liger
+    loop.model = type("Model", (), {"eval": lambda self: None, "__call__": lambda self, **inputs: model(**inputs)})()
+    loop.eval_batches = [{"labels": torch.ones(1, 3)}]
+    assert loop.evaluate() == 1.0
+    assert given == [liger]

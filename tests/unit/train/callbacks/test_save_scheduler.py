@@ -29,7 +29,7 @@ def test_requested_stop_saves_without_evaluation(
 ) -> None:
     """The run saves every 2 steps. It evaluates every 3 steps and, because the best is kept, at each save."""
     arguments = TrainingArguments(use_cpu=True, save_steps=2, eval_strategy="steps", eval_steps=3)
-    state = TrainerState(global_step=step, max_steps=10)
+    state = TrainerState(global_step=step, max_steps=10, is_world_process_zero=True)
     state.compute_steps(arguments, state.max_steps)
     stop_file = tmp_path / "STOP"
     if requested:
@@ -39,3 +39,20 @@ def test_requested_stop_saves_without_evaluation(
     control = handler.on_step_end(arguments, state, TrainerControl())
     assert (control.should_evaluate, control.should_save) == (evaluates, saves)
     assert control.should_training_stop == (requested or step == 10)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_only_the_first_rank_looks_for_stop_files(first: bool) -> None:
+    """The other ranks get its answer by a broadcast; here is no process group, so they continue."""
+    looked: list[bool] = []
+
+    class StopFile:
+        def exists(self) -> bool:
+            looked.append(first)
+            return True
+
+    stop = StopOnRequest([StopFile()])  # type: ignore[list-item]
+    control = TrainerControl()
+    stop.on_step_end(TrainingArguments(use_cpu=True), TrainerState(is_world_process_zero=first), control)
+    assert looked == ([True] if first else [])
+    assert control.should_training_stop == stop.requested == first

@@ -1,0 +1,195 @@
+"""The weights of a model folder as byte ranges of a model's parameters.
+
+transformers renames and joins weights when it loads a folder; it joins the experts of a mixture into one parameter, for
+example. `save_pretrained` does the reverse. A sharded checkpoint has the parameters, and a merge has to write the
+weights as the base model's files have them. Here transformers' own conversion runs in reverse on tensors without data,
+and the memory that its results share with the parameters says which range each weight is.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardmake.checkpoint.formats import huggingface
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE
+from shardmake.checkpoint.formats.unpickle import numel
+from shardmake.core.errors import CheckpointError, ModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_MOST_NAMES = 3
+
+
+@dataclass(frozen=True)
+class HubWeight:
+    """The weight ``name`` of a model folder: elements of the parameter ``parameter`` from element ``offset`` on."""
+
+    name: str
+    shape: tuple[int, ...]
+    parameter: str
+    offset: int
+
+
+def hub_weights(model: "PreTrainedModel", names: Collection[str] | None) -> list[HubWeight]:
+    """Return the weights that are not a parameter of the same name.
+
+    Args:
+        model: The model, on the meta device.
+        names: Names in the base model's files, whose layout the result has; None for transformers' default layout.
+
+    Raises:
+        ModelError: A weight is more than a range of one parameter, such as a transposed one.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    parameters = {name: value for name, value in model.state_dict().items() if name not in tied}
+    owners = {value.untyped_storage()._cdata: name for name, value in parameters.items()}
+    model._weight_conversions = None if names is None else _convert(model, names)[0]
+    with _views():
+        weights = revert_weight_conversion(model, dict(parameters))
+    found = {name: owners.get(weight.untyped_storage()._cdata) for name, weight in weights.items()}
+    wrong = sorted(name for name, owner in found.items() if owner is None or not weights[name].is_contiguous())
+    if wrong:
+        more = f" and {len(wrong) - _MOST_NAMES} more" if len(wrong) > _MOST_NAMES else ""
+        raise ModelError(
+            f"{type(model).__name__} cannot be merged: its files hold {', '.join(wrong[:_MOST_NAMES])}{more}, which "
+            "transformers computes from several parameters or transposes. Shardmake copies ranges of one parameter. "
+            "Name another model."
+        )
+    return [
+        HubWeight(name, tuple(weight.shape), owner, weight.storage_offset())
+        for name, weight in weights.items()
+        if (owner := found[name]) is not None and (owner != name or weight.shape != parameters[name].shape)
+    ]
+
+
+def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
+    """Return the ``names`` that the class leaves in the files, by its own declaration.
+
+    These are the layers for multi-token prediction of DeepSeek-V3 and Qwen3-Next, for example. Every other name that is
+    not a parameter is an error of loading.
+    """
+    patterns = list(model._keys_to_ignore_on_load_unexpected or ())
+    parameters = model.state_dict()
+    return sorted(name for name in names if name not in parameters and any(re.search(p, name) for p in patterns))
+
+
+def check_all_loaded(model: "PreTrainedModel", source: str, revision: str | None = None) -> None:
+    """Raise a `ModelError` if the files of ``source``, a folder or hub id, hold weights that ``model`` does not have.
+
+    transformers does not look for them if it loads under ZeRO-3.
+    """
+    from transformers.core_model_loading import LoadStateDictInfo
+    from transformers.utils import cached_file
+
+    folder = Path(str(cached_file(source, "config.json", revision=revision))).parent
+    info = LoadStateDictInfo(set(), _convert(model, huggingface.weight_names(folder))[1], set(), [], {}, set())
+    model._adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
+    if info.unexpected_keys:
+        names = sorted(info.unexpected_keys)
+        raise ModelError(
+            f"Cannot load {source} completely: unexpected keys: {', '.join(names[:_MOST_NAMES])} ({len(names)} in "
+            "all). Check that its files belong together."
+        )
+
+
+def _convert(model: "PreTrainedModel", names: Iterable[str]) -> tuple[list[Any], set[str]]:
+    """Return the conversions that transformers uses to load files with these ``names``, and the names it has none for.
+
+    It reverses the conversions to save the model.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+
+    mapping = get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
+    parameters = model.state_dict()
+    converted = {
+        name: rename_source_key(name, renamings, converters, model.base_model_prefix, parameters)[0] for name in names
+    }
+    left_over = {name for name, new in converted.items() if new not in parameters and name not in parameters}
+    return [entry for entry in mapping if entry.was_used()], left_over
+
+
+def _views() -> Any:
+    """Return a context in which ``contiguous`` copies nothing, so that a result shares its parameter's memory."""
+    import torch
+    from torch.overrides import TorchFunctionMode
+
+    class KeepViews(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is torch.Tensor.contiguous:
+                return args[0]
+            return function(*args, **(kwargs or {}))
+
+    return KeepViews()
+
+
+def in_hub_layout(contents: Contents, weights: Iterable[HubWeight]) -> Contents:
+    """Return ``contents`` with the weights of a model folder in place of the parameters that hold them.
+
+    Parameters that the checkpoint does not hold are ignored: it may have the folder's layout already.
+
+    Raises:
+        CheckpointError: A part of a parameter is a weight of its own, and the parameter has a LoRA update.
+    """
+    parts: dict[str, list[HubWeight]] = {}
+    for weight in weights:
+        if weight.parameter in contents.tensors:
+            parts.setdefault(weight.parameter, []).append(weight)
+    if not parts:
+        return contents
+    new_names = {weight.parameter: weight.name for found in parts.values() for weight in found}
+    tensors = (made for tensor in contents.tensors.values() for made in _parts(tensor, parts.get(tensor.name, ())))
+    aliases = {alias: new_names.get(owner, owner) for alias, owner in contents.aliases.items()}
+    return contents.with_tensors(tensors, aliases)
+
+
+def _parts(tensor: StoredTensor, weights: Sequence[HubWeight]) -> Iterator[StoredTensor]:
+    """Yield the weights that ``tensor`` holds in the order of their bytes; without any, the tensor itself."""
+    if not weights:
+        yield tensor
+        return
+    pieces = sorted(tensor.pieces, key=lambda piece: piece.at)
+    starts = [piece.at for piece in pieces] if all(piece.runs == 1 for piece in pieces) else None
+    for weight in sorted(weights, key=lambda weight: weight.offset):
+        begin, end = weight.offset, weight.offset + numel(weight.shape)
+        if end - begin == tensor.numel:
+            yield replace(tensor, name=weight.name, shape=weight.shape)
+            continue
+        if tensor.update is not None:
+            raise CheckpointError(
+                f"Cannot merge the adapter: it updates {tensor.name}, and the base model stores parts of it as "
+                f"separate weights such as {weight.name}. Use PEFT's merge_and_unload."
+            )
+        first = 0 if starts is None else max(0, bisect_right(starts, begin) - 1)
+        held = pieces[first:] if starts is None else pieces[first : bisect_right(starts, end - 1)]
+        cut = (part for piece in held for part in _cut(piece, begin, end, ITEM_SIZE[tensor.dtype]))
+        yield StoredTensor(weight.name, tensor.dtype, weight.shape, tuple(cut)).check()
+
+
+def _cut(piece: Piece, begin: int, end: int, itemsize: int) -> Iterator[Piece]:
+    """Yield the elements ``[begin, end)`` of a tensor that ``piece`` holds, as pieces of a tensor of those elements."""
+    last = piece.at + (piece.runs - 1) * piece.stride + piece.count
+    if begin <= piece.at and last <= end:
+        yield replace(piece, at=piece.at - begin)
+        return
+    for index in range(piece.runs):
+        at = piece.at + index * piece.stride
+        low, high = max(begin, at), min(end, at + piece.count)
+        if low < high:
+            yield Piece(
+                piece.record, piece.start + (index * piece.count + low - at) * itemsize, low - begin, high - low
+            )
+
+
+def from_json(values: Iterable[Mapping[str, Any]]) -> tuple[HubWeight, ...]:
+    """Return the weights that `dataclasses.asdict` made data of."""
+    return tuple(HubWeight(**{**value, "shape": tuple(value["shape"])}) for value in values)

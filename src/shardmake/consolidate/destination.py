@@ -1,0 +1,111 @@
+"""The destination of a merge: which folder may be replaced, and which must not."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from shardmake.checkpoint.formats.contents import Contents
+from shardmake.checkpoint.formats.registry import FORMATS
+from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
+from shardmake.core.manifest import record
+from shardmake.run.paths import MODEL_RECEIPT
+from shardmake.run.receipts import MergeReceipt
+
+_NAMED = 5
+_SMALL = 64 << 20
+"""Bytes; of larger files only the size is compared with the receipt, because hashing them takes as long as a merge."""
+
+
+def check_destination(out: Path, sources: Mapping[Path, str], *, overwrite: bool) -> None:
+    """Raise `ConfigError` if writing the model to ``out`` would remove something else.
+
+    Links are followed, and folders are compared by device and inode.
+
+    Args:
+        out: The model's folder. If it exists, it must be empty or hold an unchanged earlier result of a merge.
+        sources: What each folder is that must neither hold ``out`` nor be in it.
+        overwrite: Accept an ``out`` with any other content.
+    """
+    cannot = f"Cannot write the model to {out}."
+    try:
+        place = out.resolve()
+    except (OSError, RuntimeError):  # pathlib raises RuntimeError for a loop of links before Python 3.13
+        raise ConfigError(f"{cannot} Its symbolic links form a loop. Name another folder.") from None
+    staging = staging_folder(out)
+    for folder, what in sources.items():
+        if relation := _relation(place, folder.resolve()):
+            raise ConfigError(f"{cannot} It {relation} {what} {folder}. Name another folder.")
+        if _relation(staging, folder.resolve()):
+            raise ConfigError(f"{cannot} The merge writes to {staging} first, where {what} is. Name another folder.")
+    for folder, what in ((Path.cwd(), "the current folder"), (Path("~").expanduser(), "your home folder")):
+        if _relation(place, folder.resolve()) in ("is", "contains"):
+            raise ConfigError(f"{cannot} It is or contains {what} {folder}. Name a new folder.")
+    if staging.is_symlink() or (staging.exists() and not staging.is_dir()):
+        raise ConfigError(f"{cannot} The merge writes to {staging} first, which is not a folder. Remove it.")
+    if place.exists() and not place.is_dir():
+        raise ConfigError(f"{cannot} It is not a folder. Name another folder.")
+    foreign = [] if overwrite or not place.is_dir() else list(_foreign_files(place))
+    if foreign:
+        raise ConfigError(
+            f"{cannot} It holds files that are not the result of an earlier merge: {_list(foreign)}. Name a new "
+            "folder, or add --overwrite to delete everything in this one."
+        )
+
+
+def staging_folder(out: Path) -> Path:
+    """Return the folder in which the files of ``out`` are written before they replace it."""
+    return out.resolve().parent / f".{out.resolve().name}.partial"
+
+
+def checkpoint_folders(contents: Contents) -> list[Path]:
+    """Return the folders of a checkpoint: the one with the shards, and its parent if that is the checkpoint."""
+    folder = contents.folder
+    return [folder, folder.parent] if _is_inner_folder(folder) else [folder]
+
+
+def _is_inner_folder(folder: Path) -> bool:
+    try:
+        return any(recognise(folder.parent) == folder for recognise, _ in FORMATS)
+    except CheckpointError:  # the parent is a checkpoint, but not a complete one
+        return True
+
+
+def _relation(out: Path, source: Path) -> str | None:
+    """Return how ``out`` relates to ``source``: ``is``, ``contains``, ``is in``, or None."""
+    ours, theirs = _identities(out), _identities(source)
+    if out == source or (out.exists() and source.exists() and ours[0] == theirs[0]):
+        return "is"
+    if out in source.parents or (out.exists() and ours[0] in theirs):
+        return "contains"
+    return "is in" if source in out.parents or (source.exists() and theirs[0] in ours) else None
+
+
+def _identities(path: Path) -> list[tuple[int, int]]:
+    """Return device and inode of ``path`` and its parents, from the first one that exists."""
+    states = [folder.stat() for folder in (path, *path.parents) if folder.exists()]
+    return [(state.st_dev, state.st_ino) for state in states]
+
+
+def _foreign_files(folder: Path) -> Iterator[str]:
+    """Yield the names in ``folder`` that the merge whose receipt is there did not write, or that were changed since."""
+    try:
+        written = MergeReceipt.read(folder / MODEL_RECEIPT).verification.files
+    except ShardmakeError:
+        yield from sorted(path.name for path in folder.iterdir())
+        return
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            continue
+        if path.is_symlink() or name not in {MODEL_RECEIPT, *written}:
+            yield name
+        elif name != MODEL_RECEIPT and not _is_unchanged(path, written[name].size, written[name].sha256):
+            yield f"{name} (changed)"
+
+
+def _is_unchanged(path: Path, size: int, sha256: str) -> bool:
+    return path.stat().st_size == size and (size > _SMALL or record(path).sha256 == sha256)
+
+
+def _list(names: list[str]) -> str:
+    rest = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + rest

@@ -1,0 +1,51 @@
+"""The files that a merge would write, for ``--dry-run``."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from shardmake.consolidate.merge import MergePlan, final_plan
+from shardmake.core.units import format_bytes
+
+
+def preview(plan: MergePlan, out: Path, *, trust_remote_code: bool = False, overwrite: bool = False) -> str:
+    """Return the files that the merge of ``plan`` would write, after every check that needs no weights.
+
+    Nothing is written beside ``out``.
+
+    Raises:
+        ShardmakeError: The merge would be refused.
+    """
+    plan.check_destination(out, overwrite=overwrite)
+    with TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as pool:
+        plan, check = final_plan(plan, Path(scratch, "skeleton"), trust_remote_code, None, pool)
+        plan.check(check.result())
+        small = Path(scratch, "small")
+        changes = plan.write_small_files(small, trust_remote_code)
+        files = {str(path.relative_to(small)): path.stat().st_size for path in small.rglob("*") if path.is_file()}
+    files |= {shard.name: shard.size for shard in plan.shards}
+    contents = plan.contents
+    step = "" if contents.step is None else f", step {contents.step}"
+    parameters = sum(tensor.numel for tensor in plan.stored.values())
+    lines = [
+        f"Checkpoint: {contents.folder} ({contents.format}, {contents.world_size} ranks{step})",
+        f"Base model: {plan.base or 'none'}",
+        f"Model: {out}{_replaced(out)}, {parameters:,} parameters in {len(plan.stored)} tensors, type: {plan.dtype}",
+        *(f"  {name:<40} {format_bytes(size):>10}" for name, size in sorted(files.items())),
+        f"Space: {format_bytes(sum(files.values()))} needed, {format_bytes(_free(out))} free",
+        *changes,
+        "Nothing was written.",
+    ]
+    return "\n".join(lines)
+
+
+def _replaced(out: Path) -> str:
+    return " (replaces what is there)" if out.is_dir() and any(out.iterdir()) else ""
+
+
+def _free(out: Path) -> int:
+    """Return the free bytes of the file system that ``out`` will be on."""
+    place = next(folder for folder in out.resolve().parents if folder.exists())
+    state = os.statvfs(place)
+    return state.f_bavail * state.f_frsize

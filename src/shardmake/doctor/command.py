@@ -1,0 +1,126 @@
+"""The command `shardmake doctor`: run the checks, print or return them, and write the cluster file."""
+
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from shardmake.config.load import load_cluster, load_config
+from shardmake.config.models import Cluster, Slurm
+from shardmake.core.atomic import write_json
+from shardmake.core.errors import ConfigError
+from shardmake.doctor.cluster_file import SlurmOptions, compose, draft_cluster, require_free, write_cluster
+from shardmake.doctor.findings import Finding, Verdict, merge_nodes, ok, run_checks, would_stop
+from shardmake.doctor.job import check_nodes, make_request
+from shardmake.doctor.login import login_checks
+from shardmake.doctor.records import DoctorDir, NodeReport
+from shardmake.plan.limits import query_partitions
+
+logger = logging.getLogger(__name__)
+_BEFORE_A_JOB = ("Slurm", "accounts", "qos", "partitions", "shared folder")
+"""Checks of the login node whose failure means that a job cannot run."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the command."""
+
+    cluster_file: Path | None = None
+    config: Sequence[Path] = ()
+    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    nodes: int = 1
+    write: Path = Path("cluster.yaml")
+    force: bool = False
+    build_kernels: bool = True
+    folder: Path = Path("logs/doctor")
+
+
+@dataclass
+class Result:
+    """All findings, and the cluster file if one was written."""
+
+    login: list[Finding]
+    nodes: list[Finding]
+    cluster_file: Path | None = None
+    folder: Path | None = None
+
+    @property
+    def findings(self) -> list[Finding]:
+        """Return the findings of the login node and of the nodes."""
+        return [*self.login, *self.nodes]
+
+    @property
+    def exit_status(self) -> int:
+        """Return 1 if something would stop a run, else 0."""
+        return int(would_stop(self.findings))
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON data."""
+        return {
+            "would_stop_a_run": would_stop(self.findings),
+            "login_node": [finding.as_json() for finding in self.login],
+            "compute_nodes": [finding.as_json() for finding in self.nodes],
+            "cluster_file": self.cluster_file and str(self.cluster_file),
+            "folder": self.folder and str(self.folder),
+        }
+
+
+def named_cluster(options: Options) -> Cluster | None:
+    """Return the cluster of ``--cluster`` or ``--config``; None if neither is given.
+
+    Raises:
+        ConfigError: The options contradict each other, or the file cannot be used.
+    """
+    if options.cluster_file and options.config:
+        raise ConfigError("--cluster and --config both name a cluster. Use one of them.")
+    if not (options.cluster_file or options.config):
+        return None
+    if any(options.slurm):
+        given = ", ".join(f"--{name.replace('_', '-')}" for name, value in options.slurm._asdict().items() if value)
+        raise ConfigError(f"{given}: the cluster file has these settings. Edit the file, or do not name it.")
+    return load_cluster(options.cluster_file or Path(load_config(*options.config).cluster))
+
+
+def check_login(options: Options) -> list[Finding]:
+    """Return the findings of this machine; it submits nothing."""
+    cluster, given = named_cluster(options), options.slurm
+    asked = cluster.slurm if cluster else Slurm(partition=given.partition, account=given.account, qos=given.qos)
+    return run_checks(login_checks(cluster, asked, Path.cwd()))
+
+
+def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
+    """Check nodes with one job, write its JSON and the cluster file, and return everything."""
+    require_free(options.write, force=options.force)
+    _require_slurm(login)
+    cluster = named_cluster(options)
+    drafted = cluster is None
+    if cluster is None:
+        cluster = draft_cluster(options.slurm, query_partitions())
+    nodes = 1 if cluster.executor == "local" else options.nodes
+    folder = DoctorDir(options.folder.absolute() / time.strftime("%Y%m%d-%H%M%S"))
+    request = make_request(cluster, nodes, build_kernels=options.build_kernels)
+    reports, missing = check_nodes(request, folder)
+    result = Result(login, merge_nodes([finding for report in reports for finding in report.findings]) + missing)
+    result.folder = folder.root
+    if reports:
+        text, findings = compose(request, reports, drafted=drafted)
+        result.nodes += findings
+        if text:
+            write_cluster(options.write, text, force=options.force)
+            result.cluster_file = options.write
+            result.nodes.append(ok("cluster file", f"wrote {options.write}"))
+    write_json(folder.result, result.as_json() | {"reports": _durations(reports)})
+    return result
+
+
+def _require_slurm(login: Sequence[Finding]) -> None:
+    """Raise a `ConfigError` if the login node's checks say that no job can run."""
+    for finding in login:
+        if finding.verdict is Verdict.STOPS and finding.check in _BEFORE_A_JOB:
+            raise ConfigError(f"No job was submitted: {finding.check}: {finding.found}. {finding.advice}")
+
+
+def _durations(reports: Sequence[NodeReport]) -> list[dict[str, Any]]:
+    return [{"host": report.host, "seconds": report.seconds, "facts": report.facts.as_json()} for report in reports]

@@ -1,0 +1,257 @@
+"""Checks of a compute node that need neither torch nor a GPU: limits, folders, versions, network interface."""
+
+import fcntl
+import os
+import resource
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.core.environment import hub_cache, library_versions
+from shardmake.core.units import GIB, MIB, format_bytes
+from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
+from shardmake.doctor.records import DoctorRequest
+from shardmake.launch.compilers import check_compilers
+from shardmake.launch.preflight import check_names, check_scratch, check_versions
+from shardmake.launch.rendezvous import RendezvousError, choose_address
+
+INFINIBAND = Path("/sys/class/infiniband")
+SHARED_MEMORY = Path("/dev/shm")
+SMALL_SHARED_MEMORY = GIB
+FEW_FILES = 1024
+VISIBLE_SECONDS = 60.0
+SLOW_SECONDS = 5.0
+_MEMLOCK_ADVICE = (
+    "Ask the administrators to set LimitMEMLOCK=infinity for slurmd: `srun bash -c 'ulimit -l'` must print unlimited."
+)
+_EXEC_SECONDS = 10
+
+
+def host_checks(request: DoctorRequest, folder: Path) -> dict[str, Check]:
+    """Return the checks by name; ``folder`` is on shared storage."""
+    cluster = request.cluster
+    return {
+        "environment": lambda: check_environment(request.environment, request.versions),
+        "cores and memory": lambda: check_size(cluster.cpus_per_node),
+        "locked memory": lambda: check_memlock(_devices(INFINIBAND), resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]),
+        "shared memory": lambda: check_shared_memory(shutil.disk_usage(SHARED_MEMORY).total),
+        "open files": lambda: check_open_files(resource.getrlimit(resource.RLIMIT_NOFILE)[0]),
+        "scratch": lambda: check_scratch_folder(Path(cluster.scratch)),
+        "NVMe": lambda: check_nvme(cluster.nvme_path),
+        "hub cache": lambda: check_cache_readable(cluster.cache),
+        "shared folder": lambda: check_writable(folder),
+        "network interface": lambda: check_interface(cluster.network_interface, request.nodes),
+        "name service": lambda: check_name_service(),
+    }
+
+
+def check_environment(login: str, versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare the Python environment and the versions of libraries with the login node's."""
+    advice = "Install Shardmake in a folder that all nodes see, and use that environment on the login node."
+    if sys.prefix != login:
+        yield warning("environment", f"Python is in {sys.prefix}, on the login node in {login}", advice)
+    different = check_versions(library_versions(), versions)
+    for finding in different:
+        yield stops("versions", finding, advice)
+    if not different and sys.prefix == login:
+        yield ok("environment", f"{sys.prefix}, the same versions as on the login node")
+
+
+def check_size(cpus: int) -> Finding:
+    """Compare the cores that the job may use with those it requested, and report the memory."""
+    usable = len(os.sched_getaffinity(0))
+    found = f"{usable} usable cores, {psutil.virtual_memory().total // GIB} GiB"
+    if usable >= cpus:
+        return ok("cores and memory", found)
+    advice = "Set cpus_per_node in the cluster file to this number, or ask your site how jobs get all their cores."
+    return warning("cores and memory", f"{found}; {cpus} cores were requested", advice)
+
+
+def _devices(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+def check_memlock(adapters: Sequence[str], limit: int) -> Finding:
+    """Return a limit of locked memory on a node with InfiniBand, to which NCCL registers its buffers."""
+    if not adapters:
+        return ok("locked memory", "no InfiniBand adapter, so the limit does not matter")
+    if limit == resource.RLIM_INFINITY:
+        return ok("locked memory", f"unlimited; adapters {', '.join(adapters)}")
+    return stops("locked memory", f"limited to {format_bytes(limit)} with {', '.join(adapters)}", _MEMLOCK_ADVICE)
+
+
+def check_shared_memory(size: int) -> Finding:
+    """Return a small /dev/shm, which NCCL and data loader workers use."""
+    advice = "NCCL and data loader workers may fail. Ask your site for 1 GiB or more."
+    return ok_if(size >= SMALL_SHARED_MEMORY, "shared memory", f"/dev/shm has {format_bytes(size)}", advice)
+
+
+def check_open_files(limit: int) -> Finding:
+    """Return a low limit of open files."""
+    unlimited = limit == resource.RLIM_INFINITY
+    found = "unlimited" if unlimited else f"{limit} for each process"
+    advice = f"Add `ulimit -n {FEW_FILES}` to slurm.setup in the cluster file."
+    return ok_if(unlimited or limit >= FEW_FILES, "open files", found, advice)
+
+
+def check_scratch_folder(scratch: Path) -> Finding:
+    """Return whether the scratch folder is writable, has space, and may hold programs and libraries."""
+    advice = "Set `scratch` in the cluster file to a node-local folder that jobs can write."
+    if problems := check_scratch(scratch):
+        return stops("scratch", problems[0], advice)
+    found = f"{scratch}, {format_bytes(shutil.disk_usage(scratch).free)} free"
+    if can_execute(scratch):
+        return ok("scratch", found)
+    advice += " Compiled kernels are loaded from there, so it must not be mounted noexec."
+    return stops("scratch", f"{found}, but programs cannot run there", advice)
+
+
+def can_execute(folder: Path) -> bool:
+    """Return whether a program in ``folder`` can run; on a mount with noexec it cannot."""
+    with tempfile.TemporaryDirectory(dir=folder, prefix="shardmake-doctor-") as place:
+        program = Path(place) / "program"
+        program.write_text("#!/bin/sh\nexit 0\n")
+        program.chmod(stat.S_IRWXU)
+        try:
+            return subprocess.run([program], timeout=_EXEC_SECONDS).returncode == 0
+        except OSError:
+            return False
+
+
+def check_build_tools(request: DoctorRequest, variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Report what is missing to compile DeepSpeed's extensions for offload, with NVMe if it is configured."""
+    nvme = request.cluster.nvme_path is not None
+    offloading = [spec for spec in STRATEGY_SPECS.values() if spec.is_deepspeed and spec.offload_optimizer]
+    spec = next(spec for spec in offloading if spec.uses_nvme == nvme)
+    missing = check_compilers(spec, variables, on_gpus=not request.on_cpu)
+    fine = "a small program for offload compiles" + (", also with libaio" if nvme else "")
+    yield from each_or_ok("compilers", missing, "Use strategies without offload until this is solved.", fine, warning)
+
+
+def check_nvme(path: str | None) -> Iterator[Finding]:
+    """Report whether ``nvme_path`` is writable; without it, report local NVMe that could be used."""
+    if path is None:
+        places = ", ".join(f"{point} ({free:.0f} GiB free)" for point, free in writable_nvme().items())
+        if places:
+            yield not_checked("NVMe", f"nvme_path is not set; writable here: {places}", "Set nvme_path for zero3-nvme.")
+        return
+    if not os.access(path, os.W_OK | os.X_OK):
+        advice = "Correct nvme_path in the cluster file, or create the folder in slurm.setup."
+        yield stops("NVMe", f"nvme_path {path} cannot be written", advice)
+    else:
+        yield ok("NVMe", f"{path}, {format_bytes(shutil.disk_usage(path).free)} free")
+
+
+def writable_nvme(mounts: Path = Path("/proc/mounts")) -> dict[str, float]:
+    """Return the free GiB of each mounted local NVMe file system in which the user can write."""
+    rows = [line.split()[:2] for line in mounts.read_text().splitlines()]
+    points = [point for device, point in rows if device.startswith(("/dev/nvme", "/dev/md")) and Path(point).is_dir()]
+    found = [point for point in points if os.access(point, os.W_OK | os.X_OK)]
+    return {point: round(shutil.disk_usage(point).free / GIB, 1) for point in found}
+
+
+def check_cache_readable(cache: str | None) -> Finding:
+    """Return whether the node can read the hub's cache."""
+    place = hub_cache(cache)
+    if os.access(place, os.R_OK | os.X_OK):
+        return ok("hub cache", f"{place} can be read")
+    if place.exists():
+        return stops("hub cache", f"{place} cannot be read here", "Set `cache` in the cluster file to a shared folder.")
+    reason = f"{place} does not exist here; it may not exist anywhere before the first `fetch`"
+    return not_checked("hub cache", reason, "Run this again after the first `fetch`.")
+
+
+def check_writable(folder: Path) -> Finding:
+    """Return whether the node can write the shared folder."""
+    if os.access(folder, os.W_OK | os.X_OK):
+        return ok("shared folder", f"{folder} can be written")
+    return stops("shared folder", f"{folder} cannot be written here", "Work in a folder that all nodes mount.")
+
+
+def check_interface(configured: str | None, nodes: int) -> Finding:
+    """Return the interface for training, and a faster one that is not used."""
+    try:
+        name, address = choose_address(configured, nodes=max(nodes, 2))  # one node alone would get loopback
+    except RendezvousError as error:
+        return stops("network interface", str(error), "Set network_interface in the cluster file.")
+    up = [other for other, status in psutil.net_if_stats().items() if status.isup]
+    faster = [other for other in up if other.startswith(("ib", "hsn")) and other != name]
+    if configured is not None or not faster or name.startswith(("ib", "hsn")):
+        return ok("network interface", f"{name} ({address})")
+    advice = f"Set network_interface: {faster[0]} in the cluster file, on all nodes the same."
+    found = f"{name} ({address}) has the default route; {', '.join(faster)} is up"
+    return warning("network interface", found, advice)
+
+
+def check_name_service() -> Iterator[Finding]:
+    """Report a host name that does not resolve; ranks connect by address, so this is a warning."""
+    host = os.uname().nodename
+    advice, fine = "Training connects by address. Other programs may wait for names.", "resolves to an address and back"
+    yield from each_or_ok("name service", check_names(host), advice, f"{host} {fine}", warning)
+
+
+def check_visibility(folder: Path, node_rank: int, nodes: int, seconds: float = VISIBLE_SECONDS) -> Finding:
+    """Write a file and wait for those of the other nodes; all nodes call it at the same time.
+
+    The nodes look for the files before they exist, because a network file system may remember that for a while.
+    """
+    if nodes == 1:
+        return not_checked("files of other nodes", "the job has one node", "Run it again with `--nodes 2`.")
+    folder.mkdir(exist_ok=True)
+    others = [folder / f"seen-by-all-{other}" for other in range(nodes) if other != node_rank]
+    started = time.monotonic()
+    missing = [path for path in others if not path.exists()]
+    (folder / f"seen-by-all-{node_rank}").write_bytes(b"x" * MIB)
+    while missing and time.monotonic() - started < seconds:
+        time.sleep(0.05)
+        missing = [path for path in missing if not (path.exists() and path.stat().st_size == MIB)]
+    took = time.monotonic() - started
+    if missing:
+        found = f"a file of another node was not visible here after {seconds:.0f} s"
+        return stops("files of other nodes", found, "Work in a folder that all nodes mount, under one path.")
+    if took > SLOW_SECONDS:
+        advice = "Keep `latency-wait: 60` in the profile. Nodes wait longer for each other at the start."
+        return warning("files of other nodes", f"visible here after {took:.0f} s", advice)
+    return ok("files of other nodes", f"visible here within {max(1, round(took))} s")
+
+
+def check_shared_lock(folder: Path, node_rank: int, nodes: int, seconds: float = VISIBLE_SECONDS) -> Finding:
+    """Lock a file on node 0 and try to lock it on node 1, which must be refused; all nodes call it at the same time."""
+    if nodes == 1 or node_rank > 1:
+        return not_checked("file locks of nodes", "a lock is tried from node 1 against node 0", "Use `--nodes 2`.")
+    locked, tried = folder / "locked", folder / "tried"
+    with (folder / "lock").open("w") as file:
+        if node_rank == 0:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            locked.touch()
+            if _appears(tried, seconds):
+                return ok("file locks of nodes", "locked here, and tried on node 1")
+            return not_checked("file locks of nodes", "node 1 did not try to lock the file")
+        if not _appears(locked, seconds):
+            return not_checked("file locks of nodes", "node 0 did not lock the file")
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ok("file locks of nodes", "a lock of node 0 counts here")
+        finally:
+            tried.touch()
+    advice = "Start the same run from one login node only: locks do not prevent a second driver on another one."
+    return warning("file locks of nodes", "a lock of node 0 does not count here", advice)
+
+
+def _appears(path: Path, seconds: float) -> bool:
+    """Return whether ``path`` exists within ``seconds``."""
+    give_up = time.monotonic() + seconds
+    while not path.exists():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True

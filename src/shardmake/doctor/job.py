@@ -1,0 +1,142 @@
+"""Run the checks of nodes: in one Slurm job, which is submitted like a training, or on this machine."""
+
+import getpass
+import logging
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from shardmake.config.models import Cluster
+from shardmake.core.environment import library_versions
+from shardmake.core.errors import SlurmError
+from shardmake.core.units import plural
+from shardmake.doctor.findings import Finding, stops
+from shardmake.doctor.node import check_node, run_task
+from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
+from shardmake.launch.slurm_jobs import NodeRequest, node_parameters, run_slurm, submit_with_retry
+from shardmake.launch.slurm_states import JobState, JobStatus, is_no_such_job, parse_rows
+
+logger = logging.getLogger(__name__)
+JOB_NAME = "doctor-shardmake"
+"""Start of the job's name. It is not that of a training job, which would count towards trainings_per_user."""
+MINUTES = 20
+MOST_MEMORY_GIB = 64
+CPUS_PER_RANK = 8
+"""The job requests less than a training, so that it starts sooner."""
+_POLL_SECONDS = 5.0
+_REPORT_SECONDS = 60.0
+"""A network file system may show a report that much later than Slurm the end of the job."""
+
+
+def make_request(cluster: Cluster, nodes: int, *, build_kernels: bool) -> DoctorRequest:
+    """Return what the nodes have to check."""
+    return DoctorRequest(
+        cluster=cluster,
+        nodes=nodes,
+        versions=library_versions(),
+        environment=sys.prefix,
+        build_kernels=build_kernels,
+    )
+
+
+def check_nodes(request: DoctorRequest, folder: DoctorDir) -> tuple[list[NodeReport], list[Finding]]:
+    """Run the checks, and return the reports of the nodes and findings about nodes without a report."""
+    request.write(folder.request)
+    folder.shared.mkdir(parents=True, exist_ok=True)
+    if request.cluster.executor == "local":
+        check_node(folder, 0)
+        return [NodeReport.read(folder.report(0))], []
+    submitted = time.monotonic()
+    try:
+        job = submit(request, folder)
+        logger.info("Submitted job %s to check %s; Ctrl-C cancels it.", job, plural(request.nodes, "node"))
+        end = wait_for_job(job, query_job)
+    except KeyboardInterrupt:
+        # By name, because Slurm may have accepted the job before its id arrived here.
+        run_slurm("scancel", f"--user={getpass.getuser()}", f"--name={job_name(folder)}")
+        raise
+    logger.info("Job %s ended after %.0f s.", job, time.monotonic() - submitted)
+    return collect(request, folder, job, end)
+
+
+def job_name(folder: DoctorDir) -> str:
+    """Return the name of the job, which is the only one of this name."""
+    return f"{JOB_NAME}-{folder.root.name}"
+
+
+def submit(request: DoctorRequest, folder: DoctorDir) -> str:
+    """Submit the job and return its id."""
+    from submitit import SlurmExecutor
+    from submitit.core.utils import FailedJobError, FailedSubmissionError
+
+    executor = SlurmExecutor(folder=folder.slurm)
+    executor.update_parameters(**job_parameters(request) | {"job_name": job_name(folder)})
+
+    def submit_once() -> str:
+        try:
+            return str(executor.submit(run_task, str(folder.root.resolve())).job_id)
+        except (FailedJobError, FailedSubmissionError, subprocess.CalledProcessError) as error:
+            advice = "Correct the slurm section of the cluster file, or the options of this command."
+            raise SlurmError(f"Slurm rejected the job: {error} {advice}") from None
+
+    return submit_with_retry(submit_once, lambda: None, pauses=())
+
+
+def job_parameters(request: DoctorRequest) -> dict[str, object]:
+    """Return submitit's parameters: those of a training, with less memory and time."""
+    cluster = request.cluster
+    cpus = min(cluster.cpus_per_node, CPUS_PER_RANK * request.ranks)
+    memory = max(1, int(min(MOST_MEMORY_GIB, cluster.memory_gib_per_node)))
+    return node_parameters(cluster, NodeRequest(request.nodes, request.ranks, cpus, memory), []) | {
+        "comment": "shardmake doctor --node",
+        "time": min(MINUTES, cluster.slurm.time_limit_minutes),
+    }
+
+
+def query_job(job: str) -> JobStatus:
+    """Return the job's state from squeue; a job that squeue no longer has ended."""
+    answer = run_slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%i|%T|%R|%j")
+    if found := parse_rows(answer.stdout).get(job):
+        return found
+    has_ended = answer.returncode == 0 or is_no_such_job(answer.stderr)
+    return JobStatus(JobState.ENDED if has_ended else JobState.UNKNOWN)
+
+
+def wait_for_job(job: str, query: Callable[[str], JobStatus], poll_seconds: float = _POLL_SECONDS) -> JobStatus:
+    """Wait for the end of the job and return its last state; log why it waits."""
+    logged = ""
+    while (status := query(job)).state is not JobState.ENDED:
+        line = f"Job {job} is {status.name.lower()} {status.nodes}".rstrip()
+        if status.name and line != logged:
+            logger.info("%s", line)
+            logged = line
+        time.sleep(poll_seconds)
+    return status
+
+
+def collect(
+    request: DoctorRequest, folder: DoctorDir, job: str, end: JobStatus, seconds: float = _REPORT_SECONDS
+) -> tuple[list[NodeReport], list[Finding]]:
+    """Return the reports that arrive within ``seconds``, and a finding about each node without one."""
+    give_up = time.monotonic() + seconds
+    while missing := {node for node in range(request.nodes) if not folder.report(node).exists()}:
+        if time.monotonic() > give_up:
+            break
+        time.sleep(0.2)
+    reports = [NodeReport.read(folder.report(node)) for node in range(request.nodes) if node not in missing]
+    findings = []
+    if missing:
+        nodes = ", ".join(map(str, sorted(missing)))
+        found = f"node {nodes} of job {job} left no report; the job ended as {end.name or 'unknown to squeue'}"
+        findings.append(stops("node report", found, _last_output(folder.slurm, job)))
+    return reports, findings
+
+
+def _last_output(slurm: Path, job: str) -> str:
+    """Return the last lines of the job's output, to show with the finding."""
+    files = sorted(slurm.glob(f"{job}*.out"))
+    lines = [line for path in files for line in path.read_text(errors="replace").splitlines() if line.strip()]
+    place = f"The job's output is in {slurm}"
+    return f"{place}; it ends: {lines[-1][:300]}" if lines else f"{place}, and it is empty: check the job's nodes."

@@ -1,0 +1,281 @@
+"""Checks of a login node: Slurm and what the user may request, shared storage, installed versions."""
+
+import fcntl
+import getpass
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from shardmake.config.models import Cluster, Slurm
+from shardmake.core.disk import free_space, mount_of
+from shardmake.core.environment import hub_cache, installed_versions
+from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.units import GIB, format_bytes, format_duration, plural
+from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
+from shardmake.launch.gpus import check_build, installed_build, list_gpus
+from shardmake.launch.slurm_jobs import run_slurm
+from shardmake.plan.limits import NodeGroup, Partition, query_partitions
+
+CHECKED_LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "snakemake")
+FEW_BYTES = 100 * GIB
+"""Free space below which the first checkpoint of a model of some billion parameters does not fit."""
+_LOCAL_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "tmpfs", "overlay", "ramfs")
+_LOGIN_NODE = "Run it on a login node of the cluster, or name a cluster file with `executor: local`."
+
+
+class Association(NamedTuple):
+    """One row of ``sacctmgr show assoc``: what a user may request."""
+
+    account: str
+    qos: tuple[str, ...]
+
+
+def login_checks(cluster: Cluster | None, asked: Slurm, folder: Path) -> dict[str, Check]:
+    """Return the checks by name; ``asked`` is what jobs request, and runs are written below ``folder``."""
+    slurm: dict[str, Check] = {
+        "Slurm": check_slurm,
+        "accounts": lambda: check_accounts(asked),
+        "partitions": lambda: check_partitions(asked),
+        "sacct": check_sacct,
+    }
+    here: dict[str, Check] = {
+        "shared folder": lambda: check_shared_folder(folder, on_slurm=cluster is None or cluster.executor == "slurm"),
+        "hub cache": lambda: check_cache(cluster),
+        "versions": lambda: check_constraints(find_constraints()),
+        "torch": lambda: check_torch(cluster),
+    }
+    return here if cluster is not None and cluster.executor == "local" else slurm | here
+
+
+def check_slurm() -> Finding:
+    """Return whether Slurm answers here, and its version."""
+    if shutil.which("scontrol") is None:
+        return stops("Slurm", "scontrol is not installed here", _LOGIN_NODE)
+    answer = run_slurm("scontrol", "ping")
+    version = run_slurm("sinfo", "--version").stdout.strip()
+    if answer.returncode:
+        return stops("Slurm", f"{version or 'Slurm'} does not answer: {_first_line(answer.stderr)}", _LOGIN_NODE)
+    return ok("Slurm", f"{version or 'the controller'} answers")
+
+
+def check_accounts(asked: Slurm) -> Iterator[Finding]:
+    """Report the accounts and qos that the user may request, and compare them with those of the jobs."""
+    settings = _scontrol_config()
+    if settings.get("AccountingStorageType", "").endswith(("none", "(null)")):
+        yield ok("accounts", "this Slurm has no accounting: it needs neither an account nor a qos")
+        return
+    question = ("show", "assoc", f"user={getpass.getuser()}", "format=account,qos")
+    answer = run_slurm("sacctmgr", "--noheader", "--parsable2", *question)
+    if answer.returncode:
+        reason = f"sacctmgr does not answer: {_first_line(answer.stderr)}"
+        yield not_checked("accounts", reason, "Ask your site which account and qos to set in the cluster file.")
+        return
+    enforced = settings.get("AccountingStorageEnforce", "").lower()
+    yield from judge_associations(parse_associations(answer.stdout), asked, enforced)
+
+
+def parse_associations(text: str) -> list[Association]:
+    """Parse rows ``ACCOUNT|QOS,QOS`` of sacctmgr."""
+    rows = [line.split("|") for line in text.splitlines() if line.count("|") == 1]
+    return [Association(account, tuple(name for name in qos.split(",") if name)) for account, qos in rows]
+
+
+def judge_associations(rows: Sequence[Association], asked: Slurm, enforced: str) -> Iterator[Finding]:
+    """Compare the user's associations with what jobs request; ``enforced``: AccountingStorageEnforce in lower case."""
+    if not rows:
+        found, ask = "sacctmgr lists no account of yours", "Ask your site for an account."
+        strict = "associations" in enforced or "limits" in enforced or "qos" in enforced
+        yield stops("accounts", found, ask) if strict else not_checked("accounts", found, ask)
+        return
+    accounts = sorted({row.account for row in rows})
+    qos = sorted({name for row in rows for name in row.qos})
+    account = asked.account
+    if account and account not in accounts:
+        advice = f"Set slurm.account (--account) to one of these.{nearest(account, accounts)}"
+        yield stops("accounts", f"slurm.account {account!r} is not one of yours: {', '.join(accounts)}", advice)
+    elif len(accounts) > 1 and not account:
+        advice = "Set slurm.account, or Slurm charges your default account."
+        yield warning("accounts", f"you may use {', '.join(accounts)}", advice)
+    else:
+        yield ok("accounts", f"you may use {', '.join(accounts)}")
+    yield _judge_qos(qos, asked.qos)
+
+
+def _judge_qos(allowed: list[str], asked: str | None) -> Finding:
+    names = ", ".join(allowed) or "none"
+    if asked and asked not in allowed:
+        advice = f"Set slurm.qos (--qos) to one of these.{nearest(asked, allowed)}"
+        return stops("qos", f"slurm.qos {asked!r} is not one of yours: {names}", advice)
+    return ok("qos", f"you may use {names}")
+
+
+def check_partitions(asked: Slurm) -> Iterator[Finding]:
+    """Report each partition with its nodes, and the partition of the jobs if there is no such partition."""
+    try:
+        partitions = query_partitions()
+    except ShardmakeError as error:
+        yield stops("partitions", _first_line(str(error)), _LOGIN_NODE)
+        return
+    wanted = asked.partition
+    if wanted and wanted not in partitions:
+        names = ", ".join(partitions) or "none"
+        found = f"slurm.partition {wanted!r} does not exist; this cluster has {names}"
+        yield stops("partitions", found, f"Correct slurm.partition (--partition).{nearest(wanted, partitions)}")
+    states = _node_states()
+    for partition in partitions.values():
+        yield describe_partition(partition, states.get(partition.name))
+
+
+def describe_partition(partition: Partition, states: tuple[str, str] | None) -> Finding:
+    """Return the finding about one partition; ``states``: its state, and nodes allocated/idle/other/total."""
+    name = f"partition {partition.name}{' (default)' if partition.is_default else ''}"
+    minutes = partition.time_limit_minutes
+    limit = "no time limit" if minutes is None else f"at most {format_duration(minutes * 60)}"
+    found = f"{'; '.join(_describe_group(group) for group in partition.groups)}; {limit}"
+    if states is None:
+        return ok(name, found)
+    found += f"; allocated/idle/other/total {states[1]}"
+    if states[0] != "up":
+        return warning(name, f"{found}; its state is {states[0]}", "Jobs wait until it is up. Use another partition.")
+    return ok(name, found)
+
+
+def _describe_group(group: NodeGroup) -> str:
+    gpus = " and ".join(f"{count} {name or 'gpu'}" for name, count in group.gpus.items()) or "no GPUs"
+    spelling = ", ".join(f"gpu_type: {name}" for name in group.gpus if name) or "no gpu_type"
+    features = f", features {','.join(sorted(group.features))}" if group.features else ""
+    size = f"{group.cpus} cores, {group.memory_mib // 1024} GiB"
+    return f"{plural(group.nodes, 'node')} with {gpus} ({spelling}), {size}{features}"
+
+
+def _node_states() -> dict[str, tuple[str, str]]:
+    """Return for each partition its state and the numbers of its nodes; empty if sinfo does not answer."""
+    rows = run_slurm("sinfo", "--noheader", "--format=%R|%a|%F").stdout.splitlines()
+    return {row.split("|")[0]: (row.split("|")[1], row.split("|")[2]) for row in rows if row.count("|") == 2}
+
+
+def check_sacct() -> Finding:
+    """Return whether Slurm keeps the state of jobs that have ended."""
+    answer = run_slurm("sacct", "-X", "-n", "-P", "--starttime=now-1hour", "--format=JobIDRaw")
+    if answer.returncode == 0:
+        return ok("sacct", "it answers, so the state of ended jobs is known")
+    seconds = _scontrol_config().get("MinJobAge", "some time")
+    return warning(
+        "sacct",
+        f"it does not answer: {_first_line(answer.stderr)}",
+        "Keep `slurm-status-command: squeue` in the profile. Training works without it. What is lost: the state of a "
+        f"job that ended while no driver ran for longer than MinJobAge ({seconds}), and who cancelled a job.",
+    )
+
+
+def _scontrol_config() -> dict[str, str]:
+    """Return Slurm's settings by name; empty if it does not answer."""
+    lines = run_slurm("scontrol", "show", "config").stdout.splitlines()
+    return {name.strip(): value.strip() for name, equals, value in (line.partition("=") for line in lines) if equals}
+
+
+def check_shared_folder(folder: Path, *, on_slurm: bool) -> Iterator[Finding]:
+    """Report whether ``folder`` is writable and lockable, its file system, and its free space with quotas."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield stops("shared folder", f"{folder} cannot be written", "Run it in a folder of your own on shared storage.")
+        return
+    _, point, kind = mount_of(folder.resolve(), Path("/proc/mounts").read_text())
+    found = f"{folder} is on {point} ({kind})"
+    if on_slurm and kind in _LOCAL_FILE_SYSTEMS:
+        advice = "Compute nodes must see it under the same path. `shardmake doctor --node` checks that."
+        yield warning("shared folder", f"{found}, which looks like a local disk", advice)
+    else:
+        yield ok("shared folder", found)
+    yield check_lock(folder)
+    yield _check_space(folder)
+
+
+def check_lock(folder: Path) -> Finding:
+    """Return whether flock works in ``folder``: a second lock of one file must be refused."""
+    with (
+        tempfile.NamedTemporaryFile(dir=folder, prefix=".shardmake-doctor-") as first,
+        Path(first.name).open() as other,
+    ):
+        try:
+            fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            advice = "Ask your site for a folder with file locks, such as Lustre mounted with `-o flock`."
+            return stops("file locks", f"flock fails in {folder}: {error.strerror}", advice)
+        try:
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return ok("file locks", "flock works")
+    advice = "Never start the same run twice at once: nothing prevents a second driver here."
+    return warning("file locks", f"two locks of one file were granted in {folder}", advice)
+
+
+def _check_space(folder: Path) -> Finding:
+    space = free_space(folder)
+    advice = "A checkpoint takes 12 to 16 bytes for each trained parameter. The plan compares it with this space."
+    return ok_if(space.free >= FEW_BYTES, "free space", f"{format_bytes(space.free)} ({space.limit})", advice)
+
+
+def check_cache(cluster: Cluster | None) -> Finding:
+    """Return whether the hub's cache can be written."""
+    place = hub_cache(cluster.cache if cluster else None)
+    existing = next(path for path in (place.absolute(), *place.absolute().parents) if path.exists())
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return stops("hub cache", f"{place} cannot be written", "Set `cache` in the cluster file to a shared folder.")
+    space = free_space(place)
+    found = f"{place}, {format_bytes(space.free)} ({space.limit})"
+    advice = "Large models do not fit. Set `cache` in the cluster file to another folder."
+    return ok_if(space.free >= FEW_BYTES, "hub cache", found, advice)
+
+
+def find_constraints() -> Path | None:
+    """Return the constraints of the checkout that this package is a part of; None if it is installed otherwise."""
+    path = Path(__file__).resolve().parents[3] / "constraints.txt"
+    return path if path.is_file() else None
+
+
+def check_constraints(constraints: Path | None) -> Iterator[Finding]:
+    """Compare the installed libraries with the versions of ``constraints``, with which Shardmake is tested."""
+    if constraints is None:
+        yield not_checked("versions", "constraints.txt is only in a checkout, and this is an installed package")
+        return
+    tested = dict(re.findall(r"^([\w.-]+)==(\S+)", constraints.read_text(), re.MULTILINE))
+    installed = installed_versions(CHECKED_LIBRARIES)
+    yield from judge_versions(installed, tested)
+
+
+def judge_versions(installed: Mapping[str, str | None], tested: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare versions by library; None means that a library is not installed."""
+    for name, version in installed.items():
+        wanted = tested.get(name)
+        if version is None:
+            yield stops(name, "not installed", "Run `make install` again.")
+        elif wanted and version.partition("+")[0] != wanted:
+            advice = "Run `make install` again, unless you chose this version."
+            yield warning(name, f"{version}; Shardmake is tested with {wanted}", advice)
+        else:
+            yield ok(name, version)
+
+
+def check_torch(cluster: Cluster | None) -> Iterator[Finding]:
+    """Compare the build of torch with the cluster file and with the GPUs of this machine, if it has any."""
+    build, gpus = installed_build(), list_gpus()
+    wants_gpus = cluster is not None and not cluster.is_cpu
+    if build.cuda is None and (wants_gpus or gpus):
+        advice = "Run `make install CUDA=...` for the driver of the nodes; docs/get-started.md has a table."
+        yield stops("CUDA of torch", "torch is a build without CUDA", advice)
+    elif build.cuda is None:
+        yield ok("CUDA of torch", "torch is a build for CPUs")
+    elif not gpus:
+        reason = f"torch is built for CUDA {build.cuda}; this machine has no GPU whose driver could be compared"
+        yield not_checked("CUDA of torch", reason, "`shardmake doctor --node` compares it with the nodes' driver.")
+    else:
+        advice, fine = "Install the build of torch that this names.", f"CUDA {build.cuda}, driver {gpus[0].driver}"
+        yield from each_or_ok("CUDA of torch", check_build(gpus, build), advice, fine)
+
+
+def _first_line(text: str) -> str:
+    return next((line.strip() for line in text.splitlines() if line.strip()), "no message")

@@ -1,0 +1,85 @@
+"""Files of `shardmake doctor --node`: what the login node asks for, and what each node reports."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import Field
+
+from shardmake.config.models import Cluster
+from shardmake.doctor.findings import Finding
+from shardmake.run.paths import BelowRoot
+from shardmake.run.record import RunRecord
+
+MADE_BY = "shardmake doctor --node"
+
+
+class DoctorRequest(RunRecord):
+    """``request.json``: what the login node asks the nodes to check."""
+
+    made_by = MADE_BY
+    cluster: Cluster = Field(description="Cluster file, or what sinfo reports about a partition.")
+    nodes: int = Field(description="Nodes of the job.")
+    versions: dict[str, str] = Field(description="Libraries on the login node.")
+    environment: str = Field(description="Folder of the login node's Python environment.")
+    build_kernels: bool = Field(description="Compile DeepSpeed's Adam, and its asynchronous I/O if there is NVMe.")
+
+    @property
+    def ranks(self) -> int:
+        """Return the ranks per node."""
+        return self.cluster.processes_per_node
+
+    @property
+    def on_cpu(self) -> bool:
+        """Return whether the nodes are checked without GPUs."""
+        return self.cluster.is_cpu
+
+
+class NodeFacts(RunRecord):
+    """Measured values of one node, for the cluster file; None for what was not measured."""
+
+    gpu_name: str | None = Field(None, description="Name of the GPU as the driver has it.")
+    gpu_memory_gib: float | None = Field(None, description="Memory of a GPU as CUDA reports it.")
+    intra_gbps: float | None = Field(None, description="Bus bandwidth of an all-reduce within the node, GB/s.")
+    inter_gbps: float | None = Field(None, description="Bus bandwidth of an all-reduce over all nodes, GB/s.")
+    network_interface: str | None = Field(None, description="Interface with which the nodes found each other.")
+    nvme: dict[str, float] = Field(default_factory=dict, description="Free GiB of writable local NVMe, by mount point.")
+
+
+class NodeReport(RunRecord):
+    """``node-K.json``: the findings and values of one node, written last."""
+
+    made_by = MADE_BY
+    node_rank: int = Field(description="Rank of the node in the job.")
+    host: str = Field(description="Host name.")
+    findings: list[Finding] = Field(description="In the order of the checks.")
+    facts: NodeFacts = Field(description="Values for the cluster file.")
+    seconds: float = Field(description="Duration of all checks of this node.")
+
+
+@dataclass(frozen=True)
+class DoctorDir:
+    """The folder of one check of nodes."""
+
+    root: Path
+
+    request = BelowRoot("request.json", "What the nodes check (`DoctorRequest`).")
+    rendezvous = BelowRoot("rendezvous", "Folder of the rendezvous of the nodes.")
+    shared = BelowRoot("shared", "Folder in which the nodes look for each other's files.")
+    slurm = BelowRoot("slurm", "Folder of the batch script and the job's output.")
+    result = BelowRoot("report.json", "All findings of the login node and the nodes.")
+
+    def report(self, node_rank: int) -> Path:
+        """Return the path of a node's report."""
+        return self.root / f"node-{node_rank}.json"
+
+    def network(self, node_rank: int) -> Path:
+        """Return the path of the bandwidths that a node's ranks measured."""
+        return self.root / f"network-{node_rank}.json"
+
+    def log(self, node_rank: int) -> Path:
+        """Return the path of the output of a node's ranks and libraries."""
+        return self.root / f"node-{node_rank}.log"
+
+    def nccl_log(self, node_rank: int) -> Path:
+        """Return the path of NCCL's log of a node's first rank."""
+        return self.root / f"nccl-{node_rank}.log"

@@ -1,0 +1,67 @@
+"""Numbers that FSDP would round to 16 bits: the loss and, with the count of tokens, the scale of all gradients.
+
+Accelerate's own policy for FSDP2 casts the loss. It reads no policy from its file or from a variable, so the plugin
+gets the planned one in the process of each rank. FSDP also casts every argument of the model that is not an integer,
+and Trainer passes the count of a step's tokens as a float.
+"""
+
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+from shardmake.run.training_settings import ExpectedEngine, ExpectedFsdp
+
+
+def fsdp_policy(expected: ExpectedEngine) -> MixedPrecision | MixedPrecisionPolicy | None:
+    """Return the planned policy; None for other engines, and if FSDP casts nothing.
+
+    FSDP2's policy has no type of outputs: the loss leaves the model as it was computed, and so do hidden states.
+    """
+    if not isinstance(expected, ExpectedFsdp) or expected.dtype == "float32":
+        return None
+    compute, reduce = getattr(torch, expected.dtype), getattr(torch, expected.gradient_dtype)
+    if expected.fsdp_version == 1:
+        return MixedPrecision(param_dtype=compute, reduce_dtype=reduce, buffer_dtype=compute)
+    return MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+
+
+def whole_tokens(count: Any) -> Any:
+    """Return Trainer's ``count`` of a step's tokens as integers, which FSDP does not cast; as it is if not a tensor."""
+    return count.long() if isinstance(count, torch.Tensor) else count
+
+
+def count_whole_tokens(trainer: type[Any]) -> None:
+    """Let the class ``trainer`` of a script pass the count of a step's tokens as an integer."""
+    count = trainer._get_num_items_in_batch
+
+    @wraps(count)
+    def count_whole(*args: Any, **kwargs: Any) -> Any:
+        return whole_tokens(count(*args, **kwargs))
+
+    trainer._get_num_items_in_batch = count_whole
+
+
+def set_script_policy(plugin: type[Any], expected: ExpectedEngine) -> None:
+    """Let Accelerate's FSDP ``plugin`` class choose the planned policy where it would choose its own.
+
+    A script that sets a policy itself keeps it.
+    """
+    policy = fsdp_policy(expected)
+    if policy is None:
+        return
+    choose = plugin.set_mixed_precision
+
+    @wraps(choose)
+    def choose_planned(self: Any, precision: Any, *args: Any, **kwargs: Any) -> None:
+        if self.mixed_precision_policy is None and _is_compute_type(policy, precision):
+            self.mixed_precision_policy = policy
+        choose(self, precision, *args, **kwargs)
+
+    plugin.set_mixed_precision = choose_planned
+
+
+def _is_compute_type(policy: MixedPrecision | MixedPrecisionPolicy, precision: Any) -> bool:
+    """Return True if Accelerate's name of a precision is the one to which ``policy`` casts weights."""
+    return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision) == policy.param_dtype

@@ -1,0 +1,1 @@
+"""Checks that need GPUs, for ``make gpu-check``; docs/gpu.md asks users for their results."""

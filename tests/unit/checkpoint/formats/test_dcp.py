@@ -1,0 +1,67 @@
+"""Layouts of torch's distributed checkpoints, each written by torch."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardmake.checkpoint.formats.registry import read_checkpoint
+from shardmake.core.errors import CheckpointError
+
+WEIGHTS = {"embed.weight": torch.ones(3, 2), "layers.0.weight": torch.zeros(2, 2), "optimus.bias": torch.ones(2)}
+OPTIMIZER = {"state": {"embed.weight": {"exp_avg": torch.ones(3, 2)}}, "param_groups": [{"lr": 0.1}]}
+TORCHTITAN = {
+    **WEIGHTS, "optimizer": OPTIMIZER, "lr_scheduler": {"last_epoch": 4}, "dataloader": {"dp_rank_0": b"x"},
+    "train_state": {"step": torch.tensor(5)},
+}  # fmt: skip
+LIGHTNING = {
+    "state_dict": WEIGHTS, "optimizer_states": [OPTIMIZER], "lr_schedulers": [{"last_epoch": 1}], "epoch": 3,
+    "pytorch-lightning_version": "2.6", "loops": {"fit_loop": {"step": torch.tensor(5)}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [
+        WEIGHTS,
+        {"model": WEIGHTS, "optimizer": OPTIMIZER},
+        {"net": WEIGHTS, "optim": OPTIMIZER, "step": 5},
+        {**WEIGHTS, "step": 5},
+        {"net": WEIGHTS, "rng_state": {"cpu": torch.ones(4, dtype=torch.uint8)}},
+        TORCHTITAN,
+        LIGHTNING,
+    ],
+    ids=["flat", "model", "net", "flat with a step", "rng", "torchtitan", "lightning"],
+)
+def test_weights_are_found(saved: dict[str, Any], tmp_path: Path) -> None:
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    assert read_checkpoint(tmp_path).tensors.keys() == WEIGHTS.keys()
+
+
+def test_two_models_keep_their_levels(tmp_path: Path) -> None:
+    dcp.save({"net": WEIGHTS, "ema": WEIGHTS}, checkpoint_id=tmp_path, no_dist=True)
+    found = read_checkpoint(tmp_path).tensors
+    assert found.keys() == {f"{level}.{name}" for level in ("net", "ema") for name in WEIGHTS}
+
+
+@pytest.mark.parametrize(
+    ("folder", "step"),
+    [
+        ("checkpoint-10", 10), ("checkpoint_10", None), ("checkpoints/checkpoint_10", None), ("step-10", 10),
+        ("checkpoint/step-10", 10), ("train/checkpoints/checkpoint-10", 10),
+    ],
+)  # fmt: skip
+def test_newest_checkpoint_is_found_from_above(folder: str, step: int | None, tmp_path: Path) -> None:
+    for name in (folder, f"{folder[:-2]}9"):
+        dcp.save(WEIGHTS, checkpoint_id=tmp_path / name, no_dist=True)
+    (tmp_path / f"{folder[:-2]}11").touch()  # a file, for example of another tool
+    found = read_checkpoint(tmp_path)
+    assert found.folder == tmp_path / folder and found.step == step
+
+
+def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(CheckpointError, match="holds no checkpoint"):
+        read_checkpoint(tmp_path)

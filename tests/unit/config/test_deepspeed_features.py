@@ -1,0 +1,126 @@
+"""The page about DeepSpeed's features names keys, commands and flags that exist, in the state that the table has."""
+
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, get_args
+
+import pytest
+import typer
+import yaml
+from deepspeed.launcher import runner
+from pydantic import TypeAdapter
+
+from shardmake.cli import app
+from shardmake.config.deepspeed_keys import DEEPSPEED_KEYS, find_rule
+from shardmake.config.effects import KEYS
+from shardmake.config.models import Cluster, Run, Section
+
+PAGE = Path(__file__).resolve().parents[3] / "docs/reference/deepspeed-features.md"
+TEXT = PAGE.read_text()
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in TEXT.splitlines()
+    if line.startswith("|") and not line.startswith("|---")
+]
+FEATURES = {row[0]: row[1:] for row in ROWS if len(row) == 5 and row[0] != "feature"}
+FLAGS = {row[0]: row[1] for row in ROWS if len(row) == 2 and "--" in row[0]}
+NOT_OURS = {"vLLM", "from_pretrained"}
+
+
+def spans(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_the_state_of_a_feature_is_that_of_its_keys(feature: str) -> None:
+    state, keys, *_ = FEATURES[feature]
+    rules = {key: find_rule(DEEPSPEED_KEYS, key) or find_rule(DEEPSPEED_KEYS, f"{key}.any") for key in spans(keys)}
+    assert None not in rules.values(), rules
+    fates = {rule.fate for rule in rules.values() if rule}
+    assert state in ("alive", "elsewhere", "gone")
+    if feature.startswith("1-bit"):
+        assert state == "gone", "values of a key, which test_deepspeed_keys compares"
+    elif fates:
+        assert (state == "gone") == (fates == {"removed"}), fates
+        assert ("ignored" not in fates) or state == "elsewhere", fates
+
+
+def test_every_removed_and_ignored_section_is_on_the_page() -> None:
+    named = {key for keys in FEATURES.values() for key in spans(keys[1])}
+    sections = {key.partition(".")[0] for key in named}
+    for key, rule in DEEPSPEED_KEYS.items():
+        if rule.fate == "removed" and not key.startswith(("zero_optimization", "compile.")):
+            assert key.partition(".")[0] in sections, key
+        if rule.fate == "ignored" and "." in key:
+            assert key.partition(".")[0] in sections, key
+
+
+def settings() -> Iterator[tuple[str, Any]]:
+    """Yield the keys of the last columns, with the value if they have one."""
+    cells = [row[-1] for row in FEATURES.values()] + list(FLAGS.values())
+    for span in (span for cell in cells for span in spans(cell)):
+        if not span.startswith("shardmake ") and span not in NOT_OURS:
+            key, _, value = span.partition(": ")
+            yield key, yaml.safe_load(value) if value else None
+
+
+@pytest.mark.parametrize(("key", "value"), list(settings()))
+def test_every_key_of_ours_exists_and_takes_the_value(key: str, value: Any) -> None:
+    assert key in KEYS, key
+    place: type[Section] = Cluster if key.startswith("cluster.") else Run
+    *path, last = key.removeprefix("cluster.").split(".")
+    for part in path:
+        kinds = get_args(place.model_fields[part].annotation) or (place.model_fields[part].annotation,)
+        place = next(kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section))
+    if value is not None:
+        field = place.model_fields[last]
+        TypeAdapter(Annotated[field.annotation, field]).validate_python(value)
+
+
+def test_every_command_exists() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    named = set(re.findall(r"`shardmake ([a-z]+)", TEXT))
+    assert named <= set(commands) and named
+
+
+def test_every_flag_of_their_launcher_exists() -> None:
+    source = Path(runner.__file__).read_text()
+    flags = {flag for cell in FLAGS for flag in spans(cell)}
+    assert all(f'"{flag}"' in source for flag in flags) and "--num_gpus" in flags
+
+
+@pytest.mark.parametrize(
+    ("module", "exists"),
+    [
+        ("deepspeed.runtime.fp16.onebit", False),
+        ("deepspeed.ops.sparse_attention", False),
+        ("deepspeed.elasticity", False),
+        ("deepspeed.compression.compress", False),
+        ("deepspeed.nebula", False),
+        ("mii", False),
+        ("deepspeed.autotuning.autotuner", True),
+        ("deepspeed.inference.engine", True),
+        ("deepspeed.moe.layer", True),
+        ("deepspeed.pipe", True),
+        ("deepspeed.profiling.flops_profiler", True),
+        ("deepspeed.runtime.sequence_parallel.ulysses_sp", True),
+    ],
+)
+def test_the_modules_behind_the_features_are_there_or_gone(module: str, exists: bool) -> None:
+    try:
+        assert (importlib.util.find_spec(module) is not None) == exists
+    except ModuleNotFoundError:
+        assert not exists
+
+
+def test_the_page_names_the_pinned_versions() -> None:
+    pins = dict(
+        line.partition("==")[::2]
+        for line in (PAGE.parents[2] / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    )
+    for package, name in (("deepspeed", "DeepSpeed"), ("accelerate", "Accelerate"), ("transformers", "transformers")):
+        found = re.search(rf"{name} (\d+\.\d+(?:\.\d+)?)", TEXT)
+        assert found and pins[package].startswith(found[1]), package

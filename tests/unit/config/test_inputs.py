@@ -1,0 +1,79 @@
+"""Files that a run names: which exist, and which hold the same examples."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.config.inputs import check_inputs, local_files
+from shardmake.core.errors import ShardmakeError
+from tests.unit.config.samples import make_run, write
+
+
+def test_the_own_files_of_a_run_are_inputs(tmp_path: Path) -> None:
+    own = write(tmp_path / "ds.json", "{}")
+    run = make_run(deepspeed_config=str(own), accelerate_config=str(tmp_path / "none.yaml"))
+    assert local_files(run, "own_files") == [str(own), str(tmp_path / "none.yaml")]
+    with pytest.raises(ShardmakeError, match=r"^runs\.chat\.accelerate_config: '.*none\.yaml' is not a file in "):
+        check_inputs("chat", run)
+
+
+def test_local_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "base").mkdir()
+    write(tmp_path / "base" / "config.json", "{}")
+    run = make_run(model="base", data={"train": "org/data", "eval": "data/eval.jsonl"})
+    assert local_files(run, "model") == ["base/config.json"]
+    assert local_files(run, "data") == ["data/eval.jsonl"]
+    with pytest.raises(ShardmakeError) as error:
+        check_inputs("chat", run)
+    assert str(error.value) == (
+        "runs.chat.data: 'data/eval.jsonl' does not exist. Name an existing file or folder, or a hub data set."
+    )
+    (tmp_path / "base" / "config.json").unlink()
+    with pytest.raises(
+        ShardmakeError, match=r"^runs\.chat\.model: 'base' is not a model folder\. It has no config\.json\. "
+    ):
+        check_inputs("chat", run)
+
+
+@pytest.fixture
+def data_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two files of different examples, a copy, a symbolic and a hard link of the first."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data/train.jsonl", '{"text": "a"}\n')
+    write(tmp_path / "data/other.jsonl", '{"text": "b"}\n')
+    write(tmp_path / "copy.jsonl", '{"text": "a"}\n')
+    write(tmp_path / "eval.jsonl", '{"text": "b"}\n')
+    (tmp_path / "link.jsonl").symlink_to("data/train.jsonl")
+    (tmp_path / "hard.jsonl").hardlink_to("data/train.jsonl")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"),
+    [
+        ("data/train.jsonl", "data/train.jsonl"),
+        ("data/train.jsonl", "./data/../data/train.jsonl"),
+        ("data/train.jsonl", "link.jsonl"),
+        ("data/train.jsonl", "hard.jsonl"),
+        ("data/train.jsonl", "copy.jsonl"),
+        ("data", "data/other.jsonl"),
+        ("data/other.jsonl", "data"),
+        ("org/data", "org/data:train"),
+        ("org/data:all", "org/data:all"),
+    ],
+)
+def test_evaluation_on_the_training_data_is_rejected(train: str, held_out: str, data_files: Path) -> None:
+    run = make_run(data={"train": train, "eval": held_out})
+    with pytest.raises(
+        ShardmakeError, match=rf"^runs\.chat\.data\.eval: '{held_out}' has the examples of data\.train "
+    ):
+        check_inputs("chat", run)
+
+
+@pytest.mark.parametrize(
+    ("train", "held_out"), [("data/train.jsonl", "eval.jsonl"), ("org/data", "org/data"), ("org/data", "org/data:test")]
+)
+def test_other_evaluation_data_are_accepted(train: str, held_out: str, data_files: Path) -> None:
+    check_inputs("chat", make_run(data={"train": train, "eval": held_out}))

@@ -1,0 +1,142 @@
+"""Reading and merging of configurations: YAML, JSON, several files."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardmake.config.load import _merge, get_run, load_cluster, load_config, read_yaml
+from shardmake.config.models import Config
+from shardmake.core.errors import ShardmakeError
+from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
+
+TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
+TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("slurm: {time_limit: 24:00:00}", f"slurm.time_limit: 86400 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+        ("slurm: {partition: on}", f"slurm.partition: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+        ("slurm: {account: 1234}", f"slurm.account: 1234 is not allowed. Allowed: text. {TEXT_OR_NUMBER}"),
+        ("slurm: {setup: [yes]}", f"slurm.setup.0: True is not allowed. Allowed: text. {TEXT_OR_TRUTH}"),
+        ("slurm: {extra: {on: 1}}", "slurm.extra.1: YAML reads this name as a number or as true or false. Put it in quotes."),
+        ("max_nodes: 4.0", "max_nodes: 4.0 is not allowed. Allowed: a whole number from 1 to 100,000."),
+        ("internet_on_compute_nodes: 'yes'", "internet_on_compute_nodes: 'yes' is not allowed. Allowed: true, false."),
+        ("inter_node_gbps: .inf", "inter_node_gbps: inf is not allowed. Allowed: a number > 0 and <= 100,000."),
+    ],
+)  # fmt: skip
+def test_values_that_yaml_converts_are_explained(line: str, expected: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "cluster.yaml", yaml.safe_dump(CLUSTER) + line + "\n")
+    with pytest.raises(ShardmakeError) as error:
+        load_cluster(path)
+    assert str(error.value) == f"{path} cannot be used:\n  {expected}"
+
+
+@pytest.mark.parametrize("spelling", ["5e-4", "5E-4", "0.5e-3", "+5e-4", ".5e-3", "5.e-4", "5.0e-4", "0.0005"])
+def test_numbers_may_have_an_exponent(spelling: str, tmp_path: Path) -> None:
+    text = yaml.safe_dump({"cluster": "c", "runs": {"chat": merged(RUN, {"learning_rate": ...})}})
+    path = write(tmp_path / "c.yaml", text + f"    learning_rate: {spelling}\n")
+    assert load_config(path).runs["chat"].learning_rate == 5e-4
+
+
+def test_yaml_spellings_of_true_and_false_are_accepted(tmp_path: Path) -> None:
+    text = yaml.safe_dump({"cluster": "c", "runs": {"chat": RUN}})
+    assert not load_config(write(tmp_path / "c.yaml", text + "    packing: no\n")).runs["chat"].packing
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cluster: a\ncluster: b\n", "{path}, line 2 is not valid YAML: the key 'cluster' occurs twice."),
+        ("runs:\n  a: 1\n  b: 2\n  a: 3\n", "{path}, line 4 is not valid YAML: the key 'a' occurs twice."),
+        ("cluster: a\n\truns: b\n", "{path}, line 2 is not valid YAML: found character '\\t' that cannot start any "
+         "token."),
+        ("cluster: [a\nruns: b\n", "{path}, line 2 is not valid YAML: expected ',' or ']', but got ':'."),
+        ("", "{path} has no keys. See config/README.md for the keys."),
+        ("- a\n", "{path} has no keys. See config/README.md for the keys."),
+    ],
+)  # fmt: skip
+def test_invalid_yaml_is_rejected_with_its_line(text: str, message: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", text)
+    with pytest.raises(ShardmakeError) as error:
+        read_yaml(path)
+    assert str(error.value) == message.format(path=path)
+
+
+def test_text_that_is_not_unicode_is_rejected(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"cluster: a\nruns: \xff\n")
+    with pytest.raises(ShardmakeError) as error:
+        read_yaml(path)
+    assert str(error.value) == f"{path}, line 2 is not valid UTF-8. Save the file as UTF-8."
+
+
+def test_json_may_be_indented_with_tabs(tmp_path: Path) -> None:
+    assert read_yaml(write(tmp_path / "c.json", '{\n\t"cluster":\t"a"\n}\n')) == {"cluster": "a"}
+
+
+def test_yaml_anchors_are_accepted(tmp_path: Path) -> None:
+    path = write(tmp_path / "c.yaml", "base: &b {x: 1, y: 2}\nother: {<<: *b, y: 3}\n")
+    assert read_yaml(path)["other"] == {"x": 1, "y": 3}
+
+
+def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ShardmakeError) as error:
+        load_cluster(Path("c.yaml"))
+    advice = "Name a cluster file, such as config/clusters/local.yaml."
+    assert str(error.value) == f"cluster: 'c.yaml' does not exist in {tmp_path}. {advice}"
+    with pytest.raises(ShardmakeError) as error:
+        load_cluster(tmp_path)
+    assert str(error.value) == f"cluster: '{tmp_path}' is a folder. {advice}"
+    with pytest.raises(ShardmakeError) as error:
+        read_yaml(tmp_path / "d.yaml")
+    assert str(error.value) == f"'{tmp_path}/d.yaml' does not exist. Name an existing file."
+
+
+def test_later_files_override_earlier_ones(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.yaml", {"cluster": "c", "runs": {"chat": RUN}})
+    second = write(tmp_path / "b.yaml", {"runs": {"chat": {"data": {"eval": "x"}, "seed": 7}, "more": RUN}})
+    config = load_config(first, second)
+    assert list(config.runs) == ["chat", "more"]
+    assert config.runs["chat"] == make_run(seed=7, data={"train": "org/data", "eval": "x"})
+
+
+trees = st.recursive(
+    st.integers() | st.text(max_size=3),
+    lambda inner: st.dictionaries(st.sampled_from("abcd"), inner, min_size=1, max_size=4),
+    max_leaves=10,
+)
+mappings = st.dictionaries(st.sampled_from("abcd"), trees, max_size=4)
+
+
+def leaves(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]:
+    """Return every path to a value that is not a mapping."""
+    if not isinstance(value, dict):
+        return {path: value}
+    return {place: leaf for key, inner in value.items() for place, leaf in leaves(inner, (*path, key)).items()}
+
+
+@given(base=mappings, update=mappings)
+def test_merging_takes_every_leaf_of_the_update_and_keeps_the_others(base: Any, update: Any) -> None:
+    result: dict[str, Any] = {}
+    _merge(result, base)
+    _merge(result, update)
+    new, old, got = leaves(update), leaves(base), leaves(result)
+    assert {place: got[place] for place in new} == new
+    hidden = {place for place in old for other in new if place[: len(other)] == other or other[: len(place)] == place}
+    assert got == {place: leaf for place, leaf in old.items() if place not in hidden} | new
+
+
+def test_an_unknown_run_is_rejected() -> None:
+    config = Config.model_validate({"cluster": "c", "runs": {"docs-chat": RUN, "other": RUN}})
+    assert get_run(config, "other") == make_run()
+    with pytest.raises(ShardmakeError) as error:
+        get_run(config, "doc-chat")
+    expected = "Run 'doc-chat' does not exist. Did you mean 'docs-chat'? The runs are: docs-chat, other."
+    assert str(error.value) == expected

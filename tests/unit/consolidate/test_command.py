@@ -1,0 +1,250 @@
+"""The command ``shardmake consolidate``: its arguments, the dry run, raw weights, the progress, no traceback."""
+
+import json
+import logging
+import os
+import pty
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from huggingface_hub.errors import LocalEntryNotFoundError
+from safetensors.numpy import save_file
+from safetensors.torch import load_file
+
+from shardmake import cli
+from shardmake.consolidate import base_model, merge, verify
+from shardmake.consolidate.base_model import find_base
+from shardmake.consolidate.loading import LoadingReport
+from shardmake.consolidate.progress import show_progress
+from shardmake.core.errors import ConfigError, HubError
+from tests.unit.test_cli import configure
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the checkpoint ``run/checkpoint-2`` and the base model ``base``."""
+    for module in (merge, verify):
+        monkeypatch.setattr(module, "check_loading", lambda *_: LoadingReport("Tiny"))
+    monkeypatch.chdir(tmp_path)
+    for folder in ("run/checkpoint-2", "base"):
+        Path(folder).mkdir(parents=True)
+        save_file({"w": np.arange(6, dtype=np.float32).reshape(2, 3)}, Path(folder, "model.safetensors"))
+        Path(folder, "config.json").write_text('{"model_type": "tiny"}')
+    Path("base/vocab.json").write_text("{}")
+    return tmp_path
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run the command in this process; return its status and what it printed."""
+
+    def call(*words: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["shardmake", *words])
+        with pytest.raises(SystemExit) as end:
+            cli.main()
+        printed = "".join(capfd.readouterr())
+        assert "Traceback" not in printed and "Unexpected" not in printed, printed
+        return int(end.value.code or 0), " ".join(printed.split())
+
+    return call
+
+
+def tree() -> list[str]:
+    return sorted(str(path) for path in Path().rglob("*"))
+
+
+@pytest.mark.parametrize("source", ["run/checkpoint-2", "run", "./run", "missing/checkpoint-3"])
+@pytest.mark.parametrize("has_config", [False, True])
+def test_missing_model_folder_is_named(run: Run, source: str, has_config: bool) -> None:
+    if has_config:
+        configure()
+    status, printed = run("consolidate", source)
+    assert (
+        status == 2
+        and f"The model's folder is missing. Name it after the checkpoint: shardmake consolidate {source}" in printed
+    )
+
+
+def test_options_of_a_checkpoint_are_refused_for_a_run(run: Run) -> None:
+    configure()
+    Path("chat").mkdir()  # a folder of this name does not hide the run
+    for words in (["--dry-run"], ["--raw"], ["--base", "base"], ["--overwrite"], ["--adapter"], ["--tasks", "2"]):
+        status, printed = run("consolidate", "chat", *words)
+        assert status == 2 and "chat is the name of a run, whose configuration decides" in printed
+    assert "train/receipt.json does not exist yet" in run("consolidate", "chat")[1]
+
+
+def test_dry_run_lists_what_the_merge_writes(run: Run) -> None:
+    before = tree()
+    words = ("consolidate", "run", "out", "--base", "base", "--dtype", "bf16", "--max-shard-size", "1KB")
+    status, listed = run(*words, "--dry-run")
+    assert status == 0 and tree() == before
+    assert run(*words)[0] == 0
+    for path in Path("out").iterdir():
+        assert path.name == "receipt.json" or path.name in listed
+    assert "run/checkpoint-2 (Hugging Face folder, 1 ranks, step 2)" in listed and "6 parameters in 1 tensors" in listed
+    assert "replaces what is there" in run(*words, "--dry-run")[1]
+    Path("out/notes.txt").touch()
+    assert run(*words, "--dry-run")[0] == 2
+
+
+def test_overwrite(run: Run) -> None:
+    Path("out").mkdir()
+    Path("out/notes.txt").touch()
+    assert run("consolidate", "run", "out", "--base", "base")[0] == 2
+    assert run("consolidate", "run", "out", "--base", "base", "--overwrite")[0] == 0
+    assert not Path("out/notes.txt").exists()
+
+
+def test_base_is_a_folder_or_a_hub_id(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_base("base") == Path("base")
+    with pytest.raises(ConfigError, match=r"It is a file\. Name its folder: .*/base$"):
+        find_base("base/config.json")
+    for named in ("nowhere", "a/b/c", "no such/model", ""):
+        with pytest.raises(ConfigError, match=r"There is no such folder\. Name a folder or a hub id"):
+            find_base(named) if named else find_base("lab/model/@")
+    asked: list[object] = []
+
+    def download(repository: str, revision: str | None, **settings: object) -> str:
+        asked.append((repository, revision, settings.get("local_files_only", False)))
+        return "base"
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert find_base("lab/model@v1") == Path("base")
+    monkeypatch.setattr(base_model, "with_retries", lambda fetch: fetch())
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: False)
+    Path("base/config.json").unlink()  # only an incomplete copy is cached
+    assert find_base("lab/model") == Path("base")
+    assert asked == [("lab/model", "v1", True), ("lab/model", None, True), ("lab/model", None, False)]
+
+    def fail(*_: object, local_files_only: bool = False, **__: object) -> str:
+        raise LocalEntryNotFoundError("not cached") if local_files_only else OSError("We have no connection")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
+    with pytest.raises(HubError, match="no connection"):
+        find_base("lab/other")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: "base")
+    monkeypatch.setattr("huggingface_hub.constants.is_offline_mode", lambda: True)
+    with pytest.raises(ConfigError, match="is not in the hub's local cache, and HF_HUB_OFFLINE is set"):
+        find_base("lab/model")
+
+
+def test_base_without_its_weights(run: Run) -> None:
+    """As in the hub's cache after a fetch of the small files: the index is there, the weights are not."""
+    Path("base/model.safetensors").unlink()
+    index = {"weight_map": {"w": "model-00001-of-00001.safetensors"}}
+    Path("base/model.safetensors.index.json").write_text(json.dumps(index))
+    assert run("consolidate", "run", "out", "--base", "base")[0] == 0
+    assert Path("out/vocab.json").is_file() and not Path("out/model.safetensors.index.json").exists()
+
+
+def test_raw_weights(run: Run) -> None:
+    """As of torchtitan: no config, and names of another library."""
+    weights = {"tok_embeddings.weight": torch.rand(4, 3), "layers.0.attention.wq.weight": torch.rand(3, 3).bfloat16()}
+    dcp.save({**weights, "optimizer": {"state": torch.ones(3)}}, checkpoint_id="titan/step-7", no_dist=True)
+    status, printed = run("consolidate", "titan", "out")
+    assert status == 2 and "--raw" in printed
+    assert run("consolidate", "titan", "out", "--raw", "--base", "base")[0] == 2
+    assert run("consolidate", "titan", "out", "--raw", "--dry-run")[0] == 0 and not Path("out").exists()
+    assert run("consolidate", "titan", "out", "--raw")[0] == 0
+    found = load_file("out/model.safetensors")
+    assert found.keys() == weights.keys() and all(torch.equal(found[name], weights[name]) for name in weights)
+    assert sorted(path.name for path in Path("out").iterdir()) == ["model.safetensors", "receipt.json"]
+    assert json.loads(Path("out/receipt.json").read_text())["step"] == 7
+    assert run("verify", "out")[0] == 0
+    assert run("consolidate", "titan", "out", "--raw", "--max-shard-size", "0.04KB")[0] == 0
+    assert Path("out/model.safetensors.index.json").is_file() and run("verify", "out")[0] == 0
+
+
+def test_progress_is_shown_on_a_terminal_only(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with show_progress("Writing", 10) as advance:
+        advance(10)
+    assert capfd.readouterr().err == ""
+    monkeypatch.setattr(logging.getLogger("shardmake"), "level", logging.INFO)
+    controller, terminal = pty.openpty()
+    with os.fdopen(terminal, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        with show_progress("Writing", 2_000_000) as advance:
+            advance(1_000_000)
+        shown = os.read(controller, 100_000).decode()
+    os.close(controller)
+    assert "Writing" in shown and "2.0 MB" in shown
+
+
+def test_progress_counts_every_byte() -> None:
+    counted: dict[str, list[int]] = {}
+
+    @contextmanager
+    def show(name: str, total: int) -> Iterator[Callable[[int], None]]:
+        counted[name] = [total]
+        yield counted[name].append
+
+    merge.consolidate(Path("run"), Path("out"), base=Path("base"), progress=show)
+    assert {name: (total, sum(parts)) for name, (total, *parts) in counted.items()} == {
+        "Writing": (24, 24),
+        "Verifying": (24, 24),
+    }
+
+
+DAMAGE = {
+    "config list": ("run/checkpoint-2/config.json", b"[]"),
+    "config deep": ("run/checkpoint-2/config.json", b"[" * 200_000),
+    "config binary": ("run/checkpoint-2/config.json", b"\xff\xfe\x00"),
+    "header list": ("run/checkpoint-2/model.safetensors", (2).to_bytes(8, "little") + b"[]"),
+    "header number": ("run/checkpoint-2/model.safetensors", (1).to_bytes(8, "little") + b"3"),
+    "header entry": ("run/checkpoint-2/model.safetensors", (7).to_bytes(8, "little") + b'{"w":3}'),
+    "float offsets": (
+        "run/checkpoint-2/model.safetensors",
+        (59).to_bytes(8, "little") + b'{"w":{"dtype":"F32","shape":[6],"data_offsets":[0.0,24.0]}}' + bytes(24),
+    ),
+    "huge shape": (
+        "run/checkpoint-2/model.safetensors",
+        (68).to_bytes(8, "little")
+        + b'{"w":{"dtype":"F32","shape":[1e400,-1],"data_offsets":[0,24]}}      '
+        + bytes(24),
+    ),
+    "index of ..": ("run/checkpoint-2/model.safetensors.index.json", b'{"weight_map": {"w": ".."}}'),
+    "index of numbers": ("run/checkpoint-2/model.safetensors.index.json", b'{"weight_map": {"w": 3}}'),
+    "index list": ("run/checkpoint-2/model.safetensors.index.json", b"[]"),
+    "latest": ("run/checkpoint-2/latest", b"\xff\x00\xfe"),
+    "metadata": ("run/checkpoint-2/.metadata", b"\x80\x04K\x01."),
+    "base tokenizer": ("base/tokenizer.json", b"[" * 200_000),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("command", ["consolidate", "verify"])
+def test_no_input_ends_in_a_traceback(run: Run, name: str, command: str) -> None:
+    path, content = DAMAGE[name]
+    Path(path).write_bytes(content)
+    if command == "verify":
+        run("verify", str(Path(path).parent))
+        return
+    status, _ = run("consolidate", "run", "out", "--base", "base")
+    assert status in (0, 2)
+    assert not Path(".out.partial").exists() and (status == 0) == Path("out").exists()
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"verification": 3}', "\x00"])
+def test_verify_of_a_foreign_receipt(run: Run, text: str) -> None:
+    Path("base/receipt.json").write_text(text)
+    assert run("verify", "base")[0] == 2
+
+
+def test_folders_and_pipes_in_place_of_files(run: Run) -> None:
+    for name in ("model_states", "optim_states"):
+        Path(f"ds/mp_rank_00_{name}.pt").mkdir(parents=True)
+    assert run("consolidate", "ds", "out", "--base", "base")[0] == 2
+    Path("fsdp").mkdir()
+    Path("fsdp/.metadata").mkdir()
+    assert run("consolidate", "fsdp", "out", "--base", "base")[0] == 2

@@ -1,0 +1,175 @@
+"""Every verdict about a compute node that needs no GPU."""
+
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.environment import library_versions
+from shardmake.core.units import GIB
+from shardmake.doctor import host
+from shardmake.doctor.findings import Finding, Verdict
+from shardmake.doctor.job import make_request
+from shardmake.launch.rendezvous import RendezvousError
+from tests.unit.plans import make_cluster
+
+OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
+
+
+@pytest.mark.parametrize(
+    ("adapters", "limit", "verdict"),
+    [([], 65536, OK), (["mlx5_0"], resource.RLIM_INFINITY, OK), (["mlx5_0", "mlx5_1"], 65536 << 10, STOPS)],
+)
+def test_locked_memory_matters_with_infiniband(adapters: list[str], limit: int, verdict: Verdict) -> None:
+    found = host.check_memlock(adapters, limit)
+    assert found.verdict is verdict
+    assert verdict is OK or ("64 MiB with mlx5_0, mlx5_1" in found.found and "LimitMEMLOCK" in found.advice)
+
+
+@pytest.mark.parametrize(("size", "verdict"), [(64 << 20, WARNING), (GIB, OK), (500 * GIB, OK)])
+def test_shared_memory(size: int, verdict: Verdict) -> None:
+    assert host.check_shared_memory(size).verdict is verdict
+
+
+@pytest.mark.parametrize(("limit", "verdict"), [(256, WARNING), (1024, OK), (resource.RLIM_INFINITY, OK)])
+def test_open_files(limit: int, verdict: Verdict) -> None:
+    assert host.check_open_files(limit).verdict is verdict
+
+
+def test_environment_and_versions() -> None:
+    here = library_versions()
+    assert [row.verdict for row in host.check_environment(sys.prefix, here)] == [OK]
+    assert [row.verdict for row in host.check_environment("/elsewhere/.venv", here)] == [WARNING]
+    (found,) = host.check_environment(sys.prefix, here | {"torch": "2.12.0"})
+    assert found.verdict is STOPS and "on the login node" in found.found
+
+
+def test_fewer_cores_than_requested_are_a_warning() -> None:
+    assert host.check_size(1).verdict is OK
+    found = host.check_size(100_000)
+    assert found.verdict is WARNING and "100000 cores were requested" in found.found
+
+
+def test_a_scratch_folder_must_hold_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert host.check_scratch_folder(tmp_path).verdict is OK
+    missing = host.check_scratch_folder(tmp_path / "missing")
+    assert missing.verdict is STOPS and "cannot be written" in missing.found
+
+    def refused(*command: object, **options: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(host.subprocess, "run", refused)
+    mounted_noexec = host.check_scratch_folder(tmp_path)
+    assert mounted_noexec.verdict is STOPS and "noexec" in mounted_noexec.advice
+    assert list(tmp_path.iterdir()) == [], "nothing is left behind"
+
+
+def test_compilers_for_offload(tmp_path: Path) -> None:
+    request = make_request(make_cluster(nvme_path=None), 1, build_kernels=False)
+    missing = {"CXX": str(tmp_path / "g++"), "TORCH_EXTENSIONS_DIR": str(tmp_path)}
+    (found,) = host.check_build_tools(request, missing)
+    assert found.verdict is WARNING and "No such file" in found.found
+    (tmp_path / "g++").write_text("#!/bin/sh\nexit 0\n")
+    (tmp_path / "g++").chmod(0o755)
+    assert [row.verdict for row in host.check_build_tools(request, missing)] == [OK]
+
+
+def test_nvme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row.verdict for row in host.check_nvme(str(tmp_path))] == [OK]
+    assert [row.verdict for row in host.check_nvme(str(tmp_path / "missing"))] == [STOPS]
+    mounts = tmp_path / "mounts"
+    mounts.write_text(
+        f"/dev/nvme0n1p1 {tmp_path} xfs rw 0 0\n/dev/sda1 / ext4 rw 0 0\n/dev/nvme1n1 /none ext4 rw 0 0\n"
+    )
+    assert list(host.writable_nvme(mounts)) == [str(tmp_path)]
+    monkeypatch.setattr(host, "writable_nvme", lambda: {"/local": 3000.0})
+    (unused,) = host.check_nvme(None)
+    assert unused.verdict is NOT_CHECKED and "/local (3000 GiB free)" in unused.found
+
+
+def test_the_hubs_cache(tmp_path: Path) -> None:
+    assert host.check_cache_readable(str(tmp_path)).verdict is OK
+    assert host.check_cache_readable(str(tmp_path / "new")).verdict is NOT_CHECKED
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    assert host.check_writable(tmp_path).verdict is OK
+    assert host.check_writable(tmp_path / "missing").verdict is STOPS
+
+
+class Up:
+    isup = True
+
+
+@pytest.mark.parametrize(
+    ("configured", "chosen", "up", "verdict"),
+    [
+        (None, "eth0", ["lo", "eth0"], OK),
+        (None, "eth0", ["lo", "eth0", "ib0"], WARNING),
+        (None, "eth0", ["eth0", "hsn0"], WARNING),
+        ("eth0", "eth0", ["eth0", "ib0"], OK),
+        (None, "ib0", ["ib0", "ib1"], OK),
+    ],
+)
+def test_a_faster_interface_that_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, configured: str | None, chosen: str, up: list[str], verdict: Verdict
+) -> None:
+    monkeypatch.setattr(host, "choose_address", lambda interface, nodes: (chosen, "10.0.0.1"))
+    monkeypatch.setattr(host.psutil, "net_if_stats", lambda: dict.fromkeys(up, Up))
+    found = host.check_interface(configured, 1)
+    assert found.verdict is verdict
+
+
+def test_an_interface_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(interface: str | None, nodes: int) -> tuple[str, str]:
+        raise RendezvousError("node7 has no address on the interface 'ib9'")
+
+    monkeypatch.setattr(host, "choose_address", missing)
+    found = host.check_interface("ib9", 2)
+    assert found.verdict is STOPS and "ib9" in found.found
+
+
+def on_two_nodes(check: "type[Finding] | object", folder: Path, **options: float) -> list[Finding]:
+    """Run a check as two nodes at the same time."""
+    found: list[Finding | None] = [None, None]
+
+    def run(rank: int) -> None:
+        found[rank] = check(folder, rank, 2, **options)  # type: ignore[operator]
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [row for row in found if row]
+
+
+def test_two_nodes_see_each_others_files_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [row.verdict for row in on_two_nodes(host.check_visibility, tmp_path)] == [OK, OK]
+    assert [row.verdict for row in on_two_nodes(host.check_shared_lock, tmp_path)] == [OK, OK]
+
+
+def test_files_that_do_not_arrive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = host.check_visibility(tmp_path, 0, 2, seconds=0.2)
+    assert found.verdict is STOPS and "after 0 s" in found.found
+    monkeypatch.setattr(host, "SLOW_SECONDS", -1.0)
+    (late, _) = on_two_nodes(host.check_visibility, tmp_path / "late")
+    assert late.verdict is WARNING and "latency-wait" in late.advice
+    alone = host.check_visibility(tmp_path, 0, 1)
+    assert alone.verdict is NOT_CHECKED and "--nodes 2" in alone.advice
+
+
+def test_locks_that_do_not_count_on_other_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.fcntl, "flock", lambda file, operation: None)
+    _, other = on_two_nodes(host.check_shared_lock, tmp_path)
+    assert other.verdict is WARNING
+    alone = host.check_shared_lock(tmp_path / "missing", 0, 1)
+    assert alone.verdict is NOT_CHECKED
+
+
+def test_a_node_that_never_tries_the_lock_is_not_ok(tmp_path: Path) -> None:
+    assert host.check_shared_lock(tmp_path, 0, 2, seconds=0.2).verdict is NOT_CHECKED
+    (tmp_path / "other").mkdir()
+    assert host.check_shared_lock(tmp_path / "other", 1, 2, seconds=0.2).verdict is NOT_CHECKED

@@ -1,0 +1,173 @@
+"""Every verdict about a login node, from recorded answers of Slurm's programs."""
+
+import fcntl
+from pathlib import Path
+
+import pytest
+
+from shardmake.config.models import Cluster, Slurm
+from shardmake.core.disk import FreeSpace
+from shardmake.core.units import GIB
+from shardmake.doctor import login
+from shardmake.doctor.findings import Finding, Verdict, run_checks, would_stop
+from shardmake.launch.gpus import GpuStatus, TorchBuild
+from tests.unit.doctor.recorded import CLOSED, NO_ACCOUNTING, NO_DATABASE, install_programs, slurm_programs
+from tests.unit.plans import make_cluster
+
+OK, WARNING, STOPS, NOT_CHECKED = Verdict.OK, Verdict.WARNING, Verdict.STOPS, Verdict.NOT_CHECKED
+
+
+def slurm_cluster(**slurm: str) -> Cluster:
+    return make_cluster(executor="slurm", slurm=slurm)
+
+
+def checked(cluster: Cluster | None, folder: Path) -> list[Finding]:
+    return run_checks(login.login_checks(cluster, cluster.slurm if cluster else Slurm(), folder))
+
+
+def verdicts(findings: list[Finding]) -> dict[str, Verdict]:
+    return {finding.check: finding.verdict for finding in findings}
+
+
+def test_a_cluster_that_answers_has_nothing_that_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install_programs(tmp_path / "bin", monkeypatch, slurm_programs())
+    found = checked(slurm_cluster(partition="gpu", account="lab-nlp", qos="long"), tmp_path)
+    assert not would_stop(found)
+    by_name = {finding.check: finding for finding in found}
+    assert by_name["Slurm"].found == "slurm 23.11.4 answers"
+    assert by_name["accounts"].found == "you may use lab-nlp, lab-vision"
+    assert by_name["qos"].found == "you may use debug, long, normal"
+    assert by_name["sacct"].verdict is OK
+    gpu = by_name["partition gpu"].found
+    assert "16 nodes with 8 h100 (gpu_type: h100), 96 cores, 1006 GiB, features h100,ib" in gpu
+    assert "8 nodes with 4 v100" in gpu and "at most 48 h" in gpu and "allocated/idle/other/total 20/3/1/24" in gpu
+    assert "partition cpu (default)" in by_name
+
+
+@pytest.mark.parametrize(
+    ("programs", "check", "verdict", "words"),
+    [
+        ({"scontrol": "echo 'slurm_ping: error: Unable to contact slurm controller' >&2; exit 1"}, "Slurm", STOPS, "Unable to contact"),
+        ({"sacct": NO_DATABASE}, "sacct", WARNING, "accounting storage is disabled"),
+        ({"sacctmgr": CLOSED}, "accounts", NOT_CHECKED, "permission denied"),
+        (slurm_programs(config=NO_ACCOUNTING), "accounts", OK, "neither an account nor a qos"),
+        (slurm_programs(associations=""), "accounts", STOPS, "no account of yours"),
+        (slurm_programs(config="", associations=""), "accounts", NOT_CHECKED, "no account of yours"),
+        (slurm_programs(associations="lab-nlp|normal\n"), "accounts", OK, "you may use lab-nlp"),
+        ({}, "accounts", WARNING, "you may use lab-nlp, lab-vision"),
+        ({"sinfo": "echo 'slurm_load_partitions: Connection refused' >&2; exit 1"}, "partitions", STOPS, "Connection refused"),
+        (slurm_programs(states="gpu|drain|0/0/24/24\n"), "partition gpu", WARNING, "its state is drain"),
+        (slurm_programs(states=""), "partition gpu", OK, "16 nodes"),
+    ],
+)  # fmt: skip
+def test_answers_of_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, programs: dict[str, str], check: str, verdict: Verdict, words: str
+) -> None:
+    install_programs(tmp_path / "bin", monkeypatch, slurm_programs() | programs)
+    found = checked(None, tmp_path)
+    (row,) = [finding for finding in found if finding.check == check]
+    assert row.verdict is verdict and words in row.found
+    assert row.verdict is OK or row.advice
+
+
+def test_a_machine_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = login.check_slurm()
+    assert found.verdict is STOPS and "not installed" in found.found and "login node" in found.advice
+
+
+def test_a_local_executor_needs_no_slurm(tmp_path: Path) -> None:
+    assert {"Slurm", "sacct"} & set(login.login_checks(make_cluster(), Slurm(), tmp_path)) == set()
+
+
+@pytest.mark.parametrize(
+    ("slurm", "check", "words"),
+    [
+        ({"account": "lab-npl"}, "accounts", "Did you mean 'lab-nlp'?"),
+        ({"account": "lab-nlp", "qos": "lang"}, "qos", "Did you mean 'long'?"),
+        ({"partition": "gpus"}, "partitions", "Did you mean 'gpu'?"),
+    ],
+)
+def test_names_in_the_cluster_file_that_slurm_does_not_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, slurm: dict[str, str], check: str, words: str
+) -> None:
+    install_programs(tmp_path / "bin", monkeypatch, slurm_programs())
+    found = checked(slurm_cluster(**slurm), tmp_path)
+    (row,) = [finding for finding in found if finding.check == check]
+    assert row.verdict is STOPS and words in row.advice
+
+
+def test_a_shared_folder_on_a_local_disk_is_a_warning_with_slurm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(login, "mount_of", lambda folder, mounts: ("/dev/sda1", "/", "ext4"))
+    assert verdicts(list(login.check_shared_folder(tmp_path, on_slurm=True)))["shared folder"] is WARNING
+    assert verdicts(list(login.check_shared_folder(tmp_path, on_slurm=False)))["shared folder"] is OK
+    monkeypatch.setattr(login, "mount_of", lambda folder, mounts: ("nas:/home", "/home", "nfs4"))
+    assert verdicts(list(login.check_shared_folder(tmp_path, on_slurm=True)))["shared folder"] is OK
+    (gone,) = login.check_shared_folder(tmp_path / "missing", on_slurm=True)
+    assert gone.verdict is STOPS
+
+
+def test_locks_of_a_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert login.check_lock(tmp_path).verdict is OK
+    monkeypatch.setattr(fcntl, "flock", lambda file, operation: None)
+    assert login.check_lock(tmp_path).verdict is WARNING
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    found = login.check_lock(tmp_path)
+    assert found.verdict is STOPS and "-o flock" in found.advice
+
+
+def test_little_free_space_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(login, "free_space", lambda folder: FreeSpace(4 * GIB, "your quota on /home"))
+    found = verdicts(list(login.check_shared_folder(tmp_path, on_slurm=True)))
+    assert found["free space"] is WARNING
+    cache = login.check_cache(make_cluster(cache=str(tmp_path)))
+    assert cache.verdict is WARNING and "4.0 GiB (your quota on /home)" in cache.found
+    monkeypatch.setattr(login, "free_space", lambda folder: FreeSpace(4000 * GIB, "free on the file system"))
+    cache = login.check_cache(make_cluster(cache=str(tmp_path)))
+    assert cache.verdict is OK
+
+
+def test_versions_against_the_constraints(tmp_path: Path) -> None:
+    tested = {"torch": "2.13.0", "transformers": "5.23.0", "deepspeed": "0.19.8"}
+    installed = {"torch": "2.13.0+cu130", "transformers": "5.22.1", "deepspeed": None}
+    found = list(login.judge_versions(installed, tested))
+    assert verdicts(found) == {"torch": OK, "transformers": WARNING, "deepspeed": STOPS}
+    assert "tested with 5.23.0" in found[1].found
+
+
+def test_the_constraints_of_the_checkout_are_found_and_have_every_library() -> None:
+    path = login.find_constraints()
+    assert path is not None
+    assert [finding.check for finding in login.check_constraints(path)] == list(login.CHECKED_LIBRARIES)
+    (without,) = login.check_constraints(None)
+    assert without.verdict is NOT_CHECKED
+
+
+H100 = [GpuStatus("0", "GPU-0", 0, 0, 580, 9.0)]
+OLD = [GpuStatus("0", "GPU-0", 0, 0, 550, 8.0)]
+
+
+@pytest.mark.parametrize(
+    ("accelerator", "cuda", "gpus", "verdict"),
+    [
+        ("h100", None, None, STOPS),
+        ("cpu", None, None, OK),
+        ("cpu", None, H100, STOPS),
+        ("h100", "13.0", None, NOT_CHECKED),
+        ("h100", "13.0", H100, OK),
+        ("a100-80gb", "13.0", OLD, STOPS),
+    ],
+)
+def test_the_build_of_torch_against_file_and_driver(
+    monkeypatch: pytest.MonkeyPatch, accelerator: str, cuda: str | None, gpus: list[GpuStatus] | None, verdict: Verdict
+) -> None:
+    monkeypatch.setattr(login, "installed_build", lambda: TorchBuild(cuda, None))
+    monkeypatch.setattr(login, "list_gpus", lambda: gpus)
+    (found,) = login.check_torch(make_cluster(accelerator=accelerator))
+    assert found.verdict is verdict

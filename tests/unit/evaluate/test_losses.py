@@ -1,0 +1,172 @@
+"""Losses without all logits at once, against the logits of the whole model."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from shardmake.core.errors import ModelError
+from shardmake.evaluate import losses, scores
+from shardmake.evaluate.losses import LossPerToken
+from shardmake.evaluate.scores import IGNORED, PassOutOfMemoryError, plan_passes, score
+
+VOCABULARY = 96
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Gemma2": {"final_logit_softcapping": 0.02},
+    "Gemma3Text:Gemma3": {"tie_word_embeddings": True},
+    "Cohere": {"logit_scale": 0.1},
+    "Granite": {"logits_scaling": 4.0},
+    "Mixtral": {"num_local_experts": 2, "output_router_logits": True},
+    "GPTNeoX": {},
+    "OPT": {"ffn_dim": 48, "word_embed_proj_dim": 16},
+    "GPT2:GPT2LMHeadModel": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "Bloom": {"n_layer": 2, "n_head": 2},
+}
+
+
+def make_network(family: str = "Llama", **changes: Any) -> Any:
+    prefix, _, name = family.partition(":")
+    name = name or prefix
+    config = getattr(transformers, f"{prefix}Config")(**SMALL, **(FAMILIES.get(family, {}) | changes))
+    torch.manual_seed(0)
+    model_class = getattr(transformers, name if name.endswith("Model") else f"{name}ForCausalLM")
+    return model_class(config).eval()
+
+
+def make_example(length: int, prompt: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(length))
+    labels = ids.clone()
+    labels[:prompt] = IGNORED
+    return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(length)}
+
+
+EXAMPLES = [make_example(length, prompt) for length, prompt in ((30, 5), (12, 11), (25, 1), (7, 7), (30, 20))]
+
+
+def direct(network: Any) -> tuple[float, int]:
+    """Return the summed loss and the tokens of the examples, one by one from all their logits."""
+    total = 0.0
+    for example in EXAMPLES:
+        with torch.inference_mode():
+            logits = network(input_ids=example["input_ids"][None], use_cache=False).logits[0]
+        targets = example["labels"][1:]
+        total += torch.nn.functional.cross_entropy(logits[:-1], targets, ignore_index=IGNORED, reduction="sum").item()
+    return total, sum(int((example["labels"][1:] != IGNORED).sum()) for example in EXAMPLES)
+
+
+def logged_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each cross entropy adds the number of its positions."""
+    sizes: list[int] = []
+    plain = losses._cross_entropy
+
+    def logging(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sizes.append(logits.shape[0])
+        return plain(logits, targets)
+
+    monkeypatch.setattr(losses, "_cross_entropy", logging)
+    return sizes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_head_in_parts_gives_the_losses_of_the_whole_model(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_LOGITS", 8 * VOCABULARY)
+    sizes, network = logged_sizes(monkeypatch), make_network(family)
+    modules = dict(network.named_modules())
+    assert LossPerToken(network, EXAMPLES[0]["input_ids"]).in_parts
+    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 64, 1)).total
+    loss, tokens = direct(network)
+    assert (found.tokens, sum(sizes)) == (tokens, tokens) and max(sizes) == 8
+    assert found.loss == pytest.approx(loss, rel=1e-5)
+    assert dict(network.named_modules()) == modules, "the decoder is back in its place"
+
+
+def test_a_model_that_scales_by_its_input_gets_all_logits_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Its head applied to other token ids would give other logits."""
+
+    class ByInput(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **options: Any) -> Any:
+            result = super().forward(input_ids, logits_to_keep=logits_to_keep, **options)
+            result.logits = result.logits * (1 + input_ids.float().mean())
+            return result
+
+    network = ByInput(make_network().config).eval()
+    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 1, 1)).total
+    assert found.loss == pytest.approx(direct(network)[0], rel=1e-5)
+    assert caplog.messages == [
+        "ByInput: the head cannot be applied in parts. The logits of a pass are computed at once, which takes more "
+        "memory."
+    ]
+
+
+@pytest.mark.parametrize("kind", ["no logits_to_keep", "fails"])
+def test_code_of_another_shape_gets_all_logits_at_once(kind: str) -> None:
+    class Old(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, **options: Any) -> Any:
+            return super().forward(input_ids, **options)
+
+    class Strict(transformers.LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, logits_to_keep: int = 0, **options: Any) -> Any:
+            if not isinstance(self.model, transformers.LlamaModel):
+                raise RuntimeError("not my decoder")
+            return super().forward(input_ids, logits_to_keep=logits_to_keep, **options)
+
+    network = (Old if kind == "no logits_to_keep" else Strict)(make_network().config).eval()
+    assert not LossPerToken(network, EXAMPLES[0]["input_ids"]).in_parts
+    found = score(network, EXAMPLES, plan_passes([30, 12, 25, 7, 30], 64, 1)).total
+    assert found.loss == pytest.approx(direct(network)[0], rel=1e-5)
+
+
+def test_a_pass_without_sequences_is_not_counted() -> None:
+    network = make_network()
+    assert score(network, EXAMPLES, [[2], []]) == score(network, EXAMPLES, [[2]])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("tokens", [1, 50, 64, 1000])
+def test_passes_are_bounded_by_their_tokens(tokens: int, ranks: int) -> None:
+    lengths = [30, 12, 25, 7, 30, 8]
+    passes = plan_passes(lengths, tokens, ranks)
+    assert sorted(row for rows in passes for row in rows) == list(range(6))
+    sizes = [len(rows) * max(lengths[row] for row in rows) for rows in passes]
+    assert all(size <= tokens or len(rows) == 1 for size, rows in zip(sizes, passes, strict=True))
+    longest = [max(lengths[row] for row in rows) for rows in passes]
+    assert longest == sorted(longest, reverse=True)
+    assert max(map(len, passes)) <= math.ceil(6 / ranks)
+    if tokens == 1000:
+        assert len(passes) == ranks, "few sequences are shared by all ranks"
+
+
+@pytest.mark.parametrize(("rows", "error"), [([0, 2], PassOutOfMemoryError), ([0], ModelError)])
+def test_a_pass_that_does_not_fit_is_named(rows: list[int], error: type[Exception], monkeypatch: Any) -> None:
+    def full(*_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+
+    monkeypatch.setattr(losses, "_cross_entropy", full)
+    with pytest.raises(error) as raised:
+        score(make_network(), EXAMPLES, [rows])
+    if isinstance(raised.value, PassOutOfMemoryError):
+        assert raised.value.tokens == 60
+    else:
+        assert "one sequence of 30 tokens" in str(raised.value) and "evaluation.backend" in str(raised.value)
+
+
+def test_lengths_do_not_hide_behind_the_bucket_borders() -> None:
+    found = score(make_network(), [make_example(length, 1) for length in (128, 129)], [[0, 1]])
+    assert [bucket.tokens for bucket in found.buckets[:2]] == [127, 128]
+    assert scores.BUCKETS[0] == 128

@@ -1,0 +1,38 @@
+"""Every row of the comparison's table, and every library's key of it, has a case for the real engine."""
+
+import pytest
+
+from shardmake.core.nested import leaves
+from shardmake.render.comparison import LIBRARIES, Library, Settings
+from shardmake.render.settings_table import SETTINGS, Setting
+from tests.settings_cases import CASES, UNVERIFIED
+from tests.workflow.engine_cases import OBSERVED
+
+PAIRS: list[tuple[Setting, Library]] = [
+    (setting, library) for setting in SETTINGS for library in LIBRARIES if getattr(setting, library.lower())
+]
+
+
+def writes(settings: Settings, setting: Setting, library: Library) -> bool:
+    """Return whether the settings have the key of ``library`` for ``setting``."""
+    written = {key for key, _ in leaves(getattr(settings, library.lower()) or {})}
+    if library == "Accelerate":
+        return setting.accelerate in {key.rpartition(".")[2] for key in written}
+    return bool(written.intersection(getattr(setting, library.lower())))
+
+
+@pytest.mark.parametrize(("setting", "library"), PAIRS, ids=lambda value: getattr(value, "name", value))
+def test_each_key_has_a_case_or_a_reason(setting: Setting, library: Library) -> None:
+    cases = [one for name, one in CASES.items() if name.startswith(f"{setting.name}:")]
+    covered = any(writes(one, setting, library) for one in cases)
+    reason = UNVERIFIED.get(f"{setting.name}: {library}")
+    assert covered == (reason is None), (
+        "Add a case to tests/settings_cases.py, or a reason why the engine cannot run it."
+    )
+
+
+def test_each_row_is_read_from_the_engine() -> None:
+    names = {"engine", *(setting.name for setting in SETTINGS)}
+    verified = {name.partition(":")[0] for name in CASES}
+    assert OBSERVED.keys() == verified
+    assert verified <= names <= verified | {name.partition(":")[0] for name in UNVERIFIED}

@@ -1,0 +1,57 @@
+"""The class of a model as the plan names it, and loading with every weight."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from shardmake.core.errors import ModelError
+from shardmake.run.model_class import ModelClass
+
+LLAMA = ModelClass(name="LlamaForCausalLM")
+WEIGHT = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_the_planned_class_loads_with_its_ties(folder: Path) -> None:
+    model = LLAMA.load(str(folder), dtype=torch.float32)
+    assert type(model) is LlamaForCausalLM
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda held: held.pop(WEIGHT), rf"completely: missing keys: {WEIGHT}\. If it is a merged model"),
+        (lambda held: held.update(extra=torch.ones(2)), "completely: unexpected keys: extra"),
+        (lambda held: held.update({WEIGHT: torch.ones(2, 2)}), f"completely: mismatched keys: {WEIGHT}"),
+    ],
+)
+def test_weights_that_are_missing_or_left_over_are_refused(folder: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
+    held = load_file(folder / "model.safetensors")
+    change(held)
+    save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=message):
+        LLAMA.load(str(folder))
+
+
+def test_a_class_that_transformers_does_not_have() -> None:
+    with pytest.raises(ModelError, match=r"class not found: NoSuchForCausalLM\. .* plan it again"):
+        ModelClass(name="NoSuchForCausalLM").find()
+
+
+def test_code_of_its_own_must_define_the_planned_class(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    planned = ModelClass(name="OwnForCausalLM", own_code=True)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="of the class LlamaForCausalLM, and the plan is for OwnForCausalLM"):
+        planned.load(str(folder))

@@ -1,0 +1,141 @@
+"""The build of torch that ``make install`` chooses, and what it says when pip does not find it."""
+
+import os
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from shardmake.core.errors import ConfigError
+from shardmake.launch.gpus import TorchBuild, parse_gpus
+from tools import install_torch
+
+ROOT = Path(__file__).parents[3]
+A100 = parse_gpus("0, GPU-0, 4, 0, 550.54.15, 8.0")
+H100 = parse_gpus("0, GPU-0, 1, 0, 580.65.06, 9.0")
+KEPLER = parse_gpus("0, GPU-0, 0, 0, 470.256.02, 3.7")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "build"),
+    [
+        ("", None, None),
+        ("", [], None),
+        ("", A100, "cu126"),
+        ("", H100, "cu130"),
+        ("cu126", H100, "cu126"),
+        ("cu130", A100, "cu130"),  # for other nodes than this one
+        ("cpu", H100, "cpu"),
+    ],
+)
+def test_the_user_or_the_driver_chooses_the_build(wanted: str, gpus: list | None, build: str | None) -> None:
+    assert install_torch.choose_build(wanted, gpus, "2.13.0") == build
+
+
+@pytest.mark.parametrize(
+    ("wanted", "gpus", "words"),
+    [
+        ("rocm", None, "does not support AMD GPUs"),
+        ("cu128", None, r"torch 2\.13\.0 has no stable build of this name\. Use cu130 \(driver 580 or newer\), cu126"),
+        ("12.6", None, "Cannot install for CUDA=12.6"),
+        ("", KEPLER, r"the NVIDIA driver is 470, and torch for CUDA 12\.6 needs 525 or newer.* Update the driver"),
+    ],
+)
+def test_a_build_that_cannot_be_installed_is_refused(wanted: str, gpus: list | None, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        install_torch.choose_build(wanted, gpus, "2.13.0")
+
+
+def test_the_package_index_has_one_build_without_a_suffix() -> None:
+    assert install_torch.requirements("cu126", "2.13.0") == ["torch==2.13.0+cu126"]
+    # "===" because "==" would also take another build that a configured index has.
+    assert install_torch.requirements("cu130", "2.13.0") == ["torch==2.13.0+cu130", "torch===2.13.0"]
+    assert install_torch.requirements(None, "2.13.0") == ["torch==2.13.0"]
+
+
+def test_pip_without_the_build_is_an_answer_and_other_failures_are_errors(tmp_path: Path) -> None:
+    empty = ["--dry-run", "--no-deps", "--no-index", f"--find-links={tmp_path}"]
+    assert not install_torch.run_pip("torch==2.13.0+cu999", empty)
+    with pytest.raises(ConfigError, match=r"Cannot install torch==1\. pip failed:\n(.|\n)*no such option: --wrong"):
+        install_torch.run_pip("torch==1", ["--wrong"])
+
+
+@pytest.fixture
+def pip(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, tuple[str, ...]]]:
+    """Record what pip is asked for; it finds everything but builds for CUDA 12.6."""
+    calls: list[tuple[str, tuple[str, ...]]] = []
+
+    def run(requirement: str, options: Sequence[str] = ()) -> bool:
+        calls.append((requirement, tuple(options)))
+        return "cu126" not in requirement
+
+    monkeypatch.setattr(install_torch, "run_pip", run)
+    monkeypatch.setattr(install_torch, "list_gpus", lambda: None)
+    monkeypatch.delenv("TORCH_INDEX", raising=False)
+    return calls
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, version: str | None, cuda: str | None) -> None:
+    monkeypatch.setattr(install_torch, "installed_version", lambda: version)
+    monkeypatch.setattr(install_torch, "installed_build", lambda: TorchBuild(cuda, None))
+
+
+def test_a_missing_build_says_where_its_index_stands(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_INDEX", "file:///mirror/cu126")
+    with pytest.raises(ConfigError, match=r"install page of pytorch\.org: make install CUDA=cu126 TORCH_INDEX=ADDRESS"):
+        install_torch.main("cu126")
+    assert [options for _, options in pip] == [("--extra-index-url", "file:///mirror/cu126")]
+
+
+def test_another_build_than_requested_is_refused(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, None, None)
+    with pytest.raises(ConfigError, match="CUDA=cu130 was requested, and pip installed a build for the CPU"):
+        install_torch.main("cu130")
+
+
+def test_a_machine_without_a_driver_gets_a_line_about_which_driver_the_nodes_need(
+    pip: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, None, "13.0")
+    line = install_torch.main("")
+    assert "needs driver 580 or newer" in line and "make install CUDA=cu126 (driver 525 or newer)" in line
+    assert [requirement for requirement, _ in pip] == [f"torch=={pinned()}"]
+
+
+def test_an_installed_build_stays_until_another_one_is_named(pip: list, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install_torch, "list_gpus", lambda: H100)
+    installed(monkeypatch, pinned(), "12.6")
+    assert "for CUDA 12.6" in install_torch.main("") and pip == []
+    installed(monkeypatch, pinned(), "13.0")
+    install_torch.main("cu130")
+    assert [requirement for requirement, _ in pip] == [f"torch=={pinned()}+cu130"]
+
+
+@pytest.mark.parametrize(("cuda", "extras"), [("13.0", "[gpu]"), (None, "")])
+def test_packages_for_gpus_come_with_a_build_for_cuda(
+    cuda: str | None, extras: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(monkeypatch, pinned(), cuda)
+    assert install_torch.extras() == extras
+
+
+def pinned() -> str:
+    return install_torch.pinned_version((ROOT / "constraints.txt").read_text())
+
+
+def test_make_hands_the_build_on_and_installs_again_for_another_one() -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("CUDA", "MAKEFLAGS")}
+    done = subprocess.run(
+        ["make", "-n", "install", "CUDA=cu126"], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert "-m tools.install_torch cu126\n" in done.stdout
+    assert "-c constraints.txt" in done.stdout
+
+
+def test_every_package_for_gpus_is_pinned() -> None:
+    import tomllib
+
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["gpu"]
+    pins = (ROOT / "constraints.txt").read_text()
+    assert extras and all(f"\n{name.partition('>')[0]}==" in pins for name in extras)

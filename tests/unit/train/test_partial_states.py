@@ -1,0 +1,132 @@
+"""Checkpoints that lack weights of a model or hold others: refused by both engines, for models and adapters."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from shardmake.core.errors import CheckpointError
+from shardmake.train.checkpoint_files import load_weights, save_weights
+from shardmake.train.load_model import refuse_partial_states
+from shardmake.train.script_hooks import ScriptObserver
+from shardmake.train.trainer import ShardedTrainer
+from tests.mixtures import mixture_configs
+
+
+def tied_llama() -> PreTrainedModel:
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        tie_word_embeddings=True, pad_token_id=0,
+    )  # fmt: skip
+    return LlamaForCausalLM(config)
+
+
+def adapted_llama() -> Any:
+    return get_peft_model(tied_llama(), LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+
+
+def trainer_of(model: Any) -> Any:
+    """Return what `ShardedTrainer._load_from_checkpoint` uses under DDP."""
+    accelerator = SimpleNamespace(unwrap_model=lambda wrapped: wrapped)
+    return SimpleNamespace(is_deepspeed_enabled=False, is_fsdp_enabled=False, accelerator=accelerator, model=model)
+
+
+LOADERS: dict[str, Callable[[Any, Path], None]] = {
+    "loop": load_weights,
+    "trainer": lambda model, folder: ShardedTrainer._load_from_checkpoint(trainer_of(model), str(folder)),
+}
+
+
+@pytest.fixture(params=LOADERS)
+def load(request: pytest.FixtureRequest) -> Callable[[Any, Path], None]:
+    return LOADERS[request.param]
+
+
+def change(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Add, replace or (None) remove weights of the only file in ``folder``."""
+    path = next(folder.glob("*.safetensors"))
+    held = {**load_file(path), **changes}
+    save_file({name: value for name, value in held.items() if value is not None}, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_trained_experts_come_back(family: str, tmp_path: Path, load: Callable[[Any, Path], None]) -> None:
+    """transformers' Trainer resumes a mixture with the experts of the base model (transformers issue 48805)."""
+    trained, resumed = (AutoModelForCausalLM.from_config(mixture_configs()[family]) for _ in range(2))
+    refuse_partial_states(resumed)
+    save_weights(trained, tmp_path)
+    load(resumed, tmp_path)
+    saved, found = trained.state_dict(), resumed.state_dict()
+    assert [name for name in saved if not torch.equal(saved[name], found[name])] == []
+
+
+def test_tied_weights_are_stored_once(tmp_path: Path, load: Callable[[Any, Path], None]) -> None:
+    model = tied_llama()
+    refuse_partial_states(model)
+    save_weights(tied_llama(), tmp_path)
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    load(model, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model.norm.weight": None}, r"LlamaForCausalLM: 1 name missing \(model\.norm\.weight\); training would"),
+        ({"model.embed_tokens.weight": None}, "2 names missing"),
+        ({"extra": torch.ones(1)}, r"1 name not part of the model \(extra\)"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(
+    changes: dict[str, Any], message: str, tmp_path: Path, load: Callable[[Any, Path], None]
+) -> None:
+    model = tied_llama()
+    refuse_partial_states(model)
+    save_weights(model, tmp_path)
+    change(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        load(model, tmp_path)
+
+
+def test_an_adapter_must_be_complete_and_the_frozen_weights_need_not_be_there(
+    tmp_path: Path, load: Callable[[Any, Path], None]
+) -> None:
+    model = adapted_llama()
+    refuse_partial_states(model)
+    save_weights(model, tmp_path)
+    load(model, tmp_path)
+    name = next(iter(load_file(tmp_path / "adapter_model.safetensors")))
+    change(tmp_path, **{name: None})
+    with pytest.raises(CheckpointError, match=r"PeftModelForCausalLM: 1 name missing \(base_model"):
+        load(model, tmp_path)
+
+
+def test_scales_of_frozen_weights_in_four_bits_belong_to_the_model() -> None:
+    """DeepSpeed's checkpoint of QLoRA has them without the weight."""
+    model = adapted_llama()
+    refuse_partial_states(model)
+    state = {name: value for name, value in model.state_dict().items() if "lora" in name}
+    weight = next(name for name in model.state_dict() if name.endswith("q_proj.base_layer.weight"))
+    model.load_state_dict(state | {f"{weight}.absmax": torch.ones(1)}, strict=False)
+    with pytest.raises(CheckpointError, match="not part of the model"):
+        model.load_state_dict(state | {"extra.absmax": torch.ones(1)}, strict=False)
+
+
+def test_the_trainer_of_a_script_refuses_them_too() -> None:
+    class Trainer:
+        model = tied_llama()
+
+        def _get_num_items_in_batch(self) -> None: ...
+
+    trainer = Trainer()
+    ScriptObserver.hook_trainer(SimpleNamespace(), SimpleNamespace(Trainer=Trainer))  # type: ignore[arg-type]
+    complete = SimpleNamespace(missing_keys=["lm_head.weight"], unexpected_keys=[])
+    Trainer._issue_warnings_after_load(trainer, complete)  # type: ignore[attr-defined]
+    with pytest.raises(CheckpointError, match="1 name not part of the model"):
+        partial = SimpleNamespace(missing_keys=[], unexpected_keys=["model.layers.0.mlp.experts.0.up_proj.weight"])
+        Trainer._issue_warnings_after_load(trainer, partial)  # type: ignore[attr-defined]

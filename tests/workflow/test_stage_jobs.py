@@ -1,0 +1,82 @@
+"""The jobs that `snakemake --profile slurm` submits for the stages beside the training, from the real rules and executor.
+
+Slurm's programs are stand-ins: sbatch notes its arguments, runs the job of the data stage as a node would, and then
+fails, so that nothing waits for a job.
+"""
+
+import json
+import os
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch.stage_jobs import ON_GPUS
+from shardmake.run.plan import Resources
+from tests.unit.plans import make_plan
+from tests.workflow.checkout import Checkout, environment
+
+SLURM = {
+    "partition": "gpu", "account": "lab", "qos": "long", "constraint": "a100", "exclude": "c[7-9]", "wckey": "key",
+    "gpu_type": "nvidia_a100-sxm4-80gb", "cpu_partition": "cpu", "cpu_qos": "short", "time_limit": "3-00:00:00",
+    "setup": ['echo "${SITE:-set up}" >> set_up.txt'], "extra": {"reservation": "course"},
+}  # fmt: skip
+GPUS = {"accelerator": "a100-80gb", "processes_per_node": 4, "cpus_per_node": 32, "memory_gib_per_node": 256}
+PROGRAMS = {
+    "sbatch": """#!/usr/bin/env python3
+import json, subprocess, sys
+with open("submitted.jsonl", "a") as file:
+    print(json.dumps(sys.argv[1:]), file=file)
+if any("rule_data_run" in word for word in sys.argv):
+    subprocess.run(["/bin/sh", "-c", sys.argv[-1].removeprefix("--wrap=")])
+sys.exit("refused by the test")
+""",
+    "srun": '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\nexec "$@"\n',
+    "sacctmgr": "#!/bin/sh\necho lab\n",
+    **dict.fromkeys(("sacct", "scontrol", "sinfo", "squeue"), "#!/bin/sh\nexit 1\n"),
+}
+
+
+@pytest.fixture
+def planned(checkout: Checkout, tmp_path: Path) -> Checkout:
+    """Return a checkout in which every earlier stage seems done."""
+    checkout.configure(GPUS | {"executor": "slurm", "slurm": SLURM})
+    resources = dict.fromkeys(("train", *ON_GPUS), Resources(memory_gib=3, cpus=2))
+    make_plan("zero3").model_copy(update={"resources": resources}).write(checkout.run / "plan/plan.json")
+    for path in ("train/receipt.json", "model/receipt.json", "data/receipt.json"):
+        (checkout.run / path).parent.mkdir(exist_ok=True)
+        (checkout.run / path).write_text("{}")
+    (tmp_path / "programs").mkdir()
+    for name, text in PROGRAMS.items():
+        (tmp_path / "programs" / name).write_text(text)
+        (tmp_path / "programs" / name).chmod(0o755)
+    return checkout
+
+
+def submit(checkout: Checkout, programs: Path, *words: str) -> None:
+    """Run the rules of the submitted stages only, and all of them although their results exist."""
+    command = checkout.command(
+        "snakemake", "--profile", "slurm", "--forceall", "--keep-going", *words, "--allowed-rules"
+    )
+    variables = environment() | {"PATH": f"{programs}:{os.environ['PATH']}"}
+    rules = [f"{stage}_run" for stage in ON_GPUS if not words[0].endswith(".json") or stage == "evaluate"]
+    done = subprocess.run([*command, *rules], cwd=checkout.root, env=variables, capture_output=True, text=True)
+    print(done.stdout, done.stderr)
+
+
+def test_every_submitted_job_gets_what_the_site_requires(planned: Checkout, tmp_path: Path) -> None:
+    submit(planned, tmp_path / "programs", "runs/demo/evaluation.json")
+    submit(planned, tmp_path / "programs", "consolidate", "data")
+    lines = (planned.root / "submitted.jsonl").read_text().splitlines()
+    jobs = {line[line.index("--comment") + 1].split("_")[1]: line for line in map(json.loads, lines)}
+    assert set(jobs) == set(ON_GPUS)
+    common = {"--exclude=c[7-9]", "--wckey=key", "--nodes=1", "--cpus-per-task=2"}
+    gpu = {"--qos=long", "--reservation=course", "--gpus-per-node=nvidia_a100-sxm4-80gb:4"}
+    for stage, line in jobs.items():
+        options = dict(pairwise(line))
+        expected = ("lab", "gpu" if ON_GPUS[stage] else "cpu", "4320", "3072", "a100" if ON_GPUS[stage] else None)
+        assert tuple(options.get(option) for option in ("-A", "-p", "-t", "--mem", "-C")) == expected, line
+        assert common | (gpu if ON_GPUS[stage] else {"--qos=short"}) <= set(line), line
+        assert ON_GPUS[stage] or not gpu & set(line)
+    assert (planned.root / "set_up.txt").read_text() == "set up\n", "once, in the job, and not on the login node"
