@@ -307,7 +307,11 @@ class Run(Section):
         description="Ranks of a node that share each layer's matrices (docs/how-to/tensor-parallel.md). It needs "
         "`strategy: zero1` or `zero2`, or `fsdp` and your own script.",
     )
-    nodes: Nodes | None = Field(None, description="Nodes for training. Without it, the fewest on which the model fits.")
+    nodes: Nodes | None = Field(
+        None,
+        description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "
+        "least a tenth less GPU-time.",
+    )
     fsdp_version: Literal[1, 2] = Field(2, description="FSDP version for the `fsdp` strategies.")
     engine: Literal["trainer", "loop"] = Field(
         "trainer",

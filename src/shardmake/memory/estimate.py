@@ -3,20 +3,16 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from shardmake.core.units import GIB
 from shardmake.memory import closed_form, host, states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import DdpMemory, StepEvents, replay
 from shardmake.memory.decoder import micro_step
 from shardmake.memory.fsdp import Fsdp1Memory, Fsdp2Memory
-from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.states import Terms
 from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import scaled
 from shardmake.memory.zero import Zero3Memory, Zero12Memory
-
-COMFORT = 1.05  # a candidate that fits only without this headroom is called tight
 
 
 @dataclass(frozen=True)
@@ -144,32 +140,3 @@ def outside(scenario: Scenario) -> int:
         return states.CONTEXT + (states.NCCL if talks else 0)
     nccl = states.NCCL if measured.nccl is None else measured.nccl
     return measured.context + (nccl if talks else 0) + (measured.pools if scenario.gathers_parameters else 0)
-
-
-def verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[bool, str]:
-    """Return True if ``result`` fits, and a message with the figures."""
-    if hardware.is_cpu:
-        return _cpu_verdict(result, scenario, hardware)
-    for need, room, what in (
-        (result.gpu.device, hardware.gpu_memory, "GPU memory"),
-        (result.host_total, hardware.host_memory, "host RAM of a node"),
-        (sum(result.nvme.values()), hardware.nvme, "NVMe of a node"),
-    ):
-        if need and room is None:
-            return False, "needs node-local NVMe; set nvme_path in the cluster file"
-        if room is not None and need > room:
-            return False, f"needs {need / GIB:.1f} GiB of {what}, {room / GIB:.1f} GiB available"
-    tight = result.gpu.device * COMFORT > hardware.gpu_memory
-    figures = f"{result.gpu.device / GIB:.1f} of {hardware.gpu_memory / GIB:.1f} GiB per GPU"
-    if result.gpu.wanted > result.gpu.reserved:
-        figures += f" (without this limit PyTorch's cache would grow to {result.gpu.wanted / GIB:.1f} GiB)"
-    return True, f"tight: {figures}" if tight else f"fits: {figures}"
-
-
-def _cpu_verdict(result: Estimate, scenario: Scenario, hardware: Hardware) -> tuple[bool, str]:
-    """Return the verdict on CPU, where the tensors of the ranks share the node's RAM with the host's."""
-    need = scenario.ranks_per_node * result.gpu.reserved + result.host_total
-    figures = f"{need / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
-    if need > hardware.host_memory:
-        return False, f"needs {figures}"
-    return True, f"fits: {figures}"

@@ -8,7 +8,9 @@ from shardmake.config.models import Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
+from shardmake.plan.family_errors import FamilyError
 from shardmake.plan.resolve import ResolvedRun, unsuitable
+from shardmake.plan.verdict import Headroom, Verdict
 from shardmake.run.own_files import check_choice, fits_own_files, number_of_conflicts
 from shardmake.run.plan import CandidateEstimate, Choice
 
@@ -19,14 +21,39 @@ class Candidate:
 
     choice: Choice
     memory: Estimate
-    fits: bool
-    low_headroom: bool
-    reason: str
+    verdict: Verdict
+    error: FamilyError
+    """The estimator's own error for trainings like it."""
     step_seconds: float
     simulated: bool
     """True if the step was simulated; else the figures are in closed form."""
     is_half_precision: bool = False
     """It computes in 16 bits although the run has fp32: a fallback, never the first choice."""
+
+    @property
+    def fits(self) -> bool:
+        """True if it fits in every place."""
+        return self.verdict.fits
+
+    @property
+    def reason(self) -> str:
+        """Why it fits or not, with figures."""
+        return self.verdict.reason
+
+    @property
+    def headroom(self) -> Headroom:
+        """How much more GPU memory it may need than estimated."""
+        return self.verdict.headroom
+
+    @property
+    def rounded_seconds(self) -> float:
+        """`step_seconds` in two digits; candidates that are equal in them count as equally fast."""
+        return float(f"{self.step_seconds:.2g}")
+
+    @property
+    def gpu_seconds(self) -> float:
+        """GPU-seconds of one optimizer step, over all ranks."""
+        return self.choice.world_size * self.step_seconds
 
     @property
     def name(self) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
@@ -16,19 +16,19 @@ from shardmake.memory.buckets import Buckets, read_buckets, zero_optimization
 from shardmake.memory.cache import cached_path
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.estimate import (
-    COMFORT,
     Estimate,
     estimate_closed_form,
     estimate_simulated,
     events_of,
     from_json,
-    verdict,
 )
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.trace import trace_all
 from shardmake.plan.candidates import Candidate
+from shardmake.plan.family_errors import error_of
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.step_time import step_time
+from shardmake.plan.verdict import judge
 from shardmake.run.plan import Choice
 
 
@@ -49,33 +49,42 @@ class Planner:
         """Return ``choice`` with its memory in closed form."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
         activations = closed_form.profile(scenario, self._profiles)
-        return self._candidate(
-            choice, scenario, estimate_closed_form(scenario, buckets, activations, self._kept), simulated=False
-        )
+        memory = estimate_closed_form(scenario, buckets, activations, self._kept)
+        return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 
     def simulate(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory from a simulated step."""
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        return self._candidate(choice, scenario, self._simulated(scenario, buckets), simulated=True)
+        memory = self._simulated(scenario, buckets, self.settings.hardware.gpu_memory)
+        return self._candidate(
+            choice, scenario, memory, lambda capacity: self._simulated(scenario, buckets, capacity).gpu.device,
+            simulated=True,
+        )  # fmt: skip
 
-    def _simulated(self, scenario: Scenario, buckets: Buckets) -> Estimate:
+    def _simulated(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Estimate:
+        """Return the estimate on a GPU of ``capacity`` bytes."""
         key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
         if key not in self._events:
             self._events[key] = events_of(scenario)
-        capacity = self.settings.hardware.gpu_memory
         return estimate_simulated(scenario, buckets, self._events[key], self._kept, capacity)
 
     @property
     def _kept(self) -> int:
         return self.settings.run.checkpoints.most(self.settings.run.max_steps)
 
-    def _candidate(self, choice: Choice, scenario: Scenario, memory: Estimate, simulated: bool) -> Candidate:
-        hardware = self.settings.hardware
-        fits, reason = verdict(memory, scenario, hardware)
-        low_headroom = not hardware.is_cpu and memory.gpu.device * COMFORT > hardware.gpu_memory
-        seconds = step_time(scenario, hardware)
-        is_half_precision = choice.precision != self.settings.precision
-        return Candidate(choice, memory, fits, low_headroom, reason, seconds, simulated, is_half_precision)
+    def _candidate(
+        self, choice: Choice, scenario: Scenario, memory: Estimate, device_on: Callable[[int], int], *, simulated: bool
+    ) -> Candidate:
+        hardware, error = self.settings.hardware, error_of(scenario)
+        return Candidate(
+            choice=choice,
+            memory=memory,
+            verdict=judge(memory, scenario, hardware, error, device_on),
+            error=error,
+            step_seconds=step_time(scenario, hardware),
+            simulated=simulated,
+            is_half_precision=choice.precision != self.settings.precision,
+        )
 
 
 class CachedPlanner(Planner):
@@ -97,18 +106,19 @@ class CachedPlanner(Planner):
         for choice in part:
             self.simulate(choice)
 
-    def _simulated(self, scenario: Scenario, buckets: Buckets) -> Estimate:
-        path = self._path(scenario, buckets)
+    def _simulated(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Estimate:
+        path = self._path(scenario, buckets, capacity)
         if path.is_file():
             return from_json(json.loads(path.read_text()))
-        memory = super()._simulated(scenario, buckets)
+        memory = super()._simulated(scenario, buckets, capacity)
         write_json(path, memory.as_json())
         return memory
 
     def _path_of(self, choice: Choice) -> Path:
-        return self._path(scenario_of(self.settings, choice), buckets_of(self.settings, choice))
+        scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
+        return self._path(scenario, buckets, self.settings.hardware.gpu_memory)
 
-    def _path(self, scenario: Scenario, buckets: Buckets) -> Path:
+    def _path(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Path:
         """Return the file of an estimate, named by everything that the estimate depends on."""
         values = {name: value for name, value in vars(scenario).items() if name not in ("model", "split")}
         values["behavior"] = asdict(scenario.behavior)
@@ -118,7 +128,7 @@ class CachedPlanner(Planner):
             "settings": values,
             "buckets": vars(buckets),
             "kept": self._kept,
-            "capacity": self.settings.hardware.gpu_memory,
+            "capacity": capacity,
         }
         return cached_path("shardmake.plan.estimate", request)
 

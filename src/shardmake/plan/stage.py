@@ -12,10 +12,12 @@ from shardmake.memory.hardware import Hardware
 from shardmake.memory.host import evaluation_bytes
 from shardmake.memory.scenario import BYTES
 from shardmake.plan.candidates import Candidate, describe_choice
-from shardmake.plan.choose import NothingFitsError, choose_from, find_fallbacks, reason_of, rejected
+from shardmake.plan.choose import NothingFitsError, choose_from
+from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.figure import draw
 from shardmake.plan.limits import check_request, query_partitions
 from shardmake.plan.planner import Planner
+from shardmake.plan.reasons import reason_of, rejected
 from shardmake.plan.resolve import ResolvedRun, check, check_fsdp, resolve
 from shardmake.plan.suggestions import suggest
 from shardmake.run.disk_budget import check_choice, checkpoint_size
@@ -46,7 +48,7 @@ def plan_run(
         if not lines:
             raise
         message = f"{error}\nEach of these changes alone would fit:{''.join(lines)}"
-        raise NothingFitsError(message, error.settings) from None
+        raise NothingFitsError(message, error.settings, error.candidates) from None
     if cluster.executor == "slurm":
         check_request(plan, cluster, query_partitions())
     check_submission(plan)
@@ -72,7 +74,7 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstima
         run=name,
         choice=chosen.choice,
         workload=settings.workload,
-        reason=reason_of(chosen, candidates),
+        reason=reason_of(chosen, candidates, fallbacks),
         attention_reason=settings.attention_reason,
         rejected=rejected(chosen, candidates),
         fallbacks=[as_fallback(candidate, settings.hardware) for candidate in fallbacks],

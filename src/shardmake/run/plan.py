@@ -135,7 +135,7 @@ class Plan(RunRecord):
     run: str = Field(description="Name of the run.")
     choice: Choice = Field(description="The first choice of the training.")
     workload: Workload = Field(description="The training itself.")
-    reason: str = Field(description="Why this choice, in one sentence.")
+    reason: str = Field(description="Why this choice, and its risk if it is tight.")
     attention_reason: str = Field(
         "", exclude_if=operator.not_, description="Why the attention kernel is not varlen, the fastest one."
     )

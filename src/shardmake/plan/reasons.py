@@ -1,0 +1,126 @@
+"""Why a candidate was chosen, and why the others were not: sentences with seconds, GPU-time and gigabytes."""
+
+from collections.abc import Sequence
+
+from shardmake.core.units import plural
+from shardmake.plan.candidates import Candidate
+from shardmake.plan.resolve import ResolvedRun
+from shardmake.plan.verdict import Headroom
+
+
+def reason_of(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Sequence[Candidate]) -> str:
+    """Return the sentences that explain the choice, with its risk if it is tight."""
+    return " ".join(
+        [
+            f"{chosen.name}: about {_seconds(chosen)} per step and {_figures(chosen)}, {_lead(chosen, candidates)}.",
+            *_node_sentence(chosen, candidates),
+            *_risk_sentences(chosen, candidates, fallbacks),
+        ]
+    )
+
+
+def rejected(chosen: Candidate, candidates: Sequence[Candidate]) -> dict[str, str]:
+    """Return the reason against each other candidate, by name."""
+    return {candidate.name: _why_not(candidate, chosen) for candidate in candidates if candidate is not chosen}
+
+
+def nothing_fits_message(candidates: Sequence[Candidate], settings: ResolvedRun) -> str:
+    """Return the message of a plan in which nothing fits, with the candidate that comes closest."""
+    best = min(candidates, key=lambda candidate: candidate.memory.gpu.device + candidate.memory.host_total)
+    subject = "Nothing fits" if settings.run.strategy == "auto" else f"Strategy {settings.run.strategy} does not fit"
+    return (
+        f"{subject}: even {best.name} {best.reason}. "
+        "Use more nodes (max_nodes), a shorter sequence_length, method: lora, or strategy: auto."
+    )
+
+
+def risk(candidate: Candidate) -> str:
+    """Return the estimator's own error for trainings like ``candidate``, as a clause."""
+    error = candidate.error
+    return (
+        f"estimates of {error.name} trainings are off by {error.typical:.1%} (median of {error.runs} published runs), "
+        f"and one run in ten needed over {error.largest:.1%} more"
+    )
+
+
+def _lead(chosen: Candidate, candidates: Sequence[Candidate]) -> str:
+    """Return the rank of the choice among those that fit on as many nodes."""
+    rivals = [candidate for candidate in candidates if candidate.fits and _same_nodes(candidate, chosen)]
+    where = f"on {plural(chosen.choice.nodes, 'node')}"
+    if len(rivals) == 1:
+        return f"the only candidate that fits {where}"
+    faster = [rival for rival in rivals if rival.rounded_seconds < chosen.rounded_seconds]
+    of = f"of {len(rivals)} candidates that fit {where}"
+    if faster:
+        return f"the fastest {of}, except for {plural(len(faster), 'faster one')} with too little headroom"
+    equal = [rival for rival in rivals if rival.step_seconds < 0.995 * chosen.step_seconds]
+    return f"the simplest of the fastest {of}" if equal else f"the fastest {of}"
+
+
+def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[str]:
+    """Return why there are more nodes than needed, if there are."""
+    fewer = [
+        candidate
+        for candidate in candidates
+        if candidate.fits and candidate.headroom >= chosen.headroom and candidate.choice.nodes < chosen.choice.nodes
+    ]
+    if not fewer:
+        return []
+    best = min(fewer, key=lambda candidate: candidate.gpu_seconds)
+    return [
+        f"It takes {_gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
+        f"{_gpu_seconds(best)} ({_seconds(best)} per step)."
+    ]
+
+
+def _risk_sentences(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Sequence[Candidate]) -> list[str]:
+    if chosen.headroom == Headroom.ENOUGH:
+        return []
+    covers = "its margin covers the first" if chosen.headroom == Headroom.TIGHT else "its margin covers neither"
+    below = (
+        f"After an out-of-memory error training continues with {fallbacks[0].name}."
+        if fallbacks
+        else "No candidate needs less, so an out-of-memory error ends the training."
+    )
+    safer = [
+        candidate
+        for candidate in candidates
+        if candidate.fits and candidate.headroom > chosen.headroom and _same_nodes(candidate, chosen)
+    ]
+    best = min(safer, key=lambda candidate: candidate.step_seconds, default=None)
+    beside = [f"{best.name} has more headroom and takes {_seconds(best)}."] if best else []
+    return [f"It is tight: {risk(chosen)}; {covers}.", *beside, below]
+
+
+def _why_not(candidate: Candidate, chosen: Candidate) -> str:
+    figures = _figures(candidate)
+    if not candidate.fits:
+        return f"{candidate.reason} ({_seconds(candidate)} per step)"
+    if not _same_nodes(candidate, chosen):
+        return (
+            f"{_gpu_seconds(candidate)} GPU-seconds per step on {plural(candidate.choice.nodes, 'node')}, against "
+            f"{_gpu_seconds(chosen)} on {chosen.choice.nodes} ({_seconds(candidate)} per step, {figures})"
+        )
+    against = f"{_seconds(candidate)} per step against {_seconds(chosen)}, {figures}"
+    if candidate.rounded_seconds > chosen.rounded_seconds:
+        return against
+    if candidate.headroom < chosen.headroom:
+        return f"tight: {against}; {risk(candidate)}"
+    return f"not simpler, and as fast in two digits: {against}"
+
+
+def _same_nodes(candidate: Candidate, chosen: Candidate) -> bool:
+    return candidate.choice.nodes == chosen.choice.nodes
+
+
+def _seconds(candidate: Candidate) -> str:
+    return f"{candidate.step_seconds:.3g} s"
+
+
+def _gpu_seconds(candidate: Candidate) -> str:
+    return f"{candidate.gpu_seconds:,.0f}" if candidate.gpu_seconds >= 100 else f"{candidate.gpu_seconds:.3g}"
+
+
+def _figures(candidate: Candidate) -> str:
+    """Return the memory of a candidate that fits, without the verdict."""
+    return candidate.reason.partition(": ")[2]

@@ -1,0 +1,81 @@
+"""The verdict on an estimate: whether it fits, and whether its margin covers the estimator's own error."""
+
+from collections.abc import Callable
+from enum import IntEnum
+from typing import NamedTuple
+
+from shardmake.core.units import GIB
+from shardmake.memory.estimate import Estimate
+from shardmake.memory.hardware import Hardware
+from shardmake.memory.scenario import Scenario
+from shardmake.plan.family_errors import FamilyError
+
+
+class Headroom(IntEnum):
+    """How much more GPU memory a candidate may need than estimated and still fit."""
+
+    LITTLE = 0
+    """Less than the typical error of its family."""
+    TIGHT = 1
+    """The typical error of its family, but not that of nine in ten runs."""
+    ENOUGH = 2
+    """The error of nine in ten runs."""
+
+
+class Verdict(NamedTuple):
+    """The verdict on one candidate: the figures as text, and its headroom."""
+
+    fits: bool
+    reason: str
+    """Without a subject: ``fits: ...``, ``tight: ...``, ``needs ...``."""
+    headroom: Headroom
+
+
+def judge(
+    memory: Estimate,
+    scenario: Scenario,
+    hardware: Hardware,
+    error: FamilyError,
+    device_on: Callable[[int], int],
+) -> Verdict:
+    """Return the verdict on ``memory``.
+
+    ``device_on`` returns the device memory in bytes on a GPU of that many bytes. The allocator holds less where there
+    is less, so the margin is found on a smaller GPU, and not from the memory that it holds on this one.
+    """
+    if hardware.is_cpu:
+        return _judge_cpu(memory, scenario, hardware)
+    for need, room, what in (
+        (memory.gpu.device, hardware.gpu_memory, "GPU memory"),
+        (memory.host_total, hardware.host_memory, "host RAM of a node"),
+        (sum(memory.nvme.values()), hardware.nvme, "NVMe of a node"),
+    ):
+        if need and room is None:
+            return Verdict(False, "needs node-local NVMe; set nvme_path in the cluster file", Headroom.LITTLE)
+        if room is not None and need > room:
+            return Verdict(
+                False, f"needs {need / GIB:.1f} GiB of {what}, {room / GIB:.1f} GiB available", Headroom.LITTLE
+            )
+    headroom = _headroom(memory, hardware.gpu_memory, error, device_on)
+    figures = f"{memory.gpu.device / GIB:.1f} of {hardware.gpu_memory / GIB:.1f} GiB per GPU"
+    if memory.gpu.wanted > memory.gpu.reserved:
+        without = memory.gpu.device + memory.gpu.wanted - memory.gpu.reserved
+        figures += f" ({without / GIB:.1f} GiB if PyTorch's cache had no limit)"
+    return Verdict(True, f"{'fits' if headroom == Headroom.ENOUGH else 'tight'}: {figures}", headroom)
+
+
+def _headroom(memory: Estimate, capacity: int, error: FamilyError, device_on: Callable[[int], int]) -> Headroom:
+    for share, headroom in ((error.largest, Headroom.ENOUGH), (error.typical, Headroom.TIGHT)):
+        smaller = int(capacity / (1 + share))
+        if memory.gpu.device <= smaller or device_on(smaller) <= smaller:
+            return headroom
+    return Headroom.LITTLE
+
+
+def _judge_cpu(memory: Estimate, scenario: Scenario, hardware: Hardware) -> Verdict:
+    """Return the verdict on CPU, where the tensors of the ranks share the node's RAM with the host's."""
+    need = scenario.ranks_per_node * memory.gpu.reserved + memory.host_total
+    figures = f"{need / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
+    if need > hardware.host_memory:
+        return Verdict(False, f"needs {figures}", Headroom.LITTLE)
+    return Verdict(True, f"fits: {figures}", Headroom.ENOUGH)
