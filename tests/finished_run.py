@@ -179,6 +179,7 @@ def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
         world_size=2,
         dtype="keep",
         source_bytes_checked=4,
+        output_bytes_compared=4,
         versions={},
         verification=verification,
     ).write(rundir.model_receipt)

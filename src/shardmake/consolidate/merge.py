@@ -297,7 +297,12 @@ def consolidate(
         plan.check_destination(out, overwrite=overwrite)  # it may have changed during the copy
         replace_folder(staging, out)
     found = receipt.verification
-    logger.info("Wrote %s: %s parameters, %s, verified.", out, f"{found.parameters:,}", found.dtype)
+    logger.info(
+        "Wrote %s: %s parameters, %s. Verified: every byte read back equals what was copied.",
+        out,
+        f"{found.parameters:,}",
+        found.dtype,
+    )
     return receipt
 
 
@@ -370,6 +375,7 @@ def _finish(
     for change in plan.write_small_files(staging, code):
         logger.info(change)
     scans = scan(staging, workers, advance)
+    read_back = writer.check_read_back({found.name: found.tensors for found in scans})
     loading = check.result()
     plan.check(loading)
     verification = verify_loaded(staging, loading, scans)
@@ -381,6 +387,7 @@ def _finish(
         world_size=plan.contents.world_size,
         dtype=plan.dtype,
         source_bytes_checked=checked,
+        output_bytes_compared=read_back,
         versions={**plan.contents.versions, **tools},
         verification=verification,
     )

@@ -23,8 +23,9 @@ from shardmake.consolidate.jobs import BLOCK, CopyJob, MovePart, ReadBlock, plan
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.core.errors import CheckpointError
 
-Put = Callable[[Block, int, PlannedTensor], None]
-"""Takes bytes of the output, their offset in the file, and the tensor that they belong to."""
+Put = Callable[[Block, int, int, PlannedTensor], None]
+"""Takes rows of output bytes (uint8 [rows, bytes]), the file offset of the first one, the distance from each row to the
+next one in the file, in bytes, and the tensor that they belong to."""
 
 Factors = tuple[Block, Block]
 """The factors of a LoRA update in float32: one (rank, columns), one (rows, rank), and one of them times the scale."""
@@ -201,14 +202,10 @@ def _delta(factors: Factors, first: int, count: int) -> Block:
 
 
 def _put(content: Block, part: MovePart, put: Put) -> None:
-    """Put ``content`` as one piece, or each run of the source as a row of the output."""
+    """Put ``content`` as one row, or each run of the source as a row of the output."""
     move = part.move
-    if not move.run:
-        put(content, part.offset, move.target)
-        return
-    row = move.run // ITEM_SIZE[move.target.tensor.dtype] * ITEM_SIZE[move.target.dtype]
-    for index in range(len(content) // row):
-        put(content[index * row : (index + 1) * row], part.offset + index * move.stride, move.target)
+    row = move.run // ITEM_SIZE[move.target.tensor.dtype] * ITEM_SIZE[move.target.dtype] if move.run else len(content)
+    put(content.reshape(-1, row), part.offset, move.stride, move.target)
 
 
 def check_record(record: ZipRecord) -> None:
@@ -232,8 +229,9 @@ def read_array(tensor: StoredTensor) -> Block:
     planned = PlannedTensor(tensor, "F32", 0)
     out = np.empty(tensor.numel * 4, np.uint8)
 
-    def put(content: Block, offset: int, _target: PlannedTensor) -> None:
-        out[offset : offset + len(content)] = content
+    def put(rows: Block, offset: int, stride: int, _target: PlannedTensor) -> None:
+        for index, row in enumerate(rows):
+            out[offset + index * stride :][: len(row)] = row
 
     jobs = plan_jobs([PlannedShard("", b"", (planned,), len(out))])[0]
     stream([StreamTask(job, put, lambda _record, _crc: None) for job in jobs], 1)

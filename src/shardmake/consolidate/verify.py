@@ -5,12 +5,13 @@ Optionally compare it with its checkpoint, bit for bit in the model's type.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+from isal.isal_zlib import crc32
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import Contents, StoredTensor
@@ -39,6 +40,8 @@ class FileScan:
 
     name: str
     sums: FileRecord
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    """CRC-32 of the bytes of each tensor, by its name."""
     problems: tuple[str, ...] = ()
     zero: tuple[str, ...] = ()
 
@@ -110,10 +113,11 @@ class _HashingReader:
 def _scan_weights(path: Path, advance: Callable[[int], None]) -> FileScan:
     problems: list[str] = []
     zero: list[str] = []
+    sums: dict[str, int] = {}
     with _HashingReader(path) as file:
         for tensor in sorted(huggingface.read_file(path), key=_start):
             file.skip(_start(tensor))
-            finite, any_value = _scan_tensor(file, tensor)
+            finite, any_value, sums[tensor.name] = _scan_tensor(file, tensor)
             advance(tensor.nbytes)
             if not finite:
                 problems.append(f"{tensor.name} holds values that are not finite (NaN or infinity)")
@@ -123,7 +127,7 @@ def _scan_weights(path: Path, advance: Callable[[int], None]) -> FileScan:
                 else:
                     problems.append(f"{tensor.name} is all zero")
         file.skip(path.stat().st_size)
-        return FileScan(path.name, file.digest(), tuple(problems), tuple(zero))
+        return FileScan(path.name, file.digest(), sums, tuple(problems), tuple(zero))
 
 
 def _start(tensor: StoredTensor) -> int:
@@ -131,14 +135,18 @@ def _start(tensor: StoredTensor) -> int:
     return tensor.pieces[0].record.offset + tensor.pieces[0].start if tensor.pieces else 0
 
 
-def _scan_tensor(file: _HashingReader, tensor: StoredTensor) -> tuple[bool, bool]:
-    """Return (all values are finite, any value is not zero); bytes that two tensors share count for the first."""
-    finite, end = True, _start(tensor) + tensor.nbytes
+def _scan_tensor(file: _HashingReader, tensor: StoredTensor) -> tuple[bool, bool, int]:
+    """Return (all values are finite, any value is not zero, CRC-32).
+
+    Bytes that two tensors share count for the first.
+    """
+    finite, crc, end = True, 0, _start(tensor) + tensor.nbytes
     any_value = file.at >= end
     for block in file.blocks(end):
         any_value = any_value or bool(block.any())
         finite = finite and _is_finite(block, tensor.dtype)
-    return finite, any_value
+        crc = crc32(block.data, crc)
+    return finite, any_value, crc
 
 
 def _is_finite(block: Block, dtype: str) -> bool:
@@ -326,8 +334,9 @@ def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str
 
 
 def _comparison(job: CopyJob, file: int, found: set[str]) -> StreamTask:
-    def put(content: Block, offset: int, target: PlannedTensor) -> None:
-        if os.pread(file, len(content), offset) != content.tobytes():
+    def put(rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
+        places = ((row, offset + index * stride) for index, row in enumerate(rows))
+        if any(os.pread(file, len(row), at) != row.tobytes() for row, at in places):
             found.add(target.tensor.name)
 
     return StreamTask(job, put, lambda _record, _crc: None)

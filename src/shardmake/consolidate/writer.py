@@ -1,26 +1,29 @@
 """Write the planned files of a merged model: bounded memory, several workers, restartable, with checksums.
 
 Each output file is written under a temporary name, synced and renamed. A small journal beside it then records that the
-file is complete, its source bytes and their CRC-32. A merge that was killed resumes after the last complete file.
+file is complete, its source bytes with their CRC-32, and the CRC-32 of each tensor as it was copied. A merge that was
+killed resumes after the last complete file.
 """
 
 import ctypes
 import errno
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from pydantic import BaseModel, ValidationError
 
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.consolidate.blocks import PAGE, Block, is_cached
+from shardmake.consolidate.checksums import OutputSums
 from shardmake.consolidate.jobs import CopyJob, plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.consolidate.stream import StreamTask, combine_crc32, damaged_bytes, stream
-from shardmake.core.atomic import digest, fsync_directory, read_json, write_json
+from shardmake.core.atomic import digest, fsync_directory, write_json
+from shardmake.core.errors import CheckpointError
 
 _SMALLEST_DIRECT = 1 << 18  # bytes; below this, waiting for the disk costs more than copying into the cache
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -108,23 +111,53 @@ def _write_all(file: int, content: Block, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
+class SourceSum(BaseModel):
+    """The CRC-32 of ``length`` bytes of a record from its byte ``begin`` on; ``expected`` is that of the record."""
+
+    file: str
+    offset: int
+    size: int
+    expected: int
+    begin: int
+    length: int
+    crc: int
+
+
+class Journal(BaseModel):
+    """The record of a finished file: the digest of its plan, its source bytes, and the CRC-32 of its tensors."""
+
+    plan: str
+    sources: list[SourceSum]
+    tensors: dict[str, int]
+
+
 @dataclass
 class _Output:
-    """An output file in progress: its remaining jobs and the CRC-32 of its source bytes."""
+    """An output file in progress: its remaining jobs, the CRC-32 of its source bytes and of its tensors."""
 
     shard: PlannedShard
     jobs: list[CopyJob]
     left: int
     file: OutputFile | None = None
-    sums: list[dict[str, Any]] = field(default_factory=list)
+    sums: list[SourceSum] = field(default_factory=list)
+    copied: OutputSums = field(default_factory=OutputSums)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def finish_job(self, job: CopyJob, record: ZipRecord, crc: int) -> bool:
         """Record that ``job`` is done, with the CRC-32 of its bytes; return True if it was the last one."""
-        source = {"file": str(record.path), "offset": record.offset, "size": record.size, "expected": record.crc}
         with self.lock:
             if record.crc is not None:
-                self.sums.append({**source, "begin": job.begin, "length": job.end - job.begin, "crc": crc})
+                self.sums.append(
+                    SourceSum(
+                        file=str(record.path),
+                        offset=record.offset,
+                        size=record.size,
+                        expected=record.crc,
+                        begin=job.begin,
+                        length=job.end - job.begin,
+                        crc=crc,
+                    )
+                )
             self.left -= 1
             return self.left == 0
 
@@ -171,6 +204,30 @@ class ShardWriter:
         """Return True if every planned file is complete."""
         return all(self._is_complete(output) for output in self._outputs)
 
+    def check_read_back(self, found: Mapping[str, Mapping[str, int]]) -> int:
+        """Compare what is in the finished files with what was copied into them, also by an earlier process.
+
+        Args:
+            found: By file, the CRC-32 of each tensor's bytes as they were read back.
+
+        Returns:
+            The number of bytes that are equal: every byte of every file.
+
+        Raises:
+            CheckpointError: A file has another header or another tensor; the message names both.
+        """
+        for output in self._outputs:
+            path = self.folder / output.shard.name
+            with path.open("rb") as file:
+                if file.read(len(output.shard.header)) != output.shard.header:
+                    raise _changed(path, "its header")
+            copied = self._journal(output).tensors
+            for planned in output.shard.tensors:
+                name = planned.tensor.name
+                if found[output.shard.name].get(name) != copied.get(name, 0):
+                    raise _changed(path, name)
+        return sum(output.shard.size for output in self._outputs)
+
     def check_sums(self) -> int:
         """Compare the CRC-32 of every source record, combined from the journals, with the one in its archive.
 
@@ -182,41 +239,50 @@ class ShardWriter:
         """
         by_record: dict[tuple[str, int, int, int], list[tuple[int, int, int]]] = {}
         for output in self._outputs:
-            for source in read_json(self._journal(output), "shardmake consolidate")["sources"]:
-                key = (source["file"], source["offset"], source["size"], source["expected"])
-                by_record.setdefault(key, []).append((source["begin"], source["length"], source["crc"]))
+            for source in self._journal(output).sources:
+                key = (source.file, source.offset, source.size, source.expected)
+                by_record.setdefault(key, []).append((source.begin, source.length, source.crc))
         for (file, offset, size, expected), parts in by_record.items():
             parts.sort()
-            assert sum(length for _, length, _ in parts) == size
-            if combine_crc32((crc, length) for _, length, crc in parts) != expected:
+            held = sum(length for _, length, _ in parts)
+            if held != size or combine_crc32((crc, length) for _, length, crc in parts) != expected:
                 raise damaged_bytes(file, offset, size)
         return sum(size for _, _, size, _ in by_record)
 
     def remove_journals(self) -> None:
         """Remove the journals, which only a restart needs."""
         for output in self._outputs:
-            self._journal(output).unlink(missing_ok=True)
+            self._journal_path(output).unlink(missing_ok=True)
 
-    def _journal(self, output: _Output) -> Path:
+    def _journal_path(self, output: _Output) -> Path:
         return self.folder / f".{output.shard.name}.done"
+
+    def _journal(self, output: _Output) -> Journal:
+        """Return the journal of a finished file; raise `CheckpointError` if it is missing or damaged."""
+        try:
+            return Journal.model_validate_json(self._journal_path(output).read_bytes())
+        except (FileNotFoundError, ValidationError):
+            raise _changed(self._journal_path(output), "its content") from None
 
     def _temporary(self, output: _Output) -> Path:
         return self.folder / f".{output.shard.name}.tmp"
 
     def _is_complete(self, output: _Output) -> bool:
-        path, journal = self.folder / output.shard.name, self._journal(output)
-        if not (path.is_file() and journal.is_file() and path.stat().st_size == output.shard.size):
+        path = self.folder / output.shard.name
+        if not (path.is_file() and self._journal_path(output).is_file() and path.stat().st_size == output.shard.size):
             return False
-        return bool(read_json(journal, "shardmake consolidate")["plan"] == _plan_digest(output))
+        return self._journal(output).plan == _plan_digest(output)
 
     def _task(self, output: _Output, job: CopyJob, advance: Callable[[int], None]) -> StreamTask:
         file = self._open(output)
         record = job.record
         comes_from_memory = is_cached(record.path, record.offset + job.begin, job.end - job.begin)
 
-        def put(content: Block, offset: int, _target: PlannedTensor) -> None:
-            file.write(content, offset, direct=comes_from_memory)
-            advance(len(content))
+        def put(rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
+            output.copied.add(rows, offset, stride, target)
+            for index, row in enumerate(rows):
+                file.write(row, offset + index * stride, direct=comes_from_memory)
+            advance(rows.size)
 
         def done(record: ZipRecord, crc: int) -> None:
             if output.finish_job(job, record, crc):
@@ -236,7 +302,15 @@ class ShardWriter:
         file.close()
         self._temporary(output).rename(self.folder / output.shard.name)
         fsync_directory(self.folder)
-        write_json(self._journal(output), {"plan": _plan_digest(output), "sources": output.sums})
+        journal = Journal(plan=_plan_digest(output), sources=output.sums, tensors=dict(output.copied.by_tensor()))
+        write_json(self._journal_path(output), journal.model_dump())
+
+
+def _changed(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} changed after it was written: {what} is not what the checkpoint gave. The disk or the memory of this "
+        "node damages data, or another program wrote to the file. Run the command again, on another node or disk."
+    )
 
 
 def _tensor_bytes(shard: PlannedShard) -> int:

@@ -127,6 +127,9 @@ class MergeReceipt(RunRecord):
     world_size: int = Field(description="Ranks that wrote it.")
     dtype: str = Field(description="Requested type of the weights: keep, bf16, fp16 or fp32.")
     source_bytes_checked: int = Field(description="Source bytes whose CRC-32 was recomputed and agreed.")
+    output_bytes_compared: int = Field(
+        description="Bytes of the weight files that were read back and equal the checksums made while copying."
+    )
     versions: dict[str, str] = Field(description="What wrote the checkpoint, and what merged it.")
     verification: Verification = Field(description="What was checked in the result.")
 

@@ -240,7 +240,7 @@ def test_error_in_a_worker_stops_the_stream(tmp_path: Path) -> None:
     tensors, _ = write_vectors(tmp_path, [16] * 50, 0)
     put, done = [], []
 
-    def fail(content: Block, offset: int, target: PlannedTensor) -> None:
+    def fail(rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
         put.append(offset)
         if len(put) == 7:
             raise OSError("no space")
