@@ -201,17 +201,32 @@ def estimate(
 
 
 @app.command()
-def plan(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+def plan(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    offline: Annotated[
+        bool,
+        typer.Option("--offline", help="Plan away from the cluster, from config.json alone. The plan is for reading."),
+    ] = False,
+) -> None:
     """Estimate the memory of every strategy and choose the fastest that fits."""
     from shardmake.data import check_first_rows, check_sources
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.stage import check_prompts
     from shardmake.launch.submission_check import check_submission
-    from shardmake.plan.stage import describe, describe_checkpoints, plan_run
+    from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
     from shardmake.train.trackers import check_trackers
 
+    if offline:
+        files = load_config(*config)
+        run, cluster, rundir = get_run(files, name), load_cluster(Path(files.cluster)), RunDir(runs / name)
+        made = plan_offline(localize(run, rundir), cluster, rundir)
+        typer.echo(describe(made, rundir))
+        typer.echo(describe_checkpoints(made, run, cluster, rundir))
+        return
     with _stage("plan", name, config, runs) as (named, cluster, rundir):
         run = localize(named, rundir)
         check_trackers(run.report_to)

@@ -3,7 +3,7 @@ rule plan_run:
         inputs_of("own_files"),
         sources=PATHS.sources,
     output:
-        memory=PATHS.memory,
+        # memory.json is written as well. It is not declared, because Snakemake would remove it when the plan refuses.
         plan=PATHS.plan,
         figure=report(PATHS.memory_figure, caption="../report/plan.rst", category="{run}"),
     log:

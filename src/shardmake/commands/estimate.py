@@ -1,6 +1,6 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -30,8 +30,9 @@ from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose_from
 from shardmake.plan.planner import CachedPlanner
+from shardmake.plan.reasons import figures, seconds
 from shardmake.plan.resolve import ResolvedRun, check_strategy, kernels_of, resolve
-from shardmake.plan.suggestions import changes, suggestions
+from shardmake.plan.suggestions import Kind, changes, suggestions
 from shardmake.run.own_files import check_refused
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
@@ -284,7 +285,7 @@ def _check(request: EstimateRequest) -> None:
 
 
 def smallest_change(request: EstimateRequest) -> str:
-    """Return which change of nodes, sequence length or method would fit on its own, with the figure of each."""
+    """Return which changes of one option would each fit, the cheapest first, with the figures of each."""
 
     def outcome(setting: str, value: Any) -> str | None:
         changed = replace(request, strategies=(), gradient_checkpointing=True, **{setting: value})
@@ -292,11 +293,21 @@ def smallest_change(request: EstimateRequest) -> str:
             found, _ = choose_from(CachedPlanner(resolve_request(changed)))
         except ShardmakeError:  # nothing fits, or this accelerator cannot do it
             return None
-        return f"{found.choice.strategy} with checkpointing takes {found.memory.gpu.device / GIB:.1f} GiB per GPU"
+        return f"{found.choice.strategy} with checkpointing, {figures(found)}, {seconds(found)} per step"
 
-    found = suggestions(changes(request.nodes, request.sequence_length or DEFAULT_LENGTH, request.method), outcome)
+    length = request.sequence_length or DEFAULT_LENGTH
+    kinds = [*_levers(request), *changes(request.nodes, length, request.method, request.optimizer)]
+    found = suggestions(kinds, outcome)
     lines = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
     return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
+
+
+def _levers(request: EstimateRequest) -> Iterator[Kind]:
+    """Yield the options that cost nothing: the training has the same steps, up to rounding."""
+    if request.loss == "plain":
+        yield "loss", ["fused", "chunked"]
+    if request.micro_batch > 1:
+        yield "micro_batch", [request.micro_batch >> power for power in range(1, request.micro_batch.bit_length())]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

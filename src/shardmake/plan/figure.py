@@ -17,7 +17,7 @@ LEFT, WIDTH, RIGHT = 470, 520, 150
 LEGEND_COLUMNS = 3
 
 
-def draw(memory: MemoryEstimates, chosen: Choice) -> str:
+def draw(memory: MemoryEstimates, chosen: Choice | None) -> str:
     """Return the SVG of ``memory.json``: one bar for each strategy with and without checkpointing."""
     rows = bars(memory.candidates, chosen)
     capacity = memory.gpu_memory
@@ -40,7 +40,7 @@ def draw(memory: MemoryEstimates, chosen: Choice) -> str:
     )
 
 
-def bars(candidates: Sequence[CandidateEstimate], chosen: Choice) -> list[CandidateEstimate]:
+def bars(candidates: Sequence[CandidateEstimate], chosen: Choice | None) -> list[CandidateEstimate]:
     """One candidate for each strategy and recomputation: the chosen one, else the fastest that fits, else the least."""
     best: dict[tuple[str, bool], CandidateEstimate] = {}
     for candidate in sorted(candidates, key=lambda item: _rank(item, chosen)):
@@ -49,7 +49,7 @@ def bars(candidates: Sequence[CandidateEstimate], chosen: Choice) -> list[Candid
     return list(best.values())
 
 
-def _rank(candidate: CandidateEstimate, chosen: Choice) -> tuple[bool, bool, float]:
+def _rank(candidate: CandidateEstimate, chosen: Choice | None) -> tuple[bool, bool, float]:
     is_chosen = candidate.choice == chosen
     fits = candidate.fits
     return not is_chosen, not fits, candidate.step_seconds if fits else candidate.gpu.device
@@ -60,7 +60,7 @@ def _colours(rows: Sequence[CandidateEstimate]) -> dict[str, str]:
     return {term: PALETTE[index % len(PALETTE)] for index, term in enumerate(terms)}
 
 
-def _bar(row: CandidateEstimate, top: int, unit: float, colours: Mapping[str, str], chosen: Choice) -> str:
+def _bar(row: CandidateEstimate, top: int, unit: float, colours: Mapping[str, str], chosen: Choice | None) -> str:
     """Terms end to end, what the allocator and the driver add, the name before and the figures behind.
 
     A bar of more than twice the GPU's memory is cut off at the figure's edge.

@@ -12,7 +12,7 @@ def reason_of(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Seq
     """Return the sentences that explain the choice, with its risk if it is tight."""
     return " ".join(
         [
-            f"{chosen.name}: about {_seconds(chosen)} per step and {_figures(chosen)}, {_lead(chosen, candidates)}.",
+            f"{chosen.name}: about {seconds(chosen)} per step and {figures(chosen)}, {_lead(chosen, candidates)}.",
             *_node_sentence(chosen, candidates),
             *_risk_sentences(chosen, candidates, fallbacks),
         ]
@@ -69,7 +69,7 @@ def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[s
     best = min(fewer, key=lambda candidate: candidate.gpu_seconds)
     return [
         f"It takes {_gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
-        f"{_gpu_seconds(best)} ({_seconds(best)} per step)."
+        f"{_gpu_seconds(best)} ({seconds(best)} per step)."
     ]
 
 
@@ -88,20 +88,20 @@ def _risk_sentences(chosen: Candidate, candidates: Sequence[Candidate], fallback
         if candidate.fits and candidate.headroom > chosen.headroom and _same_nodes(candidate, chosen)
     ]
     best = min(safer, key=lambda candidate: candidate.step_seconds, default=None)
-    beside = [f"{best.name} has more headroom and takes {_seconds(best)}."] if best else []
+    beside = [f"{best.name} has more headroom and takes {seconds(best)}."] if best else []
     return [f"It is tight: {risk(chosen)}; {covers}.", *beside, below]
 
 
 def _why_not(candidate: Candidate, chosen: Candidate) -> str:
-    figures = _figures(candidate)
+    memory = figures(candidate)
     if not candidate.fits:
-        return f"{candidate.reason} ({_seconds(candidate)} per step)"
+        return f"{candidate.reason} ({seconds(candidate)} per step)"
     if not _same_nodes(candidate, chosen):
         return (
             f"{_gpu_seconds(candidate)} GPU-seconds per step on {plural(candidate.choice.nodes, 'node')}, against "
-            f"{_gpu_seconds(chosen)} on {chosen.choice.nodes} ({_seconds(candidate)} per step, {figures})"
+            f"{_gpu_seconds(chosen)} on {chosen.choice.nodes} ({seconds(candidate)} per step, {memory})"
         )
-    against = f"{_seconds(candidate)} per step against {_seconds(chosen)}, {figures}"
+    against = f"{seconds(candidate)} per step against {seconds(chosen)}, {memory}"
     if candidate.rounded_seconds > chosen.rounded_seconds:
         return against
     if candidate.headroom < chosen.headroom:
@@ -113,7 +113,8 @@ def _same_nodes(candidate: Candidate, chosen: Candidate) -> bool:
     return candidate.choice.nodes == chosen.choice.nodes
 
 
-def _seconds(candidate: Candidate) -> str:
+def seconds(candidate: Candidate) -> str:
+    """Return the seconds per step as text."""
     return f"{candidate.step_seconds:.3g} s"
 
 
@@ -121,6 +122,6 @@ def _gpu_seconds(candidate: Candidate) -> str:
     return f"{candidate.gpu_seconds:,.0f}" if candidate.gpu_seconds >= 100 else f"{candidate.gpu_seconds:.3g}"
 
 
-def _figures(candidate: Candidate) -> str:
+def figures(candidate: Candidate) -> str:
     """Return the memory of a candidate that fits, without the verdict."""
     return candidate.reason.partition(": ")[2]

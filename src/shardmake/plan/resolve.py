@@ -102,8 +102,11 @@ def _check_length(run: Run, model: Model) -> None:
         )
 
 
-def check(settings: ResolvedRun) -> None:
-    """Raise a `ConfigError` if the run contradicts itself, the cluster, the model or the installed packages."""
+def check(settings: ResolvedRun, *, packages: bool = True) -> None:
+    """Raise a `ConfigError` if the run contradicts itself, the cluster, the model or the installed packages.
+
+    Without ``packages`` a missing package is no contradiction: a suggestion may name what is to be installed.
+    """
     run, cluster, model = settings.run, settings.cluster, settings.model
     if run.nodes is not None and run.nodes > cluster.max_nodes:
         raise ConfigError(
@@ -124,7 +127,7 @@ def check(settings: ResolvedRun) -> None:
     check_tensor_parallel(run, cluster, model)
     check_refused(settings.user_files, run)
     check_packing(run, settings.abilities, settings.attention)
-    _check_packages(run)
+    _check_packages(run, optional=packages)
     check_loss(run, model.model_type)
 
 
@@ -241,18 +244,24 @@ def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
 
 
-def _check_packages(run: Run) -> None:
-    """Raise a `ConfigError` if an optional package is missing; without it the ranks would fail or fall back."""
+def missing_packages(run: Run) -> list[tuple[str, str]]:
+    """Return each setting of ``run`` whose optional package is not installed, with the package's name."""
     wanted = {
         "loss: fused": ("liger_kernel", "liger-kernel", run.loss == "fused"),
         "optimizer: adamw8bit": ("bitsandbytes", "bitsandbytes", run.optimizer == "adamw8bit"),
         "method: qlora": ("bitsandbytes", "bitsandbytes", run.method == "qlora"),
     }
-    for setting, (module, package, is_wanted) in wanted.items():
-        if is_wanted and find_spec(module) is None:
-            raise ConfigError(
-                f"{setting} needs the package {package}, which is not installed. Run: pip install {package}"
-            )
+    return [
+        (setting, package)
+        for setting, (module, package, is_wanted) in wanted.items()
+        if is_wanted and find_spec(module) is None
+    ]
+
+
+def _check_packages(run: Run, *, optional: bool) -> None:
+    """Raise a `ConfigError` if a package is missing; without it the ranks would fail or fall back."""
+    for setting, package in missing_packages(run) if optional else ():
+        raise ConfigError(f"{setting} needs the package {package}, which is not installed. Run: pip install {package}")
     if run.attention == "flash" and not run.script and not has_flash_attention_2():
         raise ConfigError(
             "attention: flash needs the package flash-attn 2 (2.3.3 or newer), which is not installed. "

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import NamedTuple
 
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
 from shardmake.config.inputs import check_script
@@ -19,14 +20,16 @@ from shardmake.plan.limits import check_request, query_partitions
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import reason_of, rejected
 from shardmake.plan.resolve import ResolvedRun, check, check_fsdp, resolve
-from shardmake.plan.suggestions import suggest
+from shardmake.plan.suggestions import suggest, suggest_faster
 from shardmake.run.disk_budget import check_choice, checkpoint_size
 from shardmake.run.own_files import describe_own_files
 from shardmake.run.paths import RunDir
-from shardmake.run.plan import Fallback, MemoryEstimates, Plan, Resources
+from shardmake.run.plan import Choice, Fallback, MemoryEstimates, Plan, Resources
 
 WRITING = 1e9
 """Assumed write speed of the file system until a save has been measured, bytes per second."""
+NOT_CHECKED_OFFLINE = ("Slurm", "disk space", "data", "evaluation", "trackers", "destination")
+"""Names of the checks that a plan away from the cluster leaves out."""
 
 
 def plan_run(
@@ -34,33 +37,81 @@ def plan_run(
 ) -> Plan:
     """Make the plan of a run and write it with ``memory.json``; ``check_submission`` may refuse it before.
 
+    A refused plan leaves ``memory.json``, so that its figures can be read, unless there is an earlier plan.
+
     Raises:
         NothingFitsError: No candidate fits.
         ShardmakeError: The cluster or the disk does not have what the plan requests.
     """
     if run.script:
         check_script("script", Path(run.script))
-    check_fsdp(run, cluster)
-    try:
-        plan, memory = make_plan(rundir.name, run, cluster)
-    except NothingFitsError as error:
-        lines = [f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in suggest(error.settings)]
-        if not lines:
-            raise
-        message = f"{error}\nEach of these changes alone would fit:{''.join(lines)}"
-        raise NothingFitsError(message, error.settings, error.candidates) from None
+    plan, memory = _planned(run, cluster, rundir)
     if cluster.executor == "slurm":
         check_request(plan, cluster, query_partitions())
     check_submission(plan)
     check_choice(rundir, memory, plan.choice)
-    memory.write(rundir.memory)
-    write_text(rundir.memory_figure, draw(memory, plan.choice))
+    _write_memory(rundir, memory, plan.choice)
     plan.write(rundir.plan)
     return plan
 
 
-def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstimates]:
-    """Return the plan of run ``name`` on ``cluster``, and every candidate with its memory, term by term.
+def plan_offline(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
+    """Make the plan of a run away from its cluster, from the model's config.json, and write it with ``memory.json``.
+
+    The plan names what was not checked, so that nothing trains with it.
+
+    Raises:
+        NothingFitsError: No candidate fits.
+    """
+    made, memory = _planned(run, cluster, rundir)
+    plan = made.model_copy(update={"not_checked": list(NOT_CHECKED_OFFLINE)})
+    _write_memory(rundir, memory, plan.choice)
+    plan.write(rundir.plan)
+    return plan
+
+
+def _planned(run: Run, cluster: Cluster, rundir: RunDir) -> tuple[Plan, MemoryEstimates]:
+    """Return the plan with its advice, and the estimates; without a plan, raise what would fit."""
+    check_fsdp(run, cluster)
+    try:
+        made = choose_run(run, cluster)
+    except NothingFitsError as error:
+        _keep_memory(rundir, memory_estimates(error.settings, error.candidates), None)
+        lines = [f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in suggest(error.settings)]
+        if not lines:
+            raise
+        message = f"{error}\nEach of these changes alone would fit, the cheapest first:{''.join(lines)}"
+        raise NothingFitsError(message, error.settings, error.candidates) from None
+    memory = memory_estimates(made.settings, made.candidates)
+    _keep_memory(rundir, memory, made.chosen.choice)
+    advice = suggest_faster(made.settings, made.chosen, made.candidates)
+    lines = [f"{setting}: {value} ({outcome})" for setting, value, outcome in advice]
+    return as_plan(rundir.name, made).model_copy(update={"advice": lines}), memory
+
+
+def _keep_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None) -> None:
+    """Write the estimates of a plan that may be refused, unless they would replace those of an earlier plan."""
+    if not rundir.plan.exists():
+        _write_memory(rundir, memory, chosen)
+
+
+def _write_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None) -> None:
+    """Write the estimates and their figure; ``chosen`` is None if nothing fits."""
+    memory.write(rundir.memory)
+    write_text(rundir.memory_figure, draw(memory, chosen))
+
+
+class ChosenRun(NamedTuple):
+    """A run with the choice among its candidates."""
+
+    settings: ResolvedRun
+    chosen: Candidate
+    fallbacks: list[Candidate]
+    candidates: list[Candidate]
+
+
+def choose_run(run: Run, cluster: Cluster) -> ChosenRun:
+    """Return the choice for ``run`` on ``cluster``, its fallbacks and every candidate.
 
     Raises:
         ConfigError: Settings contradict each other, or nothing fits.
@@ -70,7 +121,23 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstima
     planner = Planner(settings)
     chosen, candidates = choose_from(planner)
     fallbacks, candidates = find_fallbacks(chosen, candidates, planner)
-    plan = Plan(
+    return ChosenRun(settings, chosen, fallbacks, candidates)
+
+
+def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstimates]:
+    """Return the plan of run ``name`` on ``cluster``, and every candidate with its memory, term by term.
+
+    Raises:
+        ConfigError: Settings contradict each other, or nothing fits.
+    """
+    made = choose_run(run, cluster)
+    return as_plan(name, made), memory_estimates(made.settings, made.candidates)
+
+
+def as_plan(name: str, made: ChosenRun) -> Plan:
+    """Return the plan of run ``name`` as it is written."""
+    settings, chosen, fallbacks, candidates = made
+    return Plan(
         run=name,
         choice=chosen.choice,
         workload=settings.workload,
@@ -80,9 +147,8 @@ def make_plan(name: str, run: Run, cluster: Cluster) -> tuple[Plan, MemoryEstima
         fallbacks=[as_fallback(candidate, settings.hardware) for candidate in fallbacks],
         host_memory=host_need(chosen, settings.hardware),
         resources=resources(settings, chosen),
-        own_files=describe_own_files(settings.user_files, chosen.choice, run),
+        own_files=describe_own_files(settings.user_files, chosen.choice, settings.run),
     )
-    return plan, memory_estimates(settings, candidates)
 
 
 def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:
@@ -146,13 +212,20 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
+            *(f"  clearly faster: {line}" for line in plan.advice),
             *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
             *(f"  {line}" for line in plan.own_files),
-            f"  {check_choice(rundir, MemoryEstimates.read(rundir.memory), plan.choice)}",
+            f"  {_describe_disk(plan, rundir)}",
             f"  after an out-of-memory: {below or 'no candidate needs less'}",
             f"  {len(plan.rejected)} other candidates, each with its reason, are in {rundir.plan}",
         ]
     )
+
+
+def _describe_disk(plan: Plan, rundir: RunDir) -> str:
+    if plan.not_checked:
+        return f"not checked: {', '.join(plan.not_checked)}. On the cluster: shardmake plan {plan.run}"
+    return check_choice(rundir, MemoryEstimates.read(rundir.memory), plan.choice)
 
 
 def describe_checkpoints(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:

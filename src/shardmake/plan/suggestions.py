@@ -1,17 +1,24 @@
-"""Suggestions if nothing fits: the smallest change of each setting that would fit on its own."""
+"""Suggestions: single changes of the configuration, each planned like the run itself.
+
+If nothing fits, they are the changes that fit. If something fits, they are the changes that are clearly faster. The
+plan makes none of them, because each would replace a value of the run.
+"""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
-from shardmake.core.units import GIB
-from shardmake.plan.candidates import describe_choice
-from shardmake.plan.choose import choose_from
+from shardmake.plan.candidates import Candidate
+from shardmake.plan.choose import CLEARLY, choose_from
 from shardmake.plan.planner import Planner
-from shardmake.plan.resolve import ResolvedRun, check, resolve
+from shardmake.plan.reasons import figures, seconds
+from shardmake.plan.resolve import ResolvedRun, check, missing_packages, resolve
 
 MAX_NODE_FACTOR = 64
 MIN_SEQUENCE_LENGTH = 128
+Kind = tuple[str, list[Any]]
+"""A setting with the values to try, the smallest change first."""
 
 
 class Suggestion(NamedTuple):
@@ -22,17 +29,32 @@ class Suggestion(NamedTuple):
     outcome: str
 
 
-def changes(nodes: int, sequence_length: int, method: str) -> Iterator[tuple[str, list[Any]]]:
-    """Yield settings by name, each with the values to try, the smallest change first."""
+def changes(nodes: int, sequence_length: int, method: str, optimizer: str) -> Iterator[Kind]:
+    """Yield what costs more than a setting: first more nodes, then what changes the result of the training."""
     yield "nodes", [nodes << power for power in range(1, MAX_NODE_FACTOR.bit_length())]
-    halves = (sequence_length >> power for power in range(1, sequence_length.bit_length()))
-    yield "sequence_length", [length for length in halves if length >= MIN_SEQUENCE_LENGTH]
+    if optimizer == "adamw":
+        yield "optimizer", ["adamw8bit"]
     if method == "full":
         yield "method", ["lora"]
         yield "method", ["qlora"]
+    halves = (sequence_length >> power for power in range(1, sequence_length.bit_length()))
+    yield "sequence_length", [length for length in halves if length >= MIN_SEQUENCE_LENGTH]
 
 
-def suggestions(kinds: Iterable[tuple[str, list[Any]]], outcome: Callable[[str, Any], str | None]) -> list[Suggestion]:
+def levers(settings: ResolvedRun) -> Iterator[Kind]:
+    """Yield the settings that cost nothing: the training has the same steps, up to rounding."""
+    run = settings.run
+    if settings.hardware.is_cpu:
+        return
+    if run.loss == "plain" and run.script is None:
+        yield "loss", ["fused"]
+    if run.gradient_checkpointing is False:
+        yield "gradient_checkpointing", ["auto"]
+    if run.micro_batch_size != "auto":
+        yield "micro_batch_size", ["auto"]
+
+
+def suggestions(kinds: Iterable[Kind], outcome: Callable[[str, Any], str | None]) -> list[Suggestion]:
     """Return the first value of each setting that has an ``outcome``; None means that a value does not help."""
     found = []
     for setting, values in kinds:
@@ -42,28 +64,66 @@ def suggestions(kinds: Iterable[tuple[str, list[Any]]], outcome: Callable[[str, 
 
 
 def suggest(settings: ResolvedRun) -> list[Suggestion]:
-    """Return the changes of the configuration that would each make something fit.
+    """Return the changes of the configuration that would each make something fit, the cheapest first.
 
     A model that has to be traced gets none, because tracing that many steps takes minutes.
     """
     run, cluster = settings.run, settings.cluster
     if settings.model.decoder is None:
         return []
-    kinds = list(changes(run.nodes or cluster.max_nodes, run.sequence_length, run.method))
-    if run.strategy != "auto":
-        kinds.insert(0, ("strategy", ["auto"]))
+    kinds = list(levers(settings))
     if settings.precision == "fp32" and not settings.hardware.is_cpu:
-        kinds.insert(0, ("precision", ["auto"]))
+        kinds.append(("precision", ["auto"]))
+    if run.strategy != "auto":
+        kinds.append(("strategy", ["auto"]))
+    kinds += changes(run.nodes or cluster.max_nodes, run.sequence_length, run.method, run.optimizer)
 
     def outcome(setting: str, value: Any) -> str | None:
-        changed = run.model_copy(update={setting: value})
-        max_nodes = max(cluster.max_nodes, changed.nodes or 0)
-        try:
-            resolved = resolve(changed, cluster.model_copy(update={"max_nodes": max_nodes}))
-            check(resolved)
-            found, _ = choose_from(Planner(resolved))
-        except ShardmakeError:  # nothing fits, or another setting excludes it: the batch, a package
-            return None
-        return f"{describe_choice(found.choice)}: {found.memory.gpu.device / GIB:.1f} GiB per GPU"
+        found = _plan_with(settings, setting, value)
+        return _describe(found, run.model_copy(update={setting: value})) if found else None
 
     return suggestions(kinds, outcome)
+
+
+def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterable[Candidate]) -> list[Suggestion]:
+    """Return the changes that would each cost at least a tenth less GPU-time than ``chosen``.
+
+    Settings that save memory are tried only if memory keeps a faster candidate out.
+    """
+    if settings.model.decoder is None or settings.hardware.is_cpu:
+        return []
+    limit, nodes = CLEARLY * chosen.gpu_seconds, chosen.choice.nodes
+    kept_out = any(item.gpu_seconds < limit and item.choice.nodes == nodes for item in candidates)
+    run = settings.run
+    kinds = [kind for kind in levers(settings) if kept_out or kind[0] != "loss"]
+    if kept_out and run.optimizer == "adamw":
+        kinds.append(("optimizer", ["adamw8bit"]))
+    if run.strategy != "auto":
+        kinds.append(("strategy", ["auto"]))
+    if run.nodes and kept_out:
+        kinds.append(("nodes", [count for count in (2 * nodes, 4 * nodes) if count <= settings.cluster.max_nodes]))
+
+    def outcome(setting: str, value: Any) -> str | None:
+        found = _plan_with(settings, setting, value)
+        if found is None or found.gpu_seconds >= limit:
+            return None
+        return f"{_describe(found, run.model_copy(update={setting: value}))}, against {seconds(chosen)}"
+
+    return suggestions(kinds, outcome)
+
+
+def _plan_with(settings: ResolvedRun, setting: str, value: Any) -> Candidate | None:
+    """Return the choice of the run with one other value; None if nothing fits, or if another setting excludes it."""
+    changed = settings.run.model_copy(update={setting: value})
+    max_nodes = max(settings.cluster.max_nodes, changed.nodes or 0)
+    try:
+        resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": max_nodes}))
+        check(resolved, packages=False)
+        return choose_from(Planner(resolved))[0]
+    except ShardmakeError:
+        return None
+
+
+def _describe(found: Candidate, run: Run) -> str:
+    missing = "".join(f"; needs pip install {package}" for _, package in missing_packages(run))
+    return f"{found.name}: {figures(found)}, {seconds(found)} per step{missing}"

@@ -34,6 +34,7 @@ def render(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> list[str]:
     trained is refused before the queue. Returns a line for everything that the run's own files changed. Raises
     `ConfigError` if run, plan and own files contradict each other or a library would refuse a file.
     """
+    _check_complete(plan)
     _check_batch(plan.choice, run)
     plans = [plan.at(fallback) for fallback in range(len(plan.fallbacks) + 1)]
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
@@ -149,6 +150,14 @@ def _check_hybrid(choice: Choice) -> None:
     if choice.spec.hybrid and choice.processes_per_node == 1:
         raise ConfigError(
             f"{choice.strategy} shards within a node, and this plan has one rank a node. Use fsdp or ddp."
+        )
+
+
+def _check_complete(plan: Plan) -> None:
+    if plan.not_checked:
+        raise ConfigError(
+            f"The plan of {plan.run} cannot be rendered: it was made with --offline, which did not check "
+            f"{', '.join(plan.not_checked)}. Make it on the cluster: shardmake plan {plan.run}"
         )
 
 

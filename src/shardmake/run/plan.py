@@ -136,6 +136,11 @@ class Plan(RunRecord):
     choice: Choice = Field(description="The first choice of the training.")
     workload: Workload = Field(description="The training itself.")
     reason: str = Field(description="Why this choice, and its risk if it is tight.")
+    advice: list[str] = Field(
+        default_factory=list,
+        exclude_if=operator.not_,
+        description="Changes of the configuration that would each be clearly faster; the plan makes none of them.",
+    )
     attention_reason: str = Field(
         "", exclude_if=operator.not_, description="Why the attention kernel is not varlen, the fastest one."
     )
@@ -147,6 +152,12 @@ class Plan(RunRecord):
         default_factory=list,
         exclude_if=operator.not_,
         description="Settings of the run's own files that limit the choice or that the memory estimate counts.",
+    )
+
+    not_checked: list[str] = Field(
+        default_factory=list,
+        exclude_if=operator.not_,
+        description="What `shardmake plan --offline` did not check. Such a plan is for reading; render refuses it.",
     )
 
     @property

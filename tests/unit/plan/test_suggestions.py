@@ -1,19 +1,23 @@
+import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.plan.stage import plan_run
-from shardmake.plan.suggestions import Suggestion, changes, suggestions
+from shardmake.plan.choose import NothingFitsError
+from shardmake.plan.stage import choose_run, plan_offline, plan_run
+from shardmake.plan.suggestions import Suggestion, changes, levers, suggest, suggestions
 from shardmake.run.paths import RunDir
-from tests.unit.plan.test_planner import folders, gpus, run_of
+from shardmake.run.plan import MemoryEstimates
+from tests.unit.plan.test_planner import CPU, EIGHT, folders, gpus, run_of
 
 __all__ = ["folders"]
 
 
 def test_the_smallest_change_of_each_setting_is_suggested() -> None:
-    enough = {"nodes": 8, "sequence_length": 512, "method": "qlora"}
+    enough = {"nodes": 8, "method": "qlora", "sequence_length": 512}
 
     def outcome(setting: str, value: int | str) -> str | None:
         helps = {
@@ -23,9 +27,9 @@ def test_the_smallest_change_of_each_setting_is_suggested() -> None:
         }
         return "fits" if helps[setting]() else None
 
-    found = suggestions(changes(2, 2048, "full"), outcome)
+    found = suggestions(changes(2, 2048, "full", "sgd"), outcome)
     assert found == [Suggestion(setting, value, "fits") for setting, value in enough.items()]
-    assert suggestions(changes(2, 2048, "lora"), lambda setting, value: None) == []
+    assert suggestions(changes(2, 2048, "lora", "adamw"), lambda setting, value: None) == []
 
 
 def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str], tmp_path: Path) -> None:
@@ -34,7 +38,48 @@ def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str
         plan_run(run, gpus(), RunDir(tmp_path / "chat"))
     said = str(caught.value)
     assert "Strategy ddp does not fit" in said
-    assert re.search(r"\n  strategy: auto \(zero\S+, .*, 1 node: [0-9.]+ GiB per GPU\)", said)
+    assert re.search(
+        r"\n  strategy: auto \(zero\S+, .*, 1 node: [0-9.]+ of 79.1 GiB per GPU.*, [0-9.]+ s per step\)", said
+    )
     assert "\n  method: lora (ddp, no checkpointing, micro batch 8, 1 node: " in said
     assert "nodes:" not in said, "ddp shards nothing"
-    assert not (tmp_path / "chat/plan.json").exists()
+    assert "the cheapest first:\n  strategy: auto" in said
+    rundir = RunDir(tmp_path / "chat")
+    refused = MemoryEstimates.read(rundir.memory)
+    assert {item.choice.strategy for item in refused.candidates} == {"ddp"}
+    assert not any(item.fits for item in refused.candidates)
+    assert not rundir.plan.exists()
+
+
+def test_a_refused_plan_keeps_the_memory_of_an_earlier_one(folders: dict[str, str], tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "chat")
+    plan_run(run_of(folders["tiny"], strategy="ddp"), CPU, rundir)
+    before = rundir.memory.read_bytes()
+    with pytest.raises(ShardmakeError, match="does not fit"):
+        plan_run(run_of(folders["eight"], strategy="ddp", nodes=1), gpus(executor="local"), rundir)
+    assert rundir.memory.read_bytes() == before
+
+
+def test_a_fused_loss_is_the_cheapest_change_for_long_sequences(tmp_path: Path) -> None:
+    """The logits of 131,072 tokens take 188 GiB; the package need not be installed to be suggested."""
+    (tmp_path / "config.json").write_text(json.dumps(EIGHT | {"max_position_embeddings": 131072}))
+    run = run_of(str(tmp_path), sequence_length=131072, global_batch_size=8, nodes=1)
+    with pytest.raises(NothingFitsError) as caught:
+        choose_run(run, gpus())
+    kinds = list(levers(caught.value.settings))
+    assert [setting for setting, _ in kinds] == ["loss"]
+    first = suggest(caught.value.settings)[0]
+    assert (first.setting, first.value) == ("loss", "fused")
+    assert "GiB per GPU" in first.outcome and " s per step" in first.outcome
+    if find_spec("liger_kernel") is None:
+        assert first.outcome.endswith("; needs pip install liger-kernel")
+
+
+def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], tmp_path: Path) -> None:
+    run = run_of(
+        folders["eight"], sequence_length=2048, strategy="zero3-offload", micro_batch_size=1, global_batch_size=64
+    )
+    plan = plan_offline(run, gpus(), RunDir(tmp_path / "chat"))
+    assert (plan.choice.strategy, plan.choice.micro_batch_size) == ("zero3-offload", 1)
+    advice = next(line for line in plan.advice if line.startswith("strategy: auto ("))
+    assert " s per step, against " in advice and "GiB per GPU" in advice

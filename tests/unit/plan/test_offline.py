@@ -1,0 +1,50 @@
+"""`shardmake plan --offline`: a plan without Slurm, disk, data and destination."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardmake.cli import app
+from shardmake.config.models import Cluster, Run
+from shardmake.core.errors import ConfigError
+from shardmake.render.stage import render
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import MemoryEstimates, Plan
+from tests.unit.plan.test_planner import EIGHT, gpus
+
+RUN = {
+    "model": "base", "data": {"train": "not-here.jsonl"}, "sequence_length": 512, "global_batch_size": 32,
+    "max_steps": 10, "learning_rate": 1e-4, "strategy": "zero3", "push": {"to": "hub:our-lab/nothing"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The output of the command in a folder that has a config.json, and neither data nor Slurm nor room on the disk."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setattr("shardmake.core.disk.free_space", lambda folder: pytest.fail("the disk was checked"))
+    Path("base").mkdir()
+    Path("base/config.json").write_text(json.dumps(EIGHT))
+    Path("cluster.yaml").write_text(json.dumps(gpus().model_dump(mode="json", exclude_defaults=True)))
+    Path("config.json").write_text(json.dumps({"cluster": "cluster.yaml", "runs": {"chat": RUN}}))
+    made = CliRunner().invoke(app, ["plan", "chat", "--offline", "--config", "config.json"])
+    assert made.exit_code == 0, made.output
+    return made.output
+
+
+def test_a_plan_away_from_the_cluster(planned: str) -> None:
+    rundir = RunDir(Path("runs/chat"))
+    plan = Plan.read(rundir.plan)
+    assert plan.choice.strategy == "zero3" and "Slurm" in plan.not_checked
+    assert MemoryEstimates.read(rundir.memory).of(plan.choice).fits
+    assert rundir.memory_figure.is_file() and not rundir.stage_settings("plan").exists()
+    assert "not checked: Slurm, disk space, data, " in planned and "On the cluster: shardmake plan chat" in planned
+
+
+def test_nothing_trains_with_such_a_plan(planned: str) -> None:
+    rundir = RunDir(Path("runs/chat"))
+    with pytest.raises(ConfigError, match=r"--offline, which did not check Slurm.* Make it on the cluster: shardmake"):
+        render(Plan.read(rundir.plan), Run(**RUN), Cluster(**gpus().model_dump()), rundir)
