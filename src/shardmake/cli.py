@@ -157,15 +157,31 @@ def estimate(
         str | None, typer.Option(help="Your own DeepSpeed file; its stage, offload and sizes count.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
-    explain: Annotated[bool, typer.Option(help="Print every term with its formula or source.")] = False,
+    explain: Annotated[
+        bool, typer.Option(help="Print the numbers that went in, and every term with its formula or source.")
+    ] = False,
     list_gpus: Annotated[bool, typer.Option("--list-gpus", help="Print the known GPU models.")] = False,
+    deepspeed_table: Annotated[
+        bool, typer.Option("--deepspeed-table", help="Print DeepSpeed's own table of model states instead.")
+    ] = False,
+    inter_node_gbps: Annotated[
+        float | None, typer.Option(help="Network of a node, GB/s. Default: that of a cluster file.")
+    ] = None,
 ) -> None:
     """Estimate the memory of every strategy, from a config.json alone."""
     from shardmake.commands import estimate
+    from shardmake.commands.estimate_table import print_table
     from shardmake.config.accelerators import ACCELERATORS
+    from shardmake.memory.read_config import read_model
 
     if list_gpus:
         typer.echo("\n".join(ACCELERATORS))
+        return
+    if deepspeed_table:
+        from shardmake.commands.deepspeed_table import deepspeed_table as table_of
+
+        described = read_model(model, revision=revision, trust_remote_code=trust_remote_code)
+        typer.echo(table_of(described, nodes, gpus_per_node))
         return
     answer = estimate.estimate(
         estimate.EstimateRequest(
@@ -192,12 +208,13 @@ def estimate(
             trust_remote_code=trust_remote_code,
             probe=probe,
             deepspeed_config=deepspeed_config,
+            inter_node_gbps=inter_node_gbps,
         )
     )
     if as_json:
         typer.echo(json.dumps(answer.as_json(), indent=2))
     else:
-        estimate.print_table(answer, explain=explain)
+        print_table(answer, explain=explain)
 
 
 @app.command()

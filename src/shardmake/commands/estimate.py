@@ -1,7 +1,8 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Any, Literal
 
 from shardmake.config.accelerators import find_accelerator
@@ -20,17 +21,19 @@ from shardmake.config.models import (
 )
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
-from shardmake.core.units import GIB, format_count
-from shardmake.memory import calibration
+from shardmake.core.units import GB, GIB
+from shardmake.memory import calibration, states
 from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.candidates import Candidate, choices
-from shardmake.plan.choose import choose_from
+from shardmake.plan.choose import choose, choose_from
+from shardmake.plan.fallbacks import find_fallbacks
+from shardmake.plan.family_errors import FAMILY_ERRORS
 from shardmake.plan.planner import CachedPlanner
-from shardmake.plan.reasons import figures, seconds
+from shardmake.plan.reasons import figures, reason_of, seconds
 from shardmake.plan.resolve import ResolvedRun, check_strategy, kernels_of, resolve
 from shardmake.plan.suggestions import Kind, changes, suggestions
 from shardmake.run.own_files import check_refused
@@ -41,32 +44,6 @@ NO_LIMIT = 2.0**32  # GiB of host RAM where the command line gives none
 CORES_PER_GPU = 16
 DEFAULT_LENGTH = 4096
 LossKind = Literal["plain", "fused", "chunked"]
-
-EXPLANATIONS = {
-    "weights": "trained weights: 2 bytes in DeepSpeed (without its fp32 master weights), 4 in DDP and FSDP; "
-    "divided by the ranks under ZeRO-3 and FSDP",
-    "frozen weights": "weights of the base model under adapters: 2 bytes per element, 0.516 in NF4 with double "
-    "quantization (QLoRA, Dettmers et al. 2023)",
-    "gradients": "one per trained weight: 2 bytes in DeepSpeed, 4 in FSDP; divided by the ranks from ZeRO-2 on",
-    "master weights": "DeepSpeed's fp32 copy of the trained weights (Rajbhandari et al. 2020, section 3.1)",
-    "optimizer states": "AdamW: two moments, fp32 in DeepSpeed, else in the weights' type; created in the first step",
-    "optimizer temporaries": "temporary tensors of torch's foreach optimizer in a step",
-    "communication buffers": "DDP's reducer buckets (a copy of the gradients), ZeRO's reduce bucket, FSDP's flat "
-    "input of the reduce-scatter",
-    "gathered weights": "full weights of layers in use under ZeRO-3 and FSDP: the layer, prefetched weights, and "
-    "weights that are kept because their next use is near (stage3_max_reuse_distance)",
-    "persistent weights": "weights below stage3_param_persistence_threshold, which ZeRO-3 does not shard",
-    "weights during loading": "a full tensor or unit before it is sharded at the start",
-    "activations": "tensors saved by the forward pass for the backward pass, or one input per layer with checkpointing",
-    "logits and loss": "logits in fp32, log-softmax, and its gradient: 12 bytes x tokens x vocabulary at the peak",
-    "backward temporaries": "gradients of activations, and one recomputed layer with checkpointing",
-    "gradients before reduction": "the full gradients of a layer until they are reduced",
-    "flat gradients": "ZeRO flattens its part of the gradients for the step, ZeRO-3 sub_group_size at a time",
-    "fp32 gradients": "ZeRO casts its part of the gradients to fp32 for the step, ZeRO-3 sub_group_size at a time",
-    "gradient norm": "a copy in fp64 of the largest gradient, or of its part, for the norm (get_norm_dtype)",
-    "model buffers": "buffers of the model, such as the rotary embedding's frequencies",
-    "cuBLAS workspaces": "one for the forward and one for the backward thread, 8.1 MiB each",
-}
 
 
 @dataclass(frozen=True)
@@ -99,6 +76,8 @@ class EstimateRequest:
     trust_remote_code: bool = False
     probe: bool = False
     deepspeed_config: str | None = None
+    inter_node_gbps: float | None = None
+    """GB/s between nodes; None: the default of a cluster file."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +91,12 @@ class EstimateResult:
     advice: str | None = None
     measured: Calibration | None = None
     """The probe's measurement on these GPUs."""
+    choice: Candidate | None = None
+    """The row that the plan takes; None if nothing fits."""
+    reason: str = ""
+    """Why it takes that row, as the plan says it."""
+    inputs: tuple[tuple[str, str], ...] = ()
+    """The numbers that went in, by name."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the documented JSON object; ``candidates`` holds one object per strategy."""
@@ -121,7 +106,7 @@ class EstimateResult:
             "trainable": self.split.trainable,
             "largest_tensor": self.model.largest_tensor,
             "largest_layer": self.model.largest_block,
-            "candidates": [_row_json(row) for row in self.rows],
+            "candidates": [_row_json(row) | {"chosen": row is self.choice} for row in self.rows],
             "advice": self.advice,
             "calibration": self.measured and asdict(self.measured),
         }
@@ -135,6 +120,7 @@ def _row_json(row: Candidate) -> dict[str, Any]:
         "nodes": row.choice.nodes,
         **row.memory.as_json(),
         "fits": row.fits,
+        "headroom": row.headroom.name.lower() if row.fits else None,
         "reason": row.reason,
         "step_seconds": row.step_seconds,
     }
@@ -155,10 +141,54 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     possible = sorted(
         choices(settings, _strategies(request, settings.run)), key=lambda choice: not choice.gradient_checkpointing
     )
-    rows = CachedPlanner(settings).simulate_all(possible)
-    advice = None if any(row.fits for row in rows) else smallest_change(request)
+    planner = CachedPlanner(settings)
+    rows = planner.simulate_all(possible)
     measured = calibration.read(settings.hardware.accelerator.name)
-    return EstimateResult(request, settings.model, settings.split, tuple(rows), advice, measured)
+    result = EstimateResult(
+        request, settings.model, settings.split, tuple(rows), measured=measured, inputs=tuple(_inputs(settings))
+    )
+    if not any(row.fits for row in rows):
+        return replace(result, advice=smallest_change(request))
+    choice, _ = choose(rows, planner)
+    fallbacks, _ = find_fallbacks(choice, rows, planner)
+    return replace(result, choice=choice, reason=reason_of(choice, rows, fallbacks))
+
+
+def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
+    """Yield the numbers behind memory, verdicts and seconds, by name."""
+    run, hardware, model = settings.run, settings.hardware, settings.model
+    accelerator, measured = hardware.accelerator, calibration.read(hardware.accelerator.name)
+    context, nccl = (measured.context, measured.nccl) if measured else (None, None)
+    yield "model", f"{model.parameters:,} parameters, {settings.split.trainable:,} trained, {len(model.blocks)} layers"
+    yield (
+        "training",
+        (
+            f"{run.method}, {settings.precision}, {run.optimizer}, attention {settings.attention}, loss {run.loss}, "
+            f"{run.micro_batch_size} x {run.sequence_length} tokens per GPU"
+        ),
+    )
+    yield "accelerator", f"{accelerator.name}, {hardware.gpu_memory / GIB:.1f} GiB"
+    yield "peak", f"{hardware.flops(settings.precision) / 1e12:,.0f} TFLOP/s in {settings.precision}, dense"
+    yield (
+        "rates",
+        (
+            f"{accelerator.bandwidth:,.0f} GB/s GPU memory, {hardware.intra_node / GB:g} GB/s between GPUs of a node, "
+            f"{hardware.inter_node / GB:g} GB/s between nodes, {accelerator.host_link:g} GB/s to host RAM"
+        ),
+    )
+    yield (
+        "outside PyTorch",
+        (
+            f"{(states.CONTEXT if context is None else context) / GIB:.2f} GiB CUDA context, "
+            f"{(states.NCCL if nccl is None else nccl) / GIB:.2f} GiB NCCL ({'probed' if measured else 'published'})"
+        ),
+    )
+    for error in FAMILY_ERRORS.values():
+        yield (
+            f"error of {error.name} trainings",
+            (f"{error.typical:.1%} (median of {error.runs} published runs), one in ten {error.largest:.1%} too low"),
+        )
+    yield "versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "deepspeed"))
 
 
 def resolve_request(request: EstimateRequest) -> ResolvedRun:
@@ -214,6 +244,7 @@ def _cluster(request: EstimateRequest) -> Cluster:
             "cpus_per_node": CORES_PER_GPU * request.gpus_per_node,
             "memory_gib_per_node": request.host_memory or LARGEST_HOST,
             "nvme_path": "/nvme",
+            **({} if request.inter_node_gbps is None else {"inter_node_gbps": request.inter_node_gbps}),
         },
         "The options",
     )
@@ -308,83 +339,3 @@ def _levers(request: EstimateRequest) -> Iterator[Kind]:
         yield "loss", ["fused", "chunked"]
     if request.micro_batch > 1:
         yield "micro_batch", [request.micro_batch >> power for power in range(1, request.micro_batch.bit_length())]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Output as text
-
-
-def print_table(result: EstimateResult, explain: bool = False) -> None:
-    """The candidates as a table; ``explain`` adds every term with its formula or source."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console()
-    request = result.request
-    ranks = f"{request.nodes} x {request.gpus_per_node} {_devices(request)}"
-    console.print(
-        f"{result.model.architecture}, {format_count(result.model.parameters)} parameters, "
-        f"{format_count(result.split.trainable)} trained; {ranks}, "
-        f"{request.micro_batch} x {request.sequence_length} tokens"
-    )
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("strategy", "ckpt"):
-        table.add_column(name, no_wrap=True)
-    for name in ("alloc", "reserved", "device", "host", "NVMe", "disk", "step"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("fits", no_wrap=True)
-    for row in result.rows:
-        table.add_row(*_cells(row), style=None if row.fits else "dim")
-    console.print(table)
-    console.print(
-        "GiB. ckpt: gradient checkpointing. Per GPU: allocated for tensors, reserved by PyTorch, used on the device as "
-        "nvidia-smi shows it. Host and NVMe: per node. Disk: checkpoints and the model. step: seconds per step."
-    )
-    if result.measured:
-        console.print(f"On the device: {result.measured.origin}.")
-    if result.advice:
-        console.print(f"Nothing fits. What would: {result.advice}.")
-    if explain:
-        _print_terms(console, result.rows)
-
-
-def _devices(request: EstimateRequest) -> str:
-    accelerator = find_accelerator(request.accelerator)
-    return "CPU ranks" if accelerator.is_cpu else f"GPUs of {request.gpu_memory or accelerator.memory:g} GiB"
-
-
-def _cells(row: Candidate) -> list[str]:
-    memory = row.memory
-    sizes = (
-        memory.gpu.allocated,
-        memory.gpu.reserved,
-        memory.gpu.device,
-        memory.host_total,
-        sum(memory.nvme.values()),
-        sum(memory.disk.values()),
-    )
-    return [
-        row.choice.strategy,
-        "yes" if row.choice.gradient_checkpointing else "no",
-        *(_gib(size) for size in sizes),
-        f"{row.step_seconds:.3g}" if row.step_seconds < 100 else f"{row.step_seconds:.0f}",
-        "yes" if row.fits else "no",
-    ]
-
-
-def _gib(size: float) -> str:
-    """At most five characters up to a hundred TiB, so that the table fits a terminal of 80 columns."""
-    return f"{size / GIB:.1f}" if size < 100 * GIB else f"{size / GIB:.0f}"
-
-
-def _print_terms(console: Any, rows: Iterable[Candidate]) -> None:
-    for row in rows:
-        checkpointing = "with" if row.choice.gradient_checkpointing else "without"
-        console.print(
-            f"\n{row.choice.strategy} {checkpointing} checkpointing: the peak is in the phase {row.memory.gpu.phase!r}"
-        )
-        for term, size in sorted(row.memory.gpu.terms.items(), key=lambda item: -item[1]):
-            console.print(f"  {size / GIB:9.3f} GiB  {term}: {EXPLANATIONS.get(term, '')}")
-        for place, terms in (("host", row.memory.host), ("NVMe", row.memory.nvme), ("disk", row.memory.disk)):
-            for term, size in terms.items():
-                console.print(f"  {size / GIB:9.3f} GiB  {place}: {term}")

@@ -5,12 +5,15 @@ from typing import Literal
 
 import pytest
 
-from shardmake.commands.estimate import EXPLANATIONS, EstimateRequest, estimate, print_table, resolve_request
+from shardmake.commands.estimate import EstimateRequest, estimate, resolve_request
+from shardmake.commands.estimate_table import EXPLANATIONS, mark, print_table
 from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
 from shardmake.plan.stage import make_plan
+from shardmake.plan.verdict import Headroom
+from tests.unit.plan.test_choose import candidate as make_candidate
 
 CONFIG = {
     "model_type": "llama",
@@ -46,8 +49,8 @@ def test_every_strategy_with_the_documented_keys(model: str) -> None:
     assert names == [name for name in STRATEGIES if not STRATEGY_SPECS[name].needs_several_nodes]
     for candidate in result["candidates"]:
         assert set(candidate) == {
-            "strategy", "gradient_checkpointing", "nodes", "gpu", "host", "nvme", "disk", "fits", "reason",
-            "step_seconds",
+            "strategy", "gradient_checkpointing", "nodes", "gpu", "host", "nvme", "disk", "fits", "headroom",
+            "chosen", "reason", "step_seconds",
         }  # fmt: skip
         assert set(candidate["gpu"]) == {"allocated", "reserved", "wanted", "device", "phase", "terms"}
 
@@ -71,9 +74,44 @@ def test_every_term_is_explained(model: str) -> None:
 
 def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     print_table(estimate(EstimateRequest(model, strategies=["zero3"])), explain=True)
-    shown = capsys.readouterr().out
+    shown = " ".join(capsys.readouterr().out.split())
     assert "zero3" in shown
     assert "logits and loss" in shown
+    for words in (
+        "yes*",
+        "* zero3, no checkpointing, micro batch 1, 1 node: about ",
+        "a100-80gb, 79.1 GiB",
+        "312 TFLOP/s",
+    ):
+        assert words in shown
+    assert "12.5 GB/s between nodes" in shown and "error of sharded trainings: " in shown
+
+
+def test_the_table_marks_the_choice_tight_and_slow_rows() -> None:
+    chosen = make_candidate("fsdp", 14.2, 78.5, Headroom.TIGHT)
+    safe = make_candidate("fsdp-offload", 83.9, 16.7)
+    near, large = make_candidate("zero3", 15.0, 60.0), make_candidate("ddp", 5.0, 300.0)
+    assert [mark(row, chosen) for row in (chosen, safe, near, large)] == ["tight*", "slow", "yes", "no"]
+
+
+def test_a_row_fits_a_terminal_of_80_columns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(estimate(EstimateRequest(model, strategies=["zero3-offload-optimizer"])))
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("zero3-offload-optimizer")]
+    assert len(rows) == 2 and all(len(row) <= 80 and not row.endswith("…") for row in rows)
+
+
+@pytest.mark.parametrize("memory", [1024.0, 4.0])
+def test_estimate_and_plan_choose_the_same(model: str, memory: float) -> None:
+    request, cluster = hardware(model)
+    result = estimate(replace(request, gpu_memory=memory))
+    run = Run(
+        model=model, data={"train": "train.jsonl"}, sequence_length=4096, global_batch_size=4, micro_batch_size=1,
+        max_steps=100, learning_rate=1e-4, nodes=2, attention="sdpa",
+    )  # fmt: skip
+    plan, _ = make_plan("run", run, cluster.model_copy(update={"gpu_memory_gib": memory}))
+    assert result.choice is not None and result.choice.choice == plan.choice
+    (chosen,) = (row for row in result.as_json()["candidates"] if row["chosen"])
+    assert chosen["strategy"] == plan.choice.strategy
 
 
 def hardware(model: str) -> tuple[EstimateRequest, Cluster]:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.commands.estimate import EstimateRequest, estimate, print_table
+from shardmake.commands.estimate import EstimateRequest, estimate
+from shardmake.commands.estimate_table import print_table
 from shardmake.core import nvidia_smi
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB

@@ -1,0 +1,39 @@
+"""`shardmake estimate --deepspeed-table` against what DeepSpeed prints for the same counts."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from shardmake.cli import app
+from shardmake.commands.deepspeed_table import deepspeed_table, largest_layer
+from tests.unit.plans import LLAMA, make_model
+
+
+def figures(text: str) -> list[tuple[str, str]]:
+    """Host and GPU of each line."""
+    return re.findall(r"(\d+\.\d\d)GB \| +(\d+\.\d\d)GB", text)
+
+
+@pytest.mark.parametrize(("nodes", "gpus"), [(1, 1), (2, 8)])
+def test_the_rows_are_those_that_deepspeed_prints(nodes: int, gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    from deepspeed.runtime.zero.stage3 import estimate_zero3_model_states_mem_needs_all_cold
+    from deepspeed.runtime.zero.stage_1_and_2 import estimate_zero2_model_states_mem_needs_all_cold
+
+    model = make_model(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, vocab_size=128256)
+    estimate_zero2_model_states_mem_needs_all_cold(model.parameters, gpus, nodes)
+    estimate_zero3_model_states_mem_needs_all_cold(model.parameters, largest_layer(model), gpus, nodes)
+    theirs = figures(capsys.readouterr().out)
+    table = deepspeed_table(model, nodes, gpus)
+    assert len(theirs) == 8 and figures(table) == theirs
+    assert table.count("ZeRO-2") == 2 and table.count("ZeRO-3") == 6
+
+
+def test_the_command_prints_the_table_and_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    words = ["estimate", str(tmp_path), "--deepspeed-table", "--gpus-per-node", "4", "--nodes", "2"]
+    made = CliRunner().invoke(app, words)
+    assert made.exit_code == 0 and made.stdout.startswith("DeepSpeed's estimate of params")
+    assert "HW: 2 nodes, 4 GPUs per node." in made.stdout and len(figures(made.stdout)) == 8
