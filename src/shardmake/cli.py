@@ -376,6 +376,10 @@ def consolidate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Write the weights alone, under the checkpoint's names; needs no config.")
     ] = False,
+    allow: Annotated[
+        list[str] | None,
+        typer.Option(help="steps: the optimizer was started again. unexpected: keep tensors that the class lacks."),
+    ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything but the weights, and list the files to write.")
     ] = False,
@@ -383,6 +387,7 @@ def consolidate(
     runs: Runs = RUNS,
 ) -> None:
     """Merge a sharded checkpoint into a model folder."""
+    from shardmake.consolidate.allowed import parse_allowed
     from shardmake.consolidate.base_model import find_base
     from shardmake.consolidate.merge import consolidate as merge
     from shardmake.consolidate.merge import plan_merge
@@ -391,14 +396,25 @@ def consolidate(
     from shardmake.consolidate.stage import consolidate_run
 
     if out is None:
-        _require_run(source, config, tasks > 1 or adapter or raw or dry_run or overwrite or base is not None)
+        _require_run(
+            source, config, tasks > 1 or adapter or raw or dry_run or overwrite or base is not None or bool(allow)
+        )
         with _stage("consolidate", source, config, runs, on_node=True) as (run, _, rundir):
             consolidate_run(localize(run, rundir), rundir, workers=workers, progress=show_progress)
         return
     _folder.set(out)
     base_folder = find_base(base) if base is not None else None
+    allowed = parse_allowed(allow or ())
     if dry_run:
-        plan = plan_merge(Path(source), base_folder, dtype, adapter=adapter, max_shard_size=max_shard_size, raw=raw)
+        plan = plan_merge(
+            Path(source),
+            base_folder,
+            dtype,
+            adapter=adapter,
+            max_shard_size=max_shard_size,
+            raw=raw,
+            allow=allowed,
+        )
         typer.echo(preview(plan, out, trust_remote_code=trust_remote_code, overwrite=overwrite))
         return
     merge(
@@ -413,6 +429,7 @@ def consolidate(
         trust_remote_code=trust_remote_code,
         overwrite=overwrite,
         raw=raw,
+        allow=allowed,
         progress=show_progress,
     )
 
@@ -485,7 +502,11 @@ def verify(
 
     base_folder = find_base(base) if base is not None else None
     found = check_model(model, against, base=base_folder, workers=workers, trust_remote_code=trust_remote_code)
-    typer.echo(f"{model} is valid: {found.parameters:,} parameters, {found.dtype}, {len(found.files)} files.")
+    typer.echo(
+        f"{model} is valid: {found.parameters:,} parameters, {found.describe_types()}, {len(found.files)} files."
+    )
+    for remark in found.remarks():
+        typer.echo(remark)
     if against is not None:
         typer.echo(f"Every bit is equal to {against}.")
 

@@ -178,6 +178,24 @@ def test_swapped_slices(zero1: Path) -> None:
         read_checkpoint(zero1, "bf16")
 
 
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_swapped_ranks_of_zero3(zero3: Path, kind: str) -> None:
+    """All sizes match, and DeepSpeed's own tool merges the files."""
+    files = [zero3 / STEP / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1)]
+    files[0].rename(zero3 / "kept")
+    files[1].rename(files[0])
+    (zero3 / "kept").rename(files[1])
+    assert_fails(zero3, rf"{files[0].name} was written as {files[1].name}")
+
+
+def test_optimizer_files_of_another_save(zero3: Path) -> None:
+    from tests.workflow.consolidate_damage import rewrite_step
+
+    for path in (zero3 / STEP).glob("*_optim_states.pt"):
+        rewrite_step(path, 4.0)
+    assert_fails(zero3, r"holds a model of step 2 \(0 skipped\), but its optimizer counts 4 steps")
+
+
 def test_older_checkpoint_of_a_run_is_used(zero3: Path, tmp_path: Path) -> None:
     checkpoints = tmp_path / "run" / "train" / "checkpoints"
     shutil.copytree(zero3 / "checkpoint-2", checkpoints / "checkpoint-2")

@@ -116,7 +116,6 @@ def append(pattern: str) -> Callable[[Path], None]:
     ("damage", "message"),
     [
         (change(Q, poison), f"{Q} holds values that are not finite"),
-        (change(Q, torch.zeros_like), f"{Q} is all zero"),
         (change(Q, lambda tensor: tensor[:12]), rf"shape of {Q} is \[12, 24\], the model's \[24, 24\]"),
         (rename, rf"{Q} is missing(.|\n)*self_attn\.query\.weight is not part of LlamaForCausalLM"),
         (append("tokenizer.json"), r"tokenizer\.json was changed after the receipt was written"),
@@ -131,6 +130,20 @@ def test_damage_is_reported(model: Path, damage: Callable[[Path], None], message
     damage(model)
     with pytest.raises(ShardmakeError, match=message):
         verify(model)
+
+
+def test_unusual_values_are_reported(model: Path) -> None:
+    """A banned token has a row of -inf, and some models are published with a matrix of zeros."""
+    change(Q, torch.zeros_like)(model)
+
+    def ban(tensor: torch.Tensor) -> torch.Tensor:
+        tensor[3] = -torch.inf
+        return tensor
+
+    (model / "receipt.json").touch()  # it is removed again
+    change("lm_head.weight", ban)(model)
+    found = verify(model)
+    assert found.remarks() == [f"{Q} is all zero.", "1 rows of lm_head.weight are -inf."]
 
 
 def test_one_different_bit_is_detected(checkpoint: Path, model: Path) -> None:

@@ -6,7 +6,7 @@ are loaded to the meta device, so that only the headers are read. Sparse files w
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,14 @@ class LoadingReport:
     unloaded: tuple[str, ...] = ()
     error: str = ""
 
-    def problems(self) -> list[str]:
-        """Return one sentence per problem; an empty list if the folder loads completely."""
+    def problems(self, accepted: Collection[str] = ()) -> list[str]:
+        """Return one sentence per problem; an empty list if the folder loads completely.
+
+        Tensors in ``accepted`` may be unexpected.
+        """
         found = [self.error] if self.error else []
         found += [f"{name} is missing" for name in self.missing]
-        found += [f"{name} is not part of {self.architecture}" for name in self.unexpected]
+        found += [f"{name} is not part of {self.architecture}" for name in self.unexpected if name not in accepted]
         return found + [f"shape of {text}" for text in self.mismatched]
 
 

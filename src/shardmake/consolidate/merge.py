@@ -6,9 +6,9 @@ Of tied weights that a checkpoint holds under both names, one is dropped if the 
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -19,11 +19,13 @@ from shardmake.checkpoint.formats.hub_layout import HubWeight, in_hub_layout
 from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
 from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
 from shardmake.checkpoint.formats.unpickle import locate
+from shardmake.consolidate.allowed import Allowed
 from shardmake.consolidate.aux_files import config_folder, copy_aux_files
 from shardmake.consolidate.destination import check_destination, checkpoint_folders, staging_folder
 from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.consolidate.progress import ShowProgress, no_progress
+from shardmake.consolidate.source_checks import SourceReport, check_source
 from shardmake.consolidate.staging import (
     StagingLock,
     check_space,
@@ -60,6 +62,8 @@ class MergePlan:
     shards: list[PlannedShard]
     raw: bool = False
     """Write weights alone, under the checkpoint's own names, without a check with transformers."""
+    source: SourceReport = field(default_factory=SourceReport)
+    allow: tuple[Allowed, ...] = ()
 
     @classmethod
     def of(cls, contents: Contents, base: Path | None, dtype: Target, files: WeightFiles, size: int) -> "MergePlan":
@@ -83,9 +87,12 @@ class MergePlan:
     def in_layout(self, weights: Iterable[HubWeight]) -> "MergePlan":
         """Return the plan that writes ``weights`` in place of the parameters that hold them."""
         contents = in_hub_layout(self.contents, weights)
-        if contents.tensors.keys() == self.contents.tensors.keys():
-            return self
-        return MergePlan.of(contents, self.base, self.dtype, self.files, self.max_shard_size)
+        return self if contents.tensors.keys() == self.contents.tensors.keys() else self._of(contents)
+
+    def _of(self, contents: Contents) -> "MergePlan":
+        """Return the plan of the same merge with other tensors."""
+        plan = MergePlan.of(contents, self.base, self.dtype, self.files, self.max_shard_size)
+        return replace(plan, raw=self.raw, source=self.source, allow=self.allow)
 
     def with_unloaded(self, names: Iterable[str]) -> "MergePlan":
         """Return the plan that also copies the base model's weights ``names``, which its class does not load."""
@@ -93,8 +100,9 @@ class MergePlan:
         if self.is_adapter or self.base_weights is None or not missing:
             return self
         held = huggingface.read(self.base_weights).tensors
-        contents = self.contents.with_tensors([*self.contents.tensors.values(), *(held[name] for name in missing)])
-        return MergePlan.of(contents, self.base, self.dtype, self.files, self.max_shard_size)
+        return self._of(
+            self.contents.with_tensors([*self.contents.tensors.values(), *(held[name] for name in missing)])
+        )
 
     def without_ties(self, loading: LoadingReport) -> "MergePlan":
         """Return the plan in which each weight that transformers reports as tied is stored once."""
@@ -144,13 +152,19 @@ class MergePlan:
 
     def check(self, loading: LoadingReport) -> None:
         """Raise `CheckpointError` if transformers reports a problem."""
-        problems = loading.problems()
+        problems = loading.problems(self.accepted(loading))
         if problems:
+            if set(loading.unexpected) - set(self.accepted(loading)):
+                problems.insert(0, "To keep tensors that the class does not have, add --allow unexpected")
             rest = len(problems) - _MAX_LINES
             more = [f"... and {rest} more"] if rest > 0 else []
             lines = (f"  {line}." for line in [*problems[:_MAX_LINES], *more])
             headline = f"{self.contents.folder} does not fit the model's config.json:"
             raise CheckpointError("\n".join([headline, *lines]))
+
+    def accepted(self, loading: LoadingReport) -> Collection[str]:
+        """Return the tensors that are kept although the model's class does not have them."""
+        return loading.unexpected if "unexpected" in self.allow else ()
 
     def write_small_files(self, folder: Path, code: bool) -> list[str]:
         """Write config, tokenizer, index and the like, with ``code`` the base model's code; return what is not its own.
@@ -239,6 +253,7 @@ def consolidate(
     model_class: ModelClass | None = None,
     overwrite: bool = False,
     raw: bool = False,
+    allow: Collection[Allowed] = (),
     progress: ShowProgress = no_progress,
 ) -> MergeReceipt | None:
     """Merge ``checkpoint`` into the Hugging Face folder ``out``, verify it and write its ``receipt.json``.
@@ -261,6 +276,8 @@ def consolidate(
         model_class: The class that was trained; None for the one that config.json names.
         overwrite: Replace an ``out`` that holds anything else than an earlier result of a merge.
         raw: Write the weights alone, under the checkpoint's own names. Nothing else than the weights is checked.
+        allow: ``steps``: merge although the optimizer counted other steps than the training, because it was started
+            again. ``unexpected``: keep tensors that the model's class does not have, such as a value head.
         progress: Shows the bytes that were written and read back.
 
     Returns:
@@ -272,7 +289,7 @@ def consolidate(
     """
     if not 0 <= task[0] < task[1]:
         raise ConfigError(f"Invalid task index: {task[0]}. The {task[1]} tasks are numbered from 0 to {task[1] - 1}.")
-    plan = plan_merge(checkpoint, base, dtype, adapter=adapter, max_shard_size=max_shard_size, raw=raw)
+    plan = plan_merge(checkpoint, base, dtype, adapter=adapter, max_shard_size=max_shard_size, raw=raw, allow=allow)
     plan.check_destination(out, overwrite=overwrite)
     staging = staging_folder(out)
     with StagingLock(staging, task) as lock, discard_on_error(staging), ThreadPoolExecutor(1) as pool:
@@ -301,8 +318,10 @@ def consolidate(
         "Wrote %s: %s parameters, %s. Verified: every byte read back equals what was copied.",
         out,
         f"{found.parameters:,}",
-        found.dtype,
+        found.describe_types(),
     )
+    for remark in found.remarks():
+        logger.warning(remark)
     return receipt
 
 
@@ -314,6 +333,7 @@ def plan_merge(
     adapter: bool = False,
     max_shard_size: str = "5GB",
     raw: bool = False,
+    allow: Collection[Allowed] = (),
 ) -> MergePlan:
     """Read the checkpoint and plan the merge that `consolidate` does with these arguments.
 
@@ -327,12 +347,18 @@ def plan_merge(
     contents = read_checkpoint(checkpoint, dtype) if raw else read_model(checkpoint, dtype, base, adapter)
     for note in contents.notes:
         logger.warning("Skipped a newer checkpoint: %s", note)
-    logger.info("Merging %s: %s, %d tensors.", contents.folder, contents.format, len(contents.tensors))
+    source = check_source(contents, allow)
+    contents = replace(contents, step=source.step if contents.step is None else contents.step)
+    step = "" if contents.step is None else f", step {contents.step}"
+    logger.info("Merging %s: %s%s, %d tensors.", contents.folder, contents.format, step, len(contents.tensors))
+    for warning in source.warnings:
+        logger.warning(warning)
     if base is None and not raw:
         logger.warning(
             "No base model is named: the model gets no tokenizer, generation config or licence. Name one with --base."
         )
-    return replace(MergePlan.of(contents, base, dtype, ADAPTER if adapter else MODEL, size), raw=raw)
+    plan = MergePlan.of(contents, base, dtype, ADAPTER if adapter else MODEL, size)
+    return replace(plan, raw=raw, source=source, allow=tuple(allow))
 
 
 def final_plan(
@@ -378,7 +404,7 @@ def _finish(
     read_back = writer.check_read_back({found.name: found.tensors for found in scans})
     loading = check.result()
     plan.check(loading)
-    verification = verify_loaded(staging, loading, scans)
+    verification = verify_loaded(staging, loading, scans, plan.accepted(loading))
     tools = {name: version(name) for name in ("torch", "transformers", "safetensors")}
     receipt = MergeReceipt(
         checkpoint=str(plan.contents.folder),
@@ -388,6 +414,9 @@ def _finish(
         dtype=plan.dtype,
         source_bytes_checked=checked,
         output_bytes_compared=read_back,
+        recorded_files=plan.source.recorded_files,
+        warnings=list(plan.source.warnings),
+        allowed=list(plan.allow),
         versions={**plan.contents.versions, **tools},
         verification=verification,
     )

@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
 from shardmake.consolidate.progress import ShowProgress, no_progress
+from shardmake.consolidate.recorded import check_recorded
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path
 from shardmake.run.paths import RunDir
@@ -74,6 +75,7 @@ def joined_parts(checkpoint: Path, scratch: Path) -> Iterator[Path]:
     if part is None:
         yield checkpoint
         return
+    check_recorded([checkpoint], (), int(_PROCESSES))
     logger.info("Joining the parts of the tensor-parallel ranks with DeepSpeed's ds_to_universal.")
     with TemporaryDirectory(dir=scratch, prefix="universal-") as folder:
         _convert(part.parent, Path(folder, "checkpoint"))

@@ -5,12 +5,12 @@ Optionally compare it with its checkpoint, bit for bit in the model's type.
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
 from isal.isal_zlib import crc32
 
 from shardmake.checkpoint.formats import huggingface
@@ -24,14 +24,13 @@ from shardmake.consolidate.jobs import CopyJob, plan_jobs
 from shardmake.consolidate.layout import PlannedShard, PlannedTensor
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.consolidate.stream import StreamTask, stream
+from shardmake.consolidate.values import infinite_rows, is_finite
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.manifest import FileRecord, record
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt, Verification
 
 _BLOCK = 4 << 20
-_CHUNK = 1 << 16  # elements of bf16 per check; they stay in the core's cache
-_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16}
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,9 @@ class FileScan:
     """CRC-32 of the bytes of each tensor, by its name."""
     problems: tuple[str, ...] = ()
     zero: tuple[str, ...] = ()
+    zero_matrices: tuple[str, ...] = ()
+    infinite_rows: Mapping[str, int] = field(default_factory=dict)
+    """Number of rows of -inf, by the name of the tensor."""
 
 
 def scan(model: Path, workers: int, advance: Callable[[int], None] = lambda _: None) -> list[FileScan]:
@@ -112,22 +114,25 @@ class _HashingReader:
 
 def _scan_weights(path: Path, advance: Callable[[int], None]) -> FileScan:
     problems: list[str] = []
-    zero: list[str] = []
+    zero: list[StoredTensor] = []
+    infinite: dict[str, int] = {}
     sums: dict[str, int] = {}
     with _HashingReader(path) as file:
         for tensor in sorted(huggingface.read_file(path), key=_start):
             file.skip(_start(tensor))
             finite, any_value, sums[tensor.name] = _scan_tensor(file, tensor)
             advance(tensor.nbytes)
-            if not finite:
-                problems.append(f"{tensor.name} holds values that are not finite (NaN or infinity)")
+            rows = 0 if finite else infinite_rows(path, _start(tensor), tensor)
+            if rows is None:
+                problems.append(f"{tensor.name} holds values that are not finite (NaN, or infinity outside of a row)")
+            elif rows:
+                infinite[tensor.name] = rows
             if not any_value and tensor.numel and tensor.dtype in CONVERTIBLE:
-                if len(tensor.shape) < 2:
-                    zero.append(tensor.name)
-                else:
-                    problems.append(f"{tensor.name} is all zero")
+                zero.append(tensor)
         file.skip(path.stat().st_size)
-        return FileScan(path.name, file.digest(), sums, tuple(problems), tuple(zero))
+        vectors = tuple(tensor.name for tensor in zero if len(tensor.shape) < 2)
+        matrices = tuple(tensor.name for tensor in zero if len(tensor.shape) > 1)
+        return FileScan(path.name, file.digest(), sums, tuple(problems), vectors, matrices, infinite)
 
 
 def _start(tensor: StoredTensor) -> int:
@@ -144,20 +149,9 @@ def _scan_tensor(file: _HashingReader, tensor: StoredTensor) -> tuple[bool, bool
     any_value = file.at >= end
     for block in file.blocks(end):
         any_value = any_value or bool(block.any())
-        finite = finite and _is_finite(block, tensor.dtype)
+        finite = finite and is_finite(block, tensor.dtype)
         crc = crc32(block.data, crc)
     return finite, any_value, crc
-
-
-def _is_finite(block: Block, dtype: str) -> bool:
-    """Return True if no value is NaN or infinite; types without such values are always finite."""
-    if dtype in _FLOATS:
-        return bool(np.isfinite(block.view(_FLOATS[dtype])).all())
-    if dtype != "BF16":
-        return True
-    bits = block.view(np.uint16)
-    chunks = (bits[at : at + _CHUNK] & 0x7FFF for at in range(0, bits.size, _CHUNK))
-    return all(chunk.max() < 0x7F80 for chunk in chunks)  # all ones in the exponent: infinity or NaN
 
 
 def verify(
@@ -170,9 +164,10 @@ def verify(
 ) -> Verification:
     """Verify the model in the folder ``model``.
 
-    The folder must hold exactly the tensors of its config, with their shapes and types. All values must be finite, and
-    only vectors may be all zero. Ties and index must be correct. transformers must load the folder with no missing or
-    unexpected key. Files must match the checksums in the folder's receipt, if there is one.
+    The folder must hold exactly the tensors of its config, with their shapes and types. All values must be finite,
+    except in rows of -inf. Ties and index must be correct. transformers must load the folder with no missing key, and
+    with no unexpected key but those that the receipt lists. Files must match the checksums in the receipt, if there is
+    one. Tensors that are all zero and rows of -inf are in the result.
 
     Args:
         model: A Hugging Face folder, of a model or of an adapter.
@@ -188,7 +183,7 @@ def verify(
     if loading is None:
         adapter_base = config_folder([base]) if huggingface.recognise_adapter(model) else None
         loading = check_loading(model, trust_remote_code, adapter_base, None if adapter_base else model)
-    verification = verify_loaded(model, loading, scan(model, workers))
+    verification = verify_loaded(model, loading, scan(model, workers), _accepted(model))
     if against is None:
         return verification
     compare(model, against, loading, base=base, workers=workers)
@@ -203,10 +198,18 @@ def _raw_report(model: Path) -> LoadingReport | None:
     return LoadingReport(ties=tuple(merged.ties.items())) if not merged.architecture else None
 
 
-def verify_loaded(model: Path, loading: LoadingReport, scans: list[FileScan]) -> Verification:
+def _accepted(model: Path) -> list[str]:
+    """Return the tensors that the user wanted to keep although the class does not have them."""
+    path = model / MODEL_RECEIPT
+    return MergeReceipt.read(path).verification.unexpected if path.is_file() else []
+
+
+def verify_loaded(
+    model: Path, loading: LoadingReport, scans: list[FileScan], accepted: Collection[str] = ()
+) -> Verification:
     """Do the checks of `verify` with the report of transformers on files with the same headers, and with `scan`."""
     contents = huggingface.read(model)
-    problems = [*loading.problems(), *_tie_problems(contents, loading), *_type_problems(model, contents)]
+    problems = [*loading.problems(accepted), *_tie_problems(contents, loading), *_type_problems(model, contents)]
     problems += [problem for found in scans for problem in found.problems]
     problems += _stray_problems(model)
     problems += _receipt_problems(model, {found.name: found.sums for found in scans})
@@ -258,14 +261,21 @@ def _receipt_problems(model: Path, found: dict[str, FileRecord]) -> list[str]:
 
 def _summary(model: Path, contents: Contents, loading: LoadingReport, scans: list[FileScan]) -> Verification:
     tensors = contents.tensors.values()
+    elements = Counter[str]()
+    for tensor in tensors:
+        elements[torch_name(tensor.dtype)] += tensor.numel
     return Verification(
         architecture=loading.architecture,
         tensors=len(tensors),
         parameters=sum(tensor.numel for tensor in tensors),
         bytes=sum(tensor.nbytes for tensor in tensors),
         dtype=_declared_type(model) or torch_name(widest(tensor.dtype for tensor in tensors)),
+        dtypes=dict(elements),
         ties=dict(loading.ties),
         zero=[name for found in scans for name in found.zero],
+        zero_matrices=[name for found in scans for name in found.zero_matrices],
+        infinite_rows={name: rows for found in scans for name, rows in found.infinite_rows.items()},
+        unexpected=list(loading.unexpected),
         files={found.name: found.sums for found in scans},
         compared_with=None,
     )

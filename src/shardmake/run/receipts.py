@@ -110,11 +110,29 @@ class Verification(RunRecord):
     tensors: int = Field(description="Tensors stored.")
     parameters: int = Field(description="Elements stored.")
     bytes: int = Field(description="Bytes of all tensors.")
-    dtype: str = Field(description="Type in config.json, and of every floating tensor.")
+    dtype: str = Field(description="Type in config.json: the widest floating type.")
+    dtypes: dict[str, int] = Field(
+        {}, description="Elements stored by type; frozen and trained parameters may have different ones."
+    )
     ties: dict[str, str] = Field(description="Tied weights, by the name that is not stored.")
     zero: list[str] = Field(description="Vectors that are all zero, as biases may be.")
+    zero_matrices: list[str] = Field([], description="Matrices that are all zero.")
+    infinite_rows: dict[str, int] = Field({}, description="Rows of -inf by tensor, as for banned tokens.")
+    unexpected: list[str] = Field([], description="Tensors that the class does not have, kept on request.")
     files: dict[str, FileRecord] = Field(description="Every file of the model.")
     compared_with: str | None = Field(None, description="The checkpoint that every bit was compared with.")
+
+    def describe_types(self) -> str:
+        """Return the types of the tensors, with their elements if there are several types."""
+        if len(self.dtypes) < 2:
+            return self.dtype
+        return ", ".join(f"{name} ({count:,})" for name, count in sorted(self.dtypes.items(), key=lambda it: -it[1]))
+
+    def remarks(self) -> list[str]:
+        """Return one sentence for each value or tensor that is valid and unusual."""
+        found = [f"{name} is all zero." for name in self.zero_matrices]
+        found += [f"{rows} rows of {name} are -inf." for name, rows in self.infinite_rows.items()]
+        return found + [f"{name} is not part of {self.architecture}." for name in self.unexpected]
 
 
 class MergeReceipt(RunRecord):
@@ -130,6 +148,11 @@ class MergeReceipt(RunRecord):
     output_bytes_compared: int = Field(
         description="Bytes of the weight files that were read back and equal the checksums made while copying."
     )
+    recorded_files: int | None = Field(
+        None, description="Files of the checkpoint that equal Shardmake's record of the save; None without a record."
+    )
+    warnings: list[str] = Field([], description="What is doubtful about the checkpoint.")
+    allowed: list[str] = Field([], description="Refusals that the user overrode.")
     versions: dict[str, str] = Field(description="What wrote the checkpoint, and what merged it.")
     verification: Verification = Field(description="What was checked in the result.")
 

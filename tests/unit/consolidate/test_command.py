@@ -76,7 +76,15 @@ def test_missing_model_folder_is_named(run: Run, source: str, has_config: bool) 
 def test_options_of_a_checkpoint_are_refused_for_a_run(run: Run) -> None:
     configure()
     Path("chat").mkdir()  # a folder of this name does not hide the run
-    for words in (["--dry-run"], ["--raw"], ["--base", "base"], ["--overwrite"], ["--adapter"], ["--tasks", "2"]):
+    for words in (
+        ["--dry-run"],
+        ["--raw"],
+        ["--base", "base"],
+        ["--overwrite"],
+        ["--adapter"],
+        ["--tasks", "2"],
+        ["--allow", "steps"],
+    ):
         status, printed = run("consolidate", "chat", *words)
         assert status == 2 and "chat is the name of a run, whose configuration decides" in printed
     assert "train/receipt.json does not exist yet" in run("consolidate", "chat")[1]
@@ -94,6 +102,13 @@ def test_dry_run_lists_what_the_merge_writes(run: Run) -> None:
     assert "replaces what is there" in run(*words, "--dry-run")[1]
     Path("out/notes.txt").touch()
     assert run(*words, "--dry-run")[0] == 2
+
+
+def test_what_may_be_allowed(run: Run) -> None:
+    status, printed = run("consolidate", "run", "out", "--allow", "zeros")
+    assert status == 2 and "Unknown value of --allow: 'zeros'. Use one of steps, unexpected." in printed
+    assert run("consolidate", "run", "out", "--allow", "unexpected", "--allow", "steps")[0] == 0
+    assert json.loads(Path("out/receipt.json").read_text())["allowed"] == ["steps", "unexpected"]
 
 
 def test_overwrite(run: Run) -> None:

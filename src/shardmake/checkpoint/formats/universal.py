@@ -9,7 +9,7 @@ from shardmake.checkpoint.formats.contents import Contents, StoredTensor, unshar
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.checkpoint.formats.zero import module_tensors, zero3_buffers, zero3_frozen
-from shardmake.checkpoint.formats.zero_files import load_files
+from shardmake.checkpoint.formats.zero_files import load_files, named_folder
 from shardmake.core.errors import CheckpointError
 
 LATEST = "latest_universal"
@@ -22,7 +22,7 @@ def is_universal(checkpoint: Path) -> bool:
 
 def inner_folder(checkpoint: Path) -> Path:
     """Return the folder with the states, which `LATEST` names."""
-    return checkpoint / (checkpoint / LATEST).read_text()
+    return named_folder(checkpoint / LATEST)
 
 
 def recognise(path: Path) -> Path | None:

@@ -26,6 +26,7 @@ from shardmake.checkpoint.formats.zero_files import (
     base_optimizer,
     check_same_step,
     load_files,
+    named_folder,
     optimizer_path,
     zero_stage,
 )
@@ -38,7 +39,7 @@ _MIXED = "The files do not belong together. Use another checkpoint."
 
 def inner_folder(checkpoint: Path) -> Path:
     """Return the folder with the shards, which the file ``latest`` of a checkpoint names."""
-    return checkpoint / (checkpoint / "latest").read_text().strip()
+    return named_folder(checkpoint / "latest")
 
 
 def recognise(path: Path) -> Path | None:

@@ -96,6 +96,21 @@ def _load_optimizer(path: Path) -> Mapping[str, Any]:
     return inner
 
 
+def named_folder(file: Path) -> Path:
+    """Return the folder that ``latest`` or its like names: one beside it, in the same checkpoint.
+
+    Raises:
+        CheckpointError: The file is not text, or names a folder elsewhere.
+    """
+    name = file.read_bytes().decode(errors="replace").strip()
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise CheckpointError(
+            f"{file} names {name!r}, which is not a folder beside it. Write the folder's name into it, or name the "
+            "folder itself."
+        )
+    return file.parent / name
+
+
 def zero_stage(files: ZeroFiles) -> int:
     """Return the ZeRO stage, 0 without optimizer files.
 
@@ -139,7 +154,7 @@ def check_same_step(files: ZeroFiles) -> None:
     """Raise `CheckpointError` unless all ranks wrote at the same step; DeepSpeed's own tool merges mixed steps."""
     groups = {
         "training step": [state.get("global_steps") for state in files.model],
-        "optimizer step": [_optimizer_step(state) for state in files.optimizer],
+        "optimizer step": [optimizer_step(state) for state in files.optimizer],
         "learning rate": [_learning_rate(state) for state in files.optimizer],
     }
     for quantity, values in groups.items():
@@ -168,7 +183,8 @@ def _learning_rate(state: Mapping[str, Any]) -> Any:
     return _scalar(rate) if isinstance(rate, TensorRef) else rate
 
 
-def _optimizer_step(state: Mapping[str, Any]) -> float | None:
+def optimizer_step(state: Mapping[str, Any]) -> float | None:
+    """Return the steps that an optimizer counted, in the state that ZeRO saves; None if it counts none."""
     base = base_optimizer(state)
     candidates = [*(base.get("state") or {}).values(), *(base.get("param_groups") or [])]
     for candidate in candidates:

@@ -1,0 +1,169 @@
+"""Find checkpoints whose files are of two saves, and say what is doubtful about a checkpoint.
+
+Shardmake's own record, if there is one, answers for every file. Otherwise the files themselves answer: the name that
+``torch.save`` gives an archive, the optimizer's steps, the two copies of the weights, and the times of the files.
+"""
+
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardmake.checkpoint.formats import unpickle
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor
+from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, ITEM_SIZE, torch_name
+from shardmake.checkpoint.formats.unpickle import TensorRef
+from shardmake.checkpoint.formats.zero_files import optimizer_step
+from shardmake.consolidate.allowed import Allowed
+from shardmake.consolidate.aux_files import read_object
+from shardmake.consolidate.blocks import Block, Converter
+from shardmake.consolidate.destination import checkpoint_folders
+from shardmake.consolidate.recorded import check_recorded
+from shardmake.core.errors import CheckpointError
+
+_ZERO_FILE = "*_states.pt"
+_SHARDS = (_ZERO_FILE, "*.distcp", "pytorch_model_fsdp_rank*.bin")
+_SAMPLE = 1024
+"""Elements of each piece of a tensor that are compared with the other copy of the weights."""
+_APART = 600
+"""Seconds between two files that one save writes at the same time, from which on the difference is reported."""
+_TWO_SAVES = "The checkpoint mixes files of two saves, or of two ranks. Copy it again, or use another checkpoint."
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """Findings about a checkpoint beside its tensors.
+
+    Attributes:
+        recorded_files: Number of files that equal Shardmake's record; None without a record.
+        step: Training step, if any file states it.
+        warnings: One sentence for each doubt.
+    """
+
+    recorded_files: int | None = None
+    step: int | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def check_source(contents: Contents, allow: Collection[Allowed] = (), workers: int = 4) -> SourceReport:
+    """Check that the files of a checkpoint are of one save; read no tensor completely.
+
+    Raises:
+        CheckpointError: A file differs from the record, has the content of another rank or save, or the optimizer
+            counted other steps than the training and ``allow`` does not hold ``steps``.
+    """
+    folders = checkpoint_folders(contents)
+    used = {piece.record.path for tensor in contents.tensors.values() for piece in tensor.pieces}
+    record = check_recorded(folders, used, workers)
+    if record is not None:
+        return SourceReport(len(record.files), record.step)
+    warnings = list(_times_apart(contents.folder))
+    if contents.format.startswith("DeepSpeed") and contents.format != "DeepSpeed universal":
+        _check_archive_names(contents.folder)
+        warnings += _check_zero(contents, allow)
+    step = contents.step if contents.step is not None else _trainer_step(folders)
+    return SourceReport(None, step, tuple(warnings))
+
+
+def _trainer_step(folders: Collection[Path]) -> int | None:
+    """Return the step in the Trainer's state, for formats whose own files do not have it."""
+    path = next((path for folder in folders if (path := folder / "trainer_state.json").is_file()), None)
+    step = read_object(path).get("global_step") if path is not None else None
+    return step if isinstance(step, int) else None
+
+
+def _times_apart(folder: Path) -> Iterator[str]:
+    """Yield a sentence if the shards were not written at about the same time."""
+    shards = sorted((path.stat().st_mtime, path.name) for pattern in _SHARDS for path in folder.glob(pattern))
+    gaps = [(after[0] - before[0], index) for index, (before, after) in enumerate(pairwise(shards), 1)]
+    seconds, index = max(gaps, default=(0.0, 0))
+    if seconds > _APART:
+        names = [name for _, name in (shards[index:] if 2 * index > len(shards) else shards[:index])]
+        yield (
+            f"In {folder}, {names[0]} ({len(names)} of {len(shards)} files) was written {seconds / 60:.0f} minutes "
+            "apart from the others. Nothing in these files shows whether they are of one save."
+        )
+
+
+def _check_archive_names(folder: Path) -> None:
+    """Compare each file's name with the one under which ``torch.save`` wrote it: the folder in the archive."""
+    for path in sorted(folder.glob(_ZERO_FILE)):
+        written = _archive_name(path)
+        if written.endswith("_states") and written != path.stem:
+            raise CheckpointError(f"{path} was written as {written}.pt. {_TWO_SAVES}")
+
+
+def _archive_name(path: Path) -> str:
+    """Return the folder in an archive of torch: its first entry starts after a header of 30 bytes."""
+    with path.open("rb") as file:
+        start = file.read(4096)
+    length = int.from_bytes(start[26:28], "little")
+    return start[30 : 30 + length].decode(errors="replace").partition("/")[0]
+
+
+def _check_zero(contents: Contents, allow: Collection[Allowed]) -> Iterator[str]:
+    """Compare model file and optimizer file of rank 0; yield a sentence if there are no optimizer files."""
+    path = next(iter(sorted(contents.folder.glob("*mp_rank_00_model_states.pt"))))
+    model = unpickle.load(path)
+    optimizers = sorted(contents.folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
+    zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
+    if not optimizers:
+        types = {tensor.dtype for tensor in contents.tensors.values()}
+        if zero.get("stage") in (1, 2) and types & {"BF16", "F16"}:
+            names = ", ".join(sorted(torch_name(dtype) for dtype in types & {"BF16", "F16"}))
+            yield (
+                f"{contents.folder} holds no optimizer files of ZeRO-{zero['stage']}. They had the fp32 weights of the "
+                f"training, so the model has the rounded ones ({names})."
+            )
+        return
+    if "steps" not in allow:
+        _check_steps(contents.folder, model, optimizers[0])
+    if contents.format != "DeepSpeed ZeRO-3":
+        _check_rounded(contents, path, model["module"])
+
+
+def _check_steps(folder: Path, model: Mapping[str, Any], optimizer: Path) -> None:
+    """Compare the optimizer's steps with those of the training that were not skipped for an overflow."""
+    steps, skipped = model.get("global_steps"), model.get("skipped_steps") or 0
+    counted = optimizer_step(unpickle.load(optimizer)["optimizer_state_dict"])
+    if isinstance(steps, int) and counted is not None and counted != steps - skipped:
+        raise CheckpointError(
+            f"{folder} holds a model of step {steps} ({skipped} skipped), but its optimizer counts {counted:g} steps. "
+            f"{_TWO_SAVES} If the training started with a new optimizer, add --allow steps."
+        )
+
+
+def _check_rounded(contents: Contents, path: Path, module: Mapping[str, Any]) -> None:
+    """Compare the master weights of ZeRO-1 and 2, rounded, with the weights in the model file, in parts."""
+    converter = Converter(_SAMPLE)
+    for name, tensor in contents.tensors.items():
+        ref = module.get(name, module.get(f"module.{name}"))
+        if not isinstance(ref, TensorRef) or ref.shape != tensor.shape or not ref.is_contiguous:
+            continue
+        if not {ref.dtype, tensor.dtype} <= CONVERTIBLE:
+            continue
+        for piece in tensor.pieces:
+            if piece.record.path != path and not _is_rounded(tensor, piece, ref, converter):
+                raise CheckpointError(
+                    f"The fp32 weights of {name} in {piece.record.path}, rounded to {torch_name(ref.dtype)}, are not "
+                    f"the weights in {path}. {_TWO_SAVES}"
+                )
+
+
+def _is_rounded(tensor: StoredTensor, piece: Piece, ref: TensorRef, converter: Converter) -> bool:
+    count = min(piece.count, _SAMPLE)
+    wide = _read(piece.record.path, piece.record.offset + piece.start, count * ITEM_SIZE[tensor.dtype])
+    at = ref.record.offset + ref.offset + piece.at * ITEM_SIZE[ref.dtype]
+    narrow = _read(ref.record.path, at, count * ITEM_SIZE[ref.dtype])
+    if tensor.dtype != ref.dtype:
+        wide = converter.convert(wide, tensor.dtype, ref.dtype)
+    return wide.tobytes() == narrow.tobytes()
+
+
+def _read(path: Path, offset: int, size: int) -> Block:
+    with path.open("rb") as file:
+        return np.frombuffer(os.pread(file.fileno(), size, offset), np.uint8)

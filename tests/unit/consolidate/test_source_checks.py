@@ -1,0 +1,129 @@
+"""Files of two saves or ranks are found by what is in them; doubts are reported."""
+
+import os
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from shardmake.checkpoint.formats.registry import read_checkpoint
+from shardmake.consolidate.source_checks import SourceReport, check_source
+from shardmake.core.errors import CheckpointError
+
+SHAPES = OrderedDict({"a": torch.Size([4, 6]), "b": torch.Size([10])})
+ELEMENTS = sum(shape.numel() for shape in SHAPES.values())
+RANKS = 2
+
+
+def write_zero(folder: Path, stage: int, step: int = 2, counted: int | None = None, skipped: int = 0) -> Path:
+    """Write a checkpoint of ZeRO-2 or 3 on two ranks at ``step``; its optimizer counts ``counted`` steps."""
+    inner = folder / f"global_step{step}"
+    inner.mkdir(parents=True)
+    (folder / "latest").write_text(inner.name)
+    flat = torch.arange(float(ELEMENTS)) / 7 + step
+    split = [flat[: ELEMENTS // 2], flat[ELEMENTS // 2 :]]
+    half = dict(zip(SHAPES, flat.to(torch.bfloat16).split([24, 10]), strict=True))
+    module = {name: half[name].view(shape) if stage == 2 else torch.empty(0) for name, shape in SHAPES.items()}
+    model: dict[str, Any] = {
+        "module": module,
+        "param_shapes": [SHAPES],
+        "global_steps": step,
+        "skipped_steps": skipped,
+        "buffer_names": [],
+        "ds_config": {"zero_optimization": {"stage": stage}},
+    }
+    adam = {0: {"step": torch.tensor(float(step - skipped if counted is None else counted))}}
+    for rank in range(RANKS):
+        state = {
+            "zero_stage": stage,
+            "partition_count": RANKS,
+            "optimizer_state_dict": {"state": adam, "param_groups": [{"lr": 0.1}]},
+            "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups": [split[rank].clone()],
+        }
+        torch.save({"optimizer_state_dict": state}, inner / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+        if stage == 3:
+            torch.save(model, inner / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
+    if stage == 2:
+        torch.save(model, inner / "mp_rank_00_model_states.pt")
+    return inner
+
+
+def checked(folder: Path, **settings: Any) -> SourceReport:
+    return check_source(read_checkpoint(folder, "keep"), **settings)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("skipped", [0, 1])
+def test_checkpoint_of_one_save(tmp_path: Path, stage: int, skipped: int) -> None:
+    write_zero(tmp_path, stage, skipped=skipped)
+    assert checked(tmp_path) == SourceReport(None, 2, ())
+
+
+@pytest.mark.parametrize("kind", ["optim", "model"])
+def test_swapped_rank_files(tmp_path: Path, kind: str) -> None:
+    inner = write_zero(tmp_path, 3)
+    one, other = (inner / f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in range(RANKS))
+    one.rename(tmp_path / "kept")
+    other.rename(one)
+    (tmp_path / "kept").rename(other)
+    with pytest.raises(CheckpointError, match=rf"{one.name} was written as {other.name}"):
+        checked(tmp_path)
+
+
+@pytest.mark.parametrize("counted", [1, 4])
+@pytest.mark.parametrize("stage", [2, 3])
+def test_optimizer_of_another_step(tmp_path: Path, stage: int, counted: int) -> None:
+    write_zero(tmp_path, stage, counted=counted)
+    with pytest.raises(CheckpointError, match=rf"step 2 \(0 skipped\), but its optimizer counts {counted} steps"):
+        checked(tmp_path)
+    assert checked(tmp_path, allow=["steps"]).warnings == ()
+
+
+def test_master_weights_of_another_step(tmp_path: Path) -> None:
+    """An optimizer without steps, such as plain SGD."""
+    inner = write_zero(tmp_path, 2)
+    other = write_zero(tmp_path / "other", 2, step=3)
+    for rank in range(RANKS):
+        name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        state = torch.load(other / name, weights_only=False)
+        state["optimizer_state_dict"]["optimizer_state_dict"]["state"] = {}
+        torch.save(state, inner / name)
+    with pytest.raises(
+        CheckpointError, match=r"The fp32 weights of a in .*optim_states\.pt, rounded to bfloat16, are not"
+    ):
+        checked(tmp_path)
+
+
+def test_zero_without_its_optimizer_files(tmp_path: Path) -> None:
+    inner = write_zero(tmp_path, 2)
+    for path in inner.glob("*optim_states.pt"):
+        path.unlink()
+    (warning,) = checked(tmp_path).warnings
+    assert "holds no optimizer files of ZeRO-2" in warning and "rounded ones (bfloat16)" in warning
+
+
+def test_files_written_far_apart_are_reported(tmp_path: Path) -> None:
+    inner = write_zero(tmp_path, 3)
+    path = inner / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+    os.utime(path, (0, path.stat().st_mtime - 3600))
+    (warning,) = checked(tmp_path).warnings
+    assert f"{path.name} (1 of 4 files) was written 60 minutes apart" in warning
+
+
+@pytest.mark.parametrize("latest", [b"../other/global_step2", b"/etc", b"..", b"", b"\xff\x00/x"])
+def test_latest_that_names_another_place(tmp_path: Path, latest: bytes) -> None:
+    write_zero(tmp_path / "run", 3)
+    write_zero(tmp_path / "other", 3)
+    (tmp_path / "run" / "latest").write_bytes(latest)
+    with pytest.raises(CheckpointError, match="which is not a folder beside it"):
+        read_checkpoint(tmp_path / "run")
+
+
+def test_step_of_an_fsdp_checkpoint_comes_from_the_trainer(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3)}}, checkpoint_id=tmp_path / "last" / "pytorch_model_fsdp_0", no_dist=True)
+    assert checked(tmp_path / "last").step is None
+    (tmp_path / "last" / "trainer_state.json").write_text('{"global_step": 12}')
+    assert checked(tmp_path / "last").step == 12
