@@ -347,6 +347,9 @@ def reshard(
     logger.info("Wrote %s.", out)
 
 
+KEY_HELP = "Of several models in one checkpoint, such as model and ema: the one that is meant."
+
+
 @app.command()
 def consolidate(
     source: Annotated[str, typer.Argument(help="Name of a run, or a checkpoint's folder.")],
@@ -383,6 +386,7 @@ def consolidate(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything but the weights, and list the files to write.")
     ] = False,
+    key: Annotated[str | None, typer.Option(help=KEY_HELP)] = None,
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
 ) -> None:
@@ -397,7 +401,9 @@ def consolidate(
 
     if out is None:
         _require_run(
-            source, config, tasks > 1 or adapter or raw or dry_run or overwrite or base is not None or bool(allow)
+            source,
+            config,
+            tasks > 1 or adapter or raw or dry_run or overwrite or base is not None or bool(allow or key),
         )
         with _stage("consolidate", source, config, runs, on_node=True) as (run, _, rundir):
             consolidate_run(localize(run, rundir), rundir, workers=workers, progress=show_progress)
@@ -414,6 +420,7 @@ def consolidate(
             max_shard_size=max_shard_size,
             raw=raw,
             allow=allowed,
+            key=key,
         )
         typer.echo(preview(plan, out, trust_remote_code=trust_remote_code, overwrite=overwrite))
         return
@@ -430,6 +437,7 @@ def consolidate(
         overwrite=overwrite,
         raw=raw,
         allow=allowed,
+        key=key,
         progress=show_progress,
     )
 
@@ -495,13 +503,14 @@ def verify(
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run model code that comes with the model.")
     ] = False,
+    key: Annotated[str | None, typer.Option(help=KEY_HELP + " Default: the one that was merged.")] = None,
 ) -> None:
     """Verify a model folder tensor by tensor, optionally against its checkpoint."""
     from shardmake.consolidate.base_model import find_base
     from shardmake.consolidate.verify import verify as check_model
 
     base_folder = find_base(base) if base is not None else None
-    found = check_model(model, against, base=base_folder, workers=workers, trust_remote_code=trust_remote_code)
+    found = check_model(model, against, base=base_folder, workers=workers, trust_remote_code=trust_remote_code, key=key)
     typer.echo(
         f"{model} is valid: {found.parameters:,} parameters, {found.describe_types()}, {len(found.files)} files."
     )

@@ -64,6 +64,7 @@ class MergePlan:
     """Write weights alone, under the checkpoint's own names, without a check with transformers."""
     source: SourceReport = field(default_factory=SourceReport)
     allow: tuple[Allowed, ...] = ()
+    key: str | None = None
 
     @classmethod
     def of(cls, contents: Contents, base: Path | None, dtype: Target, files: WeightFiles, size: int) -> "MergePlan":
@@ -92,7 +93,7 @@ class MergePlan:
     def _of(self, contents: Contents) -> "MergePlan":
         """Return the plan of the same merge with other tensors."""
         plan = MergePlan.of(contents, self.base, self.dtype, self.files, self.max_shard_size)
-        return replace(plan, raw=self.raw, source=self.source, allow=self.allow)
+        return replace(plan, raw=self.raw, source=self.source, allow=self.allow, key=self.key)
 
     def with_unloaded(self, names: Iterable[str]) -> "MergePlan":
         """Return the plan that also copies the base model's weights ``names``, which its class does not load."""
@@ -254,6 +255,7 @@ def consolidate(
     overwrite: bool = False,
     raw: bool = False,
     allow: Collection[Allowed] = (),
+    key: str | None = None,
     progress: ShowProgress = no_progress,
 ) -> MergeReceipt | None:
     """Merge ``checkpoint`` into the Hugging Face folder ``out``, verify it and write its ``receipt.json``.
@@ -278,6 +280,7 @@ def consolidate(
         raw: Write the weights alone, under the checkpoint's own names. Nothing else than the weights is checked.
         allow: ``steps``: merge although the optimizer counted other steps than the training, because it was started
             again. ``unexpected``: keep tensors that the model's class does not have, such as a value head.
+        key: Of several models in a checkpoint of DCP, the one to merge: the levels above its weights, joined by dots.
         progress: Shows the bytes that were written and read back.
 
     Returns:
@@ -289,7 +292,9 @@ def consolidate(
     """
     if not 0 <= task[0] < task[1]:
         raise ConfigError(f"Invalid task index: {task[0]}. The {task[1]} tasks are numbered from 0 to {task[1] - 1}.")
-    plan = plan_merge(checkpoint, base, dtype, adapter=adapter, max_shard_size=max_shard_size, raw=raw, allow=allow)
+    plan = plan_merge(
+        checkpoint, base, dtype, adapter=adapter, max_shard_size=max_shard_size, raw=raw, allow=allow, key=key
+    )
     plan.check_destination(out, overwrite=overwrite)
     staging = staging_folder(out)
     with StagingLock(staging, task) as lock, discard_on_error(staging), ThreadPoolExecutor(1) as pool:
@@ -334,6 +339,7 @@ def plan_merge(
     max_shard_size: str = "5GB",
     raw: bool = False,
     allow: Collection[Allowed] = (),
+    key: str | None = None,
 ) -> MergePlan:
     """Read the checkpoint and plan the merge that `consolidate` does with these arguments.
 
@@ -344,7 +350,7 @@ def plan_merge(
     size = parse_size(max_shard_size)
     if raw and (base is not None or adapter):
         raise ConfigError("A raw merge writes the checkpoint's own weights. Leave out --base and --adapter, or --raw.")
-    contents = read_checkpoint(checkpoint, dtype) if raw else read_model(checkpoint, dtype, base, adapter)
+    contents = read_checkpoint(checkpoint, dtype, key) if raw else read_model(checkpoint, dtype, base, adapter, key)
     for note in contents.notes:
         logger.warning("Skipped a newer checkpoint: %s", note)
     source = check_source(contents, allow)
@@ -358,7 +364,7 @@ def plan_merge(
             "No base model is named: the model gets no tokenizer, generation config or licence. Name one with --base."
         )
     plan = MergePlan.of(contents, base, dtype, ADAPTER if adapter else MODEL, size)
-    return replace(plan, raw=raw, source=source, allow=tuple(allow))
+    return replace(plan, raw=raw, source=source, allow=tuple(allow), key=key)
 
 
 def final_plan(
@@ -417,6 +423,7 @@ def _finish(
         recorded_files=plan.source.recorded_files,
         warnings=list(plan.source.warnings),
         allowed=list(plan.allow),
+        key=plan.key,
         versions={**plan.contents.versions, **tools},
         verification=verification,
     )

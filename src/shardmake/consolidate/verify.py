@@ -161,6 +161,7 @@ def verify(
     base: Path | None = None,
     workers: int = 4,
     trust_remote_code: bool = False,
+    key: str | None = None,
 ) -> Verification:
     """Verify the model in the folder ``model``.
 
@@ -175,6 +176,7 @@ def verify(
         base: The base model's folder, if ``model`` or ``against`` is an adapter.
         workers: Threads; each holds a few MiB.
         trust_remote_code: Allow code in the folder to run.
+        key: Of several models in ``against``, the one to compare with. Default: the one in the folder's receipt.
 
     Raises:
         ShardmakeError: The model has problems; the message has one line for each.
@@ -186,7 +188,7 @@ def verify(
     verification = verify_loaded(model, loading, scan(model, workers), _accepted(model))
     if against is None:
         return verification
-    compare(model, against, loading, base=base, workers=workers)
+    compare(model, against, loading, base=base, workers=workers, key=key)
     return verification.model_copy(update={"compared_with": str(against)})
 
 
@@ -288,6 +290,7 @@ def compare(
     *,
     base: Path | None = None,
     workers: int = 4,
+    key: str | None = None,
 ) -> None:
     """Read both and compare every stored bit; a tied weight may be stored under either of its names.
 
@@ -297,12 +300,13 @@ def compare(
         loading: What transformers reports of ``model``: its ties and the layout of its weights; None for neither.
         base: The base model's folder, for the checkpoint of an adapter.
         workers: Threads.
+        key: Of several models in the checkpoint, the one to compare with. Default: the one in the model's receipt.
 
     Raises:
         CheckpointError: A tensor differs, or is in only one of them.
     """
     loading = loading or LoadingReport()
-    expected = in_hub_layout(read_model(checkpoint, base=base), loading.weights)
+    expected = in_hub_layout(read_model(checkpoint, base=base, key=key or _merged_key(model)), loading.weights)
     merged = huggingface.read(model).tensors
     missing = sorted(merged.keys() - expected.tensors.keys() - set(loading.unloaded))
     left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in loading.ties}
@@ -316,6 +320,11 @@ def compare(
     if different:
         lines = (f"  {name} differs." for name in sorted(different))
         raise CheckpointError("\n".join([f"{model} does not equal {expected.folder}:", *lines]))
+
+
+def _merged_key(model: Path) -> str | None:
+    path = model / MODEL_RECEIPT
+    return MergeReceipt.read(path).key if path.is_file() else None
 
 
 def _as_shard(path: Path, expected: Contents) -> PlannedShard:

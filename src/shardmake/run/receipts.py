@@ -153,6 +153,7 @@ class MergeReceipt(RunRecord):
     )
     warnings: list[str] = Field([], description="What is doubtful about the checkpoint.")
     allowed: list[str] = Field([], description="Refusals that the user overrode.")
+    key: str | None = Field(None, description="Key of the model in the checkpoint, if the user named one of several.")
     versions: dict[str, str] = Field(description="What wrote the checkpoint, and what merged it.")
     verification: Verification = Field(description="What was checked in the result.")
 

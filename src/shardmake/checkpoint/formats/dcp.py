@@ -32,8 +32,8 @@ def recognise(path: Path) -> Path | None:
     return next((it for it in candidates if (it / _METADATA).is_file() or any(it.glob("*.distcp"))), None)
 
 
-def read(folder: Path, target: Target = "keep") -> Contents:
-    """Read the checkpoint in ``folder`` (the one with ``.metadata``).
+def read(folder: Path, target: Target = "keep", key: str | None = None) -> Contents:
+    """Read the checkpoint in ``folder`` (the one with ``.metadata``); of several models, read the one at ``key``.
 
     Raises:
         CheckpointError: A file is missing, truncated or of another save, or a tensor is stored in an unsupported way.
@@ -45,41 +45,76 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     if not isinstance(described, Mapping) or not isinstance(stored, Mapping):
         raise CheckpointError(f"{folder / _METADATA} is not a metadata file of torch. {_OLDER}")
     places = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.items()}
-    names = _model_names(described, metadata.planner_data or {})
+    names = _model_names(folder, described, metadata.planner_data or {}, key)
     _check_files(folder, list(stored.values()))
     tensors = [_read_tensor(folder, name, fqn, described[fqn], places) for fqn, name in names.items()]
     ranks = {info.relative_path.split("_")[2] for info in stored.values() if info.relative_path.startswith("__")}
     return Contents("torch DCP (FSDP)", folder, None, max(len(ranks), 1), {tensor.name: tensor for tensor in tensors})
 
 
-def _model_names(described: Mapping[str, Any], planner: Mapping[str, Any]) -> dict[str, str]:
-    """Return the model's name of each tensor by the checkpoint's name.
+def _model_names(
+    folder: Path, described: Mapping[str, Any], planner: Mapping[str, Any], key: str | None
+) -> dict[str, str]:
+    """Return the name of each of the model's tensors by the checkpoint's name.
 
     If the saved dictionary has a level ``model``, the model is below that level. Otherwise it is the whole dictionary
     without optimizer, scheduler and the like; a single level that holds everything else is not part of the names.
+
+    Raises:
+        CheckpointError: The checkpoint holds several models and ``key`` does not name one, or ``key`` names none.
     """
     paths = {fqn: tuple(str(part) for part in planner.get(fqn, (fqn,))) for fqn in described}
-    below = {fqn: _below_model(path) for fqn, path in paths.items()}
-    chosen = {fqn: path for fqn, path in below.items() if path} or _without_training_state(paths, described)
-    return {fqn: ".".join(path) for fqn, path in chosen.items()}
+    models = _models(paths, described)
+    names = ", ".join(sorted(filter(None, models)))
+    chosen = {name: found for name, found in models.items() if key is None or name == key}
+    if len(chosen) > 1:
+        raise CheckpointError(
+            f"{folder} holds several models ({names}). Which one is meant is not recorded. Name one with --key."
+        )
+    if not chosen:
+        raise CheckpointError(f"{folder} holds no model {key!r}. Leave out --key, or name one of: {names or 'none'}.")
+    return {fqn: ".".join(path) for found in chosen.values() for fqn, path in found.items()}
 
 
-def _without_training_state(
-    paths: Mapping[str, tuple[str, ...]], described: Mapping[str, Any]
-) -> dict[str, tuple[str, ...]]:
+Paths = dict[str, tuple[str, ...]]
+"""The levels of each tensor's name in its model, by the checkpoint's name."""
+
+
+def _models(paths: Paths, described: Mapping[str, Any]) -> dict[str, Paths]:
+    """Return the paths of each model's tensors by its key: the levels above them, joined by dots."""
+    found: dict[str, Paths] = {}
+    for fqn, path in paths.items():
+        level = path[:2].index(_MODEL) + 1 if _MODEL in path[:2] else 0
+        if level and len(path) > level:
+            found.setdefault(".".join(path[:level]), {})[fqn] = path[level:]
+    rest = _without_training_state(paths, described)
+    levels: dict[str, Paths] = {}
+    for fqn, path in rest.items():
+        if len(path) > 1 and _MODEL not in path[:2]:
+            levels.setdefault(path[0], {})[fqn] = path[1:]
+    if not found:
+        is_nested = sum(map(len, levels.values())) == len(rest)
+        several = is_nested and len(levels) > 1 and any(_is_same_model(held, levels) for held in levels.values())
+        if several:
+            return levels
+        return levels if is_nested and len(levels) == 1 else {"": rest}
+    return found | {name: held for name, held in levels.items() if _is_same_model(held, found)}
+
+
+def _is_same_model(held: Paths, models: Mapping[str, Paths]) -> bool:
+    """Return True if one of the other ``models`` has a tensor of the same name, as a copy of averages has."""
+    names = set(held.values())
+    return any(names & set(other.values()) for other in models.values() if other is not held)
+
+
+def _without_training_state(paths: Paths, described: Mapping[str, Any]) -> Paths:
     """Return the paths without training states, and without values such as a step beside the weights."""
-    chosen = {
+    return {
         fqn: path
         for fqn, path in paths.items()
         if not (len(path) > 1 and _NO_WEIGHTS.fullmatch(path[0]))
         and (described[fqn].chunks is not None or fqn.endswith("_extra_state"))
     }
-    levels = {path[0] if len(path) > 1 else "" for path in chosen.values()}
-    return {fqn: path[1:] for fqn, path in chosen.items()} if len(levels) == 1 and "" not in levels else chosen
-
-
-def _below_model(path: tuple[str, ...]) -> tuple[str, ...]:
-    return path[path.index(_MODEL) + 1 :] if _MODEL in path[:2] else ()
 
 
 def _check_files(folder: Path, infos: list[Any]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from shardmake.checkpoint.formats import dcp, fsdp_per_rank, huggingface, lora, universal, zero
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import Target
-from shardmake.core.errors import CheckpointError, ShardmakeError
+from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
 from shardmake.run.paths import RunDir
 
 _NUMBERED = re.compile(r"(?:checkpoint[-_]|step-)(\d+)")
@@ -30,7 +30,9 @@ folder for a merged model of the given type.
 """
 
 
-def read_model(path: Path, target: Target = "keep", base: Path | None = None, adapter: bool = False) -> Contents:
+def read_model(
+    path: Path, target: Target = "keep", base: Path | None = None, adapter: bool = False, key: str | None = None
+) -> Contents:
     """Read the checkpoint at ``path`` as `read_checkpoint` does; add a LoRA adapter to its base model.
 
     Prefixes that a wrapper of the model adds to all names (``module.``, ``_orig_mod.``) are removed.
@@ -40,8 +42,9 @@ def read_model(path: Path, target: Target = "keep", base: Path | None = None, ad
         target: Type of the merged model.
         base: The base model's folder, for an adapter.
         adapter: Return the adapter alone.
+        key: The levels above one of several models in a DCP checkpoint, joined by dots.
     """
-    contents = _without_wrapper(read_checkpoint(path, target))
+    contents = _without_wrapper(read_checkpoint(path, target, key))
     if adapter:
         return lora.adapter_only(contents)
     if not lora.is_adapter(contents):
@@ -59,24 +62,26 @@ def _without_wrapper(contents: Contents) -> Contents:
     return contents
 
 
-def read_checkpoint(path: Path, target: Target = "keep") -> Contents:
+def read_checkpoint(path: Path, target: Target = "keep", key: str | None = None) -> Contents:
     """Read the checkpoint at ``path``; of several checkpoints in a folder, read the newest readable one.
+
+    Of several models in a DCP checkpoint, read the one at ``key``.
 
     Raises:
         CheckpointError: The folder holds no checkpoint, or none is readable; the message gives each reason.
     """
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a folder. Name a run, a checkpoint, or the folder with its files.")
-    return _read(path, target) or _read_newest(path, _checkpoints(path), target)
+    return _read(path, target, key) or _read_newest(path, _checkpoints(path), target, key)
 
 
-def _read(path: Path, target: Target) -> Contents | None:
+def _read(path: Path, target: Target, key: str | None) -> Contents | None:
     """Read the checkpoint that ``path`` itself is; return None if it is not one."""
     try:
         for recognise, read in FORMATS:
             folder = recognise(path)
             if folder is not None:
-                contents = read(folder, target)
+                contents = _read_with(read, folder, target, key)
                 return contents if contents.step is not None else replace(contents, step=_step_in_name(folder))
     except (ShardmakeError, OSError):
         raise
@@ -88,11 +93,19 @@ def _read(path: Path, target: Target) -> Contents | None:
     return None
 
 
-def _read_newest(path: Path, candidates: list[Path], target: Target) -> Contents:
+def _read_with(read: Callable[[Path, Target], Contents], folder: Path, target: Target, key: str | None) -> Contents:
+    if read is dcp.read:
+        return dcp.read(folder, target, key)
+    if key is not None:
+        raise ConfigError(f"Cannot look for {key!r} in {folder}. Only checkpoints of DCP have keys. Leave out --key.")
+    return read(folder, target)
+
+
+def _read_newest(path: Path, candidates: list[Path], target: Target, key: str | None) -> Contents:
     reasons: list[str] = []
     for candidate in candidates:
         try:
-            contents = _read(candidate, target)
+            contents = _read(candidate, target, key)
         except CheckpointError as error:
             reasons.append(str(error))
             continue

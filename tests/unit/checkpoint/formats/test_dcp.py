@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 
 from shardmake.checkpoint.formats.registry import read_checkpoint
-from shardmake.core.errors import CheckpointError
+from shardmake.core.errors import CheckpointError, ConfigError
 
 WEIGHTS = {"embed.weight": torch.ones(3, 2), "layers.0.weight": torch.zeros(2, 2), "optimus.bias": torch.ones(2)}
 OPTIMIZER = {"state": {"embed.weight": {"exp_avg": torch.ones(3, 2)}}, "param_groups": [{"lr": 0.1}]}
@@ -40,10 +41,42 @@ def test_weights_are_found(saved: dict[str, Any], tmp_path: Path) -> None:
     assert read_checkpoint(tmp_path).tensors.keys() == WEIGHTS.keys()
 
 
-def test_two_models_keep_their_levels(tmp_path: Path) -> None:
-    dcp.save({"net": WEIGHTS, "ema": WEIGHTS}, checkpoint_id=tmp_path, no_dist=True)
-    found = read_checkpoint(tmp_path).tensors
-    assert found.keys() == {f"{level}.{name}" for level in ("net", "ema") for name in WEIGHTS}
+AVERAGES = {name: weight + 1 for name, weight in WEIGHTS.items()}
+
+
+@pytest.mark.parametrize(
+    ("saved", "keys"),
+    [
+        ({"net": WEIGHTS, "ema": AVERAGES}, ("net", "ema")),
+        ({"model": WEIGHTS, "ema": AVERAGES}, ("model", "ema")),
+        ({"model": WEIGHTS, "ema": {"model": AVERAGES}}, ("model", "ema.model")),
+        ({"ema": {"model": AVERAGES}, "model": WEIGHTS, "optimizer": OPTIMIZER}, ("model", "ema.model")),
+        ({"app": {"model": WEIGHTS}, "ema": {"model": AVERAGES}}, ("app.model", "ema.model")),
+    ],
+)
+def test_one_of_two_models_must_be_named(saved: dict[str, Any], keys: tuple[str, str], tmp_path: Path) -> None:
+    dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=rf"holds several models \({', '.join(sorted(keys))}\)"):
+        read_checkpoint(tmp_path)
+    with pytest.raises(CheckpointError, match=r"holds no model 'other'\. Leave out --key, or name one of"):
+        read_checkpoint(tmp_path, key="other")
+    places = []
+    for key in keys:
+        found = read_checkpoint(tmp_path, key=key).tensors
+        assert found.keys() == WEIGHTS.keys()
+        places.append(found["embed.weight"].pieces)
+    assert places[0] != places[1]
+
+
+def test_different_models_keep_their_levels(tmp_path: Path) -> None:
+    dcp.save({"encoder": {"w": torch.ones(2)}, "decoder": {"v": torch.ones(2)}}, checkpoint_id=tmp_path, no_dist=True)
+    assert read_checkpoint(tmp_path).tensors.keys() == {"encoder.w", "decoder.v"}
+
+
+def test_key_of_another_format(tmp_path: Path) -> None:
+    save_file({"w": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="Only checkpoints of DCP have keys"):
+        read_checkpoint(tmp_path, key="model")
 
 
 @pytest.mark.parametrize(
