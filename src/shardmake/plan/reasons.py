@@ -95,7 +95,8 @@ def _risk_sentences(chosen: Candidate, candidates: Sequence[Candidate], fallback
 def _why_not(candidate: Candidate, chosen: Candidate) -> str:
     memory = figures(candidate)
     if not candidate.fits:
-        return f"{candidate.reason} ({seconds(candidate)} per step)"
+        method = "" if candidate.simulated else ", closed form"
+        return f"{candidate.reason} ({seconds(candidate)} per step{method})"
     if not _same_nodes(candidate, chosen):
         return (
             f"{_gpu_seconds(candidate)} GPU-seconds per step on {plural(candidate.choice.nodes, 'node')}, against "

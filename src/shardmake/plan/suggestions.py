@@ -107,7 +107,7 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
         found = _plan_with(settings, setting, value)
         if found is None or found.gpu_seconds >= limit:
             return None
-        return f"{_describe(found, run.model_copy(update={setting: value}))}, against {seconds(chosen)}"
+        return _describe(found, run.model_copy(update={setting: value}), f" against {seconds(chosen)}")
 
     return suggestions(kinds, outcome)
 
@@ -124,6 +124,6 @@ def _plan_with(settings: ResolvedRun, setting: str, value: Any) -> Candidate | N
         return None
 
 
-def _describe(found: Candidate, run: Run) -> str:
+def _describe(found: Candidate, run: Run, against: str = "") -> str:
     missing = "".join(f"; needs pip install {package}" for _, package in missing_packages(run))
-    return f"{found.name}: {figures(found)}, {seconds(found)} per step{missing}"
+    return f"{found.name}: {figures(found)}, {seconds(found)} per step{against}{missing}"

@@ -159,7 +159,7 @@ def test_no_reason_calls_a_faster_candidate_slower() -> None:
     assert against[risky.name].startswith("tight: 14.2 s per step against 84.3 s, 79.5 of 80.0 GiB per GPU; estimates")
     assert against[equal.name].startswith("not simpler, and as fast in two digits: 84.2 s per step against 84.3 s")
     assert against[slower.name].startswith("99 s per step against 84.3 s")
-    assert against[large.name] == "needs 300.0 GiB of GPU memory, 80.0 GiB available (5 s per step)"
+    assert against[large.name] == "needs 300.0 GiB of GPU memory, 80.0 GiB available (5 s per step, closed form)"
     assert against[many.name].startswith("720 GPU-seconds per step on 2 nodes, against 674 on 1 (45 s per step, ")
 
 

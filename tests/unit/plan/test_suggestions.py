@@ -82,4 +82,4 @@ def test_what_the_run_fixed_is_advice_and_not_planned(folders: dict[str, str], t
     plan = plan_offline(run, gpus(), RunDir(tmp_path / "chat"))
     assert (plan.choice.strategy, plan.choice.micro_batch_size) == ("zero3-offload", 1)
     advice = next(line for line in plan.advice if line.startswith("strategy: auto ("))
-    assert " s per step, against " in advice and "GiB per GPU" in advice
+    assert " s per step against " in advice and "GiB per GPU" in advice
