@@ -78,7 +78,8 @@ def _trainer_step(folders: Collection[Path]) -> int | None:
 
 def _times_apart(folder: Path) -> Iterator[str]:
     """Yield a sentence if the shards were not written at about the same time."""
-    shards = sorted((path.stat().st_mtime, path.name) for pattern in _SHARDS for path in folder.glob(pattern))
+    found = (path for pattern in _SHARDS for path in folder.glob(pattern) if path.is_file())
+    shards = sorted((path.stat().st_mtime, path.name) for path in found)
     gaps = [(after[0] - before[0], index) for index, (before, after) in enumerate(pairwise(shards), 1)]
     seconds, index = max(gaps, default=(0.0, 0))
     if seconds > _APART:
@@ -91,7 +92,7 @@ def _times_apart(folder: Path) -> Iterator[str]:
 
 def _check_archive_names(folder: Path) -> None:
     """Compare each file's name with the one under which ``torch.save`` wrote it: the folder in the archive."""
-    for path in sorted(folder.glob(_ZERO_FILE)):
+    for path in filter(Path.is_file, sorted(folder.glob(_ZERO_FILE))):
         written = _archive_name(path)
         if written.endswith("_states") and written != path.stem:
             raise CheckpointError(f"{path} was written as {written}.pt. {_TWO_SAVES}")
@@ -110,13 +111,13 @@ def _check_zero(contents: Contents, allow: Collection[Allowed]) -> Iterator[str]
     path = next(iter(sorted(contents.folder.glob("*mp_rank_00_model_states.pt"))))
     model = unpickle.load(path)
     optimizers = sorted(contents.folder.glob("*zero_pp_rank_0_mp_rank_00_optim_states.pt"))
-    zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
     if not optimizers:
+        stage = _stage_in_config(model)
         types = {tensor.dtype for tensor in contents.tensors.values()}
-        if zero.get("stage") in (1, 2) and types & {"BF16", "F16"}:
+        if stage in (1, 2) and types & {"BF16", "F16"}:
             names = ", ".join(sorted(torch_name(dtype) for dtype in types & {"BF16", "F16"}))
             yield (
-                f"{contents.folder} holds no optimizer files of ZeRO-{zero['stage']}. They had the fp32 weights of the "
+                f"{contents.folder} holds no optimizer files of ZeRO-{stage}. They had the fp32 weights of the "
                 f"training, so the model has the rounded ones ({names})."
             )
         return
@@ -126,11 +127,20 @@ def _check_zero(contents: Contents, allow: Collection[Allowed]) -> Iterator[str]
         _check_rounded(contents, path, model["module"])
 
 
+def _stage_in_config(model: Mapping[str, Any]) -> Any:
+    """Return the ZeRO stage in the configuration that DeepSpeed saved; None if there is none."""
+    config = model.get("ds_config")
+    zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
+    return zero.get("stage") if isinstance(zero, Mapping) else None
+
+
 def _check_steps(folder: Path, model: Mapping[str, Any], optimizer: Path) -> None:
     """Compare the optimizer's steps with those of the training that were not skipped for an overflow."""
     steps, skipped = model.get("global_steps"), model.get("skipped_steps") or 0
     counted = optimizer_step(unpickle.load(optimizer)["optimizer_state_dict"])
-    if isinstance(steps, int) and counted is not None and counted != steps - skipped:
+    if counted is None or not (isinstance(steps, int) and isinstance(skipped, int)):
+        return
+    if counted != steps - skipped:
         raise CheckpointError(
             f"{folder} holds a model of step {steps} ({skipped} skipped), but its optimizer counts {counted:g} steps. "
             f"{_TWO_SAVES} If the training started with a new optimizer, add --allow steps."

@@ -105,6 +105,18 @@ def test_zero_without_its_optimizer_files(tmp_path: Path) -> None:
     assert "holds no optimizer files of ZeRO-2" in warning and "rounded ones (bfloat16)" in warning
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_odd_entries_are_no_reason_to_fail(tmp_path: Path, stage: int) -> None:
+    inner = write_zero(tmp_path, stage)
+    for path in inner.glob("*model_states.pt"):
+        state = torch.load(path, weights_only=False)
+        torch.save({**state, "ds_config": None, "skipped_steps": "none"}, path)
+    os.mkfifo(inner / "other_states.pt")
+    (inner / "more_states.pt").mkdir()
+    (inner / "lost_states.pt").symlink_to("nowhere")
+    assert checked(tmp_path).warnings == ()
+
+
 def test_files_written_far_apart_are_reported(tmp_path: Path) -> None:
     inner = write_zero(tmp_path, 3)
     path = inner / "zero_pp_rank_1_mp_rank_00_optim_states.pt"
