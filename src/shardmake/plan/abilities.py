@@ -43,6 +43,8 @@ class Abilities:
     gradient_checkpointing: bool = True
     unmergeable: tuple[str, ...] = ()
     """Features of the run's adapters that the merge does not support; empty without adapters."""
+    mergeable_targets: tuple[str, ...] = ()
+    """Values of ``lora.targets`` whose adapters the merge supports; empty if those of the run are supported."""
 
     def best_attention(self, available: Iterable[Attention], *, packing: bool) -> Attention:
         """Return the first of the ``available`` kernels that the class supports and, if possible, that can pack."""
@@ -108,10 +110,11 @@ def check_settings(run: Run, abilities: Abilities) -> None:
     A user's script loads the model in its own way, so only its adapters are checked.
     """
     if abilities.unmergeable:
+        targets = ", ".join(abilities.mergeable_targets)
         raise ConfigError(
             f"method: {run.method} with lora.targets {run.lora.targets} cannot be merged for {abilities.model_class}: "
-            f"PEFT adapts it with {', '.join(abilities.unmergeable)}. Name linear layers in lora.targets, such as "
-            "[q_proj, k_proj, v_proj, o_proj], or take method: full."
+            f"PEFT adapts it with {', '.join(abilities.unmergeable)}. "
+            + (f"Set lora.targets: [{targets}], or take method: full." if targets else "Take method: full.")
         )
     if run.script:
         return

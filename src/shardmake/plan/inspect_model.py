@@ -48,13 +48,18 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     if limit:
         kernels = [kernel for kernel in kernels if kernel != "varlen"]
     others = [kernel for kernel in kernels if kernel not in ("varlen", *MIXING_UNKNOWN)]
+    adapters = request["adapters"]
+    unmergeable = _unmergeable(model, adapters, weights) if adapters else []
     return {
         "model_class": type(model).__name__,
         "attention": kernels,
         "varlen_limit": limit,
         "mixing": [*mixing, *(kernel for kernel in others if _mixes(config, kernel, trust_remote_code))],
         "gradient_checkpointing": bool(model.supports_gradient_checkpointing),
-        "unmergeable": _unmergeable(model, request["adapters"], weights) if request["adapters"] else [],
+        "unmergeable": unmergeable,
+        "mergeable_targets": _mergeable_targets(_build(config, source, trust_remote_code), adapters["rank"], weights)
+        if unmergeable
+        else [],
     }
 
 
@@ -206,8 +211,33 @@ def _small_models(config: Any, kernel: str, trust_remote_code: bool) -> Iterator
         yield model
 
 
+def _mergeable_targets(model: "PreTrainedModel", rank: int, weights: Iterable[HubWeight]) -> list[str]:
+    """Return the names of linear layers whose adapters `shardmake consolidate` merges.
+
+    Layers with fewer rows or columns than ``rank`` are left out, and names that PEFT refuses alone or takes for the
+    experts' fused weights.
+    """
+    import torch
+
+    head = model.get_output_embeddings()
+    layers = {
+        name.rpartition(".")[2]: module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and module is not head
+    }
+    names = [name for name, layer in layers.items() if min(layer.in_features, layer.out_features) >= rank]
+    found = []
+    for name in names:
+        try:
+            if not _unmergeable(model, {"rank": rank, "targets": [name]}, weights):
+                found.append(name)
+        except ModelError:  # PEFT takes the name only together with others
+            continue
+    return found
+
+
 def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights: Iterable[HubWeight]) -> list[str]:
-    """Return the features of the adapters that `shardmake consolidate` refuses."""
+    """Return the features of the adapters that `shardmake consolidate` refuses; ``model`` stays as it is."""
     import torch
     from peft import LoraConfig, get_peft_model
 
@@ -220,6 +250,7 @@ def _unmergeable(model: "PreTrainedModel", adapters: Mapping[str, Any], weights:
     features = [feature for feature in UNSUPPORTED if getattr(adapted.peft_config["default"], feature, None)]
     modules = {plain_name(name).partition(".lora_A")[0] for name, _ in adapted.named_parameters() if ".lora_A." in name}
     otherwise = {weight.parameter.removesuffix(".weight") for weight in weights}
+    adapted.unload()
     return features + sorted(f"{module}, which its files store otherwise" for module in modules & otherwise)[:1]
 
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
+from shardmake.checkpoint.formats.lora import unsupported_features
 from shardmake.config.strategies import DDP, DEEPSPEED, FSDP
 from shardmake.core.errors import EngineMismatchError
 from shardmake.run.attempt import AttemptDir, rank_report
@@ -95,6 +96,18 @@ def trained_dtype(model: Any, described: str) -> str:
     return str(max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)).removeprefix("torch.")
 
 
+def check_adapters(model: torch.nn.Module) -> None:
+    """Raise an `EngineMismatchError` if the consolidate stage could not merge the adapters of a PEFT model."""
+    configs: dict[str, Any] = next(filter(None, (vars(part).get("peft_config") for part in model.modules())), {})
+    found = {feature for config in configs.values() for feature in unsupported_features(config.to_dict())}
+    if found:
+        raise EngineMismatchError(
+            f"The script's adapters cannot be merged: {', '.join(sorted(found))}. Nothing was trained. Of a mixture of "
+            "experts, PEFT adapts the experts through target_parameters, also for target_modules all-linear. Name the "
+            "linear layers of the attention in target_modules, and use plain LoRA."
+        )
+
+
 def _sharding_policy(model: Any) -> torch.dtype | None:
     """Return the data type to which FSDP casts the weights, if it does."""
     if hasattr(model, "_get_fsdp_state"):
@@ -132,6 +145,7 @@ class ScriptGuard:
         ``precision`` is Accelerate's name of the compute data type, used if the engine has none of its own.
         """
         model = getattr(model, "_orig_mod", model)  # of a compiled model
+        check_adapters(model)
         found = describe_engine(model, precision)
         found["world_size"] = dist.get_world_size() if dist.is_initialized() else 1
         found["dtype"] = trained_dtype(model, found["dtype"])

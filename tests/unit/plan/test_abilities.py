@@ -2,8 +2,6 @@
 
 import json
 import re
-from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +11,12 @@ from shardmake.checkpoint.formats.hub_layout import HubWeight
 from shardmake.commands.estimate import EstimateRequest, resolve_request
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
-from shardmake.memory import cache
 from shardmake.memory.families import FAMILIES
 from shardmake.plan import abilities, inspect_model, resolve
 from shardmake.plan.abilities import Abilities
 from shardmake.plan.candidates import choices
 from shardmake.plan.shrink import shrunk
+from tests.plan_in_process import plan_in_this_process
 from tests.unit.plans import make_cluster, make_run
 
 SIZES = {
@@ -70,12 +68,7 @@ DEEPSEEK = {
 
 @pytest.fixture(autouse=True)
 def helpers_in_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answer the helpers' requests here: a process of its own imports torch, which takes longer than the answer."""
-
-    def run_helper(module: str, request: Mapping[str, Any]) -> Any:
-        return json.loads(json.dumps(import_module(module).answer(json.loads(json.dumps(request)))))
-
-    monkeypatch.setattr(cache, "run_helper", run_helper)
+    plan_in_this_process(monkeypatch)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
@@ -143,7 +136,9 @@ REFUSED = [
     ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {},
      r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits"),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),
-    (MIXTRAL, {"method": "lora"}, r"lora\.targets all-linear cannot be merged for MixtralForCausalLM.*target_param"),
+    (MIXTRAL, {"method": "lora"},
+     r"lora\.targets all-linear cannot be merged for MixtralForCausalLM: PEFT adapts it with target_parameters, .*\. "
+     r"Set lora\.targets: \[q_proj, k_proj, v_proj, o_proj\], or take method: full\.$"),
     ({"model_type": "vit", **SIZES}, {}, "no causal language model for the model type 'vit'"),
     ({"model_type": "llama", **SIZES, "architectures": ["LlamaForSequenceClassification"]}, {},
      "names the class LlamaForSequenceClassification, but causal language models of this type are LlamaForCausalLM"),
@@ -374,3 +369,24 @@ def test_adapters_of_weights_that_the_files_store_otherwise(monkeypatch: pytest.
         "model.layers.0.self_attn.q_proj, which its files store otherwise"
     ]
     assert answer(config, ["v_proj"])["unmergeable"] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "targets"),
+    [
+        (MIXTRAL, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ({"model_type": "olmoe", **SIZES, "num_experts": 4}, ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        (DEEPSEEK, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+    ],
+    ids=lambda value: value["model_type"] if isinstance(value, dict) else None,
+)
+def test_a_refused_mixture_names_the_targets_that_can_be_merged(config: dict[str, Any], targets: list[str]) -> None:
+    assert answer(config, "all-linear")["mergeable_targets"] == targets
+    assert answer(config, targets)["unmergeable"] == []
+
+
+@pytest.mark.parametrize(
+    "config", [{"model_type": "qwen2_moe", **SIZES, "num_experts": 4}, GPT_OSS], ids=["qwen2_moe", "gpt_oss"]
+)
+def test_all_linear_leaves_the_experts_out_of_some_mixtures(config: dict[str, Any]) -> None:
+    assert answer(config, "all-linear")["unmergeable"] == []

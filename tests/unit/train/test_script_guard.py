@@ -3,6 +3,7 @@
 import json
 import logging
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from shardmake.render.training_file import expected_engine
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.trained_engine import TrainedEngine
 from shardmake.train import script_guard
-from shardmake.train.script_guard import Batch, ScriptGuard, mismatch_message, trained_dtype
+from shardmake.train.script_guard import Batch, ScriptGuard, check_adapters, mismatch_message, trained_dtype
 from tests.unit.plans import make_plan
 
 
@@ -157,3 +158,25 @@ def test_rows_are_compared_between_ranks(
     else:
         guard.check_rows({})
     assert guard.rows_compared == all(digests)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"peft_type": "LORA"}, None),
+        ({"peft_type": "LORA", "target_parameters": ["mlp.experts.gate_up_proj"]}, "target_parameters"),
+        ({"peft_type": "LORA", "use_dora": True, "lora_bias": True}, "lora_bias, use_dora"),
+        ({"peft_type": "LOHA"}, "LOHA"),
+    ],
+)
+def test_adapters_that_cannot_be_merged_end_the_run_before_it_trains(
+    settings: dict[str, Any], found: str | None
+) -> None:
+    adapted = torch.nn.Linear(2, 2)
+    adapted.peft_config = {"default": SimpleNamespace(to_dict=lambda: settings)}  # type: ignore[assignment]
+    model = torch.nn.Sequential(adapted)
+    if found is None:
+        check_adapters(model)
+        return
+    with pytest.raises(EngineMismatchError, match=rf"cannot be merged: {found}\. Nothing was trained\."):
+        check_adapters(model)

@@ -134,14 +134,19 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Read ``adapter_config.json``; raise `CheckpointError` for settings that are not supported."""
     path = config_file(folder)
     config: dict[str, Any] = read_json(path, "the training")
-    unsupported = [key for key in UNSUPPORTED if config.get(key)]
-    if config.get("peft_type") != "LORA" or unsupported:
-        features = ", ".join(unsupported) or str(config.get("peft_type"))
+    if unsupported := unsupported_features(config):
         raise CheckpointError(
-            f"Cannot merge the adapter of {path}. Adapters with {features} are not supported. "
+            f"Cannot merge the adapter of {path}. Adapters with {', '.join(unsupported)} are not supported. "
             "Use PEFT's merge_and_unload."
         )
     return config
+
+
+def unsupported_features(config: Mapping[str, Any]) -> list[str]:
+    """Return the settings of ``adapter_config.json`` that cannot be merged; of another adapter than LoRA its kind."""
+    features = [key for key in UNSUPPORTED if config.get(key)]
+    kind = str(getattr(config.get("peft_type"), "value", config.get("peft_type")))
+    return features or ([kind] if kind != "LORA" else [])
 
 
 def _with_update(
