@@ -21,6 +21,11 @@ from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
 
+AUTOTP_STYLES = frozenset({
+    "colwise", "colwise_rep", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise"
+})  # fmt: skip
+"""Styles of transformers' tensor-parallel plans that DeepSpeed's AutoTP takes; it stops at every other one."""
+
 
 @dataclass(frozen=True)
 class ResolvedRun:
@@ -206,7 +211,7 @@ def check_tensor_parallel(run: Run, cluster: Cluster, model: Model) -> None:
     size = run.tensor_parallel
     if size == 1:
         return
-    wrong = [*_wrong_run(run), *_wrong_sizes(size, cluster, model)]
+    wrong = [*_wrong_run(run), *_wrong_sizes(size, cluster, model), *_wrong_styles(run, model)]
     if wrong:
         raise ConfigError(
             "\n".join([f"tensor_parallel: {size} cannot be used with this run:", *(f"  {w}" for w in wrong)])
@@ -232,16 +237,28 @@ def _wrong_run(run: Run) -> Iterator[str]:
 
 
 def _wrong_sizes(size: int, cluster: Cluster, model: Model) -> Iterator[str]:
-    from transformers import CONFIG_MAPPING
-
     if cluster.processes_per_node % size:
         yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
     heads = model.config.get("num_attention_heads", 0)
     for name, count in (("attention", heads), ("key-value", model.config.get("num_key_value_heads") or heads)):
         if count % size:
             yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
-    if model.model_type not in CONFIG_MAPPING or not CONFIG_MAPPING[model.model_type].base_model_tp_plan:
+
+
+def _wrong_styles(run: Run, model: Model) -> Iterator[str]:
+    from transformers import CONFIG_MAPPING
+
+    known = model.model_type in CONFIG_MAPPING
+    styles = (CONFIG_MAPPING[model.model_type].base_model_tp_plan if known else None) or {}
+    if not styles:
         yield f"transformers has no tensor-parallel plan for {model.model_type}."
+    spec = STRATEGY_SPECS.get(run.strategy)
+    unknown = sorted(set(styles.values()) - AUTOTP_STYLES)
+    if spec is not None and spec.is_deepspeed and unknown:
+        yield (
+            f"transformers' tensor-parallel plan for {model.model_type} has {', '.join(unknown)}, at which DeepSpeed's "
+            "AutoTP stops. Take tensor_parallel: 1; ZeRO-3 and FSDP shard every weight."
+        )
 
 
 def missing_packages(run: Run) -> list[tuple[str, str]]:

@@ -1,13 +1,15 @@
 """Tensor parallelism: what is refused, and how ranks and batches are counted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
 
 from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.hardware import from_cluster
-from shardmake.plan.resolve import check_tensor_parallel, check_tf32, unsuitable
+from shardmake.plan.resolve import AUTOTP_STYLES, check_tensor_parallel, check_tf32, unsuitable
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -40,6 +42,20 @@ def test_unsupported_runs_are_rejected(
 @pytest.mark.parametrize("run", [{"strategy": "zero1"}, {"strategy": "zero2"}, {"strategy": "fsdp", "script": "x.py"}])
 def test_supported_runs_pass(run: dict[str, Any]) -> None:
     check_tensor_parallel(make_run(tensor_parallel=2, **run), make_cluster(), make_model())
+
+
+@pytest.mark.parametrize(
+    ("kind", "style"), [("mixtral", "moe_tp_experts, packed_colwise"), ("olmo2", "rowwise_split_input")]
+)
+def test_autotp_is_refused_for_layers_at_which_it_stops(kind: str, style: str) -> None:
+    model = replace(make_model(), model_type=kind)
+    with pytest.raises(ShardmakeError, match=f"plan for {kind} has .*{style}, at which DeepSpeed's AutoTP stops"):
+        check_tensor_parallel(make_run(tensor_parallel=2, strategy="zero1"), make_cluster(), model)
+    check_tensor_parallel(make_run(tensor_parallel=2, strategy="fsdp", script="x.py"), make_cluster(), model)
+
+
+def test_the_styles_are_those_of_the_installed_deepspeed() -> None:
+    assert SUPPORTED_STYLES == AUTOTP_STYLES
 
 
 def test_a_group_is_one_data_parallel_rank() -> None:
