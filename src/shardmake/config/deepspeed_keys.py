@@ -98,6 +98,11 @@ _PIPELINE: Final = (
     "training loop of DeepSpeed's own. The dimensions that work are data (strategy, nodes) and tensor "
     "(tensor_parallel), and in Accelerate also sequence (sp_size of ParallelismConfig), which no run sets up."
 )
+_AUTOEP: Final = (
+    "Experts are spread over the ranks (AutoEP). DeepSpeed stops for Mixtral, Qwen2-MoE and Qwen3-MoE of transformers "
+    "5.23, and for DeepSeek-V3 under ZeRO-1 and 2 with Trainer's optimizer; it ignores gpt-oss. "
+    "Where it trains, `shardmake consolidate` does not merge the checkpoints."
+)
 
 DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
     **planned(
@@ -348,7 +353,7 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
     **_section(
         "unmergeable",
         "Train a mixture of experts with a strategy: ZeRO and FSDP shard its experts like other weights.",
-        "Experts are spread over the ranks (AutoEP). `shardmake consolidate` does not merge their checkpoints.",
+        _AUTOEP,
         "expert_parallel",
     ),
     # --- DeepSpeed has removed it ---

@@ -4,13 +4,25 @@ import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, get_args
 
 import pytest
+import torch
 import typer
 import yaml
+from deepspeed.checkpoint.constants import (
+    AUTOEP_LAYERS_KEY,
+    AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY,
+    AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT,
+)
 from deepspeed.launcher import runner
+from deepspeed.module_inject.auto_ep_presets import base
+from deepspeed.module_inject.auto_ep_presets.registry import PRESET_MODELS
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import zero_to_fp32
 from pydantic import TypeAdapter
+from transformers.utils import output_capturing
 
 from shardmake.cli import app
 from shardmake.config.deepspeed_keys import DEEPSPEED_KEYS, find_rule
@@ -113,6 +125,27 @@ def test_the_modules_behind_the_features_are_there_or_gone(module: str, exists: 
         assert (importlib.util.find_spec(module) is not None) == exists
     except ModuleNotFoundError:
         assert not exists
+
+
+def test_autoep_stops_as_the_page_says() -> None:
+    """If one of these passes after an upgrade, try AutoEP again: the refusal of ``expert_parallel`` gives them."""
+    with pytest.raises(TypeError, match="takes 2 positional arguments but 3 were given"):
+        base._install_instance_transformers_output_recorders(
+            torch.nn.Linear(1, 1), {"a class": {}}, output_capturing, lambda _: 0
+        )
+    zero: Any = SimpleNamespace(
+        partition_gradients=True, contiguous_gradients=True, reduce_scatter=True, is_moe_group=lambda group: "moe" in group,
+        optimizer=torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))]),
+    )  # fmt: skip
+    with pytest.raises(AssertionError, match="None of the param groups are marked as MoE"):
+        DeepSpeedZeroOptimizer._configure_moe_settings(zero)
+    experts = {
+        AUTOEP_LAYERS_KEY: [{AUTOEP_ZERO3_EXPERT_STATE_FORMAT_KEY: AUTOEP_ZERO3_PARTITIONED_EXPERT_STATE_FORMAT}]
+    }
+    with pytest.raises(NotImplementedError, match="does not support AutoEP"):
+        zero_to_fp32._raise_if_autoep_zero3_partitioned_state(experts)
+    families = {name for preset in PRESET_MODELS.values() for name in preset.hf_model_types}
+    assert not families & {"olmoe", "gpt_oss"}
 
 
 def test_the_page_names_the_pinned_versions() -> None:
