@@ -141,8 +141,11 @@ class Loop:
         batches = self.accelerator.skip_first_batches(self.batches, done * size) if done else self.batches
         batches.set_epoch(epoch)
         remaining = iter(batches)
-        while group := list(islice(remaining, size)):
+        with torch.random.fork_rng(devices=[], enabled=done > 0):  # the epoch drew its loader's seed when it began
+            group = list(islice(remaining, size))
+        while group:
             yield group
+            group = list(islice(remaining, size))
 
     def step(self, batches: list[Batch]) -> Any:
         """Take one optimizer step over ``batches``; return the gradient norm."""
