@@ -1,8 +1,13 @@
 """Tiny mixtures of experts of every family that the tests train and merge."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV3Config,
     GptOssConfig,
     MixtralConfig,
@@ -44,3 +49,21 @@ def mixture_configs() -> dict[str, PreTrainedConfig]:
         GptOssConfig(**_SIZES, num_local_experts=4, head_dim=8),
     ]
     return {config.model_type: config for config in configs}
+
+
+def save_mixture(family: str, tokenizer: Path, folder: Path, **changes: Any) -> Path:
+    """Call `save_model` for the mixture ``family`` with ``changes`` in its config."""
+    config = mixture_configs()[family]
+    config.update(changes)
+    return save_model(config, tokenizer, folder)
+
+
+def save_model(config: PreTrainedConfig, tokenizer: Path, folder: Path) -> Path:
+    """Write a random model to ``folder`` and return it; it has tokenizer and vocabulary of the model ``tokenizer``."""
+    config.update({"vocab_size": json.loads((tokenizer / "config.json").read_text())["vocab_size"]})
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+    for path in tokenizer.iterdir():
+        if path.name not in ("config.json", "generation_config.json") and path.suffix != ".safetensors":
+            shutil.copy(path, folder)
+    return folder

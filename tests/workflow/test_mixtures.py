@@ -16,7 +16,7 @@ from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.consolidate.merge import consolidate
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
-from tests.mixtures import mixture_configs
+from tests.mixtures import save_mixture
 from tests.workflow.forked import Forked, log
 
 pytestmark = pytest.mark.training
@@ -27,15 +27,7 @@ Losses = dict[int, float]
 def base(forked: Forked, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Mixtral with the demo's tokenizer, whose loss includes that of its routers."""
     demo, folder = forked.checkout.root / "resources/demo/base", tmp_path_factory.mktemp("mixture") / "base"
-    config = mixture_configs()["mixtral"]
-    config.update({"vocab_size": json.loads((demo / "config.json").read_text())["vocab_size"]})
-    config.update({"output_router_logits": True, "router_aux_loss_coef": 0.1})
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
-    for path in demo.iterdir():
-        if path.name not in ("config.json", "generation_config.json") and path.suffix != ".safetensors":
-            shutil.copy(path, folder)
-    return folder
+    return save_mixture("mixtral", demo, folder, output_router_logits=True, router_aux_loss_coef=0.1)
 
 
 def planned(forked: Forked, base: Path, strategy: Strategy, engine: str) -> tuple[Plan, Run, Cluster]:
