@@ -65,6 +65,7 @@ GROUPS = {
             "loop",
             "mixtures",
             "own_files",
+            "parallel_degrees",
             "reshard",
             "resume",
             "saving",
