@@ -28,10 +28,7 @@ def nothing_fits_message(candidates: Sequence[Candidate], settings: ResolvedRun)
     """Return the message of a plan in which nothing fits, with the candidate that comes closest."""
     best = min(candidates, key=lambda candidate: candidate.memory.gpu.device + candidate.memory.host_total)
     subject = "Nothing fits" if settings.run.strategy == "auto" else f"Strategy {settings.run.strategy} does not fit"
-    return (
-        f"{subject}: even {best.name} {best.reason}. "
-        "Use more nodes (max_nodes), a shorter sequence_length, method: lora, or strategy: auto."
-    )
+    return f"{subject}: even {best.name} {best.reason}."
 
 
 def risk(candidate: Candidate) -> str:

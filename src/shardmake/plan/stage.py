@@ -77,16 +77,22 @@ def _planned(run: Run, cluster: Cluster, rundir: RunDir) -> tuple[Plan, MemoryEs
         made = choose_run(run, cluster)
     except NothingFitsError as error:
         _keep_memory(rundir, memory_estimates(error.settings, error.candidates), None)
-        lines = [f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in suggest(error.settings)]
-        if not lines:
-            raise
-        message = f"{error}\nEach of these changes alone would fit, the cheapest first:{''.join(lines)}"
-        raise NothingFitsError(message, error.settings, error.candidates) from None
+        raise NothingFitsError(f"{error}{_advice(error.settings)}", error.settings, error.candidates) from None
     memory = memory_estimates(made.settings, made.candidates)
     _keep_memory(rundir, memory, made.chosen.choice)
     advice = suggest_faster(made.settings, made.chosen, made.candidates)
     lines = [f"{setting}: {value} ({outcome})" for setting, value, outcome in advice]
     return as_plan(rundir.name, made).model_copy(update={"advice": lines}), memory
+
+
+def _advice(settings: ResolvedRun) -> str:
+    """Return the single changes that would make something fit, or what else to do."""
+    if found := suggest(settings):
+        lines = (f"\n  {setting}: {value} ({outcome})" for setting, value, outcome in found)
+        return f"\nEach of these changes alone would fit, the cheapest first:{''.join(lines)}"
+    if settings.model.decoder is None:
+        return " Use more nodes (max_nodes), a shorter sequence_length, method: lora, or strategy: auto."
+    return " No single change of the run fits. Change several settings, or use GPUs with more memory."
 
 
 def _keep_memory(rundir: RunDir, memory: MemoryEstimates, chosen: Choice | None) -> None:

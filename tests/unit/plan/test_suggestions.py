@@ -51,6 +51,12 @@ def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str
     assert not rundir.plan.exists()
 
 
+def test_without_a_change_that_fits_the_plan_says_so(folders: dict[str, str], tmp_path: Path) -> None:
+    """A node's RAM is too small for the processes alone."""
+    with pytest.raises(NothingFitsError, match=r"available\. No single change of the run fits\. Change several"):
+        plan_run(run_of(folders["eight"]), gpus(memory_gib_per_node=1.0), RunDir(tmp_path / "chat"))
+
+
 def test_a_refused_plan_keeps_the_memory_of_an_earlier_one(folders: dict[str, str], tmp_path: Path) -> None:
     rundir = RunDir(tmp_path / "chat")
     plan_run(run_of(folders["tiny"], strategy="ddp"), CPU, rundir)
