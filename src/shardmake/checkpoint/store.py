@@ -118,7 +118,7 @@ def commit_and_prune(
         **details,
     )
     commit(staged, record)
-    prune(staged.parent.parent, retention)
+    prune(staged.parent.parent, retention, newest_write=record.step)
 
 
 def set_aside(checkpoint: Path) -> Path:
@@ -222,8 +222,11 @@ def remove(checkpoint: Path) -> bool:
         time.sleep(0.2)
 
 
-def prune(folder: Path, retention: Retention) -> list[Path]:
-    """Remove the committed checkpoints that ``retention`` does not keep and return their paths."""
+def prune(folder: Path, retention: Retention, newest_write: int | None = None) -> list[Path]:
+    """Remove the committed checkpoints that ``retention`` does not keep and return their paths.
+
+    The checkpoint of step ``newest_write`` stays in any case, also where checkpoints of later steps lie beside it.
+    """
     found = list(committed(folder))
-    kept = retention.kept([record for record, _ in found])
+    kept = retention.kept([record for record, _ in found]) | {newest_write}
     return [path for record, path in found if record.step not in kept and remove(path)]

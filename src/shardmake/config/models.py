@@ -461,7 +461,8 @@ class Slurm(Section):
     extra: dict[str, str | SlurmNumber | bool] = Field(
         default_factory=dict,
         description="Further #SBATCH parameters, by their long names. Those that size a job (such as `mem`, `nodes`, "
-        "`gres`) hold for the training only, and `exclusive` for training and evaluate.",
+        "`gres`) hold for the training only, and `exclusive` for training and evaluate. With `requeue: true`, Slurm "
+        "restarts a job that it preempted or whose node failed; a training then resumes from its newest checkpoint.",
     )
 
     @field_validator("extra")

@@ -71,6 +71,8 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
     try:
         while (status := training.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):
             pause = POLL_SECONDS if status.state is not last else min(pause * 1.5, training.jobs.slowest_poll)
+            if last is JobState.RUNNING and status.state is JobState.PENDING:
+                logger.info("Slurm put the job back into the queue. It will resume from its newest checkpoint.")
             if status.state is not last:
                 preposition = "on " if status.state is JobState.RUNNING else ""
                 nodes_or_reason = f" {preposition}{status.nodes}" if status.nodes else ""

@@ -215,7 +215,7 @@ def node_parameters(cluster: Cluster, request: NodeRequest, excluded: list[str])
         # Slurm 22.05 to 23.02 does not pass --cpus-per-task on to srun; one dead node must end the step.
         "srun_args": [f"--cpus-per-task={request.cpus}", "--kill-on-bad-exit=1", *slurm.srun_extra],
         "additional_parameters": {
-            "no-requeue": True,
+            **({} if "requeue" in slurm.extra else {"no-requeue": True}),
             **gpu_options(cluster, request.gpus, request.nodes),
             **slurm.extra,
         },

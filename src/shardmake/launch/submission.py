@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
+from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.core.errors import StopRequestedError
 from shardmake.core.units import plural
 from shardmake.launch import user_script
 from shardmake.launch.jobs import attempt_settings, job_name
 from shardmake.launch.low_memory_wait import PREFIX, SECONDS, other_trainings, wait_until_slot
+from shardmake.launch.resume import resume_checkpoint
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.squeue_cache import cached_squeue
 from shardmake.launch.training import Training
@@ -125,22 +126,14 @@ def choose_checkpoint(training: Training, choice: Choice) -> Path | None:
         ShardmakeError: the checkpoint cannot be converted.
     """
     rundir, folder = training.rundir, training.rundir.checkpoints.resolve()
-    found = store.recover(folder)
-    if found and found[0].settings_digest != training.settings_digest:
-        theirs = found[0].settings_digest
+    store.discard_unfinished(folder)
+    newest = next(store.committed(folder), None)
+    if newest and newest[0].settings_digest != training.settings_digest:
+        theirs = newest[0].settings_digest
         changes = describe_changes(rundir, theirs, training.result_settings)
         set_aside.stash_and_restore(folder, theirs, training.settings_digest, changes)
         rundir.metrics.unlink(missing_ok=True)
-        found = store.recover(folder)
-    if found is None:
-        return None
-    (record, checkpoint), resharded = found, rundir.resharded.resolve()
-    if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
-        shutil.rmtree(resharded, ignore_errors=True)
-        return checkpoint
-    out = resharded / checkpoint.name
-    reshard(checkpoint, out, choice.strategy, choice.world_size)
-    return out
+    return resume_checkpoint(rundir, choice)
 
 
 def check_stop_file(rundir: RunDir) -> None:

@@ -28,9 +28,10 @@ from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
+from shardmake.launch.resume import prepare_restart, read_settings
 from shardmake.launch.watchdog import Watchdog
 from shardmake.render.stage import launch_command
-from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name
+from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name, restarts
 from shardmake.run.plan import Plan
 
 WATCH_SECONDS = 5.0
@@ -45,7 +46,7 @@ _COUNTERS = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control
 
 @dataclass(frozen=True)
 class WorkerNode:
-    """This node's rank, and how often Slurm requeued the job before."""
+    """This node's rank, and how often Slurm restarted the job before."""
 
     rank: int
     start: int
@@ -87,7 +88,7 @@ def run_slurm_task(attempt_folder: str) -> int:
             returned status.
     """
     # One task runs per node, so the task's rank is the node's.
-    node = WorkerNode(int(os.environ["SLURM_PROCID"]), int(os.environ.get("SLURM_RESTART_COUNT", "0")))
+    node = WorkerNode(int(os.environ["SLURM_PROCID"]), restarts())
     status = main(Path(attempt_folder), node)
     if status and not _all_nodes_exited(AttemptDir(Path(attempt_folder))):
         sys.exit("Ending the step: another node left no exit record and may hang.")
@@ -117,14 +118,15 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
     culprit: str | None = host_name()
     try:
         if node.start and node.rank == 0:
-            archive_start(folder, node.start - 1)  # before the other nodes start: they wait for the rendezvous
+            prepare_restart(folder, node.start)
         interface, seconds = attempt.network_interface, attempt.rendezvous_seconds
         rendezvous = run_rendezvous(folder.rendezvous, node.start, node.rank, attempt.nodes, interface, seconds)
+        attempt = read_settings(folder, node.start, seconds)
         phase, plan = "preflight", Plan.read(folder.plan)
         with folder.log(node.rank).open("a", buffering=1) as log:
             check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
             phase = "training"
-            returncode = _run_ranks(folder, attempt, plan, node, rendezvous, log)
+            returncode = 0 if attempt.finished else _run_ranks(folder, attempt, plan, node, rendezvous, log)
     except RendezvousError as error:
         message, culprit = str(error), host_name() if error.absent is None else node_name(error.absent)
     except PreflightError as error:
@@ -153,16 +155,6 @@ def _write_exit_record(folder: AttemptDir, record: NodeExit) -> None:
         record.write(folder.exit_record(record.node_rank))
     except OSError as error:
         print(f"Cannot write the exit record ({error}): {record.model_dump_json()}", flush=True)
-
-
-def archive_start(folder: AttemptDir, start: int) -> None:
-    """Move the records of an earlier ``start`` of the job, which Slurm requeued, to ``start-START``."""
-    archive = folder.root / f"start-{start}"
-    archive.mkdir(exist_ok=True)
-    records = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped, folder.stop_file]
-    for path in [*records, folder.heartbeat(0).parent, *folder.root.glob("node-*.json")]:
-        if path.exists():
-            path.replace(archive / path.name)
 
 
 def _describe_error(error: Exception, folder: AttemptDir, node_rank: int) -> str:
@@ -214,7 +206,7 @@ def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, ker
         try:
             return process.wait(min(WATCH_SECONDS, watchdog.hang_seconds / 5))
         except subprocess.TimeoutExpired:
-            # A node that was disconnected must not write beside the next attempt.
+            # A node that was disconnected must not write beside the next attempt, or beside a restart of its job.
             if watchdog.folder.is_superseded() or watchdog.is_abandoned():
                 process.kill()
             elif watchdog.has_hung():

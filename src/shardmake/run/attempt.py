@@ -34,6 +34,8 @@ class Attempt(RunRecord):
     offline: bool = Field(description="Forbid the ranks any request to the hub.")
     environment: dict[str, str] = Field(default_factory=dict, description="The cluster file's variables of the ranks.")
     resume_from: str | None = Field(description="Checkpoint to resume from, absolute; None to start from step 0.")
+    start: int = Field(0, description="How often Slurm had restarted the job when these settings were written.")
+    finished: bool = Field(False, description="The restarted job has nothing to train: its last step is committed.")
     settings_digest: str = Field(description="Digest of the settings that define the result.")
     result_settings: dict[str, str] = Field(
         default_factory=dict, description="These settings as text, by key and without secrets."
@@ -178,7 +180,7 @@ class AttemptDir:
         "trained.json", "The engine that a user's script trained with (`shardmake.run.trained_engine.TrainedEngine`)."
     )
     rendezvous = BelowRoot(
-        "rendezvous", "Folder of the published addresses, one file per start of the job (Slurm may requeue it)."
+        "rendezvous", "Folder of the published addresses, one file per start of the job (Slurm may restart it)."
     )
     stop_file = BelowRoot("STOP", "Created by a worker that received a signal: the ranks save and stop.")
     ranks = BelowRoot("ranks", "Folder of the ranks' reports.")
@@ -211,8 +213,10 @@ class AttemptDir:
         return Heartbeat.read_if_exists(self.heartbeat(rank))
 
     def is_superseded(self) -> bool:
-        """Return whether a later attempt has begun, after which this one must not write."""
-        return any(path.name.isdigit() and int(path.name) > int(self.root.name) for path in self.root.parent.iterdir())
+        """Return whether a later attempt, or a restart of the job, has begun, after which this one must not write."""
+        later = (int(path.name) > int(self.root.name) for path in self.root.parent.iterdir() if path.name.isdigit())
+        starts = (int(path.stem.removeprefix("start-")) for path in self.rendezvous.glob("start-*.json"))
+        return any(later) or any(start > restarts() for start in starts)
 
     def exit_record(self, node_rank: int) -> Path:
         """The `NodeExit` of a node."""
@@ -243,6 +247,11 @@ class AttemptDir:
         """Return the ranks' errors, earliest first."""
         errors = [RankError.read(path) for path in self.errors.glob("rank-*.json")]
         return sorted(errors, key=lambda error: error.time)
+
+
+def restarts() -> int:
+    """Return how often Slurm has restarted the job of this process."""
+    return int(os.environ.get("SLURM_RESTART_COUNT", "0"))
 
 
 def host_name() -> str:

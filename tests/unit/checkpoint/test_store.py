@@ -362,3 +362,10 @@ def test_other_folders_are_not_checkpoints(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "checkpoint-7" / "pipe")
     assert [step for step, _ in store.checkpoints(tmp_path)] == [7]
     assert list_files(tmp_path / "checkpoint-7") == []
+
+
+def test_the_checkpoint_just_written_stays_beside_later_ones(tmp_path: Path) -> None:
+    for step in (5, 10, 20, 30):
+        write(tmp_path, step, FILES)
+    store.prune(tmp_path, Retention(keep=2), newest_write=10)
+    assert [record.step for record, _ in store.committed(tmp_path)] == [30, 20, 10]

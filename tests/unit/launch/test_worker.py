@@ -11,7 +11,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.launch import worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError
-from shardmake.run.attempt import AttemptDir, Hang, NodeExit, record_error, write_heartbeat
+from shardmake.run.attempt import AttemptDir, NodeExit
 from tests.unit.plans import make_cluster, make_plan
 
 
@@ -176,28 +176,3 @@ def test_a_waiting_node_blames_the_missing_one(
     program.unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert worker.node_name(1) is None
-
-
-def test_a_requeued_job_ignores_the_records_of_its_earlier_start(
-    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Node 0 archives them before the other nodes start."""
-    write_exit(folder, 0, 0)
-    write_exit(folder, 1, 0)
-    for path in (folder.stop_file, folder.stopped, folder.hung, folder.log(0)):
-        path.touch()
-    Hang(rank=None, host=None, message="old").write(folder.hang)
-    record_error(folder, 3, ValueError("old"))
-    write_heartbeat(folder, 3, "train", 7)
-    seen: list[Path] = []
-
-    def fail_after_listing(*args: object) -> None:
-        seen.extend(folder.root.iterdir())
-        raise RendezvousError("no node connected")
-
-    monkeypatch.setattr(worker, "run_rendezvous", fail_after_listing)
-    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
-    worker.main(folder.root, worker.WorkerNode(rank=0, start=2))
-    assert set(seen) == {folder.settings, folder.log(0), folder.root / "start-1"}
-    assert [node.message for node in folder.exits()] == ["no node connected"]
-    assert (folder.root / "start-1/errors/rank-3.json").exists()

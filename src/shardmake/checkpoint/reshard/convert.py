@@ -121,11 +121,12 @@ def _write(checkpoint: Path, record: CheckpointRecord, out: Path, strategy: str,
     return resharded
 
 
-def set_load_universal(config: Path, checkpoint: Path) -> None:
-    """Set ``load_universal`` in the DeepSpeed file ``config`` if ``checkpoint`` is a universal one."""
-    if is_universal(checkpoint):
-        values = read_json(config, "shardmake train NAME")
-        write_json(config, values | {"checkpoint": {**values.get("checkpoint", {}), "load_universal": True}})
+def set_load_universal(config: Path, checkpoint: Path | None) -> None:
+    """Set ``load_universal`` in the DeepSpeed file ``config`` as resuming from ``checkpoint`` needs it."""
+    values = read_json(config, "shardmake train NAME")
+    universal, section = checkpoint is not None and is_universal(checkpoint), values.get("checkpoint", {})
+    if universal != section.get("load_universal", False):
+        write_json(config, values | {"checkpoint": {**section, "load_universal": universal}})
 
 
 def _is_reusable(done: CheckpointRecord, record: CheckpointRecord, strategy: str, ranks: int) -> bool:

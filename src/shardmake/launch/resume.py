@@ -1,0 +1,83 @@
+"""Choose the checkpoint of a job: before its submission, and again on its first node when Slurm starts it once more."""
+
+import shutil
+import time
+from pathlib import Path
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.reshard.convert import Route, find_route, reshard, set_load_universal
+from shardmake.checkpoint.training_receipt import is_final
+from shardmake.launch.rendezvous import RendezvousError
+from shardmake.run.attempt import Attempt, AttemptDir
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Choice, Plan
+from shardmake.run.training_settings import TrainingSettings
+
+_POLL_SECONDS = 0.5
+
+
+def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
+    """Return the newest valid checkpoint, converted if the library of ``choice`` cannot read it as it is.
+
+    Newer checkpoints that are damaged are set aside. No training of the run may be writing.
+
+    Raises:
+        ShardmakeError: the checkpoint cannot be converted.
+    """
+    found = store.recover(rundir.checkpoints.resolve())
+    if found is None:
+        return None
+    (record, checkpoint), resharded = found, rundir.resharded.resolve()
+    if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
+        shutil.rmtree(resharded, ignore_errors=True)
+        return checkpoint
+    out = resharded / checkpoint.name
+    reshard(checkpoint, out, choice.strategy, choice.world_size)
+    return out
+
+
+def prepare_restart(folder: AttemptDir, start: int) -> None:
+    """Archive the records of the job's last start, and let this ``start`` resume from the newest checkpoint.
+
+    The first node calls it before it publishes its address, for which the other nodes wait. A user's script finds its
+    checkpoint itself.
+
+    Raises:
+        ShardmakeError: the checkpoint cannot be converted.
+    """
+    _archive(folder, start - 1)
+    attempt = folder.read()
+    changes: dict[str, object] = {"start": start}
+    if TrainingSettings.read(folder.training).program.kind != "script":
+        plan = Plan.read(folder.plan)
+        checkpoint = resume_checkpoint(attempt.rundir, plan.choice)
+        set_load_universal(folder.deepspeed, checkpoint)
+        newest = next(store.committed(attempt.rundir.checkpoints), None)
+        finished = newest is not None and is_final(*newest)
+        changes |= {"resume_from": str(checkpoint) if checkpoint else None, "finished": finished}
+    attempt.model_copy(update=changes).write(folder.settings)
+
+
+def read_settings(folder: AttemptDir, start: int, seconds: float) -> Attempt:
+    """Return the attempt's settings for this ``start`` of the job, as soon as this node sees them.
+
+    Raises:
+        RendezvousError: they are still those of an earlier start after ``seconds``.
+    """
+    deadline = time.monotonic() + seconds
+    while (attempt := folder.read()).start != start:
+        if time.monotonic() > deadline:
+            raise RendezvousError(f"{folder.settings} is still that of an earlier start of the job.")
+        time.sleep(_POLL_SECONDS)
+        list(folder.root.iterdir())  # makes NFS refresh the folder
+    return attempt
+
+
+def _archive(folder: AttemptDir, start: int) -> None:
+    """Move the records of an earlier ``start`` of the job to ``start-START``."""
+    archive = folder.root / f"start-{start}"
+    archive.mkdir(exist_ok=True)
+    records = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped, folder.stop_file]
+    for path in [*records, folder.heartbeat(0).parent, *folder.root.glob("node-*.json")]:
+        if path.exists():
+            path.replace(archive / path.name)
