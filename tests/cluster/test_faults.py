@@ -85,7 +85,35 @@ def preempt(run: FaultRun, attempts: int) -> Ends:
     ).stdout.strip()
     run.cluster.wait_job(urgent, "RUNNING", timeout=90)
     run.cluster.run(["scancel", urgent])
-    return [{"preempted"}]
+    return [{"preempted", "stopped by SIGTERM"}]
+
+
+def allow_restart(run: FaultRun) -> str:
+    """Let Slurm restart the run's job, as ``slurm.extra: {requeue: true}`` does; return its id."""
+    (job,) = [job.id for job in run.checkout.training_jobs() if job.state == "RUNNING"]
+    run.cluster.run(["scontrol", "update", f"jobid={job}", "requeue=1"])
+    return job
+
+
+def restart_job(run: FaultRun, attempts: int) -> Ends:
+    """An administrator restarts the job after it has committed a checkpoint; the attempt continues."""
+    run.wait_for_steps(run.every + CHANCE.randint(2, 8), attempts)
+    run.cluster.run(["scontrol", "requeue", allow_restart(run)])
+    return []
+
+
+def preempt_and_restart(run: FaultRun, attempts: int) -> Ends:
+    run.wait_for_steps(run.every + 2, attempts)
+    allow_restart(run)
+    preempt(run, attempts)
+    return []
+
+
+def kill_node_and_restart(run: FaultRun, attempts: int) -> Ends:
+    run.wait_for_steps(run.every + 2, attempts)
+    allow_restart(run)
+    kill_node(run, attempts)
+    return []
 
 
 def restart_controller(run: FaultRun, attempts: int) -> Ends:
@@ -121,7 +149,7 @@ def fill_scratch(run: FaultRun, attempts: int) -> Ends:
 
 FAULTS: list[Fault] = [
     kill_rank, kill_worker, stop_rank, rank_sleeps, kill_node, cut_link, signals_before_the_limit, end_of_time, preempt,
-    restart_controller, kill_and_restart_driver, fill_scratch,
+    restart_controller, kill_and_restart_driver, fill_scratch, restart_job, preempt_and_restart, kill_node_and_restart,
 ]  # fmt: skip
 
 

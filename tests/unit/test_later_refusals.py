@@ -100,6 +100,7 @@ TABLE: dict[str, Why | str] = {
     "launch/jobs.py:_process_id": C,
     "launch/preflight.py": Why.NODE,
     "launch/rendezvous.py": Why.NODE,
+    "launch/resume.py:read_settings": Why.NODE,
     "launch/slurm_jobs.py": N,
     "launch/stage_jobs.py:_as_text": "cli.py:plan",
     "launch/submission.py:check_stop_file": C,

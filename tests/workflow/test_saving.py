@@ -71,8 +71,11 @@ def test_disk_is_full_before_and_during_a_save(forked: Forked, small_disk: RunDi
     assert forked.train(uninterrupted, planned) == [0, 0], log(uninterrupted)
     assert {record.step for record, _ in store.committed(uninterrupted.checkpoints)} == {2, 3}
 
-    codes, _ = forked.resume(small_disk, planned)
+    plan, run, cluster = planned
+    impatient = (plan, run, cluster.model_copy(update={"hang_seconds": 1}))
+    codes, _ = forked.resume(small_disk, impatient)
     assert any(codes)
+    assert "WARNING: checkpoint-3 must be saved. Training waits up to 3 s for room." in log(small_disk)
     assert "WARNING: checkpoint-2 is skipped. The next checkpoint needs 18 MiB" in log(small_disk)
     assert "DiskFullError: The next checkpoint needs" in log(small_disk)
     assert [path.name for _, path in store.checkpoints(small_disk.checkpoints)] == ["checkpoint-1"]
@@ -82,7 +85,7 @@ def test_disk_is_full_before_and_during_a_save(forked: Forked, small_disk: RunDi
     codes, resumed = forked.resume(small_disk, planned, kill=writes)
     assert any(codes) and resumed is not None and resumed.step == 1
     assert "The disk filled up while checkpoint-2 was written" in log(small_disk)
-    assert "It resumes from checkpoint-1" in log(small_disk)
+    assert "Training resumes from checkpoint-1" in log(small_disk)
     assert (small_disk.checkpoints.parent / "filler").exists()
     newest = store.recover(small_disk.checkpoints)
     assert newest is not None and newest[0].step == 1

@@ -9,6 +9,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
 from shardmake.core.errors import ShardmakeError, StopRequestedError, is_user_error
 from shardmake.launch import user_script
+from shardmake.launch.disk_wait import wait_for_room
 from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.slurm_states import JobStatus
@@ -36,6 +37,8 @@ _ADVICE = {
     EndReason.HOST_OUT_OF_MEMORY: "Increase memory_gib_per_node, or choose a strategy without offload.",
     EndReason.NON_FINITE: "Lower the learning rate or check the data of that step. The newest checkpoint is from "
     "before that step. With non_finite: rewind the driver resumes from it, which helps after a transient GPU error.",
+    EndReason.DISK_FULL: "`shardmake clean` lists removable files. The same command then resumes from the newest "
+    "checkpoint.",
     EndReason.PREFLIGHT: "Fix what the check found and run the same command again. Nothing was trained.",
     EndReason.GPU_FAULT: "If the fault follows the run to other nodes, a kernel of the training is the cause: try "
     "attention: eager and loss: plain.",
@@ -95,6 +98,7 @@ def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus)
         exits=folder.exits(),
         errors=folder.rank_errors(),
         nodes=folder.read().nodes,
+        hosts=training.jobs.hosts(status.nodes),
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
         last_output=_last_line(folder.slurm),
@@ -131,6 +135,8 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
     if action in (Action.STOP, Action.GIVE_UP):
         folder, idle = training.attempt_dir(training.last_attempt()), idle_attempts(training.attempts)
         raise ShardmakeError(failure_message(training.rundir.name, folder, outcome, action, idle))
+    if outcome.end is EndReason.DISK_FULL:
+        wait_for_room(training.rundir)
     decided = {
         "next_fallback": fallback if action is Action.NEXT_FALLBACK else current,
         "all_memory": action is Action.MORE_MEMORY,

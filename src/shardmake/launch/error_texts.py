@@ -52,6 +52,7 @@ _SETUP = {
 
 ERROR_TEXTS = (
     *(ErrorText(EndReason.SETUP, pattern, advice) for pattern, advice in _SETUP.items()),
+    ErrorText(EndReason.DISK_FULL, r"^DiskFullError|No space left on device|Disk quota exceeded"),
     ErrorText(EndReason.PREFLIGHT, r"^NetworkCheckError: Rank"),
     ErrorText(EndReason.COMMUNICATION, r"^NetworkCheckError"),
     ErrorText(

@@ -35,6 +35,9 @@ class Jobs(Protocol):
     def status(self, job: str) -> JobStatus:
         """Return the job's state."""
 
+    def hosts(self, nodes: str) -> list[str]:
+        """Return the names in ``nodes``, the nodes of a `JobStatus`; none if they are unknown."""
+
     def cancel_command(self, job: str) -> str:
         """Return the command that cancels the job."""
 
@@ -121,6 +124,10 @@ class LocalJobs:
                 with contextlib.suppress(ChildProcessError):
                     os.waitpid(pid, os.WNOHANG)
         return JobStatus(JobState.ENDED)
+
+    def hosts(self, nodes: str) -> list[str]:
+        """See `Jobs`."""
+        return []
 
     def cancel_command(self, job: str) -> str:
         """See `Jobs`."""

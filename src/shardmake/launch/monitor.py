@@ -21,22 +21,47 @@ LOW_MEMORY_WAIT_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_BETWEEN_LINES = 3.0
+_WARNING = "[rank 0] WARNING: "
+"""Begin of a warning of rank 0, by `shardmake.core.log`."""
+
+
+class AppendedLines:
+    """The lines that are appended to a file from now on.
+
+    A resumed attempt rewrites its metrics. If the file has grown again by the next call, reading starts inside a line.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        self.offset = file.stat().st_size if file.exists() else 0
+
+    def read(self) -> list[str]:
+        """Return the complete lines since the last call. After the file was shortened, reading starts at its end."""
+        if not self.file.exists():
+            return []
+        if self.file.stat().st_size < self.offset:
+            self.offset = self.file.stat().st_size
+        with self.file.open("rb") as file:
+            file.seek(self.offset)
+            complete, newline, _ = file.read().rpartition(b"\n")
+        self.offset += len(complete) + len(newline)
+        return complete.decode(errors="replace").splitlines()
 
 
 class ProgressPrinter:
-    """Reads what was appended to ``metrics.jsonl`` since the last poll, and logs it at a readable pace.
+    """Logs what an attempt appends to its metrics, at a readable pace, and rank 0's warnings, at once."""
 
-    A resumed attempt rewrites the file. If the file has grown again by the next poll, reading starts inside a line.
-    """
-
-    def __init__(self, metrics: Path) -> None:
-        self.metrics = metrics
+    def __init__(self, metrics: Path, log: Path) -> None:
+        self.metrics = AppendedLines(metrics)
+        self.log = AppendedLines(log)
         self.logged_at = 0.0
-        self.offset = metrics.stat().st_size if metrics.exists() else 0
 
     def poll(self) -> None:
-        """Log new evaluations, and the newest step if enough time has passed."""
-        lines = self._new_lines()
+        """Log new warnings and evaluations, and the newest step if enough time has passed."""
+        for text in self.log.read():
+            if text.startswith(_WARNING):
+                logger.warning(text.removeprefix(_WARNING))
+        lines = parse_metrics("\n".join(self.metrics.read()))
         for line in lines:
             if line.eval_loss is not None:
                 logger.info("step %6s  evaluation loss %.4f", line.step, line.eval_loss)
@@ -44,18 +69,6 @@ class ProgressPrinter:
         if steps and time.monotonic() - self.logged_at >= SECONDS_BETWEEN_LINES:
             self.logged_at = time.monotonic()
             logger.info(_describe_step(steps[-1]))
-
-    def _new_lines(self) -> list[MetricsLine]:
-        """Return the complete lines since the last call. After the file was shortened, reading starts at its end."""
-        if not self.metrics.exists():
-            return []
-        if self.metrics.stat().st_size < self.offset:
-            self.offset = self.metrics.stat().st_size
-        with self.metrics.open("rb") as file:
-            file.seek(self.offset)
-            complete, newline, _ = file.read().rpartition(b"\n")
-        self.offset += len(complete) + len(newline)
-        return parse_metrics(complete.decode(errors="replace"))
 
 
 def _describe_step(line: MetricsLine) -> str:
@@ -66,7 +79,7 @@ def _describe_step(line: MetricsLine) -> str:
 
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
     """Wait until ``job`` has ended, and return its last status."""
-    progress = ProgressPrinter(training.rundir.metrics)
+    progress = ProgressPrinter(training.rundir.metrics, training.attempt_dir(job.attempt).log(0))
     pause, last = POLL_SECONDS, JobState.UNKNOWN
     try:
         while (status := training.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):

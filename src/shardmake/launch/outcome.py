@@ -26,11 +26,18 @@ class Evidence:
     """Earliest first."""
     nodes: int = 1
     """Nodes of the job; a node whose worker is killed leaves no record."""
+    hosts: Sequence[str] = ()
+    """Slurm's names of these nodes; empty if unknown."""
     hang: Hang | None = None
     cancelled_by: str = ""
     """The user who cancelled the job, if Slurm's accounting has the name."""
     last_output: str = ""
     """The last line that Slurm's step printed. It often has the reason if no node left a record."""
+
+    @property
+    def silent_hosts(self) -> list[str]:
+        """Return the nodes that left no exit record, as far as their names are known."""
+        return sorted(set(self.hosts) - {node.host for node in self.exits})
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,11 @@ _BY_SLURM_STATE = {
     "LAUNCH_FAILED": EndReason.NODE_FAILURE,
     "OUT_OF_MEMORY": EndReason.HOST_OUT_OF_MEMORY,
 }
-_BY_SIGNAL = {"SIGUSR2": EndReason.TIME_LIMIT, "SIGTERM": EndReason.PREEMPTED, "SIGINT": EndReason.CANCELLED}
+_BY_SIGNAL = {
+    "SIGUSR2": (EndReason.TIME_LIMIT, "before the job's time limit"),
+    "SIGTERM": (EndReason.TERMINATED, "from Slurm before it preempts or ends a job, or from a person"),
+    "SIGINT": (EndReason.CANCELLED, "from a person"),
+}
 
 
 def classify(evidence: Evidence) -> Outcome:
@@ -88,9 +99,9 @@ def classify(evidence: Evidence) -> Outcome:
         _by_person(evidence)
         or _by_own_error(evidence)
         or _by_preflight(evidence.exits)
-        or _by_hang(evidence.hang)
+        or _by_hang(evidence)
         or _by_oom_kill(evidence.exits)
-        or _by_slurm(evidence.slurm_state, evidence.cancelled_by)
+        or _by_slurm(evidence)
         or _by_missing_worker(evidence)
         or _by_signal(evidence.exits)
         or _by_rendezvous(evidence.exits)
@@ -106,7 +117,7 @@ def _by_person(evidence: Evidence) -> Outcome | None:
     if evidence.slurm_state != "CANCELLED":
         return None
     own = _by_own_error(evidence)
-    return own if own and own.end is EndReason.USER_ERROR else _by_slurm(evidence.slurm_state, evidence.cancelled_by)
+    return own if own and own.end is EndReason.USER_ERROR else _by_slurm(evidence)
 
 
 def _by_own_error(evidence: Evidence) -> Outcome | None:
@@ -119,8 +130,13 @@ def _by_own_error(evidence: Evidence) -> Outcome | None:
     return killed or Outcome(end, message, own, own.culprit)
 
 
-def _by_hang(hang: Hang | None) -> Outcome | None:
-    return Outcome(EndReason.HANG, hang.message, host=hang.host) if hang else None
+def _by_hang(evidence: Evidence) -> Outcome | None:
+    """A hang that the stacks do not explain is the consequence of a failed node, if Slurm reports one."""
+    hang = evidence.hang
+    failed_node = _BY_SLURM_STATE.get(evidence.slurm_state) is EndReason.NODE_FAILURE
+    if hang is None or (hang.rank is None and failed_node):
+        return None
+    return Outcome(EndReason.HANG, hang.message, host=hang.host)
 
 
 def _by_oom_kill(exits: Sequence[NodeExit]) -> Outcome | None:
@@ -142,19 +158,27 @@ def _by_preflight(exits: Sequence[NodeExit]) -> Outcome | None:
     return Outcome(EndReason.PREFLIGHT, message, host=first.host if blame_node else None)
 
 
-def _by_slurm(state: str, cancelled_by: str) -> Outcome | None:
-    end = _BY_SLURM_STATE.get(state)
-    by = f" by {cancelled_by}" if cancelled_by else ""
-    return Outcome(end, f"Slurm ended the job: {state}{by}.") if end else None
+def _by_slurm(evidence: Evidence) -> Outcome | None:
+    end = _BY_SLURM_STATE.get(evidence.slurm_state)
+    if end is None:
+        return None
+    by = f" by {evidence.cancelled_by}" if evidence.cancelled_by else ""
+    message, silent = f"Slurm ended the job: {evidence.slurm_state}{by}.", evidence.silent_hosts
+    if end is EndReason.NODE_FAILURE and silent and len(silent) < len(evidence.hosts):
+        message = f"{message} No record came from {', '.join(silent)}."
+    return Outcome(end, message)
 
 
 def _by_missing_worker(evidence: Evidence) -> Outcome | None:
-    """Recognize a killed worker: Slurm ends the others with SIGTERM, as in a preemption."""
+    """Recognize a killed worker: the other nodes lose their peers, or Slurm ends them with SIGTERM."""
     missing = evidence.nodes - len(evidence.exits)
-    if evidence.slurm_state != "FAILED" or not missing or not any(node.stop_signal for node in evidence.exits):
+    stopped = bool(evidence.errors) or any(node.stop_signal for node in evidence.exits)
+    if evidence.slurm_state != "FAILED" or missing <= 0 or not stopped or not evidence.exits:
         return None
+    where = f" on {', '.join(evidence.silent_hosts)}" if evidence.silent_hosts else ""
     message = (
-        f"A worker was killed: {missing} of {evidence.nodes} nodes left no exit record, and Slurm ended the others."
+        f"The worker{where} was killed: {missing} of {evidence.nodes} nodes left no exit record, and the others ended "
+        "after that."
     )
     return Outcome(EndReason.KILLED, message)
 
@@ -166,8 +190,8 @@ def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:
     stopped = next((node for node in exits if node.stop_signal), None)
     if stopped is None or stopped.stop_signal is None:
         return None
-    end = _BY_SIGNAL[stopped.stop_signal]
-    return Outcome(end, f"{stopped.host} received {stopped.stop_signal} ({end.value}).")
+    end, sender = _BY_SIGNAL[stopped.stop_signal]
+    return Outcome(end, f"{stopped.host} received {stopped.stop_signal}, which comes {sender}.")
 
 
 def _by_rendezvous(exits: Sequence[NodeExit]) -> Outcome | None:

@@ -19,7 +19,6 @@ from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError
 from shardmake.launch.jobs import gpu_options, job_name
 from shardmake.launch.slurm_states import (
-    PREEMPTION_ALIASES,
     JobState,
     JobStatus,
     is_no_such_job,
@@ -89,9 +88,9 @@ class SlurmJobs:
         found = self._query(job)
         if found.job_name and found.job_name != job_name(self.run_folder):
             return JobStatus(JobState.GONE)
-        return self._resolve_cancelled(job, found) if found.name in PREEMPTION_ALIASES else found
+        return self._resolve_end(job, found) if found.state is JobState.ENDED else found
 
-    def _resolve_cancelled(self, job: str, found: JobStatus) -> JobStatus:
+    def _resolve_end(self, job: str, found: JobStatus) -> JobStatus:
         """Return PREEMPTED if the job was preempted, else add the user who cancelled it if Slurm has the name."""
         control = run_slurm("scontrol", "show", "job", job)
         if control.returncode == 0:
@@ -118,6 +117,11 @@ class SlurmJobs:
     def _query_accounting(self, job: str) -> JobStatus:
         answer = run_slurm("sacct", "-X", "-n", "-P", f"--jobs={job}", "--format=JobIDRaw,State,NodeList,JobName")
         return parse_rows(answer.stdout).get(job, JobStatus(JobState.UNKNOWN))
+
+    def hosts(self, nodes: str) -> list[str]:
+        """See `Jobs`."""
+        assigned = nodes and not nodes.startswith(("(", "None"))
+        return run_slurm("scontrol", "show", "hostnames", nodes).stdout.split() if assigned else []
 
     def cancel_command(self, job: str) -> str:
         """See `Jobs`."""

@@ -29,8 +29,6 @@ class JobStatus:
     cancelled_by: str = ""
 
 
-PREEMPTION_ALIASES = ("CANCELLED", "TIMEOUT")
-"""Names that Slurm may give to the state of a preempted job."""
 _NAMES = {
     JobState.PENDING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED RESV_DEL_HOLD SPECIAL_EXIT",
     JobState.RUNNING: "RUNNING COMPLETING SUSPENDED STOPPED SIGNALING STAGE_OUT RESIZING",
@@ -64,8 +62,8 @@ def parse_rows(text: str) -> dict[str, JobStatus]:
 def parse_scontrol(text: str) -> JobStatus:
     """Return the status from ``scontrol show job ID``.
 
-    A preempted job that may not be requeued ends as TIMEOUT after its grace time, or as CANCELLED. Its time of
-    preemption identifies it.
+    A preempted job that may not be requeued ends as TIMEOUT after its grace time, as CANCELLED, or with the status of
+    its ranks, which saved and stopped. Its time of preemption identifies it.
     """
     fields: dict[str, str] = {}
     for part in text.split():
@@ -73,7 +71,7 @@ def parse_scontrol(text: str) -> JobStatus:
         if equals:
             fields.setdefault(key, value)
     state, name = parse_state(fields.get("JobState", ""))
-    if name in PREEMPTION_ALIASES and fields.get("PreemptTime", "None") != "None":
+    if state is JobState.ENDED and fields.get("PreemptTime", "None") != "None":
         name = "PREEMPTED"
     return JobStatus(state, name, fields.get("NodeList", ""), fields.get("JobName", ""))
 

@@ -7,9 +7,10 @@ With a scratch folder the ranks write there and continue training while `shardma
 the shared folder. The next save waits for that upload. Required saves (the last step, a requested stop) go straight to
 the shared folder.
 
-A save that does not fit is skipped with a warning, and training continues. A required save that does not fit ends
-training with an error. A disk that fills up during a save also ends training, because the ranks no longer agree on
-what is written. Checkpoints that were committed before stay unchanged in all cases.
+A save that does not fit is skipped with a warning, and training continues. A required save that does not fit waits for
+room, and ends training with an error if none appears. A disk that fills up during a save also ends training, because
+the ranks no longer agree on what is written; the driver resumes it once there is room. Checkpoints that were committed
+before stay unchanged in all cases.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import DiskFullError, ShardmakeError
-from shardmake.core.units import format_bytes
+from shardmake.core.units import format_bytes, format_duration
 from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (
     barrier,
@@ -53,6 +54,7 @@ from shardmake.train.collectives import (
 
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
+_ROOM_POLL_SECONDS = 1.0
 # The rank in the names of DeepSpeed's shards, FSDP's shards, random generators' states and the folders of NVMe states.
 _SHARD = re.compile(r"(?:zero_pp_rank_|rng_state_|(?:^|/)(?:__|rank))(\d+)")
 _MODEL_PART = re.compile(r"mp_rank_(\d+)_")  # the rank within a tensor-parallel group
@@ -68,6 +70,7 @@ class Saver:
         retention: Which older checkpoints stay.
         expected_bytes: Estimated size of the first checkpoint; later ones are as large as the one before.
         scratch: This node's scratch folder, for asynchronous saves.
+        room_seconds: How long a required save that does not fit waits for room.
     """
 
     def __init__(
@@ -77,12 +80,14 @@ class Saver:
         retention: Retention,
         expected_bytes: int = 0,
         scratch: ScratchFolder | None = None,
+        room_seconds: float = 0.0,
     ) -> None:
         self.folder = folder
         self.describe = describe
         self.retention = retention
         self.space = CheckpointSpace(folder, retention, expected_bytes)
         self.scratch = scratch
+        self.room_seconds = room_seconds
         self.seconds: float | None = None
         """Seconds that the newest save kept training waiting, the same on every rank."""
         self.upload_seconds = 0.0
@@ -107,7 +112,7 @@ class Saver:
         """
         self._wait_before_save(step, required)
         started = time.time()
-        problem, size, self.upload_seconds = run_on_first_rank(self._prepare_space)
+        problem, size, self.upload_seconds = run_on_first_rank(lambda: self._prepare_space(step, required))
         if problem:
             if required:
                 raise DiskFullError(problem)
@@ -169,8 +174,8 @@ class Saver:
                 "Run the same command again, or set checkpoints.asynchronous to false to write there directly."
             ) from error
 
-    def _prepare_space(self) -> tuple[str, int, float]:
-        """Clear the staging folder, and make room for the next checkpoint.
+    def _prepare_space(self, step: int, required: bool) -> tuple[str, int, float]:
+        """Clear the staging folder, and make room for the checkpoint of ``step``; wait for room if it is ``required``.
 
         Returns an error message (empty if the checkpoint fits), the expected size, and the duration of the newest save.
         """
@@ -178,7 +183,22 @@ class Saver:
         newest = self.space.newest()
         needed = self.space.needed()
         seconds = newest[0].save_seconds if newest and self.scratch else 0.0
-        return self.space.make(needed), needed, seconds
+        problem = self.space.make(needed)
+        if problem and required and self.room_seconds:
+            problem = self._wait_for_room(step, needed, problem)
+        return problem, needed, seconds
+
+    def _wait_for_room(self, step: int, needed: int, problem: str) -> str:
+        """Wait until ``needed`` bytes are free; return ``problem`` if they are not in time."""
+        waiting = format_duration(self.room_seconds)
+        logger.warning("checkpoint-%d must be saved. Training waits up to %s for room. %s", step, waiting, problem)
+        deadline = time.monotonic() + self.room_seconds
+        while time.monotonic() < deadline:
+            time.sleep(_ROOM_POLL_SECONDS)
+            if needed <= disk.free_space(self.folder).free:
+                logger.info("There is room for checkpoint-%d now.", step)
+                return ""
+        return problem
 
     def _scratch_path(self, step: int, size: int) -> Path | None:
         """Return this node's scratch path for a checkpoint of ``size`` bytes; None for a direct save."""
@@ -318,6 +338,5 @@ class CheckpointSpace:
         resume = f"resumes from {newest[1].name}" if newest else "starts again from the base model"
         return DiskFullError(
             f"The disk filled up while {written.name} was written: {folder} has {format_bytes(space.free)} left "
-            f"({space.limit}). Free some space (`shardmake clean` lists what can be removed) and run the same command "
-            f"again. It {resume}."
+            f"({space.limit}). Free some space (`shardmake clean` lists what can be removed). Training {resume}."
         )

@@ -17,6 +17,7 @@ from shardmake.core.atomic import read_json
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.data.dataset import Collator, check_isolation
 from shardmake.run.attempt import RequestedStop, rank_report
+from shardmake.run.timeouts import room_timeout
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train.async_saver import ScratchFolder, share_of_node
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
@@ -110,7 +111,8 @@ def make_callbacks(context: RankContext, heartbeat: HeartbeatCallback) -> Traini
     checkpoints = settings.checkpoints
     retention = Retention(**dict(checkpoints.retention))
     scratch = _scratch_folder(context) if checkpoints.asynchronous else None
-    saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes, scratch)
+    seconds = room_timeout(attempt.hang_seconds)
+    saver = Saver(rundir.checkpoints, describe, retention, attempt.checkpoint_bytes, scratch, seconds)
     scheduler = SaveScheduler(saver, checkpoints.mtbf_seconds)
     return TrainingCallbacks([non_finite, metrics, stop, scheduler, heartbeat], stop, non_finite, saver)
 

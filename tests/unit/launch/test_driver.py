@@ -14,8 +14,8 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, fingerprint, list_files
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
-from shardmake.core.errors import ShardmakeError, SlurmError, StopRequestedError
-from shardmake.launch import attempt_end, submission
+from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError
+from shardmake.launch import attempt_end, disk_wait, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
 from shardmake.launch.monitor import watch
@@ -23,6 +23,7 @@ from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import choose_checkpoint, submit
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, NodeExit, RankError, SubmittedJob
+from shardmake.run.attempt_history import load_history
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Fallback, Plan
 from tests.finished_run import make_data_receipt
@@ -51,6 +52,9 @@ class FakeJobs:
 
     def status(self, job: str) -> JobStatus:
         return JobStatus(self.state, "FAILED")
+
+    def hosts(self, nodes: str) -> list[str]:
+        return []
 
     def cancel_command(self, job: str) -> str:
         return f"scancel {job}"
@@ -120,7 +124,7 @@ def exits(**values: Any) -> End:
 
 
 OUT_OF_MEMORY = fails("OutOfMemoryError", "CUDA out of memory.")
-PREEMPTED = exits(stop_signal="SIGTERM", returncode=0)
+TERMINATED = exits(stop_signal="SIGTERM", returncode=0)
 BROKEN = fails("AcceleratorError", "CUDA error: uncorrectable ECC error encountered")
 
 
@@ -134,8 +138,40 @@ def test_an_error_that_the_user_can_fix_has_no_traceback(demo: FakeRun, kind: st
 def test_it_gives_up_after_three_attempts_without_a_new_checkpoint(demo: FakeRun) -> None:
     for start in (1, 2):
         with pytest.raises(ShardmakeError, match="3 attempts in a row brought no new checkpoint"):
-            drive(demo.load(FakeJobs(*[PREEMPTED] * 3)))
+            drive(demo.load(FakeJobs(*[TERMINATED] * 3)))
         assert len(list(demo.rundir.attempts.glob("[0-9]*"))) == 3 * start, "a new driver has three more attempts"
+
+
+def test_a_full_disk_is_waited_for_before_the_next_attempt(
+    demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    full = fails("DiskFullError", "The disk filled up while checkpoint-20 was written.")
+    answers = [DiskFullError("Run demo will need 2 GiB more."), DiskFullError("Run demo will need 1 GiB more."), None]
+
+    def check(rundir: RunDir) -> None:
+        if answers and (answer := answers.pop(0)):
+            raise answer
+
+    monkeypatch.setattr(disk_wait, "check_run", check)
+    monkeypatch.setattr(disk_wait, "_POLL_SECONDS", 0)
+    with pytest.raises(ShardmakeError, match="bad label"):
+        drive(demo.load(FakeJobs(full, fails("ValueError", "bad label"))))
+    warning = "Run demo will need 2 GiB more. The driver waits up to 10 min 00 s for room."
+    assert caplog.messages.count(warning) == 1 and not answers
+    assert [record.end for record in load_history(demo.rundir.attempt_history)][:1] == ["disk full"]
+
+
+def test_a_disk_that_stays_full_ends_the_wait(demo: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(rundir: RunDir) -> None:
+        raise DiskFullError("Run demo will need 2 GiB more.")
+
+    monkeypatch.setattr(disk_wait, "check_run", check)
+    with pytest.raises(DiskFullError, match="2 GiB more"):
+        disk_wait.wait_for_room(demo.rundir, seconds=0)
+    demo.rundir.stop_file.parent.mkdir(parents=True)
+    demo.rundir.stop_file.touch()
+    with pytest.raises(StopRequestedError):
+        disk_wait.wait_for_room(demo.rundir)
 
 
 def test_a_stop_request_counts_even_if_the_ranks_could_not_save(
@@ -143,7 +179,7 @@ def test_a_stop_request_counts_even_if_the_ranks_could_not_save(
 ) -> None:
     def end(folder: AttemptDir) -> None:
         demo.rundir.stop_file.touch()
-        PREEMPTED(folder)
+        TERMINATED(folder)
 
     with pytest.raises(StopRequestedError, match=r"somebody created runs/demo/train/STOP. No job was submitted"):
         drive(demo.load(FakeJobs(end)))
@@ -158,7 +194,7 @@ def test_a_requested_stop_names_the_step_and_shows_no_log(demo: FakeRun) -> None
         demo.commit(93, folder.read().settings_digest)
         folder.log(0).write_text("FutureWarning: 40 lines of this\n")
         folder.stopped.touch()
-        PREEMPTED(folder)
+        TERMINATED(folder)
 
     training = demo.load(FakeJobs(end))
     with pytest.raises(StopRequestedError) as stopped:
@@ -174,7 +210,7 @@ def test_a_requested_stop_names_the_step_and_shows_no_log(demo: FakeRun) -> None
 
 
 def test_a_job_of_other_settings_is_not_adopted(demo: FakeRun, caplog: pytest.LogCaptureFixture) -> None:
-    submit(demo.load(FakeJobs(PREEMPTED)))
+    submit(demo.load(FakeJobs(TERMINATED)))
     demo.rate = 5e-4
     running = FakeJobs()
     running.state = JobState.RUNNING
@@ -194,7 +230,7 @@ def test_a_recorded_job_is_adopted_while_slurm_does_not_answer(demo: FakeRun, mo
     def no_answer(self: FakeJobs) -> None:
         raise SlurmError("Slurm does not answer")
 
-    submit(demo.load(FakeJobs(PREEMPTED)))
+    submit(demo.load(FakeJobs(TERMINATED)))
     monkeypatch.setattr(FakeJobs, "find", no_answer)
     adopted = adopt(demo.load(FakeJobs()))
     assert adopted and adopted.id == "1"
@@ -204,7 +240,7 @@ def test_a_recorded_job_is_adopted_while_slurm_does_not_answer(demo: FakeRun, mo
 
 
 def test_an_attempt_is_recorded_once_even_if_the_driver_was_killed_right_afterwards(demo: FakeRun) -> None:
-    training = demo.load(FakeJobs(PREEMPTED))
+    training = demo.load(FakeJobs(TERMINATED))
     job = submit(training)
     for _ in range(2):
         record_attempt(training, job, watch(training, job))
@@ -219,7 +255,7 @@ def test_checkpoints_of_other_settings_are_set_aside_and_restored(
         return choose_checkpoint(demo.load(FakeJobs()), demo.plan.choice)
 
     assert resume(1e-3) is None
-    submit(demo.load(FakeJobs(PREEMPTED)))
+    submit(demo.load(FakeJobs(TERMINATED)))
     demo.commit(100, demo.load(FakeJobs()).settings_digest)
     assert resume(5e-4) is None
     assert caplog.messages[-1].startswith(

@@ -73,6 +73,9 @@ CASES = [
     ("RuntimeError", "Failed to initialize NVML: Driver/library version mismatch", NODE),
     ("OSError", "[Errno 116] Stale file handle: 'train.bin'", NODE),
     ("OSError", "[Errno 5] Input/output error", NODE),
+    ("DiskFullError", "The next checkpoint needs 18 MiB, and /shared/runs has 2 MiB left.", EndReason.DISK_FULL),
+    ("OSError", "[Errno 28] No space left on device: '/shared/runs/demo/x'", EndReason.DISK_FULL),
+    ("OSError", "[Errno 122] Disk quota exceeded", EndReason.DISK_FULL),
     ("NetworkCheckError", "Rank 2 cannot use its GPU: CUDA error: uncorrectable ECC error encountered", EndReason.PREFLIGHT),
     ("NetworkCheckError", "Rank 2 found no free memory on its GPU", EndReason.PREFLIGHT),
     ("NetworkCheckError", "All ranks joined, but the network check failed: Cuda failure 2 'out of memory'", PEERS),
@@ -120,6 +123,7 @@ ACTIONS = {
     NODE: (Action.EXCLUDE_AND_RESUME, Action.EXCLUDE_AND_RESUME),
     PEERS: (Action.RESUME, Action.RESUME),
     EndReason.PREFLIGHT: (Action.EXCLUDE_AND_RESUME, Action.EXCLUDE_AND_RESUME),
+    EndReason.DISK_FULL: (Action.RESUME, Action.RESUME),
     EndReason.NON_FINITE: (Action.STOP, Action.STOP),
     EndReason.USER_ERROR: (Action.STOP, Action.STOP),
 }

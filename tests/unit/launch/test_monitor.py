@@ -16,7 +16,7 @@ def line(step: int, **values: object) -> str:
 def test_lines_that_are_not_metrics_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "shardmake")
     metrics = tmp_path / "metrics.jsonl"
-    progress = ProgressPrinter(metrics)
+    progress = ProgressPrinter(metrics, tmp_path / "node-0.log")
     metrics.write_text('{"step": 1, "loss": 2.5}\n"words"\nno JSON\n[1]\n{"loss": 1.0}\n{"step": 9, "lo')
     progress.poll()
     assert caplog.messages == ["step      1  loss 2.5000"]
@@ -26,7 +26,7 @@ def test_a_file_rewritten_between_two_polls(tmp_path: Path, caplog: pytest.LogCa
     caplog.set_level("INFO", "shardmake")
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text(line(10) * 3)
-    progress = ProgressPrinter(metrics)
+    progress = ProgressPrinter(metrics, tmp_path / "node-0.log")
     metrics.write_text(line(5) + line(6, eval_loss=1.5) * 4)
     progress.poll()
     assert caplog.messages[0] == "step      6  evaluation loss 1.5000"
@@ -34,7 +34,20 @@ def test_a_file_rewritten_between_two_polls(tmp_path: Path, caplog: pytest.LogCa
 
 def test_bytes_that_are_not_text_do_not_end_the_driver(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    progress = ProgressPrinter(metrics)
+    progress = ProgressPrinter(metrics, tmp_path / "node-0.log")
     metrics.write_bytes(b"\xff\xfe\n" + line(1).encode())
     progress.poll()
     assert [found.step for found in parse_metrics(metrics.read_text(errors="replace"))] == [1]
+
+
+def test_warnings_of_rank_0_are_shown_at_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    log = tmp_path / "node-0.log"
+    log.write_text("[rank 0] WARNING: of an earlier start\n")
+    progress = ProgressPrinter(tmp_path / "metrics.jsonl", log)
+    with log.open("a") as file:
+        file.write("[rank 0] loaded\n[rank 0] WARNING: checkpoint-20 is skipped.\n/lib/x.py: FutureWarning: old\n")
+    progress.poll()
+    progress.poll()
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("WARNING", "checkpoint-20 is skipped.")
+    ]

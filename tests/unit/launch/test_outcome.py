@@ -44,17 +44,17 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(slurm_state="NODE_FAIL", errors=[PEER_GONE]), EndReason.NODE_FAILURE),
         (evidence(slurm_state="OUT_OF_MEMORY", errors=[PEER_GONE]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGUSR2", returncode=0)]), EndReason.TIME_LIMIT),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
+        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
         (evidence(errors=[error("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB")]), EndReason.GPU_OUT_OF_MEMORY),
         (evidence(errors=[error("RuntimeError", "[enforce fail] DefaultCPUAllocator: can't allocate memory")]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(errors=[error("MemoryError", "")]), EndReason.HOST_OUT_OF_MEMORY),
         (evidence(errors=[PEER_GONE]), EndReason.COMMUNICATION),
         (evidence(errors=[error("ValueError", "labels are missing")]), EndReason.USER_ERROR),
-        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
+        (evidence(slurm_state="COMPLETED", stopped=True, exits=[node(stop_signal="SIGTERM", returncode=0), node(1, stop_signal="SIGTERM", returncode=0)]), EndReason.TERMINATED),
         (evidence(exits=[node(stop_signal="SIGTERM", returncode=-9), node(1, returncode=1)]), EndReason.KILLED),
         (evidence(nodes=2, exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.KILLED),
         (evidence(nodes=2, slurm_state="PREEMPTED", exits=[node(stop_signal="SIGTERM", returncode=0)]), EndReason.PREEMPTED),
-        (evidence(nodes=2, slurm_state="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.PREEMPTED),
+        (evidence(nodes=2, slurm_state="COMPLETED", exits=[node(stop_signal="SIGTERM", returncode=0)] * 2), EndReason.TERMINATED),
         (evidence(hang=Hang(rank=1, host="c2", message="no progress"), exits=[node(returncode=-9), node(1, stop_signal="SIGTERM")]), EndReason.HANG),
         (evidence(hang=Hang(rank=1, host="c2", message="no progress"), errors=[PEER_GONE]), EndReason.HANG),
         (evidence(hang=Hang(rank=0, host="c1", message="no progress"), errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
@@ -80,6 +80,12 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), EndReason.RENDEZVOUS),
         (evidence(exits=[node(returncode=-9)]), EndReason.KILLED),
         (evidence(exits=[node(returncode=None, message="OSError: no memory to fork")]), EndReason.KILLED),
+        (evidence(errors=[error("DiskFullError", "The disk filled up while checkpoint-2 was written.")]), EndReason.DISK_FULL),
+        (evidence(errors=[error("OSError", "[Errno 28] No space left on device: '/shared/x'")]), EndReason.DISK_FULL),
+        (evidence(errors=[error("OSError", "[Errno 122] Disk quota exceeded")]), EndReason.DISK_FULL),
+        (evidence(nodes=2, exits=[node()], errors=[PEER_GONE]), EndReason.KILLED),
+        (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=None, host=None, message="no progress")), EndReason.NODE_FAILURE),
+        (evidence(slurm_state="NODE_FAIL", hang=Hang(rank=1, host="c2", message="no progress")), EndReason.HANG),
         (evidence(), EndReason.LOST),
     ],
 )  # fmt: skip
@@ -98,6 +104,14 @@ def test_the_cause_is_reported_instead_of_its_consequence() -> None:
 def test_who_cancelled_and_the_last_output_of_slurm_are_reported() -> None:
     assert "CANCELLED by user root" in classify(evidence(slurm_state="CANCELLED", cancelled_by="user root")).message
     assert "Task launch failed on node c2" in classify(evidence(last_output="Task launch failed on node c2")).message
+
+
+def test_nodes_without_a_record_are_named() -> None:
+    nodes = {"nodes": 3, "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]}
+    assert classify(evidence(slurm_state="NODE_FAIL", **nodes)).message.endswith("No record came from c2.")
+    assert "The worker on c2 was killed" in classify(evidence(errors=[PEER_GONE], **nodes)).message
+    silent = classify(evidence(slurm_state="NODE_FAIL", hosts=["c1", "c2"], nodes=2)).message
+    assert silent == "Slurm ended the job: NODE_FAIL."
 
 
 @pytest.mark.parametrize(
@@ -141,6 +155,9 @@ def state(**values: object) -> RetryState:
         (EndReason.PREFLIGHT, state(failing_nodes=6), Action.STOP),
         (EndReason.PREFLIGHT, state(failing_nodes=1, has_other_nodes=False), Action.STOP),
         (EndReason.NODE_FAILURE, state(), Action.RESUME),
+        (EndReason.DISK_FULL, state(), Action.RESUME),
+        (EndReason.DISK_FULL, state(idle_attempts=3), Action.GIVE_UP),
+        (EndReason.TERMINATED, state(), Action.RESUME),
         (EndReason.NON_FINITE, state(), Action.STOP),
         (EndReason.NON_FINITE, state(may_rewind=True), Action.RESUME),
         (EndReason.NON_FINITE, state(may_rewind=True, idle_attempts=3), Action.GIVE_UP),

@@ -50,7 +50,7 @@ def test_scontrol() -> None:
     assert (status.state, status.name, status.nodes, status.job_name) == (JobState.ENDED, "NODE_FAIL", "c[2-3]", "x")
 
 
-@pytest.mark.parametrize("name", ["CANCELLED", "TIMEOUT"])
+@pytest.mark.parametrize("name", ["CANCELLED", "TIMEOUT", "COMPLETED"])
 def test_a_preempted_job_may_have_another_state(name: str) -> None:
     text = "JobId=12 JobName=x JobState={} NodeList=c1 PreemptEligibleTime=2026-11-21T10:00:00 PreemptTime={}"
     assert parse_scontrol(text.format(name, "2026-11-21T10:05:00")).name == "PREEMPTED"
