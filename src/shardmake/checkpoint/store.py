@@ -15,6 +15,7 @@ import re
 import shutil
 import stat
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,15 +26,17 @@ from shardmake.checkpoint.record import (
     CheckpointRecord,
     FileEntry,
     find_problems,
+    is_intact,
     is_unfinished,
     read_record,
 )
-from shardmake.core.atomic import fsync_directory, write_json
+from shardmake.core.atomic import fsync_directory, write_bytes, write_json
 from shardmake.core.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
 STAGING = ".saving"
+_TAG = "latest"
 _FOLDER = re.compile(r"checkpoint-(\d+)")
 REMOVE_SECONDS = 5.0
 
@@ -180,11 +183,24 @@ def recover(folder: Path) -> tuple[CheckpointRecord, Path] | None:
     aside for manual recovery and removed when its disk space is needed. Call this only while no training is writing.
     """
     discard_unfinished(folder)
+    for _, path in checkpoints(folder):
+        _restore_tag(path)
     found = newest_valid(folder)
     for step, path in checkpoints(folder):
         if found is None or step > found[0].step or read_record(path) is None:
             logger.info("Renamed %s to %s.", path.name, set_aside(path).name)
     return found
+
+
+def _restore_tag(checkpoint: Path) -> None:
+    """Write DeepSpeed's ``latest`` again if it is missing or damaged, because its content follows from the record."""
+    record = read_record(checkpoint)
+    if record is None or _TAG not in record.files or is_intact(record, checkpoint, _TAG):
+        return
+    content = f"global_step{record.step}".encode()
+    if record.files[_TAG] == FileEntry(size=len(content), crc32=f"{zlib.crc32(content):08x}"):
+        logger.info("Writing %s/%s again: it was missing or damaged.", checkpoint.name, _TAG)
+        write_bytes(checkpoint / _TAG, content)
 
 
 def discard_unfinished(folder: Path) -> None:

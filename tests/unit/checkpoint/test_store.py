@@ -369,3 +369,15 @@ def test_the_checkpoint_just_written_stays_beside_later_ones(tmp_path: Path) -> 
         write(tmp_path, step, FILES)
     store.prune(tmp_path, Retention(keep=2), newest_write=10)
     assert [record.step for record, _ in store.committed(tmp_path)] == [30, 20, 10]
+
+
+@pytest.mark.parametrize("damage", [None, b"global_step99"], ids=["missing", "damaged"])
+def test_the_tag_is_written_again_because_it_follows_from_the_record(tmp_path: Path, damage: bytes | None) -> None:
+    write(tmp_path, 5, FILES)
+    newest = write(tmp_path, 10, FILES | {"latest": b"global_step10"})
+    (newest / "latest").unlink()
+    if damage:
+        (newest / "latest").write_bytes(damage)
+    found = store.recover(tmp_path)
+    assert found is not None and found[0].step == 10
+    assert (newest / "latest").read_bytes() == b"global_step10"

@@ -57,7 +57,7 @@ def test_a_restarted_job_resumes_from_its_newest_checkpoint_and_not_from_its_fir
 
 def test_a_restarted_job_passes_over_a_damaged_checkpoint(folder: AttemptDir) -> None:
     older, newest = save(folder, 10), save(folder, 20)
-    (newest / "latest").write_text("global_step99")
+    (newest / "trainer_state.json").write_text("{}")
     resume.prepare_restart(folder, 1)
     assert folder.read().resume_from == str(older)
     assert len(store.damaged(newest.parent)) == 1
