@@ -310,8 +310,8 @@ class Cluster:
             self.restart_controller()
         for node in NODES:
             self.join(node) if self._is_alive(node) else self.start_node(node)
-        self.run("squeue --noheader --format=%A | xargs --no-run-if-empty scancel --signal=KILL --full")
-        self.run("squeue --noheader --format=%A | xargs --no-run-if-empty scancel")
+        for options in ("--signal=KILL --full", ""):  # fails for a job that ends meanwhile; `wait_idle` is the check
+            self.run(f"squeue --noheader --format=%A | xargs --no-run-if-empty scancel {options}", check=False)
         self.wait_idle()
 
     # -- failures -----------------------------------------------------------------------------------------------------
