@@ -14,6 +14,7 @@ from shardmake.checkpoint.reshard.convert import set_load_universal
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.core.atomic import read_json, write_json
+from shardmake.core.build_locks import remove_stale_locks
 from shardmake.launch.jobs import attempt_settings
 from shardmake.memory.read_config import read_model
 from shardmake.plan.stage import make_plan
@@ -114,6 +115,8 @@ def launch(plan: Plan, folder: AttemptDir, program: Path | None) -> None:
 def rank_environment() -> Mapping[str, str]:
     """Return the environment that the worker would set on a node without a GPU."""
     path = os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])
+    for kernels in (Path.home() / ".cache/torch_extensions").glob("*"):
+        remove_stale_locks(kernels)  # of ranks that a test killed while they loaded
     return {**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
