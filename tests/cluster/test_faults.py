@@ -102,13 +102,6 @@ def restart_job(run: FaultRun, attempts: int) -> Ends:
     return []
 
 
-def preempt_and_restart(run: FaultRun, attempts: int) -> Ends:
-    run.wait_for_steps(run.every + 2, attempts)
-    allow_restart(run)
-    preempt(run, attempts)
-    return []
-
-
 def kill_node_and_restart(run: FaultRun, attempts: int) -> Ends:
     run.wait_for_steps(run.every + 2, attempts)
     allow_restart(run)
@@ -149,7 +142,7 @@ def fill_scratch(run: FaultRun, attempts: int) -> Ends:
 
 FAULTS: list[Fault] = [
     kill_rank, kill_worker, stop_rank, rank_sleeps, kill_node, cut_link, signals_before_the_limit, end_of_time, preempt,
-    restart_controller, kill_and_restart_driver, fill_scratch, restart_job, preempt_and_restart, kill_node_and_restart,
+    restart_controller, kill_and_restart_driver, fill_scratch, restart_job, kill_node_and_restart,
 ]  # fmt: skip
 
 
