@@ -9,6 +9,9 @@ from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel, row_major
 from shardmake.core.errors import CheckpointError
 
+_MOST_PIECES = 1_000_000
+"""Pieces of one box."""
+
 
 @dataclass(frozen=True)
 class Piece:
@@ -146,6 +149,9 @@ def box_pieces(
 
     Trailing dimensions that the box covers completely form one run with the last dimension that it covers in part. The
     dimension before that one becomes the piece's ``runs``. Each index of the dimensions before is a separate piece.
+
+    Raises:
+        CheckpointError: The box would need more than `_MOST_PIECES` pieces.
     """
     strides = row_major(shape)
     split = len(shape)
@@ -158,6 +164,11 @@ def box_pieces(
         return ()
     if inner == 0:
         return (Piece(record, start, first, count),)
+    if numel(sizes[: inner - 1]) > _MOST_PIECES:
+        raise CheckpointError(
+            f"Cannot read {record.path}. A part of a tensor of shape {list(shape)} would be read in more than "
+            f"{_MOST_PIECES} pieces. Save the checkpoint with another layout."
+        )
     runs, stride = sizes[inner - 1], strides[inner - 1]
     return tuple(
         Piece(record, start + index * runs * count * itemsize, first + shift, count, runs, stride)

@@ -7,14 +7,15 @@
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
+from shardmake.checkpoint.formats.boxes import covers
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces
+from shardmake.checkpoint.formats.dcp_metadata import OLDER, DcpMetadata, StoredBox, TensorEntry, read_metadata
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
-from shardmake.checkpoint.formats.unpickle import Inert, load_plain, numel
+from shardmake.checkpoint.formats.unpickle import numel
 from shardmake.core.errors import CheckpointError
 
 MODEL_FOLDER, OPTIMIZER_FOLDER = "pytorch_model_fsdp_0", "optimizer_0"
@@ -23,7 +24,7 @@ _METADATA = ".metadata"
 _MODEL = "model"
 _NO_WEIGHTS = re.compile(r"optim.*|lr_.*|schedulers?|train_state|dataloader.*|loops|callbacks|.*rng.*")
 """Levels beside the weights in checkpoints of torchtitan, Lightning and users' own loops."""
-_OLDER = "Use an older checkpoint, or copy this one again."
+_RANK = re.compile(r"__(\d+)_")
 
 
 def recognise(path: Path) -> Path | None:
@@ -40,21 +41,15 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     """
     if not (folder / _METADATA).is_file():
         raise CheckpointError(f"{folder} has no .metadata. The checkpoint was not finished. Use an older checkpoint.")
-    metadata = load_plain(folder / _METADATA)
-    described, stored = metadata.state_dict_metadata, metadata.storage_data
-    if not isinstance(described, Mapping) or not isinstance(stored, Mapping):
-        raise CheckpointError(f"{folder / _METADATA} is not a metadata file of torch. {_OLDER}")
-    places = {(index.fqn, tuple(index.offset or ())): info for index, info in stored.items()}
-    names = _model_names(folder, described, metadata.planner_data or {}, key)
-    _check_files(folder, list(stored.values()))
-    tensors = [_read_tensor(folder, name, fqn, described[fqn], places) for fqn, name in names.items()]
-    ranks = {info.relative_path.split("_")[2] for info in stored.values() if info.relative_path.startswith("__")}
+    metadata = read_metadata(folder / _METADATA)
+    names = _model_names(folder, metadata, key)
+    _check_files(folder, metadata.places.values())
+    tensors = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items()]
+    ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.file))}
     return Contents("torch DCP (FSDP)", folder, None, max(len(ranks), 1), {tensor.name: tensor for tensor in tensors})
 
 
-def _model_names(
-    folder: Path, described: Mapping[str, Any], planner: Mapping[str, Any], key: str | None
-) -> dict[str, str]:
+def _model_names(folder: Path, metadata: DcpMetadata, key: str | None) -> dict[str, str]:
     """Return the name of each of the model's tensors by the checkpoint's name.
 
     If the saved dictionary has a level ``model``, the model is below that level. Otherwise it is the whole dictionary
@@ -63,8 +58,7 @@ def _model_names(
     Raises:
         CheckpointError: The checkpoint holds several models and ``key`` does not name one, or ``key`` names none.
     """
-    paths = {fqn: tuple(str(part) for part in planner.get(fqn, (fqn,))) for fqn in described}
-    models = _models(paths, described)
+    models = _models(metadata)
     names = ", ".join(sorted(filter(None, models)))
     chosen = {name: found for name, found in models.items() if key is None or name == key}
     if len(chosen) > 1:
@@ -80,14 +74,14 @@ Paths = dict[str, tuple[str, ...]]
 """The levels of each tensor's name in its model, by the checkpoint's name."""
 
 
-def _models(paths: Paths, described: Mapping[str, Any]) -> dict[str, Paths]:
+def _models(metadata: DcpMetadata) -> dict[str, Paths]:
     """Return the paths of each model's tensors by its key: the levels above them, joined by dots."""
     found: dict[str, Paths] = {}
-    for fqn, path in paths.items():
+    for fqn, path in metadata.paths.items():
         level = path[:2].index(_MODEL) + 1 if _MODEL in path[:2] else 0
         if level and len(path) > level:
             found.setdefault(".".join(path[:level]), {})[fqn] = path[level:]
-    rest = _without_training_state(paths, described)
+    rest = _without_training_state(metadata)
     levels: dict[str, Paths] = {}
     for fqn, path in rest.items():
         if len(path) > 1 and _MODEL not in path[:2]:
@@ -107,61 +101,58 @@ def _is_same_model(held: Paths, models: Mapping[str, Paths]) -> bool:
     return any(names & set(other.values()) for other in models.values() if other is not held)
 
 
-def _without_training_state(paths: Paths, described: Mapping[str, Any]) -> Paths:
+def _without_training_state(metadata: DcpMetadata) -> Paths:
     """Return the paths without training states, and without values such as a step beside the weights."""
     return {
         fqn: path
-        for fqn, path in paths.items()
+        for fqn, path in metadata.paths.items()
         if not (len(path) > 1 and _NO_WEIGHTS.fullmatch(path[0]))
-        and (described[fqn].chunks is not None or fqn.endswith("_extra_state"))
+        and (metadata.entries[fqn] is not None or fqn.endswith("_extra_state"))
     }
 
 
-def _check_files(folder: Path, infos: list[Any]) -> None:
+def _check_files(folder: Path, places: Iterable[StoredBox]) -> None:
     """Raise `CheckpointError` unless every file exists with exactly the length in ``.metadata``."""
     ends: dict[str, int] = {}
-    for info in infos:
-        if info.transform_descriptors:
-            raise CheckpointError(
-                f"Cannot read {folder / info.relative_path}. The file is compressed or encrypted. Save it without that."
-            )
-        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for place in places:
+        ends[place.file] = max(ends.get(place.file, 0), place.offset + place.length)
     for name, end in ends.items():
         path = folder / name
-        if "/" in name or not path.is_file():
-            raise CheckpointError(f"{path} is missing. The checkpoint is not complete. {_OLDER}")
+        if not path.is_file():
+            raise CheckpointError(f"{path} is missing. The checkpoint is not complete. {OLDER}")
         if path.stat().st_size != end:
             raise CheckpointError(
                 f"{path} has {path.stat().st_size} bytes, but .metadata describes {end}. The file is truncated or "
-                f"comes from another save. {_OLDER}"
+                f"comes from another save. {OLDER}"
             )
 
 
-def _read_tensor(folder: Path, name: str, fqn: str, described: Any, places: Mapping[Any, Any]) -> StoredTensor:
-    if described.chunks is None or described.size is None:
+def _read_tensor(folder: Path, name: str, fqn: str, metadata: DcpMetadata) -> StoredTensor:
+    entry = metadata.entries[fqn]
+    if entry is None:
         raise CheckpointError(
             f"Cannot merge {folder}. The entry {fqn} is not a tensor, and safetensors files hold tensors only."
         )
-    dtype, shape = _read_dtype(folder, fqn, described.properties), tuple(described.size)
-    pieces = _read_pieces(folder, fqn, dtype, shape, described.chunks, places)
-    return StoredTensor(name, dtype, shape, tuple(pieces)).check()
+    if entry.dtype not in ITEM_SIZE:
+        raise CheckpointError(f"Cannot read {folder}. The type {entry.dtype} of {fqn} is not supported.")
+    if not covers(entry.shape, entry.boxes):
+        raise CheckpointError(
+            f"{folder / _METADATA} divides {fqn} {list(entry.shape)} into boxes that overlap or leave a part out. "
+            f"{OLDER}"
+        )
+    return StoredTensor(name, entry.dtype, entry.shape, tuple(_read_pieces(folder, fqn, entry, metadata))).check()
 
 
-def _read_dtype(folder: Path, fqn: str, properties: Inert) -> str:
-    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.dtype
-    if dtype not in ITEM_SIZE:
-        raise CheckpointError(f"Cannot read {folder}. The type {dtype} of {fqn} is not supported.")
-    return str(dtype)
-
-
-def _read_pieces(
-    folder: Path, fqn: str, dtype: str, shape: tuple[int, ...], chunks: Any, places: Mapping[Any, Any]
-) -> Iterator[Piece]:
-    for chunk in chunks:
-        offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
-        info = places.get((fqn, offsets))
-        if info is None:
-            raise CheckpointError(f"{folder / _METADATA} does not locate {fqn} at {list(offsets)}. {_OLDER}")
-        size = numel(sizes) * ITEM_SIZE[dtype]
-        record = ZipRecord(folder / info.relative_path, info.offset, size, None, archive_length=info.length)
-        yield from box_pieces(record, 0, ITEM_SIZE[dtype], shape, offsets, sizes)
+def _read_pieces(folder: Path, fqn: str, entry: TensorEntry, metadata: DcpMetadata) -> Iterator[Piece]:
+    itemsize = ITEM_SIZE[entry.dtype]
+    for offsets, sizes in entry.boxes:
+        place = metadata.places.get((fqn, offsets))
+        if place is None:
+            raise CheckpointError(f"{folder / _METADATA} does not locate {fqn} at {list(offsets)}. {OLDER}")
+        size = numel(sizes) * itemsize
+        if size > place.length:
+            raise CheckpointError(
+                f"{folder / place.file} has {place.length} bytes for the {size} of {fqn} at {list(offsets)}. {OLDER}"
+            )
+        record = ZipRecord(folder / place.file, place.offset, size, None, archive_length=place.length)
+        yield from box_pieces(record, 0, itemsize, entry.shape, offsets, sizes)

@@ -13,9 +13,11 @@ from typing import Any
 from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, unsharded
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
+from shardmake.checkpoint.formats.pickle_machine import Inert
 from shardmake.checkpoint.formats.unpickle import ShardRef, TensorRef
 from shardmake.core.errors import CheckpointError
 
+_OTHER = "Use another checkpoint."
 _FILE = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
 
 
@@ -57,16 +59,21 @@ def _join(folder: Path, name: str, parts: Sequence[Any]) -> StoredTensor:
     if not all(isinstance(part, ShardRef) and part.local.is_contiguous for part in parts):
         raise CheckpointError(f"Cannot merge {folder}. The layout of {name} is not supported. Save with DCP instead.")
     placements = first.spec.placements
-    if len(placements) != 1 or type(placements[0]).__name__ not in ("Shard", "Replicate"):
+    kinds = [held.kind.name for held in placements if isinstance(held, Inert)] if isinstance(placements, tuple) else []
+    if len(kinds) != 1 or len(placements) != 1 or kinds[0] not in ("Shard", "Replicate"):
         raise CheckpointError(
             f"Cannot merge {folder}. The mesh of {name} has several dimensions. Save with DCP instead (use_dcp=True)."
         )
-    if type(placements[0]).__name__ == "Replicate":
+    if kinds[0] == "Replicate":
         return unsharded(name, first.local)
     pieces: list[Piece] = []
     dimension, at = placements[0].dim, 0
+    if not isinstance(dimension, int) or not 0 <= dimension < len(first.shape):
+        raise CheckpointError(f"Cannot merge {folder}. {name} is divided along no dimension of its own. {_OTHER}")
     for part in parts:
         sizes, local = part.local.shape, part.local
+        if len(sizes) != len(first.shape):
+            raise CheckpointError(f"Cannot merge {folder}. The ranks do not agree on the shape of {name}. {_OTHER}")
         offsets = tuple(at if index == dimension else 0 for index in range(len(sizes)))
         pieces += box_pieces(local.record, local.offset, ITEM_SIZE[local.dtype], first.shape, offsets, sizes)
         at += sizes[dimension]

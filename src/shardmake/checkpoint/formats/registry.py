@@ -15,6 +15,9 @@ _NUMBERED = re.compile(r"(?:checkpoint[-_]|step-)(\d+)")
 _STEP = re.compile(r"(?:checkpoint-|step-)(\d+)")
 """Names of checkpoints. The number in Accelerate's ``checkpoint_N`` is not a step."""
 
+_WRAPPERS = {"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"}
+"""Levels of names that torch.compile, activation checkpointing and FSDP1 add."""
+
 FORMATS: list[tuple[Callable[[Path], Path | None], Callable[[Path, Target], Contents]]] = [
     (universal.recognise, universal.read),
     (zero.recognise, zero.read),
@@ -35,7 +38,7 @@ def read_model(
 ) -> Contents:
     """Read the checkpoint at ``path`` as `read_checkpoint` does; add a LoRA adapter to its base model.
 
-    Prefixes that a wrapper of the model adds to all names (``module.``, ``_orig_mod.``) are removed.
+    Levels that a wrapper adds to names are removed: ``module.`` at the start of all names, and `_WRAPPERS` anywhere.
 
     Args:
         path: A run, a checkpoint, or the folder with its files.
@@ -54,12 +57,25 @@ def read_model(
 
 
 def _without_wrapper(contents: Contents) -> Contents:
-    for prefix in ("module.", "_orig_mod."):
-        if contents.tensors and all(name.startswith(prefix) for name in contents.tensors):
-            tensors = [replace(tensor, name=name.removeprefix(prefix)) for name, tensor in contents.tensors.items()]
-            aliases = {a.removeprefix(prefix): b.removeprefix(prefix) for a, b in contents.aliases.items()}
-            return contents.with_tensors(tensors, aliases)
-    return contents
+    """Return the same tensors without the levels that DDP, torch.compile, checkpointing and FSDP1 add to names."""
+    everywhere = contents.tensors and all(name.startswith("module.") for name in contents.tensors)
+    if not everywhere and not any(_WRAPPERS & set(name.split(".")) for name in contents.tensors):
+        return contents
+
+    def inner(name: str) -> str:
+        levels = name.removeprefix("module.").split(".") if everywhere else name.split(".")
+        return ".".join(level for level in levels if level not in _WRAPPERS)
+
+    originals: dict[str, str] = {}
+    for name in contents.tensors:
+        if inner(name) in originals:
+            raise CheckpointError(
+                f"Cannot read {contents.folder}. {originals[inner(name)]} and {name} are one name without the levels "
+                "of wrappers. Save the model without its wrapper."
+            )
+        originals[inner(name)] = name
+    tensors = [replace(tensor, name=inner(name)) for name, tensor in contents.tensors.items()]
+    return contents.with_tensors(tensors, {inner(a): inner(b) for a, b in contents.aliases.items()})
 
 
 def read_checkpoint(path: Path, target: Target = "keep", key: str | None = None) -> Contents:

@@ -1,13 +1,16 @@
 """The zip archives that ``torch.save`` writes: the offset and CRC-32 of each record.
 
 torch stores records uncompressed and aligned, with a CRC-32 in the zip directory that torch never checks.
+Small records are compared with it here, those of tensors while they are copied.
 `zipfile` reads the directory. Layout of an entry: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT (4.3.7).
 """
 
 import io
 import os
+import stat
 import struct
 import zipfile
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,10 @@ from shardmake.core.errors import CheckpointError
 
 _END_SIZE = 22
 _LOCAL = struct.Struct("<4s5H3L2H")
+_LARGEST_PICKLE = 512 << 20
+"""Bytes of a pickle or another small record. That of a 70B model on 512 ranks has about 70 MB."""
+_LARGEST_DIRECTORY = 32 << 20
+"""Bytes of a zip directory; one entry has about 100."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +56,70 @@ class _Range(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         self.at = offset + (0, self.at, self.length)[whence]
+        if self.at < 0:
+            raise zipfile.BadZipFile("negative offset")
         return self.at
+
+    def read(self, size: int = -1) -> bytes:
+        """Return up to ``size`` bytes; a forged size allocates nothing."""
+        left = max(0, self.length - self.at)
+        size = left if size < 0 else min(size, left)
+        if size > _LARGEST_DIRECTORY:
+            raise zipfile.BadZipFile("directory too large")
+        return super().read(size) or b""
 
     def readinto(self, buffer: Any) -> int:
         count = os.preadv(self.file, [memoryview(buffer)[: max(0, self.length - self.at)]], self.start + self.at)
         self.at += count
         return count
+
+
+def open_regular(path: Path) -> int:
+    """Open a file for reading and return its descriptor; raise `CheckpointError` for a pipe, a device or a folder."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError as error:
+        raise CheckpointError(f"Cannot read {path}: {error.strerror}. Copy the checkpoint again.") from None
+    if stat.S_ISREG(os.fstat(file).st_mode):
+        return file
+    os.close(file)
+    raise CheckpointError(f"Cannot read {path}. It is not a regular file. Copy the checkpoint again.")
+
+
+def read_small(path: Path) -> bytes:
+    """Return the content of a file without tensors."""
+    file = open_regular(path)
+    try:
+        size = os.fstat(file).st_size
+        if size > _LARGEST_PICKLE:
+            raise _too_large(path, size)
+        return os.pread(file, size, 0)
+    finally:
+        os.close(file)
+
+
+def read_record(record: ZipRecord) -> bytes:
+    """Return the bytes of a small record and compare their checksum; raise `CheckpointError` if it differs."""
+    if record.size > _LARGEST_PICKLE:
+        raise _too_large(record.path, record.size)
+    file = open_regular(record.path)
+    try:
+        content = os.pread(file, record.size, record.offset)
+    finally:
+        os.close(file)
+    if len(content) != record.size or (record.crc is not None and zlib.crc32(content) != record.crc):
+        raise CheckpointError(
+            f"{record.path} is damaged: the {record.size} bytes from byte {record.offset} on have another checksum "
+            "than the file records. Use an older checkpoint, or copy this file again."
+        )
+    return content
+
+
+def _too_large(path: Path, size: int) -> CheckpointError:
+    return CheckpointError(
+        f"Cannot read {path}. Its description of the tensors has {size} bytes; the limit is {_LARGEST_PICKLE}. "
+        "The file is damaged, or was not written by torch. Use another checkpoint."
+    )
 
 
 class ZipArchive:
@@ -63,7 +128,7 @@ class ZipArchive:
     def __init__(self, path: Path, start: int = 0, length: int | None = None) -> None:
         """Read the directory of the archive; raise `CheckpointError` if it is empty, truncated or not a zip archive."""
         self.path, self.start = path, start
-        self._file = os.open(path, os.O_RDONLY)
+        self._file = open_regular(path)
         try:
             self.length = os.fstat(self._file).st_size - start if length is None else length
             self._entries = self._read_directory()
@@ -92,9 +157,8 @@ class ZipArchive:
         return ZipRecord(self.path, self.start + offset, entry.file_size, entry.CRC)
 
     def read(self, name: str) -> bytes:
-        """Return the bytes of a small record."""
-        record = self.record(name)
-        return os.pread(self._file, record.size, record.offset)
+        """Return the bytes of a small record; raise `CheckpointError` if they do not have the checksum in the file."""
+        return read_record(self.record(name))
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
@@ -123,9 +187,18 @@ class ZipArchive:
             raise self._damaged("the directory at its end is missing")
         try:
             entries = zipfile.ZipFile(_Range(self._file, self.start, self.length)).infolist()
-        except (zipfile.BadZipFile, NotImplementedError, ValueError):  # as `zipfile` rejects damaged entries
+        except (
+            zipfile.BadZipFile,
+            NotImplementedError,
+            ValueError,
+            struct.error,
+            OSError,
+        ):  # as `zipfile` rejects damaged entries
             raise self._damaged("its directory is truncated") from None
         for entry in entries:
             if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
                 raise self._damaged(f"the entry {entry.filename!r} is not one that torch writes")
-        return {entry.filename.partition("/")[2]: entry for entry in entries}
+        named = {entry.filename.partition("/")[2]: entry for entry in entries}
+        if len(named) < len(entries):
+            raise self._damaged("its directory names a record twice")
+        return named

@@ -1,20 +1,17 @@
 """Read the pickle of a checkpoint without executing any of its code.
 
-A pickle is a program. This unpickler gives it nothing to execute: every global that DeepSpeed, torch, Accelerate and
-Transformers write into checkpoints is mapped to an inert class of this module. Any other name is rejected. Tensors
-become `TensorRef`: the place of their bytes, not the bytes.
+A pickle is a program. `PickleMachine` runs it without importing or calling what it names: objects become `Inert`
+placeholders, and tensors become `TensorRef`, the place of their bytes, not the bytes.
 """
 
-import io
-import pickle
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats.dtypes import FROM_STORAGE, FROM_TORCH, ITEM_SIZE
-from shardmake.checkpoint.formats.torch_zip_reader import ZipArchive, ZipRecord
+from shardmake.checkpoint.formats.pickle_machine import Inert, Name, PickleError, PickleMachine
+from shardmake.checkpoint.formats.torch_zip_reader import ZipArchive, ZipRecord, read_small
 from shardmake.core.errors import CheckpointError
 
 
@@ -67,7 +64,7 @@ class ShardRef:
 
     shape: tuple[int, ...]
     local: TensorRef
-    spec: Any
+    spec: Inert
 
 
 def numel(shape: tuple[int, ...]) -> int:
@@ -87,33 +84,11 @@ def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-class Inert:
-    """Placeholder for an object of an allowed class, which keeps its pickled state and has no behavior."""
-
-    def __init__(self, *args: Any) -> None:
-        self.args = args
-        self.state: Any = None
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the pickled object; None if it had no such attribute."""
-        state = self.__dict__.get("state")
-        return state.get(name) if isinstance(state, dict) and not name.startswith("__") else None
-
-
-class Dtype(str):
-    """A torch dtype by its safetensors name."""
-
-    __slots__ = ()
-
-
 def load(path: Path) -> Any:
     """Return the object that ``torch.save`` wrote to ``path``, with tensors as `TensorRef`.
 
     Raises:
-        CheckpointError: The file is damaged, or its pickle names something that is not in the allowlist.
+        CheckpointError: The file is damaged.
     """
     with ZipArchive(path) as archive:
         return load_archive(archive)
@@ -123,12 +98,27 @@ def load_archive(archive: ZipArchive) -> Any:
     """Return the object in an open archive, as `load` does."""
     if "byteorder" in archive and archive.read("byteorder") != b"little":
         raise CheckpointError(f"Cannot read {archive.path}. Checkpoints of big-endian machines are not supported.")
-    return _unpickle(_Unpickler(archive.read("data.pkl"), archive.path, archive))
+    storages: dict[str, StorageRef] = {}
+
+    def storage(pid: Any) -> StorageRef:
+        """Return the storage with the id ``("storage", type, key, location, number of elements)``."""
+        is_storage = isinstance(pid, tuple) and len(pid) == 5 and pid[0] == "storage"
+        if not is_storage or not isinstance(pid[1], Name) or not isinstance(pid[2], str):
+            raise _not_a_storage(archive.path)
+        if pid[2] not in storages:
+            storages[pid[2]] = StorageRef(archive.record(f"data/{pid[2]}"), FROM_STORAGE.get(pid[1].name))
+        return storages[pid[2]]
+
+    return _run(archive.read("data.pkl"), archive.path, storage)
 
 
 def load_plain(path: Path) -> Any:
     """Return the object in a plain pickle file without tensors, such as DCP's ``.metadata``."""
-    return _unpickle(_Unpickler(path.read_bytes(), path, None))
+
+    def refuse(_: Any) -> None:
+        raise _not_a_storage(path)
+
+    return _run(read_small(path), path, refuse)
 
 
 def locate(record: ZipRecord, dtype: str) -> ZipRecord:
@@ -141,105 +131,132 @@ def locate(record: ZipRecord, dtype: str) -> ZipRecord:
         return record
     with ZipArchive(record.path, record.offset, record.archive_length) as archive:
         ref = load_archive(archive)
-    if not isinstance(ref, TensorRef) or (ref.dtype, ref.nbytes) != (dtype, record.size) or not ref.is_contiguous:
+    place = f"The tensor at byte {record.offset} of {record.path}"
+    if not isinstance(ref, TensorRef) or (ref.dtype, ref.nbytes) != (dtype, record.size):
+        raise CheckpointError(f"{place} is not the one in .metadata. Use another checkpoint.")
+    if not ref.is_contiguous:
         raise CheckpointError(
-            f"The tensor at byte {record.offset} of {record.path} is not the one in .metadata. Use another checkpoint."
+            f"{place} is stored transposed or with gaps (stride {list(ref.stride)}), which is not supported. Call "
+            ".contiguous() on it before saving."
         )
     if ref.record.size != record.size:
         return ZipRecord(record.path, ref.record.offset + ref.offset, record.size, None)
     return ref.record
 
 
-def _unpickle(unpickler: "_Unpickler") -> Any:
+def _not_a_storage(path: Path) -> CheckpointError:
+    return CheckpointError(
+        f"Rejected {path}: its pickle refers to an object that is not a torch storage. Use another checkpoint."
+    )
+
+
+def _run(content: bytes, path: Path, storage: Callable[[Any], Any]) -> Any:
     try:
-        return unpickler.load()
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged or hostile pickle can raise anything
-        raise CheckpointError(
-            f"{unpickler.path} cannot be read: {type(error).__name__}: {error}. Use an older checkpoint."
-        ) from None
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, content: bytes, path: Path, archive: ZipArchive | None) -> None:
-        super().__init__(io.BytesIO(content))
-        self.path, self._archive = path, archive
-        self._storages: dict[str, StorageRef] = {}
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Return the inert class for an allowed global."""
-        if (module, name) in _FUNCTIONS:
-            return _FUNCTIONS[module, name]
-        if module == "torch" and name in FROM_TORCH:
-            return Dtype(FROM_TORCH[name])
-        if module in ("torch", "torch.storage") and name in {*FROM_STORAGE, "UntypedStorage"}:
-            return Dtype(FROM_STORAGE.get(name, ""))
-        if name in _INERT.get(module, ()):
-            return type(name, (Inert,), {})
-        raise CheckpointError(
-            f"Rejected {self.path}: its pickle uses {module}.{name}, which checkpoints of DeepSpeed and torch do not "
-            "need. Loading the file could execute foreign code. Nothing was executed."
-        )
-
-    def persistent_load(self, pid: Any) -> StorageRef:
-        """Return a storage by ``("storage", type, key, location, number of elements)``."""
-        if self._archive is None or not isinstance(pid, tuple) or len(pid) != 5 or pid[0] != "storage":
-            raise CheckpointError(f"Rejected {self.path}: its pickle refers to an object that is not a torch storage.")
-        dtype, key = str(pid[1]) or None, str(pid[2])
-        if key not in self._storages:
-            self._storages[key] = StorageRef(self._archive.record(f"data/{key}"), dtype)
-        return self._storages[key]
+        return PickleMachine(content, _FUNCTIONS, storage).run()
+    except PickleError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Use an older checkpoint.") from None
 
 
 def _tensor(
-    storage: StorageRef,
+    _machine: PickleMachine,
+    storage: Any,
     offset: int,
-    shape: tuple[int, ...],
-    stride: tuple[int, ...],
+    shape: Any,
+    stride: Any,
     _grad: Any = None,
     _hooks: Any = None,
     dtype: Any = None,
     *_: Any,
-) -> TensorRef:
-    """Return a tensor; only version 3 of torch's function has ``dtype`` at this position."""
-    shape, stride, dtype = tuple(shape), tuple(stride), dtype if isinstance(dtype, Dtype) else storage.dtype
-    if dtype is None:
-        raise CheckpointError(f"{storage.record.path} holds a tensor without a data type. Use another checkpoint.")
-    itemsize = ITEM_SIZE[dtype]
+) -> TensorRef | Inert:
+    """Return a tensor; only version 3 of torch's function has ``dtype`` at this position.
+
+    A tensor of a type that no safetensors file has is a placeholder.
+    """
+    if not isinstance(storage, StorageRef):
+        raise PickleError("a tensor has no storage")
+    named = FROM_TORCH.get(dtype.name) if isinstance(dtype, Name) else storage.dtype
+    if named is None:
+        return Inert(dtype if isinstance(dtype, Name) else Name("torch", "Tensor"), (storage,))
+    _sizes((offset,))
+    if len(_sizes(shape)) != len(_sizes(stride)):
+        raise PickleError("a tensor has no valid shape")
     last = offset + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) + 1 if numel(shape) else 0
-    if offset < 0 or min((*shape, *stride), default=0) < 0 or last * itemsize > storage.record.size:
+    if last * ITEM_SIZE[named] > storage.record.size:
         raise CheckpointError(
             f"{storage.record.path} is damaged: a tensor of shape {list(shape)} exceeds its storage. "
             "Use an older checkpoint."
         )
-    return TensorRef(storage.record, offset * itemsize, str(dtype), shape, stride)
+    return TensorRef(storage.record, offset * ITEM_SIZE[named], named, shape, stride)
 
 
-def _wrapped(_type: Any, _dtype: Any, shape: tuple[int, ...], *_: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor without bytes of its own; `_subclass` receives the wrapped tensor."""
-    return tuple(shape)
-
-
-def _subclass(function: Callable[..., Any], _type: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """Return a tensor subclass: the plain tensor in ``args`` for Parameter, a part of a tensor for DTensor."""
-    if function is not _wrapped:
-        return function(*args)
-    values = state[1] if isinstance(state, tuple) else state
-    return ShardRef(_wrapped(*args), values["_local_tensor"], values["_spec"])
-
-
-def _first(value: Any = None, *_: Any) -> Any:
+def _sizes(value: Any) -> tuple[Any, ...]:
+    """Return a shape or stride."""
+    if not isinstance(value, tuple) or len(value) > _MOST_DIMENSIONS:
+        raise PickleError("a tensor has no valid shape")
+    if not all(isinstance(size, int) and 0 <= size <= _LARGEST for size in value):
+        raise PickleError("a tensor has no valid shape")
     return value
 
 
+def _size(_machine: PickleMachine, value: Any = (), *_: Any) -> tuple[Any, ...]:
+    return _sizes(value)
+
+
+def _wrapped(_machine: PickleMachine, _type: Any, _dtype: Any, shape: Any, *_: Any) -> tuple[Any, ...]:
+    """Return the shape of a tensor without bytes of its own; `_subclass` receives the wrapped tensor."""
+    return _sizes(shape)
+
+
+def _subclass(machine: PickleMachine, function: Any, kind: Any, args: Any, state: Any) -> Any:
+    """Return a tensor subclass: the plain tensor in ``args`` for Parameter, a part of a tensor for DTensor."""
+    if not isinstance(function, Name) or not isinstance(args, tuple):
+        raise PickleError("a tensor subclass is not one that torch writes")
+    call = function.replacement
+    if call is _tensor:
+        return _tensor(machine, *args)
+    values = state[1] if isinstance(state, tuple) and len(state) > 1 else state
+    local, spec = (values.get(key) if isinstance(values, Mapping) else None for key in ("_local_tensor", "_spec"))
+    if call is not _wrapped or not isinstance(local, TensorRef) or not isinstance(spec, Inert):
+        return Inert(kind if isinstance(kind, Name) else function, args)
+    return ShardRef(_wrapped(machine, *args), local, spec)
+
+
+def _first(_machine: PickleMachine, value: Any = None, *_: Any) -> Any:
+    return value
+
+
+def _list(machine: PickleMachine, items: Sequence[Any] = (), *_: Any) -> list[Any]:
+    machine.spend(len(items))
+    return list(items)
+
+
+def _complex(_machine: PickleMachine, real: float, imaginary: float) -> complex:
+    return complex(real, imaginary)
+
+
+def _encode(machine: PickleMachine, text: str, *_: Any) -> bytes:
+    """Return the bytes that protocol 2 writes as text."""
+    machine.spend(len(text))
+    return text.encode("latin1")
+
+
+def _reconstruct(_machine: PickleMachine, kind: Any, *_: Any) -> Inert:
+    if not isinstance(kind, Name):
+        raise PickleError("an object has no class")
+    return Inert(kind)
+
+
+_LARGEST = 2**62
+_MOST_DIMENSIONS = 64
 _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "defaultdict"): lambda *_: OrderedDict(),
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "complex"): complex,
-    ("__builtin__", "set"): set,
+    ("collections", "OrderedDict"): PickleMachine.ordered,
+    ("collections", "defaultdict"): lambda machine, *_: machine.ordered(),
+    ("builtins", "set"): _list,
+    ("builtins", "frozenset"): _list,
+    ("builtins", "complex"): _complex,
+    ("__builtin__", "set"): _list,
+    ("__builtin__", "frozenset"): _list,
+    ("__builtin__", "complex"): _complex,
     ("torch._utils", "_rebuild_tensor"): _tensor,
     ("torch._utils", "_rebuild_tensor_v2"): _tensor,
     ("torch._utils", "_rebuild_tensor_v3"): _tensor,
@@ -247,36 +264,11 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("torch._utils", "_rebuild_parameter"): _first,
     ("torch._utils", "_rebuild_parameter_with_state"): _first,
     ("torch._tensor", "_rebuild_from_type_v2"): _subclass,
-    ("torch", "Size"): tuple,
+    ("torch", "Size"): _size,
     ("torch", "device"): _first,
     ("torch.serialization", "_get_layout"): _first,
-    ("copy_reg", "_reconstructor"): lambda kind, *_: kind(),
-    ("copyreg", "_reconstructor"): lambda kind, *_: kind(),
-    ("numpy.core.multiarray", "scalar"): Inert,
-    ("numpy._core.multiarray", "scalar"): Inert,
-    ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
+    ("copy_reg", "_reconstructor"): _reconstruct,
+    ("copyreg", "_reconstructor"): _reconstruct,
+    ("_codecs", "encode"): _encode,
 }
-
-_INERT: dict[str, set[str]] = {
-    "builtins": {"object"},
-    "__builtin__": {"object"},
-    "numpy": {"dtype"},
-    "pathlib": {"PosixPath", "PurePosixPath"},
-    "torch": {"Tensor"},
-    "torch.nn.parameter": {"Parameter", "Buffer"},
-    "deepspeed.runtime.zero.config": {"ZeroStageEnum"},
-    "deepspeed.runtime.fp16.loss_scaler": {"LossScaler", "DynamicLossScaler", "LossScaleConfig", "LossScaleProfile"},
-    "deepspeed.utils.tensor_fragment": {"fragment_address"},
-    "deepspeed.runtime.config": {"DeepSpeedConfig"},
-    "torch.distributed._mesh_layout": {"_MeshLayout", "_FlatLayout"},
-    "torch.distributed.device_mesh": {"DeviceMesh"},
-    "torch.distributed.tensor": {"DTensor"},
-    "torch.distributed.tensor._dtensor_spec": {"DTensorSpec", "ShardOrderEntry", "TensorMeta"},
-    "torch.distributed.tensor.placement_types": {"Shard", "Replicate", "Partial", "_StridedShard"},
-    "torch.distributed.checkpoint.metadata": {
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata", "TensorProperties",
-        "ChunkStorageMetadata", "StorageMeta", "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
-    "torch.distributed.checkpoint._fsspec_filesystem": {"_StorageInfo"},
-}  # fmt: skip
+"""Replacements of the functions and classes whose results are used; every other one yields an `Inert` placeholder."""

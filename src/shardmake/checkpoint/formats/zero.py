@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats.contents import Contents, FlatVector, Piece, StoredTensor, unsharded
-from shardmake.checkpoint.formats.dtypes import Target, converted
+from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, converted
 from shardmake.checkpoint.formats.nvme_swap import with_swap_files
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
 from shardmake.checkpoint.formats.zero_files import (
@@ -204,7 +204,8 @@ def _check_slices(files: ZeroFiles, group: int, name: str, pieces: Sequence[Piec
         if not mappings:
             continue
         flat = state["single_partition_of_fp32_groups"][group]
-        by_shape = [(piece.start - flat.offset) // 4 for piece in pieces if piece.record is flat.record]
+        itemsize = ITEM_SIZE[flat.dtype]
+        by_shape = [(piece.start - flat.offset) // itemsize for piece in pieces if piece.record is flat.record]
         count = sum(piece.count for piece in pieces if piece.record is flat.record)
         address = mappings[group].get(name)
         by_mapping = ([address.start], address.numel) if address is not None else ([], 0)

@@ -1,6 +1,5 @@
 """The files of a DeepSpeed ZeRO checkpoint: find them, read them and check that they belong together."""
 
-import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import unpickle
-from shardmake.checkpoint.formats.unpickle import Inert, TensorRef
+from shardmake.checkpoint.formats.pickle_machine import Inert
+from shardmake.checkpoint.formats.torch_zip_reader import read_record
+from shardmake.checkpoint.formats.unpickle import TensorRef
+from shardmake.checkpoint.formats.zero_values import check_model, check_optimizer
 from shardmake.core.errors import CheckpointError
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -85,6 +87,7 @@ def _load_model(path: Path) -> Mapping[str, Any]:
         raise CheckpointError(
             f"Cannot merge {path}. The file belongs to DeepSpeed's AutoEP, which is not supported. {_CONVERT}"
         )
+    check_model(path, state)
     return state
 
 
@@ -93,6 +96,7 @@ def _load_optimizer(path: Path) -> Mapping[str, Any]:
     inner = state.get("optimizer_state_dict") if isinstance(state, Mapping) else None
     if not isinstance(inner, Mapping) or not {"fp32_flat_groups", "single_partition_of_fp32_groups"} & set(inner):
         raise CheckpointError(f"{path} is not an optimizer file of DeepSpeed ZeRO: it holds no fp32 weights. {_OLDER}")
+    check_optimizer(path, inner)
     return inner
 
 
@@ -177,20 +181,28 @@ def base_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
     return base if isinstance(base, Mapping) else {}
 
 
-def _learning_rate(state: Mapping[str, Any]) -> Any:
-    groups = base_optimizer(state).get("param_groups") or [{}]
-    rate = groups[0].get("lr")
-    return _scalar(rate) if isinstance(rate, TensorRef) else rate
+def _learning_rate(state: Mapping[str, Any]) -> float | None:
+    groups = base_optimizer(state).get("param_groups")
+    rate = groups[0].get("lr") if isinstance(groups, list) and groups and isinstance(groups[0], Mapping) else None
+    if isinstance(rate, TensorRef):
+        return _scalar(rate)
+    return rate if isinstance(rate, int | float) else None
 
 
 def optimizer_step(state: Mapping[str, Any]) -> float | None:
     """Return the steps that an optimizer counted, in the state that ZeRO saves; None if it counts none."""
     base = base_optimizer(state)
-    candidates = [*(base.get("state") or {}).values(), *(base.get("param_groups") or [])]
+    states, groups = base.get("state"), base.get("param_groups")
+    candidates = [
+        *(states.values() if isinstance(states, Mapping) else ()),
+        *(groups if isinstance(groups, list) else ()),
+    ]
     for candidate in candidates:
         step = candidate.get("step") if isinstance(candidate, Mapping) else None
-        if step is not None:
-            return _scalar(step) if isinstance(step, TensorRef) else float(step)
+        if isinstance(step, TensorRef):
+            return _scalar(step)
+        if isinstance(step, int | float):
+            return float(step)
     return None
 
 
@@ -199,6 +211,5 @@ def _scalar(ref: TensorRef) -> float | None:
     code = {"F32": "<f", "F64": "<d", "I64": "<q", "I32": "<i"}.get(ref.dtype)
     if code is None or ref.numel != 1:
         return None
-    with ref.record.path.open("rb") as file:
-        content = os.pread(file.fileno(), ref.nbytes, ref.record.offset + ref.offset)
+    content = read_record(ref.record)[ref.offset : ref.offset + ref.nbytes]
     return float(struct.unpack(code, content)[0])

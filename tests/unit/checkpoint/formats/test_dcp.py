@@ -8,7 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from shardmake.checkpoint.formats.registry import read_checkpoint
+from shardmake.checkpoint.formats.boxes import covers
+from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
+from shardmake.checkpoint.formats.unpickle import locate
 from shardmake.core.errors import CheckpointError, ConfigError
 
 WEIGHTS = {"embed.weight": torch.ones(3, 2), "layers.0.weight": torch.zeros(2, 2), "optimus.bias": torch.ones(2)}
@@ -98,3 +100,60 @@ def test_folder_without_a_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "expected"),
+    [
+        ((4, 2), [((0, 0), (2, 2)), ((2, 0), (2, 2))], True),
+        ((4, 4), [((0, 0), (4, 1)), ((0, 1), (2, 3)), ((2, 1), (2, 3))], True),
+        ((2, 2), [((0, 0), (2, 1)), ((0, 1), (1, 1)), ((1, 1), (1, 1))], True),
+        ((), [((), ())], True),
+        ((0, 3), [], True),
+        ((3,), [((0,), (3,)), ((3,), (0,))], True),
+        ((4, 2), [((0, 0), (2, 2)), ((1, 0), (2, 2))], False),
+        ((4, 2), [((0, 0), (2, 2)), ((0, 0), (2, 2))], False),
+        ((4, 2), [((0, 0), (2, 2))], False),
+        ((4,), [((0,), (2,)), ((3,), (2,))], False),
+        ((), [], False),
+    ],
+)
+def test_boxes_divide_a_tensor(shape: tuple[int, ...], boxes: list[Any], expected: bool) -> None:
+    assert covers(shape, boxes) is expected
+
+
+def test_levels_of_wrappers_are_removed(tmp_path: Path) -> None:
+    saved = {
+        "_orig_mod.layers.0._checkpoint_wrapped_module.weight": torch.ones(2),
+        "_orig_mod.layers.1._fsdp_wrapped_module._orig_mod.weight": torch.ones(2),
+    }
+    dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
+    assert read_model(tmp_path).tensors.keys() == {"layers.0.weight", "layers.1.weight"}
+
+
+def test_names_that_differ_in_wrappers_only(tmp_path: Path) -> None:
+    saved = {"layers._orig_mod.weight": torch.ones(2), "layers.weight": torch.ones(2)}
+    dcp.save({"model": saved}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match="are one name without the levels of wrappers"):
+        read_model(tmp_path)
+
+
+def test_type_that_no_safetensors_file_has(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(2, dtype=torch.complex128)}}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(CheckpointError, match=r"The type complex128 of model\.w is not supported"):
+        read_checkpoint(tmp_path)
+
+
+def test_renamed_field_is_named(tmp_path: Path) -> None:
+    dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path, no_dist=True)
+    content = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(content.replace(b"\x07offsets", b"\x07offsetz"))
+    with pytest.raises(CheckpointError, match=r"ChunkStorageMetadata in it has no field 'offsets'"):
+        read_checkpoint(tmp_path)
+
+
+def test_transposed_tensor(tmp_path: Path) -> None:
+    dcp.save({"model": {"w": torch.ones(3, 2).T}}, checkpoint_id=tmp_path, no_dist=True)
+    (piece,) = read_checkpoint(tmp_path).tensors["w"].pieces
+    with pytest.raises(CheckpointError, match="is stored transposed or with gaps"):
+        locate(piece.record, "F32")
