@@ -99,9 +99,9 @@ test-trackers: install-test
 test-two-users: install-test
 	$(BIN)/pytest -m two_users tests/cluster
 
-# Every fault for every strategy on the three-node Slurm: two hours.
+# Every fault for every strategy on two three-node Slurms side by side: over an hour.
 test-faults: install-test
-	$(BIN)/pytest -m faults tests/cluster
+	$(PYTEST) -m faults tests/cluster
 
 # A rank is killed at every write of a save: about an hour.
 test-sweep: install-test

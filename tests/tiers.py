@@ -56,7 +56,7 @@ def belongs_to_make_test(node: str) -> bool:
 
 
 GROUPS = {
-    "cluster/": "cluster",  # there is only one three-node Slurm at a time
+    "cluster/": "cluster",
     "workflow/test_consolidate": "consolidate",
     **{
         f"workflow/test_{name}": "forked"
@@ -80,8 +80,14 @@ GROUPS = {
 }
 """Groups of tests that share an expensive fixture, by the beginning of their files below ``tests``."""
 
+FAULTS = re.compile(r"(cluster/test_\w*faults\.py)::\w+\[(\w+)")
+"""Tests of one strategy share its undisturbed training."""
+
 
 def group_of(node: str) -> str:
     """Return the group of the test with the pytest id ``node``: tests of a group run in one process."""
-    file = node.removeprefix("tests/").partition("::")[0]
+    node = node.removeprefix("tests/")
+    if faults := FAULTS.match(node):
+        return " ".join(faults.groups())
+    file = node.partition("::")[0]
     return next((group for start, group in GROUPS.items() if file.startswith(start)), file)

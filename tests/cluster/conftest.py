@@ -9,7 +9,7 @@ import pytest
 
 from tests.cluster.baseline import BaselineRuns
 from tests.cluster.fault_run import FaultRun, make_fault_run
-from tests.cluster.harness import Cluster, available
+from tests.cluster.harness import REUSE, Cluster, available
 
 
 def require_cluster(*, accounting: bool = False) -> None:
@@ -22,7 +22,7 @@ def require_cluster(*, accounting: bool = False) -> None:
 def cluster() -> Iterator[Cluster]:
     """The three-node cluster. ``SHARDMAKE_CLUSTER=reuse`` takes the one of ``python -m tests.cluster up``."""
     require_cluster()
-    if os.environ.get("SHARDMAKE_CLUSTER") == "reuse":
+    if REUSE:
         running = Cluster()
         running.attach()
         yield running

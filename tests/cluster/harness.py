@@ -35,7 +35,10 @@ from tests.cluster.slurm_conf import (
     slurmdbd_conf,
 )
 
-STATE = Path("/var/lib/shardmake-cluster")
+REUSE = os.environ.get("SHARDMAKE_CLUSTER") == "reuse"
+_WORKER = "" if REUSE else os.environ.get("PYTEST_XDIST_WORKER", "")
+STATE = Path("/var/lib", "-".join(filter(None, ("shardmake-cluster", _WORKER))))
+"""The folder of the cluster; each process of xdist has a cluster of its own."""
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "squeue", "sinfo", "scancel", "scontrol")
 
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiers import QUICK, SLOW_UNIT, belongs_to_make_test
+from tests.tiers import QUICK, SLOW_UNIT, belongs_to_make_test, group_of
 
 TESTS = Path(__file__).resolve().parents[1]
 
@@ -27,3 +27,10 @@ def test_the_tier_follows_from_file_and_name() -> None:
     assert belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3]")
     assert not belongs_to_make_test("tests/workflow/test_resume.py::test_every_strategy_resumes[zero3-offload]")
     assert not belongs_to_make_test("tests/cluster/test_queue.py::test_any")
+
+
+def test_faults_of_a_strategy_share_a_process() -> None:
+    file = "cluster/test_faults.py"
+    assert group_of(f"tests/{file}::test_any[zero2-kill]") == group_of(f"tests/{file}::test_other[zero2]")
+    assert group_of(f"tests/{file}::test_any[zero2-kill]") != group_of(f"tests/{file}::test_any[fsdp-kill]")
+    assert group_of(f"tests/{file}::test_any") == group_of("tests/cluster/test_queue.py::test_any") == "cluster"
