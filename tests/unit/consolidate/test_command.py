@@ -179,7 +179,7 @@ def test_raw_weights(run: Run) -> None:
 
 
 class Terminal(io.StringIO):
-    """What is written to a terminal, kept."""
+    """A terminal that keeps what is written to it."""
 
     def isatty(self) -> bool:
         return True
