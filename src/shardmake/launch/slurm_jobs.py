@@ -266,11 +266,14 @@ def waiting_snapshot() -> Path:
 def _snapshot(name: str) -> Path:
     """Return a file in a private folder of the user on this machine; each cluster has its own.
 
-    It is not below XDG_RUNTIME_DIR, which disappears at logout while drivers in tmux continue.
+    It is not below XDG_RUNTIME_DIR, which disappears at logout while drivers in tmux continue. Clusters differ in
+    Slurm's configuration, also where containers of one machine keep it under one name.
     """
     folder = Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.stat().st_uid != os.getuid():
         folder = Path(tempfile.mkdtemp(prefix="shardmake-queue-"))
     cluster = {variable: os.environ.get(variable) for variable in ("SLURM_CONF", "SLURM_CLUSTERS")}
+    with contextlib.suppress(OSError):  # a cluster without files of configuration on its nodes
+        cluster["content"] = Path(cluster["SLURM_CONF"] or "/etc/slurm/slurm.conf").read_text(errors="replace")
     return folder / f"{name}-{digest(cluster)}"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import squeue_cache
+from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.squeue_cache import add_row, cached_squeue, is_fresh, open_snapshot
 
 ROWS = "7|RUNNING|c1|shardmake-chat-1\n"
@@ -105,3 +106,16 @@ def test_many_processes_share_one_query(slurm: Path) -> None:
     drivers = [subprocess.Popen([sys.executable, "-c", POLL, "1.5", snapshot], env=variables) for _ in range(6)]
     assert [driver.wait() for driver in drivers] == [0] * 6
     assert count_calls(slurm) <= 2 + (time.monotonic() - started) / 2
+
+
+def test_clusters_with_configurations_of_one_name_share_no_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in two containers of one machine."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("SLURM_CONF", str(configuration := tmp_path / "slurm.conf"))
+    files = [waiting_snapshot()]
+    for text in ("SlurmctldHost=a", "SlurmctldHost=b", "SlurmctldHost=a"):
+        configuration.write_text(text)
+        files.append(waiting_snapshot())
+    assert len(set(files)) == 3 and files[1] == files[3]
