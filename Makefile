@@ -101,7 +101,8 @@ test-two-users: install-test
 
 # Every fault for every strategy on two three-node Slurms side by side: over an hour.
 test-faults: install-test
-	$(PYTEST) -m faults tests/cluster
+	$(PYTEST) -m faults tests/cluster --junit-xml=.venv/faults.xml
+	$(BIN)/python -m tools.fault_matrix .venv/faults.xml benchmarks/results/fault_matrix.txt
 
 # A rank is killed at every write of a save: about an hour.
 test-sweep: install-test

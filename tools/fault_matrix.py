@@ -1,0 +1,67 @@
+"""Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT OUT``.
+
+REPORT is the JUnit file of ``make test-faults``; OUT becomes a table with the seconds of each test that passed.
+"""
+
+import os
+import platform
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from importlib.metadata import version
+from pathlib import Path
+
+COLUMNS = ("zero2", "zero3", "fsdp")
+LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "snakemake", "submitit")
+
+
+def main() -> None:
+    """Read the report and write the table, headed by commit, machine and versions."""
+    report, out = map(Path, sys.argv[1:])
+    out.write_text(f"{heading()}\n\n{table(outcomes(report))}\n")
+
+
+def outcomes(report: Path) -> dict[str, dict[str, str]]:
+    """Return what became of each test, by the test's name and its strategy (``""`` if it has no parameter)."""
+    rows: dict[str, dict[str, str]] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name, strategy = row_and_column(case.attrib["name"])
+        kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
+        rows.setdefault(name, {})[strategy] = kinds[0] if kinds else f"{float(case.attrib['time']):.0f} s"
+    return rows
+
+
+def row_and_column(test: str) -> tuple[str, str]:
+    """Split ``test_some_fault[zero2-detail]`` into ``some fault: detail`` and ``zero2``."""
+    name, _, parameters = test.removeprefix("test_").removesuffix("]").partition("[")
+    words = parameters.split("-", 1)
+    strategy = next((word for word in words if word in COLUMNS), "")
+    detail = " ".join(word for word in words if word != strategy)
+    return re.sub(r"[_-]", " ", f"{name}: {detail}" if detail else name), strategy
+
+
+def table(rows: dict[str, dict[str, str]]) -> str:
+    """Return one line a fault, one column a strategy, and the count of tests that passed."""
+    width = max(map(len, rows))
+    lines = [f"{'':{width}}" + "".join(f"{column:>10}" for column in COLUMNS)]
+    for name, found in sorted(rows.items()):
+        cells = [found[""]] if "" in found else [found.get(column, "") for column in COLUMNS]
+        lines.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))
+    values = [value for found in rows.values() for value in found.values()]
+    passed = sum(value.endswith(" s") for value in values)
+    return "\n".join([*(line.rstrip() for line in lines), "", f"{passed} of {len(values)} passed."])
+
+
+def heading() -> str:
+    """Return commit, machine and versions of this process."""
+    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=True)
+    libraries = " ".join(f"{name} {version(name)}" for name in LIBRARIES)
+    return (
+        "Each fault on the three-node Slurm: the training ends with the losses and weights of an undisturbed one.\n"
+        f"commit {commit.stdout.strip()}, {os.cpu_count()} cores, Python {platform.python_version()}, {libraries}"
+    )
+
+
+if __name__ == "__main__":
+    main()
