@@ -70,8 +70,9 @@ def merged(checkout: Checkout) -> list[Path]:
 
 def test_values_on_the_command_line_override_the_configuration_of_the_clone(checkout: Checkout) -> None:
     options = ("--profile", "profiles/local", "runs/demo/plan/training.json")
-    checkout("snakemake", *options, "--config", "runs={demo: {learning_rate: 5.0e-4}}")
-    assert checkout.read("plan/training.json")["arguments"]["learning_rate"] == 5e-4
+    checkout("snakemake", *options, "--config", "runs={demo: {learning_rate: 5.0e-4, max_steps: 5, push: null}}")
+    arguments = checkout.read("plan/training.json")["arguments"]
+    assert (arguments["learning_rate"], arguments["max_steps"]) == (5e-4, 5)
 
 
 @pytest.mark.parametrize(("executor", "profile"), [("local", "slurm"), ("slurm", "profiles/local")])

@@ -1,6 +1,8 @@
 """Stages that `snakemake -n` would run again after each kind of edit; files stand in for what finished stages leave."""
 
+import contextlib
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,11 @@ def finish(checkout: Checkout, *, trained: bool = True) -> None:
             write_json(path, {})
         for name in ("loss", "optimizer", "speed", "memory", "by-length"):
             write_json(rundir.figure(name), {})
-        config = load_config(checkout.root / "config/config.yaml")
-        cluster = load_cluster(checkout.root / config.cluster)
-        current("train", get_run(config, "demo"), cluster).write(rundir.stage_settings("train"))
+    with contextlib.chdir(checkout.root):
+        config = load_config(Path("config/config.yaml"))
+        cluster = load_cluster(Path(config.cluster))
+        for stage in ("data", "train") if trained else ("data",):
+            current(stage, get_run(config, "demo"), cluster).write(rundir.stage_settings(stage))
     checkout("snakemake", *PROFILE, "--touch", "--forceall", *(() if trained else ("render", "data")))
 
 
@@ -77,6 +81,11 @@ def test_edits_that_cannot_change_a_result_rerun_nothing(edited: Checkout) -> No
 
 CHANGING: dict[str, tuple[dict[str, Any], list[str], str]] = {
     "learning rate": ({"learning_rate": 1e-3}, ["plan", "render", "train", *AFTER_TRAINING], "learning_rate: 0.001"),
+    "length": (
+        {"sequence_length": 32},
+        ["data", "plan", "render", "train", *AFTER_TRAINING],
+        "sequence_length: 32",
+    ),
     "type of the weights": ({"dtype": "bf16"}, AFTER_TRAINING, "dtype: bf16"),
     "evaluation": (
         {"evaluation": {**RUN["evaluation"], "max_new_tokens": 8}},
@@ -95,6 +104,35 @@ def test_an_edit_reruns_the_stages_whose_result_it_changes(
     found, output = dry_run(edited)
     assert found == sorted(stages)
     assert named in output, "the dry run names the setting and its new value"
+
+
+def test_own_files_script_and_data_rerun_what_their_content_changes(checkout: Checkout) -> None:
+    """A new date reruns nothing; an edit counts like one of the configuration."""
+    own, data = checkout.root / "ds.json", checkout.root / "examples"
+    own.write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
+    data.mkdir()
+    shutil.copy(checkout.root / "resources/demo/train.jsonl", data / "train.jsonl")
+    run = {"deepspeed_config": "ds.json", "data": {"train": "examples", "eval": "resources/demo/eval.jsonl"}}
+    checkout.configure(**run)
+    finish(checkout)
+    template = checkout.root / "resources/demo/base/tokenizer_config.json"
+    for path in (own, data / "train.jsonl", template):
+        path.touch()
+    assert dry_run(checkout)[0] == []
+    own.write_text('{"zero_optimization": {"reduce_bucket_size": 2000}, "wall_clock_breakdown": true}')
+    assert dry_run(checkout)[0] == [], "neither value can change the result"
+    own.write_text('{"communication_data_type": "fp32"}')
+    found, output = dry_run(checkout)
+    assert found == sorted(["plan", "render", "train", *AFTER_TRAINING])
+    assert 'deepspeed_config.content: {"communication_data_type": "fp32"}' in output
+    refused = checkout("shardmake", "train", "demo", check=False).stdout
+    assert "deepspeed_config.content: {}" in refused
+    own.write_text('{"zero_optimization": {"reduce_bucket_size": 1000}}')
+    template.write_text(template.read_text() + " ")
+    assert {"fetch", "data", "plan", "train"} <= set(dry_run(checkout)[0])
+    template.write_text(template.read_text().removesuffix(" "))
+    (data / "more.jsonl").write_text((data / "train.jsonl").read_text())
+    assert {"fetch", "data", "plan", "train"} <= set(dry_run(checkout)[0])
 
 
 def test_a_changed_secret_is_noticed_and_not_stored(edited: Checkout) -> None:

@@ -12,11 +12,12 @@ from pathlib import Path
 from snakemake.cli import parse_args
 from snakemake.io import IOFile
 from snakemake.logging import logger
+from snakemake.utils import update_config
 
 from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.inputs import check_inputs, local_files
-from shardmake.config.invocation import VARIABLE, check_executor, write_merged
+from shardmake.config.invocation import VARIABLE, check_executor, sections, write_merged
 from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
@@ -24,7 +25,7 @@ from shardmake.core.permissions import share_tree
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix
 from shardmake.run.paths import RunDir
-from shardmake.run.settings import compared_keys, rerun_settings
+from shardmake.run.settings import changed_settings, compared_keys, rerun_settings
 
 logger.addFilter(StopFilter())  # a training that a person stopped is not done, and not a failure
 
@@ -54,30 +55,39 @@ if not KEPT_CONFIG and not workflow.overwrite_configfiles:
     configfile: DEFAULT_CONFIG
 
 
-def executor_in_force():
-    """Return the executor that the command line asks for, or None if it has neither a profile nor cores and runs no job.
+def command_line():
+    """Return the options of Snakemake's command line and profiles, or None if another program started the workflow.
 
-    Snakemake sets the executor in the workflow only after it has read the rules.
+    Snakemake sets the executor in the workflow only after it has read the rules, and the workflow has ``--config`` with
+    every value of a section as text.
     """
     if Path(sys.argv[0]).name not in ("snakemake", "__main__.py"):
         return None
     with redirect_stderr(StringIO()):
-        asked = parse_args(sys.argv[1:])[1]
-    return None if asked.executor == "local" and asked.cores is None else asked.executor
+        return parse_args(sys.argv[1:])[1]
+
+
+def executor_of(options):
+    """Return the executor that the command line asks for, or None if it has neither a profile nor cores and runs no job."""
+    if options is None or (options.executor == "local" and options.cores is None):
+        return None
+    return options.executor
 
 
 def read_configuration():
     """Return the configuration and the cluster; the commands find the configuration through the environment."""
+    options = command_line() if workflow.is_main_process else None
     if KEPT_CONFIG:
         parsed = load_config(Path(KEPT_CONFIG))
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
+        update_config(config, sections(options.config or () if options else ()))
         parsed = parse_config(config, source)
         os.environ[VARIABLE] = str(write_merged(parsed, source).absolute())
     cluster = load_cluster(Path(parsed.cluster))
     if workflow.is_main_process:
-        check_executor(cluster, parsed.cluster, executor_in_force())
+        check_executor(cluster, parsed.cluster, executor_of(options))
     for name, run in parsed.runs.items():
         check_inputs(name, run)
     return parsed, cluster
@@ -150,6 +160,21 @@ def command_params(stage):
 def inputs_of(*parts):
     """Return the local files that a run names, so that a changed file is noticed."""
     return lambda wildcards: local_files(RUNS[wildcards.run], *parts)
+
+
+def plan_before(stage):
+    """Return the plan as an input that is older than the output of ``stage`` unless a setting of ``stage`` changed.
+
+    Snakemake skips all checks of a job that comes after another job of the same invocation, also if the input between
+    them is ancient. With an ancient plan, an edit that concerns both the plan and the stage would not run the stage.
+    """
+
+    def plan(wildcards):
+        paths = RunDir(Path("runs", wildcards.run))
+        is_stale = changed_settings(stage, RUNS[wildcards.run], CLUSTER, paths)
+        return str(paths.plan) if is_stale else ancient(str(paths.plan))
+
+    return plan
 
 
 def planned(stage, key, factor=1):

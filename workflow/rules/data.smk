@@ -1,7 +1,8 @@
 rule data_run:
     input:
-        data=inputs_of("data"),
-        plan=ancient(PATHS.plan),
+        inputs_of("model", "data"),  # the tokenizer and its chat template are in the model's folder
+        sources=PATHS.sources,
+        plan=plan_before("data"),
     output:
         receipt=PATHS.data_receipt,
     log:

@@ -1,6 +1,5 @@
 rule plan_run:
     input:
-        inputs_of("own_files"),
         sources=PATHS.sources,
     output:
         # memory.json is written as well. It is not declared, because Snakemake would remove it when the plan refuses.

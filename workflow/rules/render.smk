@@ -1,6 +1,5 @@
 rule render_run:
     input:
-        inputs_of("script", "own_files"),
         plan=PATHS.plan,
     output:
         accelerate=PATHS.accelerate,

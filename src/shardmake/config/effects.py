@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
+from shardmake.config.file_contents import CONTENT_KEYS, RESULT_KEYS, TUNING_KEYS, file_contents
 from shardmake.config.models import Cluster, Run, Section
 from shardmake.core.secrets import mask
 
@@ -47,7 +48,7 @@ EFFECTS: Final = (
         keys=(
             *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
             *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora."),
-            *("script", "script_args", "deepspeed_config", "accelerate_config"),
+            *("script", "script_args", *RESULT_KEYS),
         ),
     ),
     # How the training is spread over the hardware, watched and saved.
@@ -58,6 +59,7 @@ EFFECTS: Final = (
             *("micro_batch_size", "strategy", "tensor_parallel", "nodes", "fsdp_version", "gradient_checkpointing"),
             *("attention", "loss", "gradient_dtype", "engine", "deepspeed_values", "torch_compile", "non_finite"),
             *("checkpoints.", "eval_every_steps", "report_to"),
+            *("deepspeed_config", "accelerate_config", *TUNING_KEYS),
             *("cluster.executor", "cluster.max_nodes", "cluster.cpus_per_node", "cluster.memory_gib_per_node"),
             *("cluster.nvme_gib_per_node", "cluster.intra_node_gbps", "cluster.inter_node_gbps"),
             *("cluster.network_interface", "cluster.network_check_seconds", "cluster.hang_seconds"),
@@ -111,8 +113,8 @@ def leaf_keys(section: type[Section], prefix: str = "") -> Iterator[str]:
             yield f"{prefix}{name}"
 
 
-KEYS: Final = (*leaf_keys(Run), *leaf_keys(Cluster, CLUSTER))
-"""Every key of a run and of a cluster file."""
+KEYS: Final = (*leaf_keys(Run), *CONTENT_KEYS, *leaf_keys(Cluster, CLUSTER))
+"""Every key of a run and of a cluster file, and the content of the small files that a run names."""
 
 
 def result_keys(stage: str) -> tuple[str, ...]:
@@ -127,13 +129,16 @@ def read_keys(stage: str) -> tuple[str, ...]:
 
 def values_of(run: Run, cluster: Cluster) -> dict[str, str]:
     """Return every setting as text, without secrets."""
-    run_values, cluster_values = run.model_dump(mode="json"), cluster.model_dump(mode="json")
-    return {
-        key: as_text(_value(cluster_values, key.removeprefix(CLUSTER)))
-        if key.startswith(CLUSTER)
-        else as_text(_value(run_values, key))
-        for key in KEYS
-    }
+    sections = {CLUSTER: cluster.model_dump(mode="json"), "": run.model_dump(mode="json")}
+    contents = file_contents(run)
+
+    def value(key: str) -> Any:
+        if key in contents:
+            return contents[key]
+        part = CLUSTER if key.startswith(CLUSTER) else ""
+        return _value(sections[part], key.removeprefix(part))
+
+    return {key: as_text(value(key)) for key in KEYS}
 
 
 def _value(values: Any, key: str) -> Any:

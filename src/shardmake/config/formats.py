@@ -5,6 +5,7 @@ A format states which columns of an example it reads, and their names unless ``d
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final, Literal
 
 DataFormat = Literal["chat", "sharegpt", "alpaca", "prompt-completion", "text"]
@@ -38,6 +39,7 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
 
 DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 COMPRESSION_SUFFIXES: Final = (".gz", ".bz2", ".xz", ".zst")
+_DESCRIPTIONS: Final = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 
 
 def data_kind(name: str) -> str | None:
@@ -50,3 +52,15 @@ def data_kind(name: str) -> str | None:
         stem = stem.removesuffix(suffix)
     kind = next((suffix for suffix in DATA_SUFFIXES if stem.endswith(suffix)), None)
     return None if kind == ".parquet" and stem != name else kind
+
+
+def data_files(folder: Path) -> list[Path]:
+    """Return the data files below ``folder`` in reading order, without hidden ones and descriptions of a data set."""
+    return [
+        path
+        for path in sorted(folder.rglob("*"))
+        if data_kind(path.name)
+        and path.is_file()
+        and path.name not in _DESCRIPTIONS
+        and not any(part.startswith(".") for part in path.relative_to(folder).parts)
+    ]

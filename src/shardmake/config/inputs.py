@@ -1,33 +1,55 @@
-"""The inputs of the stages: the files on this machine that a run names."""
+"""The files on this machine that a run names: which must exist, and which are inputs of the workflow's rules."""
 
 import filecmp
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
-from shardmake.config.formats import data_kind
+from shardmake.config.formats import data_files, data_kind
 from shardmake.config.models import Data, Run
+from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError
+
+_MODEL_TEXTS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
+"""Suffixes of a model folder's config, tokenizer, chat template and code. Its weights are too large to compare."""
 
 
 def local_files(run: Run, *parts: str) -> list[str]:
-    """Return the files and folders on this machine that a run names.
+    """Return the files on this machine that a run names, so that Snakemake notices an edit.
 
-    ``parts`` are ``model``, ``data``, ``script`` and ``own_files`` (`deepspeed_config`, `accelerate_config`). A hub id
-    is not among them. A name counts as a path if it exists, ends in a data suffix, starts with ``.`` or ``/``, or
-    has more than one ``/``.
+    ``parts`` are ``model`` (its files without the weights) and ``data`` (each file of a folder). A hub id is not among
+    them. A name counts as a path if it exists, ends in a data suffix, starts with ``.`` or ``/``, or has more than one
+    ``/``.
     """
-    named = {
-        "model": [run.model],
-        "data": [run.data.train, *([run.data.eval] if run.data.eval else [])],
-        "script": [run.script] if run.script else [],
-        "own_files": [name for name in (run.deepspeed_config, run.accelerate_config) if name],
-    }
-    files = [Path(name) for part in parts for name in named[part] if Path(name).exists() or _looks_local(name)]
-    # config.json represents the model folder
-    return [str(path / "config.json" if path == Path(run.model) else path) for path in files]
+    files: list[Path] = []
+    if "model" in parts and is_local(run.model):
+        files += _model_files(Path(run.model))
+    if "data" in parts:
+        files += [
+            file
+            for name in (run.data.train, run.data.eval)
+            if name and is_local(name)
+            for file in _data_files(Path(name))
+        ]
+    return [str(file) for file in files]
 
 
-def _looks_local(name: str) -> bool:
-    return name.startswith((".", "/")) or name.count("/") > 1 or data_kind(name) is not None
+def _model_files(folder: Path) -> Iterator[Path]:
+    yield folder / "config.json"
+    if folder.is_dir():
+        yield from (
+            path for path in sorted(folder.iterdir()) if path.suffix in _MODEL_TEXTS and path.name != "config.json"
+        )
+
+
+def _data_files(path: Path) -> list[Path]:
+    """Return ``path``, or the data files of a folder; a folder without any is refused when it is read."""
+    return (data_files(path) if path.is_dir() else []) or [path]
+
+
+def is_local(name: str) -> bool:
+    """Return True if the name of a model or of data is a path, not a hub id."""
+    return Path(name).exists() or name.startswith((".", "/")) or name.count("/") > 1 or data_kind(name) is not None
 
 
 def check_inputs(name: str, run: Run) -> None:
@@ -38,6 +60,7 @@ def check_inputs(name: str, run: Run) -> None:
         file = getattr(run, key)
         if file and not Path(file).is_file():
             raise ConfigError(f"runs.{name}.{key}: {file!r} is not a file in {Path.cwd()}. Name an existing file.")
+    read_user_files(run)
     for file in local_files(run, "model", "data"):
         if Path(file).exists():
             continue

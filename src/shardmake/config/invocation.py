@@ -9,11 +9,11 @@ import hashlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
-from shardmake.config.load import COPY_OF, read_yaml
+from shardmake.config.load import COPY_OF, merge, parse_yaml, read_yaml
 from shardmake.config.models import Cluster, Config
 from shardmake.core.atomic import write_text
 from shardmake.core.environment import cache_folder
@@ -68,6 +68,24 @@ def check_config_files(arguments: Sequence[str]) -> None:
         return  # Snakemake reports it
     except ConfigError as error:
         sys.exit(f"Error: {error}")
+
+
+def sections(overrides: Sequence[str]) -> dict[str, Any]:
+    """Return the sections and lists among Snakemake's ``--config KEY=VALUE``, read as in a configuration file.
+
+    Snakemake itself reads every number, ``true`` and ``null`` in them as text. Raises `ConfigError` for invalid YAML.
+    """
+    found: dict[str, Any] = {}
+    for override in overrides:
+        key, _, text = override.partition("=")
+        try:
+            value = parse_yaml(text)
+        except yaml.YAMLError as error:
+            problem = getattr(error, "problem", None) or error
+            raise ConfigError(f"--config {override}: the value is not valid YAML: {problem}.") from None
+        if isinstance(value, dict | list):
+            merge(found, {key: value})
+    return found
 
 
 def check_executor(cluster: Cluster, file: str, executor: str | None) -> None:

@@ -26,7 +26,7 @@ def load_config(*paths: Path) -> Config:
     """Read and validate configuration files; later ones override earlier ones, as in Snakemake."""
     merged: dict[str, Any] = {}
     for path in paths:
-        _merge(merged, read_yaml(path))
+        merge(merged, read_yaml(path))
     return parse_config(merged, " + ".join(map(_origin, paths)))
 
 
@@ -47,7 +47,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ConfigError(f"{_absent(path)} Name an existing file.")
     try:
-        values = _parse_text(path.read_bytes())
+        values = parse_yaml(path.read_bytes().decode())
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else "?"
         raise ConfigError(f"{path}, line {line} is not valid YAML: {error.problem}.") from None
@@ -77,9 +77,8 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def _parse_text(content: bytes) -> Any:
-    """Return the value of a YAML or JSON file. Only JSON may be indented with tabs."""
-    text = content.decode()
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML or JSON text. Only JSON may be indented with tabs."""
     try:
         return yaml.load(text, _Loader)
     except yaml.scanner.ScannerError:
@@ -112,10 +111,11 @@ def get_run(config: Config, name: str) -> Run:
     return config.runs[name]
 
 
-def _merge(base: dict[str, Any], update: Mapping[str, Any]) -> None:
+def merge(base: dict[str, Any], update: Mapping[str, Any]) -> None:
+    """Replace values of ``base`` by those of ``update``, section by section."""
     for key, value in update.items():
         if isinstance(value, Mapping) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
+            merge(base[key], value)
         else:
             base[key] = value
 

@@ -153,6 +153,11 @@ def estimated_values(file: UserFile) -> dict[str, Any]:
     }
 
 
+def is_tuning(one: JudgedKey) -> bool:
+    """Return True if the value changes memory, speed or logs, but neither what is trained nor what is refused."""
+    return one.rule.use in ("estimated", "neutral", "unused")
+
+
 def changes_result(key: str) -> bool:
     """Return True if a value of ``key`` that was taken from a run's own file can change the result."""
     return any(_rule(kind, key, is_script=True).use == "result" for kind in TABLES)

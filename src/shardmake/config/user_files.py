@@ -4,13 +4,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from shardmake.config.load import read_yaml
 from shardmake.config.models import Run
 from shardmake.core.errors import ConfigError
 
 Kind = Literal["deepspeed", "accelerate"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 TITLES: Final[dict[Kind, str]] = {"deepspeed": "a DeepSpeed file", "accelerate": "an Accelerate file"}
 SIGNS: Final[dict[Kind, tuple[str, ...]]] = {
     "accelerate": ("distributed_type", "compute_environment", "num_processes", "deepspeed_config"),
@@ -52,12 +53,12 @@ class UserFiles:
 
 def read_user_files(run: Run) -> UserFiles:
     """Return the files that ``run`` names. Raises `ConfigError` if one cannot be read or is of the other kind."""
-    return UserFiles(
-        deepspeed=_read("deepspeed", run.deepspeed_config), accelerate=_read("accelerate", run.accelerate_config)
-    )
+    return UserFiles(deepspeed=read_user_file("deepspeed", run), accelerate=read_user_file("accelerate", run))
 
 
-def _read(kind: Kind, name: str | None) -> UserFile | None:
+def read_user_file(kind: Kind, run: Run) -> UserFile | None:
+    """Return one of the files that ``run`` names, or None. Raises as `read_user_files` does."""
+    name: str | None = getattr(run, f"{kind}_config")
     if name is None:
         return None
     path = Path(name)

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_kind
+from shardmake.config.formats import COMPRESSION_SUFFIXES, DATA_SUFFIXES, data_files, data_kind
 from shardmake.config.models import Data
 from shardmake.core.atomic import sha256
 from shardmake.core.errors import DataError, ShardmakeError, nearest
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 TRAIN_SPLITS = ("train",)
 EVAL_SPLITS = ("validation", "test", "eval", "dev")
 FILE_KINDS = f"{', '.join(DATA_SUFFIXES)}, compressed with {', '.join(COMPRESSION_SUFFIXES)} except for .parquet"
-_DESCRIPTIONS = ("config.json", "dataset_dict.json", "dataset_info.json", "dataset_infos.json", "state.json")
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<split>[\w.-]+))?")
 _NUMBER = "__number__"
 
@@ -96,11 +95,8 @@ def _one_file(path: Path) -> Files:
 def _files_in(folder: Path) -> Files:
     """Return the data files below ``folder``, without hidden ones and those that describe a data set."""
     by_kind: dict[str, list[Path]] = {}
-    for path in sorted(folder.rglob("*")):
-        kind = data_kind(path.name)
-        is_hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if kind and path.is_file() and not is_hidden and path.name not in _DESCRIPTIONS:
-            by_kind.setdefault(kind, []).append(path)
+    for path in data_files(folder):
+        by_kind.setdefault(data_kind(path.name) or "", []).append(path)
     if not by_kind:
         raise DataError(f"No data in {folder}: it has no file with examples. Use {FILE_KINDS}.")
     if len(by_kind) > 1:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shardmake.config.models import Run
+from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
@@ -83,11 +84,21 @@ def _model(run: Run, before: PinnedSource | None) -> PinnedSource:
         return before
     if not is_hub_id(run.model):
         check_model_folder(Path(run.model))
-        return PinnedSource(name=run.model, path=run.model)
+        return PinnedSource(name=run.model, path=run.model, content=digest_of_model(run))
     if is_offline_mode():
         return find_in_cache(run.model, run.revision)
     logger.info(f"Fetching config and tokenizer of {run.model}.")
     return describe_model(_connect(), run.model, run.revision)
+
+
+def digest_of_model(run: Run) -> str:
+    """Return a digest of what a local folder makes of its weights: the config, and the code if the run uses it.
+
+    The tokenizer and its chat template are in the digest of the data.
+    """
+    folder = Path(run.model)
+    code = sorted(folder.glob("*.py")) if run.trust_remote_code else []
+    return digest({path.name: sha256(path) for path in (folder / "config.json", *code)})
 
 
 def _examples(name: str, run: Run, rundir: RunDir, split: str, before: PinnedSource | None) -> PinnedSource:

@@ -29,8 +29,13 @@ _ARGUMENTS = {
 """Training arguments that change the result, and their names in the configuration."""
 
 
-def result_settings(settings: TrainingSettings, plan: Plan, data_digest: str) -> dict[str, str]:
-    """Return model, objective, method, data and hyperparameters as text, by key and without secrets."""
+def result_settings(
+    settings: TrainingSettings, plan: Plan, data_digest: str, model_digest: str | None = None
+) -> dict[str, str]:
+    """Return model, objective, method, data and hyperparameters as text, by key and without secrets.
+
+    ``model_digest`` is that of a local model's config (`PinnedSource.content`); a model of the hub has its commit.
+    """
     program = settings.program
     script = {} if not isinstance(program, ScriptProgram) else {
         "script": program.path, "script_args": program.args, "content of the script": program.sha256[:16],
@@ -40,6 +45,7 @@ def result_settings(settings: TrainingSettings, plan: Plan, data_digest: str) ->
         **script,
         "model": settings.model.path,
         "revision": settings.model.revision,
+        "content of the model": model_digest,
         "objective": settings.objective,
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},

@@ -27,6 +27,7 @@ class PinnedSource(RunRecord):
     files: dict[str, FileRecord] = Field(
         default_factory=dict, description="Files from the hub by name; empty for a local path."
     )
+    content: str | None = Field(None, description="Digest of a local model's config and code; None for the hub.")
 
 
 class Sources(RunRecord):

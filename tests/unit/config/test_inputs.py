@@ -9,21 +9,24 @@ from shardmake.core.errors import ShardmakeError
 from tests.unit.config.samples import make_run, write
 
 
-def test_the_own_files_of_a_run_are_inputs(tmp_path: Path) -> None:
-    own = write(tmp_path / "ds.json", "{}")
+def test_own_files_must_exist_and_be_readable(tmp_path: Path) -> None:
+    own = write(tmp_path / "ds.json", '{"zero_optimization": {"stage": 2},}')
     run = make_run(deepspeed_config=str(own), accelerate_config=str(tmp_path / "none.yaml"))
-    assert local_files(run, "own_files") == [str(own), str(tmp_path / "none.yaml")]
     with pytest.raises(ShardmakeError, match=r"^runs\.chat\.accelerate_config: '.*none\.yaml' is not a file in "):
         check_inputs("chat", run)
+    with pytest.raises(ShardmakeError, match=r"^deepspeed_config: .*ds\.json, line 1 is not valid JSON"):
+        check_inputs("chat", run.model_copy(update={"accelerate_config": None}))
 
 
-def test_local_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_a_model_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()
-    write(tmp_path / "base" / "config.json", "{}")
+    for name in ("config.json", "chat_template.jinja", "model.safetensors", "README.md", "tokenizer.json"):
+        write(tmp_path / "base" / name, "{}")
     run = make_run(model="base", data={"train": "org/data", "eval": "data/eval.jsonl"})
-    assert local_files(run, "model") == ["base/config.json"]
+    assert local_files(run, "model") == ["base/config.json", "base/chat_template.jinja", "base/tokenizer.json"]
     assert local_files(run, "data") == ["data/eval.jsonl"]
+    assert local_files(make_run(model="org/base"), "model") == []
     with pytest.raises(ShardmakeError) as error:
         check_inputs("chat", run)
     assert str(error.value) == (
@@ -34,6 +37,17 @@ def test_local_files_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ShardmakeError, match=r"^runs\.chat\.model: 'base' is not a model folder\. It has no config\.json\. "
     ):
         check_inputs("chat", run)
+
+
+def test_every_file_of_a_data_folder_is_an_input(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    (folder / "part").mkdir(parents=True)
+    for name in ("b.jsonl", "part/a.jsonl", ".hidden.jsonl", "dataset_info.json", "notes.txt"):
+        write(folder / name, "{}")
+    run = make_run(data={"train": str(folder)})
+    assert local_files(run, "data") == [str(folder / "b.jsonl"), str(folder / "part/a.jsonl")]
+    (tmp_path / "empty").mkdir()
+    assert local_files(make_run(data={"train": str(tmp_path / "empty")}), "data") == [str(tmp_path / "empty")]
 
 
 @pytest.fixture

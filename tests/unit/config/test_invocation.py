@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from shardmake.cli import app
-from shardmake.config.invocation import VARIABLE, check_config_files, check_executor, write_merged
+from shardmake.config.invocation import VARIABLE, check_config_files, check_executor, sections, write_merged
 from shardmake.config.load import load_config, parse_config
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError
@@ -70,6 +70,14 @@ def test_the_commands_read_the_file_in_the_environment_unless_one_is_named(
     assert str(answer.exception).startswith("cluster: 'c.yaml' does not exist")
     answer = CliRunner().invoke(app, ["status", "chat", "--config", str(own)])
     assert str(answer.exception).startswith("cluster: 'other.yaml' does not exist")
+
+
+def test_sections_of_the_command_line_have_the_types_of_a_file() -> None:
+    """Snakemake's own reading makes text of every value in a section."""
+    words = ["runs={a: {max_steps: 5, packing: false, push: null}}", "runs={a: {script_args: ['5']}}", "cluster=c.yaml"]
+    assert sections(words) == {"runs": {"a": {"max_steps": 5, "packing": False, "push": None, "script_args": ["5"]}}}
+    with pytest.raises(ConfigError, match=r"^--config runs=\{a: the value is not valid YAML: "):
+        sections(["runs={a"])
 
 
 def test_files_of_snakemakes_option_are_checked_before_snakemake_reads_them(

@@ -8,7 +8,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardmake.config.load import _merge, get_run, load_cluster, load_config, read_yaml
+from shardmake.config.load import get_run, load_cluster, load_config, merge, read_yaml
 from shardmake.config.models import Config
 from shardmake.core.errors import ShardmakeError
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
@@ -125,8 +125,8 @@ def leaves(value: Any, path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Any]
 @given(base=mappings, update=mappings)
 def test_merging_takes_every_leaf_of_the_update_and_keeps_the_others(base: Any, update: Any) -> None:
     result: dict[str, Any] = {}
-    _merge(result, base)
-    _merge(result, update)
+    merge(result, base)
+    merge(result, update)
     new, old, got = leaves(update), leaves(base), leaves(result)
     assert {place: got[place] for place in new} == new
     hidden = {place for place in old for other in new if place[: len(other)] == other or other[: len(place)] == place}
