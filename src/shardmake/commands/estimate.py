@@ -1,5 +1,6 @@
 """``shardmake estimate``: the memory of every strategy for a model on some hardware, as a table or JSON."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -300,7 +301,7 @@ def _check(request: EstimateRequest) -> None:
         find_accelerator(request.accelerator)
     except ConfigError as error:
         raise ConfigError(f"--accelerator: {error}") from None
-    if request.gpu_memory is not None and request.gpu_memory > LARGEST_GPU:
+    if request.gpu_memory is not None and math.isfinite(request.gpu_memory) and request.gpu_memory > LARGEST_GPU:
         raise ConfigError(
             f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "
             f"If that were MiB, write {request.gpu_memory / 1024:.0f}."

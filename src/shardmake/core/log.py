@@ -2,7 +2,13 @@
 
 import logging
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TextIO
+
+from shardmake.core.units import format_duration
 
 ROOT = "shardmake"
 
@@ -49,3 +55,26 @@ def configure_logging(*, verbose: bool = False, quiet: bool = False, rank: int |
     handler.setFormatter(_Formatter(rank))
     logger.handlers[:] = [handler]
     logger.propagate = False
+
+
+@contextmanager
+def warn_while_slow(what: str, first: float = 15.0, later: float = 60.0) -> Iterator[None]:
+    """Say ``what`` takes so long: after ``first`` seconds, and every ``later`` seconds from then on.
+
+    The lines are warnings, because the output of a command may be JSON.
+    """
+    done, started = threading.Event(), time.monotonic()
+
+    def repeat() -> None:
+        pause = first
+        while not done.wait(pause):
+            logging.getLogger(ROOT).warning("%s (%s so far)", what, format_duration(time.monotonic() - started))
+            pause = later
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()

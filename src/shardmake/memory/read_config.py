@@ -90,11 +90,20 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
             raise ModelError(f"{source}: {field} is {value!r}. It must be a positive integer.")
     _check_sizes(config, source)
-    if config.get("auto_map") and config["model_type"] not in FAMILIES and not trust_remote_code:
+    if config.get("auto_map") and not trust_remote_code and not _is_known_to_transformers(config["model_type"]):
         raise ModelError(
             f"{source}: this model needs its own Python code ({', '.join(config['auto_map'])}). "
             "Read that code; if you trust it, set trust_remote_code: true."
         )
+
+
+def _is_known_to_transformers(model_type: str) -> bool:
+    """Return True if transformers has the model's code itself; it then ignores code that comes with the weights."""
+    if model_type in FAMILIES:
+        return True
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+
+    return model_type in MODEL_MAPPING_NAMES
 
 
 SIZE_NAMES = (

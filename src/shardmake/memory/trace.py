@@ -5,12 +5,13 @@ allocations, to those of its neighbours, and to those outside the layers. That i
 is checked.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from shardmake.core.atomic import write_json
+from shardmake.core.log import warn_while_slow
 from shardmake.memory.cache import cached_path, read_cached, run_helper
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import weight_bytes
@@ -34,9 +35,17 @@ def _trace(requests: Iterable[dict[str, Any]]) -> None:
     by_path = {cached_path(TRACER, request): request for request in requests}
     missing = {path: request for path, request in by_path.items() if not path.is_file()}
     if missing:
-        traces = run_helper(TRACER, {"requests": list(missing.values())})
+        with warn_while_slow(_slow(next(iter(missing.values())))):
+            traces = run_helper(TRACER, {"requests": list(missing.values())})
         for path, events in zip(missing, traces, strict=True):
             write_json(path, events)
+
+
+def _slow(request: Mapping[str, Any]) -> str:
+    return (
+        f"Running a step of {request['config']['model_type']} without memory, to find what it allocates. Layers that "
+        f"loop over their {request['sequence_length']:,} tokens take minutes. The result is kept for the next time."
+    )
 
 
 def scaled(scenario: Scenario) -> StepEvents:

@@ -1,12 +1,13 @@
 """Progress on stdout, warnings on stderr, as much as the command line asks for."""
 
 import logging
+import time
 
 import pytest
 from typer.testing import CliRunner
 
 from shardmake.cli import app
-from shardmake.core.log import configure_logging
+from shardmake.core.log import configure_logging, warn_while_slow
 
 logger = logging.getLogger("shardmake.core.example")
 
@@ -46,3 +47,11 @@ def test_caplog_receives_records_after_another_test_configured_logging(caplog: p
     caplog.set_level("INFO", "shardmake")
     log_all()
     assert caplog.messages == ["100 % of [data]", "almost full"]
+
+
+def test_slow_work_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
+    with warn_while_slow("Counting", first=0.01, later=3600):
+        time.sleep(0.2)
+    with warn_while_slow("Adding", first=3600):
+        pass
+    assert caplog.messages == ["Counting (0 s so far)"]

@@ -37,6 +37,13 @@ def test_bad_configs_are_rejected(config: dict, sentence: str, tmp_path: Path) -
         read_model(str(path))
 
 
+def test_code_beside_a_model_that_transformers_knows_is_not_needed() -> None:
+    """Phi-3 and others were published with code before transformers had it; transformers' own then loads them."""
+    code = {"AutoConfig": "configuration_olmo2.Olmo2Config", "AutoModelForCausalLM": "modeling_olmo2.Olmo2ForCausalLM"}
+    config = {**SIZES, "model_type": "olmo2", "pad_token_id": 1}
+    assert from_config({**config, "auto_map": code}).parameters == from_config(config).parameters
+
+
 def test_missing_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match=r"no config\.json"):
         read_model(str(tmp_path))
