@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP
 from shardmake.config.models import Cluster, Config, Section
 from shardmake.config.schema import Schema, SchemaNode
 from shardmake.core.atomic import write_text
@@ -140,6 +141,42 @@ stage; another file with the same settings does not.
 By hand, `shardmake STAGE NAME --config FILE` reads FILE, and `--config` may be repeated. Without it, the commands read
 the file in the environment variable `SHARDMAKE_CONFIG`, or else `config/config.yaml`.
 
+## Several runs
+
+`defaults` has the values of every run, and `base` names another run whose values a run has. A run says only what
+differs:
+
+```yaml
+cluster: config/clusters/local.yaml
+defaults:
+  model: resources/demo/base
+  data: {train: resources/demo/train.jsonl, eval: resources/demo/eval.jsonl}
+  sequence_length: 256
+  global_batch_size: 8
+  max_steps: 200
+  learning_rate: 3.0e-3
+runs:
+  plain: {}
+  lora:
+    method: lora
+    lora: {rank: 8}
+  lora-long:
+    base: lora
+    max_steps: 1000
+  rates:
+    base: lora
+    sweep: {learning_rate: [1.0e-3, 2.0e-3], seed: [1, 2, 3]}
+```
+
+Sections are merged key by key; a list replaces a list. `null` removes an inherited value, as in `max_steps: null`
+beside `epochs: 3`. `shardmake config NAME` prints every value of a run and its origin. Error messages name the origin.
+
+A `sweep` makes one run for each point: here the six runs `rates-lr1e-3-s1` to `rates-lr2e-3-s3`, and no run `rates`. A
+list of points takes no product: `sweep: [{learning_rate: 1.0e-3, seed: 1}, {learning_rate: 2.0e-3, seed: 2}]`. A key
+inside a section is written with dots (`lora.rank`) or as a section. The name of a run depends on its own point alone,
+so adding points changes no other run. All stages use the resolved runs: only a changed value reruns a stage, wherever
+the value is written.
+
 ## YAML
 
 YAML converts some values:
@@ -193,6 +230,25 @@ def schema_text(model: type[Section]) -> str:
     """Return the JSON schema of ``model`` as a file."""
     dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
     return json.dumps({**dialect, **Schema(model).root}, indent=2) + "\n"
+
+
+def config_schema_text() -> str:
+    """Return the JSON schema of a configuration file, in which runs inherit values and stand for sweeps."""
+    schema = json.loads(schema_text(Config))
+    sections = {name: schema["$defs"][name] for name in ("Run", "Data", "Push")}
+    for section in sections.values():
+        section.pop("required")  # the value may be inherited
+    run = {key: sections["Run"].pop(key) for key in list(sections["Run"])}
+    run["properties"] |= {
+        BASE: {"description": "Another run, whose values this run has unless it sets them.", "type": "string"},
+        SWEEP: {
+            "description": "A list of values for each key, of which the product is taken, or a list of points.",
+            "anyOf": [{"type": "object"}, {"type": "array", "items": {"type": "object"}}],
+        },
+    }
+    sections["Run"] |= {"anyOf": [{"type": "null"}, run]}
+    schema["properties"][DEFAULTS] = {"description": "Values of every run.", "$ref": "#/$defs/Run"}
+    return json.dumps(schema, indent=2) + "\n"
 
 
 def readme_text() -> str:
@@ -252,7 +308,7 @@ def _default(key: str, section: SchemaNode) -> str:
 def write(root: Path) -> list[Path]:
     """Write all files below ``root``, the repository's root; return those that changed."""
     files = {
-        root / "workflow" / "schemas" / "config.schema.json": schema_text(Config),
+        root / "workflow" / "schemas" / "config.schema.json": config_schema_text(),
         root / "workflow" / "schemas" / "cluster.schema.json": schema_text(Cluster),
         root / "config" / "README.md": readme_text(),
     }

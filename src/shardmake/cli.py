@@ -17,7 +17,7 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import VARIABLE
-from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.load import get_run, load_cluster, load_config, load_resolved
 from shardmake.config.models import Cluster, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -518,6 +518,15 @@ def verify(
         typer.echo(remark)
     if against is not None:
         typer.echo(f"Every bit is equal to {against}.")
+
+
+@app.command("config")
+def show_config(name: Name, config: ConfigFiles = CONFIG) -> None:
+    """Show every setting of a run, with what it inherits, and the origin of each."""
+    from shardmake.config.origins import describe_run
+
+    read, resolved = load_resolved(*config)
+    typer.echo(describe_run(get_run(read, name), resolved.origins[name]))
 
 
 @app.command()

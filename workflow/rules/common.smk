@@ -17,6 +17,7 @@ from snakemake.utils import update_config
 from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.inputs import check_inputs, local_files
+from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import VARIABLE, check_executor, sections, write_merged
 from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
 from shardmake.core.errors import ShardmakeError
@@ -83,7 +84,9 @@ def read_configuration():
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
         update_config(config, sections(options.config or () if options else ()))
-        parsed = parse_config(config, source)
+        layers = [Layer(str(file), read_yaml(Path(file))) for file in workflow.configfiles]
+        layers += [Layer("--config", workflow.config_settings.config) for _ in overrides]
+        parsed = parse_config(config, source, layers)
         os.environ[VARIABLE] = str(write_merged(parsed, source).absolute())
     cluster = load_cluster(Path(parsed.cluster))
     if workflow.is_main_process:

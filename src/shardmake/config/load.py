@@ -3,15 +3,18 @@
 An error message names the key, the value, the allowed values and the nearest spelling.
 """
 
+import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
+from shardmake.config.origins import note_origins
 from shardmake.config.schema import KEY_ITSELF, Schema
 from shardmake.core.errors import ConfigError, nearest
 
@@ -24,15 +27,30 @@ COPY_OF = "# The configuration of one invocation, merged from "
 
 def load_config(*paths: Path) -> Config:
     """Read and validate configuration files; later ones override earlier ones, as in Snakemake."""
+    return load_resolved(*paths)[0]
+
+
+def load_resolved(*paths: Path) -> tuple[Config, Resolved]:
+    """Return the same as `load_config`, and the origin of each value of each run."""
     merged: dict[str, Any] = {}
-    for path in paths:
-        merge(merged, read_yaml(path))
-    return parse_config(merged, " + ".join(map(_origin, paths)))
+    layers = [Layer(_origin(path), read_yaml(path)) for path in paths]
+    for layer in layers:
+        merge(merged, copy.deepcopy(layer.values))
+    return _parse(merged, " + ".join(layer.name for layer in layers), layers)
 
 
-def parse_config(values: Mapping[str, Any], source: str) -> Config:
-    """Validate ``values``; ``source`` is the file name for errors."""
-    return parse_section(Config, values, source)
+def parse_config(values: Mapping[str, Any], source: str, layers: Sequence[Layer] = ()) -> Config:
+    """Resolve `defaults`, `base` and `sweep` in ``values``, and validate the result.
+
+    ``source`` is the name for errors; ``layers`` are the files and the command line that ``values`` were merged from.
+    """
+    return _parse(values, source, layers)[0]
+
+
+def _parse(values: Mapping[str, Any], source: str, layers: Sequence[Layer]) -> tuple[Config, Resolved]:
+    resolved = resolve(values, source, layers)
+    config = parse_section(Config, resolved.values, source, lambda lines: note_origins(lines, resolved.origins))
+    return config, resolved
 
 
 def load_cluster(path: Path) -> Cluster:
@@ -104,6 +122,8 @@ def _origin(path: Path) -> str:
 
 def get_run(config: Config, name: str) -> Run:
     """Return the run called ``name``."""
+    if name in config.sweeps:
+        raise ConfigError(f"Run {name!r} is a sweep. Name one of its runs: {', '.join(config.sweeps[name])}.")
     if name not in config.runs:
         raise ConfigError(
             f"Run {name!r} does not exist.{nearest(name, config.runs)} The runs are: {', '.join(config.runs)}."
@@ -120,12 +140,14 @@ def merge(base: dict[str, Any], update: Mapping[str, Any]) -> None:
             base[key] = value
 
 
-def parse_section(model: type[S], values: Mapping[str, Any], source: str) -> S:
-    """Validate ``values`` as a ``model``; ``source`` is what the error names first."""
+def parse_section(
+    model: type[S], values: Mapping[str, Any], source: str, note: Callable[[list[str]], list[str]] = list
+) -> S:
+    """Validate ``values`` as a ``model``; ``source`` is what the error names first, ``note`` completes its lines."""
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        lines = [f"  {line}" for line in error_lines(model, error)]
+        lines = [f"  {line}" for line in note(error_lines(model, error))]
         raise ConfigError("\n".join([f"{source} cannot be used:", *lines])) from None
 
 
@@ -157,10 +179,14 @@ def _message(schema: Schema, detail: Detail) -> str:
     return _wrong_value(schema, detail)
 
 
+_RESOLVED: Final = {"Config": (DEFAULTS,), "Run": (BASE, SWEEP)}
+"""Keys of a file that are resolved before the validation, by the model of their section."""
+
+
 def _unknown_key(schema: Schema, detail: Detail) -> str:
     section = schema.section(schema.walk(detail["loc"][:-1])[1])
     assert section is not None
-    allowed = list(section["properties"])
+    allowed = [*section["properties"], *_RESOLVED.get(section["title"], ())]
     return f"there is no such key.{nearest(str(detail['loc'][-1]), allowed)} Allowed here: {', '.join(allowed)}."
 
 

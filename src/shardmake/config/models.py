@@ -9,7 +9,8 @@ import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic.json_schema import SkipJsonSchema
 
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
@@ -591,6 +592,9 @@ class Config(Section):
 
     cluster: PathText = Field(description="The cluster file, relative to the folder in which Snakemake runs.")
     runs: dict[str, Run] = Field(description="The runs by name. A run's folder is `runs/NAME`.")
+    sweeps: SkipJsonSchema[dict[str, list[str]]] = Field(
+        default_factory=dict, description="The runs of each sweep, which the resolution of the file adds."
+    )
 
     @field_validator("runs", mode="before")
     @classmethod
@@ -609,3 +613,11 @@ class Config(Section):
                 )
         check_distinct({name: run.push for name, run in runs.items() if run.push})
         return runs
+
+    @field_validator("sweeps")
+    @classmethod
+    def _check_sweeps(cls, sweeps: dict[str, list[str]], info: ValidationInfo) -> dict[str, list[str]]:
+        unknown = [run for runs in sweeps.values() for run in runs if run not in info.data.get("runs", {})]
+        if "runs" in info.data and unknown:
+            raise ValueError(f"{unknown[0]!r} is not a run. Write `sweep` in a run in place of this key")
+        return sweeps

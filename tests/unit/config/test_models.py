@@ -19,7 +19,8 @@ from shardmake.config.schema import Schema
 from shardmake.core.errors import ShardmakeError
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
-RUN_KEYS = ", ".join(Run.model_fields)
+FIELDS = ", ".join(Run.model_fields)
+RUN_KEYS = f"{FIELDS}, base, sweep"
 DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, order, subset, revision"
 KNOWN = f"Known: {', '.join(ACCELERATORS)}. For another GPU, name the most similar one and set gpu_memory_gib."
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
@@ -143,8 +144,8 @@ def test_a_run_is_rejected_with_key_value_and_allowed_values(
     [
         ({"runs": {"a": RUN}}, ["cluster: this key is required and missing."]),
         ({"cluster": "c", "runs": {}}, ["runs: add at least one run."]),
-        ({"cluster": "c", "runs": ["a"]}, [f"runs: ['a'] is not allowed. Allowed: names, each with the keys {RUN_KEYS}."]),
-        ({"cluster": "c", "runs": {"a": None}}, [f"runs.a: the value is missing. Allowed: the keys {RUN_KEYS}."]),
+        ({"cluster": "c", "runs": ["a"]}, [f"runs: ['a'] is not allowed. Allowed: names, each with the keys {FIELDS}."]),
+        ({"cluster": "c", "runs": {"a": None}}, [f"runs.a: the value is missing. Allowed: the keys {FIELDS}."]),
         ({"cluster": "c", "runs": {"a/b": RUN}}, [
             "runs: 'a/b' cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'."]),
         ({"cluster": "c", "runs": {".a": RUN}}, [
@@ -154,7 +155,7 @@ def test_a_run_is_rejected_with_key_value_and_allowed_values(
         ({"cluster": "c", "runs": {"str": {**RUN, "int": 1}}}, [
             f"runs.str.int: there is no such key. Allowed here: {RUN_KEYS}."]),
         ({"cluster": "c", "run": {"a": RUN}}, ["runs: this key is required and missing.",
-            "run: there is no such key. Did you mean 'runs'? Allowed here: cluster, runs."]),
+            "run: there is no such key. Did you mean 'runs'? Allowed here: cluster, runs, defaults."]),
     ],
 )  # fmt: skip
 def test_a_config_is_rejected(values: Any, expected: list[str], tmp_path: Path) -> None:

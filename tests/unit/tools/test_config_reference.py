@@ -4,11 +4,12 @@ import json
 import re
 from pathlib import Path
 
+import jsonschema
 import pytest
 import yaml
 
 from shardmake.config.accelerators import find_accelerator
-from shardmake.config.load import load_cluster, load_config
+from shardmake.config.load import load_cluster, load_config, parse_config
 from shardmake.config.models import Cluster, Config, Section
 from tools import config_reference
 
@@ -52,7 +53,8 @@ def test_every_key_has_a_line_and_a_description(model: type[Section]) -> None:
     text = (ROOT / "config" / "README.md").read_text()
     for section in sections(model):
         assert section.__doc__ and section.__doc__ in text
-        for key, field in section.model_fields.items():
+        visible = section.model_json_schema()["properties"]
+        for key, field in ((key, field) for key, field in section.model_fields.items() if key in visible):
             assert field.description, f"{section.__name__}.{key}"
             assert re.search(
                 rf"^\| `{key}` \|.*{re.escape(field.description.replace('|', chr(92) + '|'))} \|$", text, re.M
@@ -74,3 +76,17 @@ def test_config_files_name_their_schema(path: Path) -> None:
     assert schema, f"{path} has no schema line"
     found = json.loads((path.parent / schema[1]).read_text())
     assert set(yaml.safe_load(path.read_text())) <= set(found["properties"])
+
+
+def test_a_file_with_inheritance_and_a_sweep_fits_the_schema() -> None:
+    schema = json.loads(config_reference.config_schema_text())
+    text = (ROOT / "config" / "README.md").read_text()
+    example = re.search(r"```yaml\n(cluster: .*?\ndefaults:.*?)```", text, re.S)
+    assert example
+    values = yaml.safe_load(example[1])
+    jsonschema.validate(values, schema)
+    with pytest.raises(jsonschema.ValidationError, match="lerning_rate"):
+        jsonschema.validate(values | {"defaults": {"lerning_rate": 1}}, schema)
+    parsed = parse_config(values, "README")
+    assert [*parsed.runs][:4] == ["plain", "lora", "lora-long", "rates-lr1e-3-s1"] and len(parsed.runs) == 9
+    assert parsed.runs["lora-long"].method == "lora" and parsed.runs["lora-long"].max_steps == 1000

@@ -1,0 +1,198 @@
+"""Inheritance between runs: ``defaults``, ``base`` and ``sweep`` are resolved before the configuration is validated.
+
+A run has the values of ``defaults``, then those of the run that its ``base`` names, then its own. Sections are merged
+key by key; a list replaces a list. Each value keeps its origin, for messages and for `shardmake config`.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from shardmake.config.sweeps import expand_sweep
+from shardmake.core.errors import ConfigError, nearest
+
+DEFAULTS: Final = "defaults"
+BASE: Final = "base"
+SWEEP: Final = "sweep"
+SWEEPS: Final = "sweeps"
+Path = tuple[Any, ...]
+"""The keys that lead to a value."""
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The values of one configuration file or of the command line; ``name`` is for messages."""
+
+    name: str
+    values: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The place of a value: ``defaults``, ``runs.NAME`` or ``runs.NAME.sweep``, and its file if there are several."""
+
+    place: str
+    file: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.place} in {self.file}" if self.file else self.place
+
+
+@dataclass(frozen=True)
+class ResolvedRun:
+    """The values of one run with those that it inherits, and the origin of each."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Path, Origin] = field(default_factory=dict)
+
+    def take(self, values: Mapping[str, Any], origin: Origin) -> None:
+        """Replace values by ``values``, section by section."""
+        for path, value in leaves(values):
+            section = _section(self.values, path[:-1])
+            if value == {} and isinstance(section.get(path[-1]), dict):
+                continue
+            section[path[-1]] = copy.deepcopy(value)
+            for other in [other for other in self.origins if _related(other, path)]:
+                del self.origins[other]
+            self.origins[path] = origin
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A configuration without inheritance: its values, and the origin of each value of each run."""
+
+    values: dict[str, Any]
+    origins: dict[Any, dict[Path, Origin]]
+
+
+def resolve(values: Mapping[str, Any], source: str, layers: Sequence[Layer] = ()) -> Resolved:
+    """Return ``values`` with every run complete and every sweep expanded.
+
+    ``layers`` are the parts from which ``values`` were merged, the last one with precedence. Raises `ConfigError`,
+    which starts with ``source``, if a base or a sweep cannot be used.
+    """
+    return _Resolver(values, source, layers if len(layers) > 1 else ()).resolve()
+
+
+class _Resolver:
+    def __init__(self, values: Mapping[str, Any], source: str, layers: Sequence[Layer]) -> None:
+        self.values, self.source, self.layers = values, source, layers
+        self.runs: Any = values.get("runs")
+        self.defaults: Any = values.get(DEFAULTS)
+
+    def resolve(self) -> Resolved:
+        rest = {key: value for key, value in self.values.items() if key != DEFAULTS}
+        if self.defaults is not None and not isinstance(self.defaults, Mapping):
+            raise self._error(DEFAULTS, f"{self.defaults!r} is not a section. Write the keys of a run in it.")
+        if not isinstance(self.runs, Mapping):
+            return Resolved(rest, {})
+        runs: dict[Any, Any] = {}
+        origins: dict[Any, dict[Path, Origin]] = {}
+        sweeps: dict[str, list[str]] = {}
+        for name in self.runs:
+            for point, run in self._runs_of(name, sweeps):
+                if point in runs or (point != name and point in self.runs):
+                    raise self._error(
+                        f"runs.{name}", f"there are two runs with the name {point!r}. Rename one of them."
+                    )
+                runs[point], origins[point] = run.values, run.origins
+                if not isinstance(self._own(name), Mapping):
+                    runs[point] = self._own(name)  # the validation reports it
+        return Resolved({**rest, "runs": runs} | ({SWEEPS: sweeps} if sweeps else {}), origins)
+
+    def _runs_of(self, name: Any, sweeps: dict[str, list[str]]) -> Iterator[tuple[Any, ResolvedRun]]:
+        """Yield the run ``name``, or the runs of its sweep."""
+        own = self._own(name)
+        if not isinstance(own, Mapping) or SWEEP not in own:
+            yield name, self._plain(name)
+            return
+        try:
+            points = expand_sweep(str(name), own[SWEEP])
+        except ValueError as error:
+            raise self._error(f"runs.{name}.{SWEEP}", f"{error}.") from None
+        sweeps[str(name)] = list(points)
+        for point, changes in points.items():
+            run = self._plain(name)
+            run.take(changes, Origin(f"runs.{name}.{SWEEP}", self._file(("runs", name, SWEEP))))
+            yield point, run
+
+    def _plain(self, name: Any) -> ResolvedRun:
+        """Return a run with what it inherits, without its sweep."""
+        run = ResolvedRun()
+        places: list[tuple[Path, Any]] = [((DEFAULTS,), self.defaults or {})]
+        places += [(("runs", one), self._own(one)) for one in self._bases(name)]
+        for place, section in places:
+            if not isinstance(section, Mapping):
+                continue
+            values = {key: value for key, value in section.items() if place == (DEFAULTS,) or key not in (BASE, SWEEP)}
+            for path, value in leaves(values):
+                run.take(_nested(path, value), Origin(".".join(map(str, place)), self._file((*place, *path))))
+        return run
+
+    def _bases(self, name: Any) -> list[Any]:
+        """Return the runs whose values ``name`` has, itself last."""
+        chain = [name]
+        while isinstance(own := self._own(chain[0]), Mapping) and own.get(BASE) is not None:
+            base, key = own[BASE], f"runs.{chain[0]}.{BASE}"
+            if isinstance(base, dict | list) or base not in self.runs:
+                close = nearest(str(base), map(str, self.runs))
+                raise self._error(
+                    key, f"run {base!r} does not exist.{close} The runs are: {', '.join(map(str, self.runs))}."
+                )
+            if base in chain:
+                circle = " -> ".join(map(str, [*reversed(chain[: chain.index(base) + 1]), base]))
+                raise self._error(key, f"{base!r} has this run as its own base ({circle}). Remove one `base`.")
+            chain.insert(0, base)
+        return chain
+
+    def _own(self, name: Any) -> Any:
+        """Return the section of a run. An empty one is complete if there are defaults."""
+        own = self.runs[name]
+        return {} if own is None and self.defaults else own
+
+    def _file(self, path: Path) -> str:
+        """Return the name of the last layer that has a value at ``path``."""
+        return next((layer.name for layer in reversed(self.layers) if _has(layer.values, path)), "")
+
+    def _error(self, key: str, message: str) -> ConfigError:
+        return ConfigError(f"{self.source} cannot be used:\n  {key}: {message}")
+
+
+def leaves(values: Mapping[Any, Any], before: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield each value that is not a section with content, and the keys that lead to it."""
+    for key, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*before, key))
+        else:
+            yield (*before, key), value
+
+
+def _nested(path: Path, value: Any) -> dict[Any, Any]:
+    for key in reversed(path):
+        value = {key: value}
+    nested: dict[Any, Any] = value
+    return nested
+
+
+def _section(values: dict[Any, Any], path: Path) -> dict[Any, Any]:
+    """Return the section at ``path``, created if another value or nothing is there."""
+    for key in path:
+        if not isinstance(values.get(key), dict):
+            values[key] = {}
+        values = values[key]
+    return values
+
+
+def _related(one: Path, other: Path) -> bool:
+    """Return True if one of the two is at or below the other."""
+    length = min(len(one), len(other))
+    return one[:length] == other[:length]
+
+
+def _has(values: Any, path: Path) -> bool:
+    for key in path:
+        if not isinstance(values, Mapping) or key not in values:
+            return False
+        values = values[key]
+    return True

@@ -1,0 +1,85 @@
+"""The origin of a run's values in messages and in the output of `shardmake config`."""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from shardmake.config.inheritance import Origin, Path
+from shardmake.config.models import Run
+from shardmake.core.secrets import mask
+
+BUILT_IN = "default of Shardmake"
+
+
+def note_origins(lines: Sequence[str], origins: Mapping[Any, Mapping[Path, Origin]]) -> list[str]:
+    """Return error lines (``KEY: MESSAGE``) with the origin of inherited values.
+
+    An error in an inherited value is one line; it names one run and counts the others.
+    """
+    found: dict[tuple[str, ...], list[str]] = {}
+    for line in lines:
+        key, _, message = line.partition(": ")
+        run, below = _split(key, origins)
+        note = "" if run is None else _note(str(run), below, message, origins[run])
+        identity = (below, message, note) if note else (line,)
+        found.setdefault(identity, []).append(f"{line}{note}")
+    return [group[0] + (f" It is also in {_others(len(group) - 1)}." if group[1:] else "") for group in found.values()]
+
+
+def _others(count: int) -> str:
+    return "another run" if count == 1 else f"{count} other runs"
+
+
+def _split(key: str, origins: Mapping[Any, Any]) -> tuple[Any, str]:
+    """Return the run that a key is in, and the rest of the key; the names of runs may have dots."""
+    inner = key.removeprefix("runs.")
+    fitting = [name for name in origins if inner == str(name) or inner.startswith(f"{name}.")]
+    if inner == key or not fitting:
+        return None, key
+    run = max(fitting, key=lambda name: len(str(name)))
+    return run, inner.removeprefix(str(run)).removeprefix(".")
+
+
+def _note(run: str, key: str, message: str, origins: Mapping[Path, Origin]) -> str:
+    """Return a sentence for each inherited value that the error is about."""
+    notes = []
+    for path, origin in origins.items():
+        if origin == Origin(f"runs.{run}"):
+            continue
+        name = ".".join(map(str, path))
+        if name == key or key.startswith(f"{name}."):
+            notes.append(f" This value is from {origin}.")
+        elif name.startswith(f"{key}." if key else "") and re.search(rf"\b{re.escape(str(path[-1]))}\b", message):
+            notes.append(f" {name} is from {origin}.")
+    return "".join(notes)
+
+
+def describe_run(run: Run, origins: Mapping[Path, Origin]) -> str:
+    """Return every value of ``run`` as YAML, without secrets, each line with its origin."""
+    values = run.model_dump(mode="json")
+    lines = list(_lines(values, (), origins))
+    width = min(max(len(line) for line, origin in lines if origin), 60)
+    return "\n".join(f"{line:<{width}}  # {origin}" if origin else line for line, origin in lines)
+
+
+def _lines(values: Mapping[str, Any], path: Path, origins: Mapping[Path, Origin]) -> Iterator[tuple[str, str]]:
+    """Yield each line of the YAML and its origin; a section has none."""
+    for key, value in values.items():
+        place, indent = (*path, key), "  " * len(path)
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:", ""
+            yield from _lines(value, place, origins)
+        else:
+            text = yaml.safe_dump(value, default_flow_style=True, allow_unicode=True, width=10**9)
+            text = text.removesuffix("\n").removesuffix("\n...")
+            yield f"{indent}{key}: {mask(text)}", _origin(place, origins)
+
+
+def _origin(path: Path, origins: Mapping[Path, Origin]) -> str:
+    """Return the origin of the value at ``path``, which may be inside a value of the file."""
+    for length in range(len(path), 0, -1):
+        if found := origins.get(path[:length]):
+            return str(found)
+    return BUILT_IN
