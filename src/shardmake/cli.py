@@ -25,6 +25,7 @@ from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
+from shardmake.run.notification import notified
 from shardmake.run.paths import RUNS, RunDir
 from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
@@ -87,12 +88,13 @@ def _open(name: str, files: list[Path], runs: Path, *, on_node: bool = False) ->
 def _stage(
     stage: str, name: str, files: list[Path], runs: Path, *, on_node: bool = False
 ) -> Iterator[tuple[Run, Cluster, RunDir]]:
-    """Open a run as `_open`, and record the settings of ``stage`` after its success."""
+    """Open a run as `_open`, record the settings of ``stage`` after its success, and notify of its end."""
     run, cluster, rundir = _open(name, files, runs, on_node=on_node)
-    if stage in ("fetch", "plan"):
-        check_inputs(name, run)
-    with recorded_settings(stage, run, cluster, rundir):
-        yield run, cluster, rundir
+    with notified(stage, run, rundir):
+        if stage in ("fetch", "plan"):
+            check_inputs(name, run)
+        with recorded_settings(stage, run, cluster, rundir):
+            yield run, cluster, rundir
 
 
 @app.command()
@@ -487,7 +489,8 @@ def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     from shardmake.report.stage import write_report
 
     run, _, rundir = _open(name, config, runs)
-    logger.info("Wrote %s.", write_report(run, rundir))
+    with notified("report", run, rundir):
+        logger.info("Wrote %s.", write_report(run, rundir))
 
 
 @app.command()

@@ -84,6 +84,7 @@ EFFECTS: Final = (
     ),
     Effect(changes=("evaluate",), reads=("plan",), keys=("evaluation.",)),
     Effect(changes=("push",), reads=("plan",), keys=("push.",)),
+    Effect(changes=(), reads=(), keys=("notify.",)),  # no stage works differently with it
 )
 """Every key in one row. A key that is named stands before the section that has it."""
 

@@ -237,6 +237,19 @@ class Push(Section):
         return check_destination(to) if isinstance(to, str) else [check_destination(one) for one in to]
 
 
+class Notify(Section):
+    """Notification that a run is done, was stopped, or needs a person."""
+
+    command: str = Field(
+        min_length=1,
+        description="Shell command, run when the report is written (`done`), when the training was stopped on request "
+        "(`stopped`), and when a stage ends with an error (`failed`); never when an attempt is resumed. It finds "
+        "`SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, `SHARDMAKE_STAGE` and `SHARDMAKE_MESSAGE` in its environment, and has 60 "
+        "seconds.",
+        examples=['echo "$SHARDMAKE_MESSAGE" | mail -s "$SHARDMAKE_RUN $SHARDMAKE_EVENT" ada@lab.org'],
+    )
+
+
 class Run(Section):
     """One fine-tuning run: the model, the data, the training and the destination."""
 
@@ -366,6 +379,9 @@ class Run(Section):
     evaluation: Evaluation = Field(Evaluation(), description="Settings of the evaluate stage.")
     push: Push | None = Field(
         None, description="Destination of the final model. Without it, the model stays in the run's folder."
+    )
+    notify: Notify | None = Field(
+        None, description="A command that notifies you when the run is done, was stopped, or needs you."
     )
 
     @model_validator(mode="after")
