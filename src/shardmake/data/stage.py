@@ -39,6 +39,7 @@ from shardmake.data.packing import (
     pack,
     token_digests,
 )
+from shardmake.data.sharing import one_at_a_time, take_same_data
 from shardmake.data.sources import Source, file_record, identity, read
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, SplitReceipt
@@ -55,9 +56,9 @@ logger = logging.getLogger(__name__)
 def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     """Write the tokenized training and evaluation sequences of ``run`` and return their receipt.
 
-    Do nothing if the receipt has the same sources, tokenizer and settings. ``cpus`` is the number of tokenizing
-    processes; it does not change the result. The receipt's ``digest`` identifies the training data. Raises `DataError`
-    for data that cannot be used.
+    Do nothing if the receipt has the same sources, tokenizer and settings. If the receipt of another run has them, take
+    the files of that run. ``cpus`` is the number of tokenizing processes; it does not change the result. The receipt's
+    ``digest`` identifies the training data. Raises `DataError` for data that cannot be used.
     """
     sources = locate_sources(run)
     tokenizer = load_tokenizer(run)
@@ -73,10 +74,14 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     if receipt is not None:
         logger.info(f"{rundir.data} is up to date.")
         return receipt
-    with _workspace(rundir) as work:
-        results = _build(run, tokenizer, sources, work, cpus)
-        trained_on = digest({"files": results["train"]["files"], "length": run.sequence_length})
-        receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
+    with one_at_a_time(rundir, inputs), _workspace(rundir) as work:
+        receipt = take_same_data(rundir, inputs, work)
+        if receipt is None:
+            shutil.rmtree(work)
+            work.mkdir()
+            results = _build(run, tokenizer, sources, work, cpus)
+            trained_on = digest({"files": results["train"]["files"], "length": run.sequence_length})
+            receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
         _publish(work, rundir, receipt)
     for split, counts in {"train": receipt.train, "eval": receipt.eval}.items():
         logger.info(f"{rundir.data / split}: {_summary(counts, run.sequence_length)}.")

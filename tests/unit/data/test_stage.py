@@ -172,8 +172,8 @@ def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     data = {"train": write_jsonl(tmp_path / "t.jsonl", conversations(300))}
     made = {}
     for name, cpus, seed in (("one", 1, 42), ("two", 2, 42), ("other", 1, 43)):
-        prepare(make_run(model, data, seed=seed), RunDir(tmp_path / name), cpus=cpus)
-        made[name] = files_of(tmp_path / name)
+        prepare(make_run(model, data, seed=seed), RunDir(tmp_path / name / "run"), cpus=cpus)
+        made[name] = files_of(tmp_path / name / "run")
     arrow = "data/train/data-00000-of-00001.arrow"
     for file in (arrow, "data/receipt.json"):
         assert made["one"][file] == made["two"][file] != made["other"][file]
@@ -420,7 +420,7 @@ def test_nothing_is_read_from_the_network_or_kept_outside_the_run(
         shutil.rmtree(tmp_path / "cache", ignore_errors=True)  # writing a Parquet file made it
         prepare(make_run(model, data), RunDir(tmp_path / name / "run"))
         assert not (tmp_path / "cache").exists()
-        assert {path.name for path in (tmp_path / name).iterdir()} == {file, "run"}
+        assert {path.name for path in (tmp_path / name).iterdir()} == {file, "run", ".locks"}
         assert {path.name for path in (tmp_path / name / "run").iterdir()} == {"data"}
 
 

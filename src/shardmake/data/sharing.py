@@ -1,0 +1,91 @@
+"""Share tokenized data between runs: a run takes the files of another run that were made from the same content.
+
+The files are linked, or copied where links are impossible, so each run has all of its files and can be removed alone. A
+lock lets the runs of a sweep tokenize their data once although their jobs start together.
+"""
+
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from shardmake.core.atomic import digest, sha256
+from shardmake.core.errors import ShardmakeError
+from shardmake.run.paths import RunDir
+from shardmake.run.receipts import DataReceipt
+
+logger = logging.getLogger(__name__)
+
+
+def content_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ``inputs`` of a data receipt without the folders of the source files."""
+
+    def without_folder(file: Mapping[str, Any]) -> dict[str, Any]:
+        return {**file, "path": Path(file["path"]).name}
+
+    sources = {
+        split: {**source, "files": [without_folder(file) for file in source["files"]]} if "files" in source else source
+        for split, source in inputs["sources"].items()
+    }
+    return {**inputs, "sources": sources}
+
+
+@contextlib.contextmanager
+def one_at_a_time(rundir: RunDir, inputs: Mapping[str, Any]) -> Iterator[None]:
+    """Wait until no other run beside ``rundir`` prepares data from the same content.
+
+    On a file system without locks, each run prepares its own data.
+    """
+    path = rundir.root.parent / ".locks" / f"data-{digest(content_of(inputs))}"
+    with contextlib.ExitStack() as opened:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(path.open("a"))
+            _lock(file.fileno())
+        except OSError as error:
+            logger.warning("Cannot lock %s: %s. Each run tokenizes its own data.", path, error.strerror)
+        yield
+
+
+def _lock(file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        logger.info("Another run prepares the same data. Waiting for it.")
+        fcntl.flock(file, fcntl.LOCK_EX)
+
+
+def take_same_data(rundir: RunDir, inputs: Mapping[str, Any], work: Path) -> DataReceipt | None:
+    """Put the splits of another run with the same content into ``work``, and return their receipt for this run.
+
+    Return None if no run has them, or if their files are not those of their receipt.
+    """
+    wanted = content_of(inputs)
+    for path in sorted(rundir.root.parent.glob("*/data/receipt.json")):
+        if path == rundir.data_receipt:
+            continue
+        with contextlib.suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
+            receipt = DataReceipt.read(path)
+            found = receipt.model_dump(include=set(inputs), mode="json")
+            if content_of(found) == wanted and _take_splits(path.parent, receipt, work):
+                logger.info("Took the data of %s, which has the same content.", path.parents[1].name)
+                return DataReceipt(**(receipt.model_dump() | dict(inputs)))
+    return None
+
+
+def _take_splits(folder: Path, receipt: DataReceipt, work: Path) -> bool:
+    for split in ("train", "eval"):
+        shutil.rmtree(work / split, ignore_errors=True)
+        shutil.copytree(folder / split, work / split, copy_function=_link)
+    return all(sha256(work / file.path) == file.sha256 for part in (receipt.train, receipt.eval) for file in part.files)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system, or a file of another user
+        shutil.copy2(source, target)

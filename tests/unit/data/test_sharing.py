@@ -1,0 +1,68 @@
+"""Runs with the same examples, tokenizer and settings share their tokenized files."""
+
+import shutil
+import threading
+from pathlib import Path
+
+import pytest
+
+from shardmake.data import prepare, stage
+from shardmake.run.paths import RunDir
+from tests.unit.data.test_stage import conversations, make_run, model, write_jsonl
+
+__all__ = ["model"]
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The workspaces in which data was tokenized."""
+    found: list[Path] = []
+    original = stage._build
+
+    def build(*arguments: object, **named: object) -> object:
+        found.append(arguments[3])  # type: ignore[arg-type]
+        return original(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(stage, "_build", build)
+    return found
+
+
+def test_equal_content_is_tokenized_once(model: Path, tmp_path: Path, built: list[Path]) -> None:
+    """Also from a copy in another folder, as of a fetched data set; another seed has other held-out examples."""
+    examples = write_jsonl(tmp_path / "t.jsonl", conversations(30))
+    (tmp_path / "copy").mkdir()
+    copy = shutil.copy(examples, tmp_path / "copy/t.jsonl")
+    first = prepare(make_run(model, {"train": examples}, learning_rate=1e-5), RunDir(tmp_path / "runs/a"))
+    second = prepare(make_run(model, {"train": str(copy)}, learning_rate=2e-5), RunDir(tmp_path / "runs/b"))
+    assert len(built) == 1 and second.digest == first.digest
+    assert second.sources["train"]["files"][0]["path"] == str(copy)
+    arrow = second.train.files[0].path
+    assert (tmp_path / "runs/a/data" / arrow).samefile(tmp_path / "runs/b/data" / arrow)
+    shutil.rmtree(tmp_path / "runs/a")
+    assert prepare(make_run(model, {"train": str(copy)}), RunDir(tmp_path / "runs/b")) == second
+    assert len(built) == 1
+    assert prepare(make_run(model, {"train": examples}, seed=7), RunDir(tmp_path / "runs/c")).digest != first.digest
+    assert len(built) == 2
+
+
+def test_damaged_files_of_another_run_are_not_taken(model: Path, tmp_path: Path, built: list[Path]) -> None:
+    run = make_run(model, {"train": write_jsonl(tmp_path / "t.jsonl", conversations(30))})
+    first = prepare(run, RunDir(tmp_path / "runs/a"))
+    arrow = tmp_path / "runs/a/data" / first.train.files[0].path
+    content = bytearray(arrow.read_bytes())
+    content[-9] ^= 1
+    arrow.write_bytes(content)
+    assert prepare(run, RunDir(tmp_path / "runs/b")) == first
+    assert len(built) == 2
+    assert (tmp_path / "runs/b/data" / first.train.files[0].path).read_bytes() != arrow.read_bytes()
+
+
+def test_runs_that_start_together_wait_for_the_first_one(model: Path, tmp_path: Path, built: list[Path]) -> None:
+    run = make_run(model, {"train": write_jsonl(tmp_path / "t.jsonl", conversations(30))})
+    threads = [threading.Thread(target=prepare, args=(run, RunDir(tmp_path / "runs" / name))) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(built) == 1
+    assert (tmp_path / "runs/a/data/receipt.json").read_bytes() == (tmp_path / "runs/b/data/receipt.json").read_bytes()
