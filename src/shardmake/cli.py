@@ -562,6 +562,39 @@ def status(
 
 
 @app.command()
+def stop(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Let the training of a run save and stop after its current step; the workflow resumes it."""
+    from shardmake.commands.control import request_stop
+
+    _, _, rundir = _open(name, config, runs)
+    typer.echo(request_stop(rundir))
+
+
+@app.command()
+def cancel(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Cancel the training job of a run at once; steps since the newest checkpoint may be lost."""
+    from shardmake.commands.control import cancel as cancel_job
+
+    _, cluster, rundir = _open(name, config, runs)
+    typer.echo(cancel_job(rundir, cluster))
+
+
+@app.command()
+def logs(
+    name: Name,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    rank: Annotated[int | None, typer.Option(help="Only this rank: its lines and its error.", min=0)] = None,
+    lines: Annotated[int, typer.Option(help="Lines of each node.", min=1)] = 40,
+) -> None:
+    """Print the end of the logs of a training's last attempt."""
+    from shardmake.commands.control import read_logs
+
+    get_run(load_config(*config), name)
+    typer.echo(read_logs(RunDir(runs / name), rank, lines))
+
+
+@app.command()
 def doctor(
     node: Annotated[bool, typer.Option("--node", help="Check compute nodes too, with one short job.")] = False,
     nodes: Annotated[int, typer.Option(help="Nodes of that job; two also measure the network.", min=1, max=2)] = 1,

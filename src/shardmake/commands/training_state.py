@@ -55,7 +55,7 @@ def training_state(rundir: RunDir, *, slurm: bool, queue: Mapping[str, JobStatus
     history = load_history(rundir.attempt_history)
     if job is not None:
         return _with_job(rundir, job, _status(rundir, job, queue) if slurm else LocalJobs(rundir.root).status(job.id))
-    if driver := _living_driver(rundir):
+    if driver := living_driver(rundir):
         return TrainingState("no job yet", (f"The driver ({driver}) waits, or prepares the next attempt.",))
     return _ended(rundir, history[-1]) if history else None
 
@@ -161,7 +161,7 @@ def read_tail(metrics: Path) -> list[MetricsLine]:
         return parse_metrics(file.read().decode(errors="replace"))
 
 
-def _living_driver(rundir: RunDir) -> str | None:
+def living_driver(rundir: RunDir) -> str | None:
     """Return the driver that the lock file names if its process runs on this machine."""
     lock = rundir.train / "driver.lock"
     named = _DRIVER.search(lock.read_text()) if lock.exists() else None

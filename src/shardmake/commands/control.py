@@ -1,0 +1,92 @@
+"""Stop or cancel the training of a run, and read its logs."""
+
+import contextlib
+import os
+import signal
+
+from shardmake.commands.training_state import living_driver, query_queue
+from shardmake.config.models import Cluster
+from shardmake.core.errors import ConfigError, SlurmError
+from shardmake.launch.jobs import LocalJobs, job_name
+from shardmake.launch.slurm_jobs import run_slurm
+from shardmake.launch.slurm_states import JobState
+from shardmake.run.attempt import AttemptDir, SubmittedJob
+from shardmake.run.paths import RunDir, short_path
+
+_FINISHED = (JobState.ENDED, JobState.GONE)
+
+
+def request_stop(rundir: RunDir) -> str:
+    """Create the stop file, and return what happens then.
+
+    Raises `ConfigError` if the run has neither a job nor a driver that this machine can see.
+    """
+    if rundir.stop_file.exists():
+        return f"A stop was already requested ({short_path(rundir.stop_file)})."
+    if rundir.train_receipt.exists():
+        raise ConfigError(f"Nothing to stop: {rundir.name}. Its training has finished.")
+    if not rundir.job.exists() and living_driver(rundir) is None:
+        raise ConfigError(f"Nothing to stop: {rundir.name}. It has no training job. See: shardmake status")
+    rundir.stop_file.touch()
+    return (
+        f"Requested a stop ({short_path(rundir.stop_file)}). The ranks save and stop after their current step. To "
+        "resume, run the workflow again."
+    )
+
+
+def cancel(rundir: RunDir, cluster: Cluster) -> str:
+    """Cancel the training job of a run, and return the job that was cancelled.
+
+    Steps since the newest checkpoint may be lost. Raises `ConfigError` if no job is queued or running, and `SlurmError`
+    if Slurm refuses.
+    """
+    job = SubmittedJob.read_if_exists(rundir.job)
+    if job is None:
+        raise ConfigError(f"Nothing to cancel: {rundir.name}. It has no training job. See: shardmake status")
+    if cluster.executor == "slurm":
+        _cancel_in_slurm(rundir, job.id)
+    else:
+        _interrupt(rundir, job.id)
+    return f"Cancelled job {job.id} of {rundir.name}. The next run of the workflow resumes from the newest checkpoint."
+
+
+def _cancel_in_slurm(rundir: RunDir, job: str) -> None:
+    queue = query_queue([rundir])
+    if queue is None:
+        raise SlurmError(f"Cannot cancel job {job} of {rundir.name}: Slurm does not answer. Run the command again.")
+    found = queue.get(job)
+    if found is None or found.job_name != job_name(rundir.root):
+        raise ConfigError(f"Nothing to cancel: {rundir.name}. Its job {job} has ended. See: shardmake status")
+    answer = run_slurm("scancel", job)
+    if answer.returncode != 0:
+        raise SlurmError(f"Cannot cancel job {job} of {rundir.name}: {answer.stderr.strip()}.")
+
+
+def _interrupt(rundir: RunDir, job: str) -> None:
+    if LocalJobs(rundir.root).status(job).state is not JobState.RUNNING:
+        raise ConfigError(f"Nothing to cancel: {rundir.name}. Its process has ended. See: shardmake status")
+    with contextlib.suppress(ProcessLookupError):  # it ended in this moment
+        os.kill(int(job.partition("@")[0]), signal.SIGINT)
+
+
+def read_logs(rundir: RunDir, rank: int | None, lines: int) -> str:
+    """Return the end of the logs of the last attempt: at most ``lines`` of each node, with ``rank`` only of this rank.
+
+    Raises `ConfigError` if there is no attempt, or no line and no error of the rank.
+    """
+    attempts = sorted(path for path in rundir.attempts.glob("[0-9]*") if path.name.isdigit())
+    if not attempts:
+        raise ConfigError(f"No logs: {rundir.name}. Its training has not started. Logs of other stages are in logs/.")
+    folder, parts = AttemptDir(attempts[-1]), []
+    for file in sorted(folder.root.glob("node-*.log")):
+        found = file.read_text(errors="replace").splitlines()
+        if rank is not None:
+            found = [line for line in found if line.startswith(f"[rank {rank}] ")]
+        if found:
+            parts.append("\n".join([f"==> {short_path(file)}", *found[-lines:]]))
+    if rank is not None:
+        errors = [error for error in folder.rank_errors() if error.rank == rank]
+        parts += [f"==> error of rank {rank}\n{error.traceback.strip()}" for error in errors]
+    if rank is not None and not parts:
+        raise ConfigError(f"--rank {rank}: no line of this rank in {short_path(folder.root)}. Run it without --rank.")
+    return "\n".join(parts)
