@@ -194,7 +194,7 @@ def peft_metamath(row: Row) -> Case:
 def fsdp_qlora(row: Row) -> Case:
     """train.py of March 2024: r 64 on all but o_proj, everything bf16, `output` held, mask of ones (no mask)."""
     strategy = "ddp" if "NO_SHARD" in row["strategy"] else "fsdp-offload" if "offload" in row["strategy"] else "fsdp"
-    behavior = replace(OLD, keeps_output=True, autocast=False)
+    behavior = replace(OLD, keeps_output=True, autocast=False, widens_frozen=False)
     scenario = base(row, strategy=strategy, weights="bf16", adapter_weights="bf16", fsdp_version=1, behavior=behavior)
     targets = ("k_proj", "q_proj", "v_proj", *MLP[1:], MLP[0])
     method: Method = "qlora" if "QLoRA" in row["strategy"] else "lora"
@@ -247,7 +247,8 @@ def peft_docs(row: Row) -> Case:
     if "FSDP1 full shard LoRA" in row["strategy"]:
         return device(with_lora(base(row, strategy="fsdp", behavior=OLD), 8, "all-linear"), Buckets())
     if "FSDP1 QLoRA + CPU offload" in row["strategy"]:
-        scenario = base(row, strategy="fsdp-offload", behavior=OLD, adapter_weights="bf16")
+        behavior = replace(OLD, widens_frozen=False)  # its code leaves out prepare_model_for_kbit_training under FSDP
+        scenario = base(row, strategy="fsdp-offload", behavior=behavior, adapter_weights="bf16")
         return device(with_lora(scenario, 8, "all-linear", "qlora"), Buckets())
     return Case(None, "device", "length, dtype or batch not given")
 

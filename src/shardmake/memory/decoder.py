@@ -35,7 +35,11 @@ def weights_of(scenario: Scenario) -> Weights:
     """Return the model's parameters as ``scenario`` trains and holds them."""
     full = scenario.method == "full"
     item = weight_bytes(scenario)
-    items = {t.name: Parameter(t.name, t.numel, item, full) for t in scenario.model.tensors}
+    quantized = {t.name for t in scenario.model.tensors if is_quantized(t)} if scenario.method == "qlora" else set()
+    items = {
+        t.name: Parameter(t.name, t.numel, scenario.compute if t.name in quantized else item, full)
+        for t in scenario.model.tensors
+    }
     shapes = {tensor.name: tensor.shape for tensor in scenario.model.tensors}
     adapters = scenario.split.adapters
     for tensor in adapters:
@@ -43,13 +47,18 @@ def weights_of(scenario: Scenario) -> Weights:
         shapes[tensor.name] = tensor.shape
     adapted = {tensor.module.rpartition(".")[0] for tensor in adapters}
     rank = adapters[0].shape[0] if adapters else 0
-    quantized = {t.name for t in scenario.model.tensors if is_quantized(t)} if scenario.method == "qlora" else set()
     return Weights(items, shapes, adapted, quantized, rank, scenario.lora_dropout)
 
 
 def weight_bytes(scenario: Scenario) -> int:
-    """Return the bytes per element of the weights in the forward pass: fp32 under autocast, else the compute type."""
-    return 4 if scenario.autocast and scenario.method == "full" else scenario.compute
+    """Return the bytes per element of the weights in the forward pass: fp32 under autocast, else the compute type.
+
+    Under adapters the base model is in the compute type, except what PEFT widens for QLoRA. Hidden states have the
+    embedding's type.
+    """
+    if not scenario.autocast:
+        return scenario.compute
+    return 4 if scenario.method == "full" else scenario.frozen
 
 
 class _DecoderStep:
@@ -235,10 +244,12 @@ class _DecoderStep:
         name = f"{module}.weight"
         rows, columns = weights.shapes[name]
         base, bias = weights.items[name], weights.items.get(f"{module}.bias")
-        if module not in weights.adapted:
-            return size_tensors.linear(hidden, base, rows, columns, bias, made, name in weights.quantized)
-        out = size_tensors.linear(hidden, base, rows, columns, bias, expanded=name in weights.quantized)
-        return self._adapted(hidden, out, module, rows, columns)
+        is_adapted, in_four_bits = module in weights.adapted, name in weights.quantized
+        made = made or is_adapted
+        out = size_tensors.linear(hidden, base, rows, columns, bias, made, in_four_bits)
+        if in_four_bits:  # bitsandbytes' Linear4bit returns its input's type
+            out = size_tensors.cast(out, hidden.item, made)
+        return self._adapted(hidden, out, module, rows, columns) if is_adapted else out
 
     def _adapted(self, hidden: SizeTensor, out: SizeTensor, module: str, rows: int, columns: int) -> SizeTensor:
         """Run PEFT's LoRA: cast the input to the adapter's type, apply dropout, add the product to the base's."""

@@ -38,6 +38,8 @@ class LibraryBehavior:
     """The backward pass of softmax uses its input (torch before 1.12)."""
     autocast: bool = True
     """A 16-bit precision uses autocast; without it the type of the trained weights is used."""
+    widens_frozen: bool = True
+    """QLoRA's weights that are not in 4 bits are cast to fp32 (PEFT's ``prepare_model_for_kbit_training``)."""
     nccl: bool = True
     """Ranks communicate over NCCL, whose buffers are outside the allocator."""
 
@@ -112,6 +114,15 @@ class Scenario:
     def compute(self) -> int:
         """Bytes per element of the compute data type."""
         return BYTES[self.precision]
+
+    @property
+    def frozen(self) -> int:
+        """Bytes per element of frozen weights that are not in 4 bits.
+
+        PEFT casts embedding, norms, biases and head of a 4-bit model to fp32. DeepSpeed casts them back.
+        """
+        widened = self.method == "qlora" and self.behavior.widens_frozen and not self.zero_stage
+        return 4 if widened else self.compute
 
     @property
     def gradient(self) -> int:

@@ -188,12 +188,13 @@ def run_backward(tape: Tape, first: int = 0) -> None:
 # Operators
 
 
-def cast(tensor: SizeTensor, item: int) -> SizeTensor:
-    """Model ``tensor.to(dtype)``; nothing is allocated if the type is the same."""
+def cast(tensor: SizeTensor, item: int, made: bool = True) -> SizeTensor:
+    """Model ``tensor.to(dtype)``; nothing is allocated if the type is the same, or without ``made``."""
     source = tensor.item
     if source == item:
         return tensor
-    return derive(new(tensor, item=item), [tensor], lambda grad: [new(grad, item=source)])
+    out = SizeTensor(tensor.tape, tensor.numel, item, storage=None if made else NO_STORAGE)
+    return derive(out, [tensor], lambda grad: [new(grad, item=source)])
 
 
 def copy(tensor: SizeTensor) -> SizeTensor:

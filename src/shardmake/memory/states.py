@@ -185,7 +185,7 @@ def _second_shard(scenario: Scenario) -> int:
 
 def frozen_bytes(scenario: Scenario) -> int:
     """Return the bytes of all weights that are not trained, unsharded."""
-    return scenario.compute * scenario.split.frozen + int(NF4_BYTES * scenario.split.quantized)
+    return scenario.frozen * scenario.split.frozen + int(NF4_BYTES * scenario.split.quantized)
 
 
 def _masters(scenario: Scenario) -> int:

@@ -104,7 +104,7 @@ def _at_batch(batch: int, one: Any, two: Any) -> Any:
 
 def _request(scenario: Scenario) -> dict[str, Any]:
     adapted = scenario.method != "full"
-    held = "fp32" if weight_bytes(scenario) == 4 else scenario.precision
+    held = "fp32" if weight_bytes(scenario) == 4 and not adapted else scenario.precision
     return {
         "config": dict(scenario.model.config),
         "source": scenario.model.source,

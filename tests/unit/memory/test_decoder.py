@@ -131,3 +131,18 @@ def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
     plain, longer = scenario(), scenario(sequence_length=1024)
     assert saved(micro_step(longer)) == pytest.approx(2 * saved(micro_step(plain)), rel=1e-3)
     assert saved(micro_step(replace(plain, checkpointing=True))) < saved(micro_step(plain))
+
+
+@pytest.mark.parametrize(("strategy", "wider"), [("ddp", 2), ("zero2", 0), ("fsdp", 0)])
+def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, wider: int) -> None:
+    """PEFT widens the embedding of a 4-bit model to fp32, and with it each layer's input; others compute in 16 bits."""
+    config = {"checkpointing": True, "method": "qlora", "strategy": strategy}
+
+    def input_bytes(behavior: LibraryBehavior) -> int:
+        two, three = (
+            of_events(micro_step(scenario({"num_hidden_layers": layers}, behavior=behavior, **config)), layers)
+            for layers in (2, 3)
+        )
+        return three.forward - two.forward
+
+    assert input_bytes(LibraryBehavior()) - input_bytes(LibraryBehavior(widens_frozen=False)) == wider * 1024 * 2 * 512
