@@ -179,40 +179,40 @@ def estimate(
     if list_gpus:
         typer.echo("\n".join(ACCELERATORS))
         return
+    request = estimate.EstimateRequest(
+        model=model,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        gpu_memory=gpu_memory,
+        sequence_length=sequence_length,
+        micro_batch=micro_batch,
+        strategies=strategy or (),
+        gradient_checkpointing=gradient_checkpointing,
+        attention=attention,
+        precision=precision,
+        optimizer=optimizer,
+        method=method,
+        lora_rank=lora_rank,
+        lora_targets=lora_targets,
+        weights=weights,
+        loss=loss,
+        fsdp_version=1 if fsdp_version == 1 else 2,
+        host_memory=host_memory,
+        accelerator=accelerator,
+        revision=revision,
+        trust_remote_code=trust_remote_code,
+        probe=probe,
+        deepspeed_config=deepspeed_config,
+        inter_node_gbps=inter_node_gbps,
+    )
     if deepspeed_table:
         from shardmake.commands.deepspeed_table import deepspeed_table as table_of
 
+        estimate.check_options(request)
         described = read_model(model, revision=revision, trust_remote_code=trust_remote_code)
         typer.echo(table_of(described, nodes, gpus_per_node))
         return
-    answer = estimate.estimate(
-        estimate.EstimateRequest(
-            model=model,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            gpu_memory=gpu_memory,
-            sequence_length=sequence_length,
-            micro_batch=micro_batch,
-            strategies=strategy or (),
-            gradient_checkpointing=gradient_checkpointing,
-            attention=attention,
-            precision=precision,
-            optimizer=optimizer,
-            method=method,
-            lora_rank=lora_rank,
-            lora_targets=lora_targets,
-            weights=weights,
-            loss=loss,
-            fsdp_version=1 if fsdp_version == 1 else 2,
-            host_memory=host_memory,
-            accelerator=accelerator,
-            revision=revision,
-            trust_remote_code=trust_remote_code,
-            probe=probe,
-            deepspeed_config=deepspeed_config,
-            inter_node_gbps=inter_node_gbps,
-        )
-    )
+    answer = estimate.estimate(request)
     if as_json:
         typer.echo(json.dumps(answer.as_json(), indent=2))
     else:

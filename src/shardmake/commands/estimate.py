@@ -134,7 +134,7 @@ def estimate(request: EstimateRequest) -> EstimateResult:
         ConfigError: An option cannot be used.
         ModelError: The model's config.json cannot be used.
     """
-    _check(request)
+    check_options(request)
     settings = resolve_request(request)
     request = replace(request, sequence_length=settings.run.sequence_length)
     if request.probe:
@@ -290,7 +290,8 @@ def _largest(section: type[Section], field: str) -> int:
     return next(limit.le for limit in section.model_fields[field].metadata if hasattr(limit, "le"))
 
 
-def _check(request: EstimateRequest) -> None:
+def check_options(request: EstimateRequest) -> None:
+    """Raise a `ConfigError` for an option that is out of range."""
     if not request.model:
         raise ConfigError("No model is named. Name a hub id, a model folder or a config.json.")
     for name, (section, field) in _COUNTS.items():
@@ -308,7 +309,7 @@ def _check(request: EstimateRequest) -> None:
         )
     if request.host_memory is not None and not 0 < request.host_memory <= LARGEST_HOST:
         raise ConfigError(f"--host-memory is {request.host_memory:g}; give the RAM of one node in GiB, such as 512.")
-    if request.gpu_memory is not None and request.gpu_memory < 1:
+    if request.gpu_memory is not None and not 1 <= request.gpu_memory < math.inf:
         raise ConfigError(f"--gpu-memory is {request.gpu_memory:g}; give the memory of one GPU in GiB, such as 80.")
 
 

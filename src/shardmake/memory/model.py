@@ -177,6 +177,8 @@ def adapted_layers(model: Model, targets: Iterable[str] | str) -> list[Parameter
     if targets == "all-linear":
         return [tensor for tensor in linear if not is_head(tensor)]
     wanted = [targets] if isinstance(targets, str) else list(targets)
+    if not wanted:
+        raise ModelError("No adapter target is named. Adapters need layers. Name some, or all-linear.")
     chosen = [t for t in linear if any(t.module == w or t.module.endswith("." + w) for w in wanted)]
     for word in wanted:
         if not any(t.module == word or t.module.endswith("." + word) for t in chosen):

@@ -66,7 +66,13 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
     from transformers import AutoConfig
 
     if trust_remote_code and config.get("auto_map"):
-        return AutoConfig.from_pretrained(Path(source).parent, trust_remote_code=True)
+        try:
+            return AutoConfig.from_pretrained(Path(source).parent, trust_remote_code=True)
+        except Exception as error:  # the code may be elsewhere on the hub, need other packages, or raise anything
+            raise ModelError(
+                f"{source}: the model's own code cannot be loaded ({type(error).__name__}: {error}). Download it with "
+                "the model, or leave out trust_remote_code if transformers has this model type."
+            ) from None
     kind = config["model_type"]
     values = {key: value for key, value in config.items() if key != "model_type"}
     try:

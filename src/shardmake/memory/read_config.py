@@ -16,6 +16,7 @@ from shardmake.memory.families import FAMILIES, written_down
 from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_request, tensors_from_json
 
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 LARGEST_SIZE = 1 << 31
 
 
@@ -81,11 +82,12 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:
-    if not config.get("model_type"):
+    kind = config.get("model_type")
+    if not kind or not isinstance(kind, str):
         raise ModelError(f"{source or 'The config'} has no model_type. Name the config.json of a transformers model.")
-    for field in SIZE_FIELDS:
-        value = config.get(field, 1)
-        if value is None or isinstance(value, list | str):
+    for field in (*SIZE_FIELDS, *(OPTIONAL_SIZES if kind in FAMILIES else ())):
+        value = config.get(field)
+        if value is None or (isinstance(value, list | str) and kind not in FAMILIES):
             continue
         if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
             raise ModelError(f"{source}: {field} is {value!r}. It must be a positive integer.")

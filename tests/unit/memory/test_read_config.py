@@ -24,6 +24,12 @@ BAD = [
     ({**SIZES, "model_type": "llama", "hidden_size": 0}, "hidden_size is 0"),
     ({**SIZES, "model_type": "llama", "vocab_size": -5}, "vocab_size is -5"),
     ({**SIZES, "model_type": "llama", "num_hidden_layers": 1 << 40}, "num_hidden_layers is"),
+    ({**SIZES, "model_type": ["llama"]}, "has no model_type"),
+    ({**SIZES, "model_type": "llama", "hidden_size": [64]}, r"hidden_size is \[64\]"),
+    ({**SIZES, "model_type": "llama", "num_attention_heads": "4"}, "num_attention_heads is '4'"),
+    ({**SIZES, "model_type": "llama", "num_key_value_heads": 0}, "num_key_value_heads is 0"),
+    ({**SIZES, "model_type": "llama", "head_dim": "x"}, "head_dim is 'x'"),
+    ({**SIZES, "model_type": "llama", "max_position_embeddings": float("nan")}, "max_position_embeddings is nan"),
     ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
     ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
 ]
@@ -44,6 +50,13 @@ def test_code_beside_a_model_that_transformers_knows_is_not_needed() -> None:
     assert from_config({**config, "auto_map": code}).parameters == from_config(config).parameters
 
 
+def test_code_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**SIZES, "model_type": "own", "auto_map": {"AutoConfig": "missing.Config"}}))
+    with pytest.raises(ShardmakeError, match="own code cannot be loaded"):
+        read_model(str(path), trust_remote_code=True)
+
+
 def test_missing_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match=r"no config\.json"):
         read_model(str(tmp_path))
@@ -51,6 +64,8 @@ def test_missing_models_are_rejected(tmp_path: Path) -> None:
         read_model("./nowhere")
     with pytest.raises(ShardmakeError, match="Adapter target not found"):
         split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, ["q_prjo"])
+    with pytest.raises(ShardmakeError, match="No adapter target is named"):
+        split(from_config({**SIZES, "model_type": "llama"}), "lora", 8, [])
 
 
 BAD_SIZES = [
