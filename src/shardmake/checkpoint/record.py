@@ -3,8 +3,11 @@
 The presence of the record commits the checkpoint. Its checksums validate every file.
 """
 
+import contextlib
 import os
+import stat
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,8 +32,18 @@ class FileEntry(BaseModel):
 
 def list_files(checkpoint: Path) -> list[str]:
     """Return the relative paths of a checkpoint's files, without its record."""
-    files = (path for path in checkpoint.rglob("*") if path.is_file() and path.name != RECORD_NAME)
-    return sorted(str(path.relative_to(checkpoint)) for path in files)
+    found = _walk(checkpoint) if checkpoint.is_dir() else ()
+    return sorted(str(path.relative_to(checkpoint)) for path in found if path.name != RECORD_NAME)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """Yield the files below ``folder``, without a request to the file system for each of them."""
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _walk(Path(entry.path))
+            elif entry.is_file():
+                yield Path(entry.path)
 
 
 def fingerprint(path: Path, *, sync: bool = False) -> FileEntry:
@@ -57,11 +70,12 @@ def wait_visible(path: Path, deadline_seconds: float = 60) -> Path:
     return path
 
 
-def sync_file(path: Path) -> int:
-    """Make the content of a file durable; return its size in bytes as this node sees it."""
-    with wait_visible(path).open("rb") as file:
-        os.fsync(file.fileno())
-        return os.fstat(file.fileno()).st_size
+def add_mode(path: Path, mode: int) -> None:
+    """Add ``mode`` to the mode of a file, if the file system permits it."""
+    found = stat.S_IMODE(path.stat().st_mode)
+    if found & mode != mode:
+        with contextlib.suppress(PermissionError):
+            path.chmod(found | mode)
 
 
 class CheckpointRecord(BaseModel):

@@ -13,7 +13,6 @@ import logging
 import math
 import re
 import shutil
-import stat
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -25,6 +24,7 @@ from shardmake.checkpoint.record import (
     RECORD_NAME,
     CheckpointRecord,
     FileEntry,
+    add_mode,
     find_problems,
     is_intact,
     is_unfinished,
@@ -78,12 +78,12 @@ def staged_path(folder: Path, step: int) -> Path:
 def commit(staged: Path, record: CheckpointRecord) -> Path:
     """Write the record of ``staged``, rename it to its name among the checkpoints and return that path.
 
-    The rename commits the checkpoint. One rank calls this after all ranks have synced their files.
+    The rename commits the checkpoint. One rank calls this after all nodes have checked their files.
     """
     final = staged.parent.parent / staged.name
     if final.exists():
         set_aside(final)
-    commit_in_place(staged, record)
+    _write_record(staged, record)
     staged.rename(final)
     with contextlib.suppress(OSError):  # the checkpoint is committed; the next save removes leftovers
         staged.parent.rmdir()
@@ -138,19 +138,15 @@ def commit_in_place(checkpoint: Path, record: CheckpointRecord) -> None:
     """
     allowed = checkpoint.stat().st_mode & 0o666
     for name in record.files:
-        _add_mode(checkpoint / name, allowed)
+        add_mode(checkpoint / name, allowed)
+    _write_record(checkpoint, record)
+
+
+def _write_record(checkpoint: Path, record: CheckpointRecord) -> None:
     for folder in {(checkpoint / name).parent for name in record.files}:
         fsync_directory(folder)
     write_json(checkpoint / RECORD_NAME, record.model_dump(mode="json"))
     fsync_directory(checkpoint.parent)
-
-
-def _add_mode(path: Path, mode: int) -> None:
-    """Add ``mode`` to the mode of a file, if the file system permits it."""
-    found = stat.S_IMODE(path.stat().st_mode)
-    if found & mode != mode:
-        with contextlib.suppress(PermissionError):
-            path.chmod(found | mode)
 
 
 def checkpoints(folder: Path) -> list[tuple[int, Path]]:

@@ -1,7 +1,7 @@
 """Save the checkpoints of a training; all ranks take part in each save.
 
-A save first makes room. Then every rank writes and syncs its files, the record is written last, and older checkpoints
-are removed after that.
+A save first makes room. Then every rank writes its files, the first rank of each node checks those of the node, the
+record is written last, and older checkpoints are removed after that.
 
 With a scratch folder the ranks write there and continue training while `shardmake.train.upload` copies the files to
 the shared folder. The next save waits for that upload. Required saves (the last step, a requested stop) go straight to
@@ -16,7 +16,6 @@ before stay unchanged in all cases.
 import contextlib
 import errno
 import logging
-import re
 import shutil
 import subprocess
 import time
@@ -26,14 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.node_files import check_files, complete, move_files, node_path, read_listings
 from shardmake.checkpoint.record import (
     RECORD_NAME,
     CheckpointRecord,
     FileEntry,
     find_problems,
-    fingerprint,
-    list_files,
-    sync_file,
     wait_visible,
 )
 from shardmake.checkpoint.store import Retention
@@ -45,6 +42,7 @@ from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (
     barrier,
     gather,
+    get_node,
     get_node_size,
     get_rank,
     get_world_size,
@@ -55,9 +53,9 @@ from shardmake.train.collectives import (
 logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _ROOM_POLL_SECONDS = 1.0
-# The rank in the names of DeepSpeed's shards, FSDP's shards, random generators' states and the folders of NVMe states.
-_SHARD = re.compile(r"(?:zero_pp_rank_|rng_state_|(?:^|/)(?:__|rank))(\d+)")
-_MODEL_PART = re.compile(r"mp_rank_(\d+)_")  # the rank within a tensor-parallel group
+_WORKERS = 8
+_VISIBLE_SECONDS = 60.0
+"""How long a network file system may take until a node sees what another has written."""
 Describe = Callable[[int], dict[str, Any]]
 
 
@@ -127,7 +125,7 @@ class Saver:
             "versions": library_versions(),
             **self.describe(step),
         }
-        target = local or staged
+        target = local or node_path(staged, get_node())
         self.write_dir = target.parent
         with self._translate_full_disk(target):
             yield target
@@ -222,7 +220,7 @@ class Saver:
             self.upload = self.scratch.start_upload(local, staged, described, started, self.retention)
 
     def _commit(self, staged: Path, described: dict[str, Any], started: float) -> None:
-        files = _sync_files(staged)
+        files = _assemble(staged)
         if get_rank() == 0:
             store.commit_and_prune(staged, files, described, started, self.retention)
         self.seconds = run_on_first_rank(lambda: time.time() - started)
@@ -231,55 +229,37 @@ class Saver:
 
     @contextlib.contextmanager
     def _translate_full_disk(self, written: Path) -> Iterator[None]:
-        """Turn an error from a full disk below ``written`` into a `DiskFullError`, and remove ``written``."""
+        """Turn an error from a full disk below ``written`` into a `DiskFullError`, and remove what was written."""
         try:
             yield
         except BaseException as error:  # torch's distributed checkpoint raises a BaseException for a failed write
             if full := self.space.full_disk_error(error, written):
-                shutil.rmtree(written, ignore_errors=True)
+                self._discard(written)
                 raise full from error
             raise
 
+    def _discard(self, written: Path) -> None:
+        """Remove an unfinished checkpoint from a full disk; below the checkpoints, the files of all nodes."""
+        staging = self.folder / store.STAGING
+        shutil.rmtree(staging if written.is_relative_to(staging) else written, ignore_errors=True)
 
-def _sync_files(staged: Path) -> dict[str, FileEntry]:
-    """Make every file below ``staged`` durable and visible on every node; return its size and checksum.
 
-    One rank per node syncs every file, because only the node that wrote a file can flush it from its cache. The ranks
-    of that node share the checksums of its files, because they read from that cache and not over the network. A node's
-    listing may lack what another node has just written, so the listings are merged.
+def _assemble(staged: Path) -> dict[str, FileEntry]:
+    """Collect in ``staged`` what the ranks of all nodes have written; return its files on rank 0, nothing elsewhere.
+
+    The first rank of each node makes the node's files durable and computes their checksums. Sizes and checksums reach
+    rank 0 in a file per node: in a collective, every rank would receive the longest listing once per rank.
     """
+    node, nodes = get_node(), get_world_size() // get_node_size()
     barrier()  # all ranks have written their files
-    listed = gather(list_files(staged) if is_first_of_node() else [])
-    names = sorted({name for names in listed for name in names})
-    sizes = gather({name: sync_file(staged / name) for name in names} if is_first_of_node() else {})
-    own_names = share_of_files(names, get_rank(), get_world_size(), get_node_size())
-    own = {name: fingerprint(wait_visible(staged / name)) for name in own_names}
-    found = {name: entry for entries in gather(own) for name, entry in entries.items()}
-    differing = [name for seen in sizes for name, size in seen.items() if size != found[name].size]
-    if differing:
-        raise RuntimeError(
-            f"Saving {staged.name} failed: {staged / differing[0]} has different sizes on different nodes. The shared "
-            "file system is not consistent."
-        )
-    return {name: found[name] for name in names}
-
-
-def share_of_files(names: list[str], rank: int, world_size: int, node_size: int) -> list[str]:
-    """Return the files whose checksums ``rank`` computes: a share of those that its node wrote, going by their names.
-
-    Files without a rank in their name are those of rank 0. A wrong guess costs time only: each file has one reader.
-    """
-    tensor_parallel = 1 + max((int(part[1]) for part in map(_MODEL_PART.search, names) if part), default=0)
-
-    def node_of(name: str) -> int:
-        shard, part = _SHARD.search(name), _MODEL_PART.search(name)
-        writer = int(shard[1]) if shard else 0
-        if part:
-            writer = writer * tensor_parallel + int(part[1])
-        return (writer if writer < world_size else 0) // node_size
-
-    written = [name for name in names if node_of(name) == rank // node_size]
-    return written[rank % node_size :: node_size]
+    own = check_files(node_path(staged, node), min(get_node_size(), _WORKERS)) if is_first_of_node() else {}
+    barrier()  # node 0 has listed its folder, into which the others move their files
+    if is_first_of_node():
+        move_files(staged, node, own)
+    barrier()  # all files and listings are in place
+    if get_rank():
+        return {}
+    return complete(staged, read_listings(staged, nodes, own, _VISIBLE_SECONDS))
 
 
 @dataclass(frozen=True)

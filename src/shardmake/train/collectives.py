@@ -24,6 +24,11 @@ def get_node_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", get_world_size()))
 
 
+def get_node() -> int:
+    """Return the rank of this process's node."""
+    return get_rank() // get_node_size()
+
+
 def is_first_of_node() -> bool:
     """Return True on the first rank of each node."""
     return os.environ.get("LOCAL_RANK", "0") == "0"

@@ -10,25 +10,23 @@ import contextlib
 import os
 import shutil
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from isal.isal_zlib import crc32
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import BLOCK, FileEntry, list_files, wait_visible
+from shardmake.checkpoint.node_files import read_listings, write_listing
+from shardmake.checkpoint.record import BLOCK, FileEntry, list_files
 from shardmake.checkpoint.store import Retention
-from shardmake.core.atomic import write_json
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.record import RunRecord
 
 _WORKERS = 4
-_LISTING = TypeAdapter(dict[str, FileEntry])
 
 
 class UploadRequest(RunRecord):
@@ -44,38 +42,17 @@ class UploadRequest(RunRecord):
     started: float = Field(description="Unix time at which the save started.")
     retention: Retention = Field(description="Which checkpoints stay.")
 
-    def listing(self, node: int) -> Path:
-        """Return the file with the sizes and checksums of what ``node`` has copied."""
-        return self.staged.parent / f"node-{node}.json"
-
 
 def run_upload(request: UploadRequest) -> None:
     """Copy this node's files; on node 0, wait for the listings of the other nodes and commit the checkpoint."""
     files = _copy_all(request)
     shutil.rmtree(request.local, ignore_errors=True)
     if request.node:
-        write_json(request.listing(request.node), _LISTING.dump_python(files))
+        write_listing(request.staged, request.node, files)
         return
-    listings = [wait_visible(request.listing(node), float("inf")) for node in range(1, request.nodes)]
-    files = merge_listings([files, *(_LISTING.validate_json(path.read_bytes()) for path in listings)])
-    for path in listings:
-        path.unlink()
+    files = read_listings(request.staged, request.nodes, files, float("inf"))
     _stop_if_superseded(request)
     store.commit_and_prune(request.staged, files, request.described, request.started, request.retention)
-
-
-def merge_listings(listings: Iterable[dict[str, FileEntry]]) -> dict[str, FileEntry]:
-    """Return all files of a checkpoint; several nodes may write one file only with the same content.
-
-    Raises:
-        RuntimeError: the content differs.
-    """
-    found: dict[str, FileEntry] = {}
-    for files in listings:
-        for name, entry in files.items():
-            if found.setdefault(name, entry) != entry:
-                raise RuntimeError(f"Two nodes wrote {name} with different content. Only one node may write it.")
-    return found
 
 
 def copy(source: Path, target: Path) -> FileEntry:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from shardmake.checkpoint import record as record_module
 from shardmake.checkpoint import store
+from shardmake.checkpoint.node_files import check_files
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, FileEntry, fingerprint, list_files, read_record
 from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import TRAINER_STATE, is_final
@@ -196,6 +197,7 @@ def test_committed_files_have_the_mode_of_the_umask(tmp_path: Path, umask: int, 
         staged = write(tmp_path / store.STAGING, 10, FILES, committed=False)
         save_file({"weight": torch.zeros(3)}, staged / "model.safetensors")
         (staged / "latest").chmod(0o600)
+        check_files(staged, 1)
         final = store.commit(staged, make_record(staged, 10))
     finally:
         os.umask(before)

@@ -1,20 +1,20 @@
 """Disk space for a checkpoint: what is removed, in which order, if that is not enough; checksums of its files."""
 
-import re
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmake.checkpoint import store
-from shardmake.checkpoint.record import FileEntry, fingerprint
+from shardmake.checkpoint import node_files, store
+from shardmake.checkpoint.record import FileEntry, find_problems, fingerprint
 from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
 from shardmake.train import checkpoint_saver
-from shardmake.train.checkpoint_saver import Saver, share_of_files
+from shardmake.train.checkpoint_saver import Saver
 from tests.unit.checkpoint.test_store import FILES, fail_rmtree, write
 
 SIZE = sum(map(len, FILES.values()))
@@ -119,80 +119,74 @@ def test_other_errors_are_not_changed(tmp_path: Path) -> None:
         raise RuntimeError("something else")
 
 
-SHARDS = {
-    "zero": [
-        "global_step6/mp_rank_00_model_states.pt",
-        *(f"global_step6/bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(4)),
-    ],
-    "zero3": [f"global_step6/zero_pp_rank_{rank}_mp_rank_00_model_states.pt" for rank in range(4)],
-    "fsdp": [f"{part}_0/__{rank}_{number}.distcp" for part in ("pytorch_model_fsdp", "optimizer")
-             for rank in range(4) for number in (0, 1)],
-    "nvme": [f"global_step6/offloaded_tensors/rank{rank:02}/{number}.tensor.swp"
-             for rank in range(4) for number in range(3)],
-}  # fmt: skip
-OF_RANK_0 = ["config.json", "latest", "optimizer_0/.metadata", "trainer_state.json", "tokenizer.json"]
+class Nodes:
+    """Two nodes of two ranks each, as threads that share collectives."""
 
+    def __init__(self) -> None:
+        self.place = threading.local()
+        self.meeting = threading.Barrier(4)
+        self.values: list[Any] = [None] * 4
 
-def written_by(name: str) -> int:
-    """Return the rank that the test put into the name of a shard."""
-    digits = re.findall(r"zero_pp_rank_(\d)|__(\d)|/rank0(\d)|rng_state_(\d)", name)
-    return int("".join(digits[0])) if digits else 0
-
-
-@pytest.mark.parametrize("kind", SHARDS)
-@pytest.mark.parametrize("node_size", [1, 2, 4])
-def test_a_file_is_read_once_and_by_the_node_that_wrote_it(kind: str, node_size: int) -> None:
-    names = sorted([*SHARDS[kind], *OF_RANK_0, *(f"rng_state_{rank}.pth" for rank in range(4))])
-    shares = [share_of_files(names, rank, 4, node_size) for rank in range(4)]
-    assert sorted(name for share in shares for name in share) == names
-    for rank, share in enumerate(shares):
-        assert all(written_by(name) // node_size == rank // node_size for name in share)
-        assert share, "all ranks of a node take part"
-
-
-def test_tensor_parallel_shards_are_read_by_their_node() -> None:
-    """Ranks 0 and 1 are the first group; DeepSpeed numbers a shard by group and by rank within the group."""
-    names = sorted(f"zero_pp_rank_{rank // 2}_mp_rank_{rank % 2:02}_optim_states.pt" for rank in range(8))
-    for rank in range(8):
-        assert share_of_files(names, rank, 8, 1) == [f"zero_pp_rank_{rank // 2}_mp_rank_{rank % 2:02}_optim_states.pt"]
-
-
-def test_files_of_ranks_that_do_not_exist_are_read_all_the_same() -> None:
-    assert share_of_files(["rng_state_9.pth", "x/__7_0.distcp"], 0, 2, 1) == ["rng_state_9.pth", "x/__7_0.distcp"]
-
-
-def test_four_ranks_on_two_nodes_agree_on_the_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = [*SHARDS["zero"], *OF_RANK_0]
-    for number, name in enumerate(names):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(bytes([number]) * (number + 1))
-    place, meeting, box = threading.local(), threading.Barrier(4), {}
-
-    def gather(value: Any) -> list[Any]:
-        box[place.rank] = value
-        meeting.wait(60)
-        values = [box[rank] for rank in range(4)]
-        meeting.wait(60)
+    def gather(self, value: Any) -> list[Any]:
+        self.values[self.place.rank] = value
+        self.meeting.wait(60)
+        values = list(self.values)
+        self.meeting.wait(60)
         return values
 
-    read: dict[str, int] = {}
+    def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        replaced = {
+            "gather": self.gather,
+            "barrier": lambda: self.gather(None),
+            "run_on_first_rank": lambda function: self.gather(function() if self.place.rank == 0 else None)[0],
+            "get_rank": lambda: self.place.rank,
+            "get_node": lambda: self.place.rank // 2,
+            "get_world_size": lambda: 4,
+            "get_node_size": lambda: 2,
+            "is_first_of_node": lambda: self.place.rank % 2 == 0,
+        }
+        for name, function in replaced.items():
+            monkeypatch.setattr(checkpoint_saver, name, function)
 
-    def reading(path: Path) -> FileEntry:
-        read[str(path.relative_to(tmp_path))] = place.rank
-        return fingerprint(path)
+    def run(self, function: Callable[[int], None]) -> None:
+        def run(rank: int) -> None:
+            self.place.rank = rank
+            function(rank)
 
-    replaced = {
-        "gather": gather, "barrier": lambda: gather(None), "get_rank": lambda: place.rank, "get_world_size": lambda: 4,
-        "get_node_size": lambda: 2, "is_first_of_node": lambda: place.rank % 2 == 0, "fingerprint": reading,
-    }  # fmt: skip
-    for name, function in replaced.items():
-        monkeypatch.setattr(checkpoint_saver, name, function)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(run, range(4)))
 
-    def run(rank: int) -> dict[str, FileEntry]:
-        place.rank = rank
-        return checkpoint_saver._sync_files(tmp_path)
 
-    with ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(run, range(4)))
-    assert found == [{name: fingerprint(tmp_path / name) for name in sorted(names)}] * 4
-    assert {name: rank // 2 for name, rank in read.items()} == {name: written_by(name) // 2 for name in names}
+def test_two_nodes_save_and_each_reads_only_what_it_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file is in the record, also one that both nodes wrote alike, and one written past the node's folder."""
+    nodes, read = Nodes(), []
+    nodes.replace(monkeypatch)
+
+    def reading(path: Path, *, sync: bool = False) -> FileEntry:
+        read.append((path.relative_to(tmp_path / store.STAGING).as_posix(), sync))
+        return fingerprint(path, sync=sync)
+
+    monkeypatch.setattr(node_files, "fingerprint", reading)
+
+    def run(rank: int) -> None:
+        with Saver(tmp_path, describe, Retention()).saving(4, required=True) as folder:
+            assert folder is not None and folder == node_files.node_path(store.staged_path(tmp_path, 4), rank // 2)
+            (folder / "shards").mkdir(parents=True, exist_ok=True)
+            (folder / f"shards/rank{rank}.pt").write_bytes(bytes([rank]) * (rank + 1))
+            (folder / "config.json").write_bytes(b"{}")
+            if rank == 3:
+                (store.staged_path(tmp_path, 4) / "late.json").write_bytes(b"late")
+
+    nodes.run(run)
+    ((record, path),) = store.committed(tmp_path)
+    names = {"config.json", "late.json", *(f"shards/rank{rank}.pt" for rank in range(4))}
+    assert set(record.files) == names and not find_problems(path)
+    assert [one.name for one in tmp_path.iterdir()] == ["checkpoint-4"]
+    late = sorted(name for name, _ in read if name.endswith("late.json"))
+    assert late == ["checkpoint-4/late.json"]
+    assert sorted(name for name, _ in read if "late" not in name) == [
+        "checkpoint-4/config.json", "checkpoint-4/shards/rank0.pt", "checkpoint-4/shards/rank1.pt",
+        "node-1/checkpoint-4/config.json", "node-1/checkpoint-4/shards/rank2.pt",
+        "node-1/checkpoint-4/shards/rank3.pt",
+    ]  # fmt: skip
+    assert all(sync for _, sync in read)

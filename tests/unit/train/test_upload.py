@@ -15,11 +15,12 @@ import psutil
 import pytest
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.node_files import listing_path, merge_listings
 from shardmake.checkpoint.record import FileEntry, find_problems, fingerprint
 from shardmake.checkpoint.store import Retention
 from shardmake.train import upload
 from shardmake.train.async_saver import ScratchFolder, upload_error
-from shardmake.train.upload import UploadRequest, merge_listings
+from shardmake.train.upload import UploadRequest
 from tests.kill_at_write import Killer, points
 
 FILES = {
@@ -201,7 +202,7 @@ def test_killed_at_every_write_of_each_node(tmp_path: Path, victim: int) -> None
         if victim == 0:
             assert upload_and_die(site, 1, tmp_path / "log", -1, "before") == 0
         assert upload_and_die(site, victim, tmp_path / f"{at}-{mode}.log", at, mode) == -signal.SIGKILL, what
-        if victim == 1 and site.request(0).listing(1).exists():
+        if victim == 1 and listing_path(site.staged, 1).exists():
             assert upload_and_die(site, 0, tmp_path / "log", -1, "before") == 0
         step, left = site.found()
         assert set(left) <= {"checkpoint-2", "checkpoint-4"}, "recovery removes everything else"

@@ -1,0 +1,254 @@
+"""File operations of 64 to 16,384 ranks, by simulation: ``python -m benchmarks.scale``.
+
+The real code of saving, resuming, heartbeats, the analysis of a hang, the end of a job, the rendezvous and the network
+check runs for every node of a job, in the threads of one process. The files are small, the process group and the store
+are fake, and every operation on a file is counted. Seconds are not measured: they follow from the counts and `Rates`.
+"""
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from benchmarks.counting import PLACE, FakeGroup, NodePool, OperationCounter, run_on_nodes
+from shardmake.checkpoint import node_files, store
+from shardmake.checkpoint.store import Retention
+from shardmake.launch import rendezvous, watchdog, worker
+from shardmake.launch.watchdog import Watchdog
+from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, write_heartbeat
+from shardmake.train import checkpoint_saver, network_check
+from shardmake.train.callbacks.heartbeat import HEARTBEAT_SECONDS
+from shardmake.train.checkpoint_saver import Saver
+
+RESULTS = Path(__file__).parent / "results/scale.json"
+SIZES = (64, 512, 2048, 16384)
+RANKS_PER_NODE = 8
+STACK = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce\n'
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a cluster can do; the defaults are this benchmark's assumptions."""
+
+    operations: float = 10_000
+    """Metadata operations per second that the shared file system serves for all nodes together."""
+    latency: float = 0.001
+    """Seconds that one node waits for one operation."""
+    storage: float = 50e9
+    """Bytes per second that the shared file system reads for all nodes together; the save's own writes are not here."""
+    login: float = 2e9
+    """Bytes per second that the login node reads."""
+    network: float = 1e9
+    """Bytes per second that a rank receives in a gather of objects."""
+    checkpoint: float = 4e9
+    """Bytes of a checkpoint per rank."""
+
+
+@dataclass(frozen=True)
+class Phase:
+    """What one phase costs."""
+
+    name: str
+    ranks: int
+    operations: int
+    """On the shared file system, of all nodes."""
+    busiest: int
+    """Those of the busiest node."""
+    received: int = 0
+    """Bytes that one rank receives in collectives, or operations on the store of all ranks."""
+    login: float = 0
+    """Bytes that the login node reads."""
+    storage: float = 0
+    """Bytes that all nodes together read from storage."""
+    every: float = 0
+    """Seconds between two such phases; 0 for one that happens once."""
+
+    def seconds(self, rates: Rates) -> float:
+        """Return how long the phase takes: the file system serves all nodes, and the busiest node waits for each."""
+        waiting = max(self.operations / rates.operations, self.busiest * rates.latency)
+        reading = self.login / rates.login + self.storage / rates.storage
+        return waiting + reading + self.received / rates.network
+
+
+def describe(step: int) -> dict[str, Any]:
+    """Return the content of a record."""
+    return {"tokens": step, "world_size": 1, "strategy": "fsdp", "attempt": 1, "settings_digest": "r"}
+
+
+def write_shards(folder: Path, node: int) -> None:
+    """Write what the ranks of ``node`` write of a checkpoint under FSDP, with one byte instead of gigabytes each."""
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    (folder / "optimizer").mkdir(exist_ok=True)
+    for rank in range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE):
+        for name in (f"model/__{rank}_0.distcp", f"optimizer/__{rank}_0.distcp", f"rng_state_{rank}.pth"):
+            (folder / name).write_bytes(b"x")
+
+
+def save(folder: Path, ranks: int) -> Phase:
+    """Count one save without the writes of the shards themselves."""
+    nodes = ranks // RANKS_PER_NODE
+    group, counter = FakeGroup(nodes, RANKS_PER_NODE), OperationCounter(folder)
+
+    def run(node: int) -> None:
+        with Saver(folder / "checkpoints", describe, Retention()).saving(2, required=True) as target:
+            assert target is not None
+            with counter.paused():
+                write_shards(target, node)
+
+    replaced = group.replacements() | {"library_versions": dict}
+    pool = patch.object(node_files, "ThreadPoolExecutor", NodePool)
+    with patch.multiple(checkpoint_saver, **replaced), pool, counter.counting():
+        run_on_nodes(nodes, run)
+    return Phase("save", ranks, counter.total, counter.busiest, received=group.received)
+
+
+def resume(folder: Path, ranks: int, rates: Rates) -> Phase:
+    """Count the choice of the checkpoint that `save` has written."""
+    counter = OperationCounter(folder)
+    with counter.counting():
+        assert store.recover(folder / "checkpoints") is not None
+    return Phase("resume", ranks, counter.total, counter.busiest, login=rates.checkpoint * ranks)
+
+
+def heartbeats(attempt: AttemptDir, ranks: int) -> Phase:
+    """Count one heartbeat of every rank and one look of every node's worker, which happens less often."""
+    counter = OperationCounter(attempt.root)
+    dogs = [_watchdog(attempt, node, ranks) for node in range(ranks // RANKS_PER_NODE)]
+    with counter.counting():
+        for PLACE.node, dog in enumerate(dogs):
+            for rank in dog.local_ranks:
+                write_heartbeat(attempt, rank, "train", 3)
+        for PLACE.node, dog in enumerate(dogs):
+            assert not dog.has_hung() and not dog.is_abandoned()
+    return Phase("heartbeats", ranks, counter.total, counter.busiest, every=HEARTBEAT_SECONDS)
+
+
+def hang(attempt: AttemptDir, ranks: int) -> Phase:
+    """Count the analysis of a hang; the stacks themselves are there already."""
+    counter = OperationCounter(attempt.root)
+    dogs = [_watchdog(attempt, node, ranks) for node in range(ranks // RANKS_PER_NODE)]
+    attempt.stacks.mkdir()
+    for rank in range(ranks):
+        attempt.stack(rank).write_text("" if rank == 5 else STACK)
+    silent = {"_dump_stacks": lambda *_: None, "request_dump": lambda *_: False, "_OTHER_NODES_SECONDS": 0}
+    with patch.multiple(watchdog, **silent, _ANSWER_SECONDS=0), counter.counting():
+        for node in range(len(dogs) - 1, -1, -1):
+            PLACE.node = node
+            dogs[node].missed = attempt.beat(0) if node == 0 else None
+            dogs[node].collect(attempt.root, attempt.root)
+    found = attempt.read_hang()
+    assert found is not None and found.rank == 5, found
+    return Phase("hang", ranks, counter.total, counter.busiest)
+
+
+def failure(attempt: AttemptDir, ranks: int) -> Phase:
+    """Count one look of every worker at the others after all have failed; each looks once a second for up to 120 s."""
+    nodes, counter = ranks // RANKS_PER_NODE, OperationCounter(attempt.root)
+    for node in range(nodes):
+        record = NodeExit(
+            node_rank=node, host="c", started=0, ended=1, phase="training", returncode=1, stop_signal=None
+        )
+        attempt.exit_record(node).write_text(record.model_dump_json())
+    with counter.counting():
+        for PLACE.node in range(nodes):
+            _watchdog(attempt, PLACE.node, ranks).is_abandoned()
+            assert worker._all_nodes_exited(attempt)
+    return Phase("failure", ranks, counter.total, counter.busiest)
+
+
+def meet(folder: Path, ranks: int) -> Phase:
+    """Count the rendezvous of a job whose first node publishes its address 2 s after the others have started."""
+    nodes, counter = ranks // RANKS_PER_NODE, OperationCounter(folder)
+    folder.mkdir()
+
+    def run(node: int) -> None:
+        if node == 0:
+            time.sleep(2)
+        rendezvous.run_rendezvous(folder, 0, node, nodes, None, 300)
+
+    with patch.object(rendezvous, "choose_address", lambda *_, **__: ("lo", "127.0.0.1")), counter.counting():
+        run_on_nodes(nodes, run)
+    return Phase("rendezvous", ranks, counter.total, counter.busiest)
+
+
+class FakeStore:
+    """A store that counts the keys of each request; nothing waits."""
+
+    def __init__(self, present: set[str]) -> None:
+        self.values = dict.fromkeys(present, b"")
+        self.keys = 0
+
+    def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are there."""
+        self.keys += len(keys)
+        return all(key in self.values for key in keys)
+
+
+def absent_rank(ranks: int) -> Phase:
+    """Count the keys that the ranks ask for when one of them did not join the network check."""
+    fake = FakeStore({f"joined-{rank}" for rank in range(ranks) if rank != 5})
+    asking = min(ranks - 1, 64)
+    for _ in range(asking):
+        found = network_check._explain(TimeoutError("timed out"), fake, ranks)
+        assert "Rank 5 did not join" in str(found)
+    keys = fake.keys * (ranks - 1) // asking
+    return Phase("absent rank", ranks, keys, fake.keys // asking * RANKS_PER_NODE)
+
+
+def _watchdog(attempt: AttemptDir, node: int, ranks: int) -> Watchdog:
+    first = node * RANKS_PER_NODE
+    return Watchdog(attempt, range(first, first + RANKS_PER_NODE), ranks, 600)
+
+
+def measure(ranks: int, rates: Rates) -> list[Phase]:
+    """Return the counts of all phases with this number of ranks."""
+    shared = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=shared if shared.is_dir() else None) as folder:
+        root = Path(folder)
+        attempt = AttemptDir(root / "train/attempts/001")
+        attempt.root.mkdir(parents=True)
+        settings: dict[str, Any] = dict.fromkeys(("run_folder", "scratch", "settings_digest"), "")
+        Attempt(
+            number=1, nodes=ranks // RANKS_PER_NODE, processes_per_node=RANKS_PER_NODE, cpus_per_node=8,
+            accelerator="cpu", network_interface=None, offline=True, resume_from=None, versions={}, **settings,
+        ).write(attempt.settings)  # fmt: skip
+        steps: list[Callable[[], Phase]] = [
+            lambda: save(root, ranks),
+            lambda: resume(root, ranks, rates),
+            lambda: heartbeats(attempt, ranks),
+            lambda: hang(attempt, ranks),
+            lambda: failure(attempt, ranks),
+            lambda: meet(root / "rendezvous", ranks),
+            lambda: absent_rank(ranks),
+        ]
+        return [step() for step in steps]
+
+
+def main() -> None:
+    """Print a row per phase and size, and write them to a file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="numbers of ranks, multiples of 8")
+    parser.add_argument("--operations", type=float, default=Rates.operations, help="metadata operations per second")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    rates, rows = Rates(operations=arguments.operations), []
+    print(f"{'ranks':>6} {'phase':<12} {'operations':>11} {'per rank':>9} {'busiest node':>13} {'bytes':>9} {'s':>8}")
+    for ranks in arguments.sizes:
+        for phase in measure(ranks, rates):
+            seconds = phase.seconds(rates)
+            rows.append(asdict(phase) | {"seconds": round(seconds, 3)})
+            print(
+                f"{ranks:>6} {phase.name:<12} {phase.operations:>11,} {phase.operations / ranks:>9.1f} "
+                f"{phase.busiest:>13,} {phase.received + phase.login + phase.storage:>9.2g} {seconds:>8.2f}",
+                flush=True,
+            )
+    arguments.results.write_text(json.dumps({"phases": rows, "assumed": asdict(rates)}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
