@@ -33,7 +33,7 @@ STACK = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce\n'
 
 @dataclass(frozen=True)
 class Rates:
-    """What a cluster can do; the defaults are this benchmark's assumptions."""
+    """The speeds of a cluster; the defaults are this benchmark's assumptions."""
 
     operations: float = 10_000
     """Metadata operations per second that the shared file system serves for all nodes together."""
@@ -51,7 +51,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Phase:
-    """What one phase costs."""
+    """The cost of one phase."""
 
     name: str
     ranks: int
@@ -100,7 +100,7 @@ def save(folder: Path, ranks: int) -> Phase:
             with counter.paused():
                 write_shards(target, node)
 
-    replaced = group.replacements() | {"library_versions": dict}
+    replaced: dict[str, Any] = group.replacements() | {"library_versions": dict}
     pool = patch.object(node_files, "ThreadPoolExecutor", NodePool)
     with patch.multiple(checkpoint_saver, **replaced), pool, counter.counting():
         run_on_nodes(nodes, run)
@@ -135,7 +135,7 @@ def hang(attempt: AttemptDir, ranks: int) -> Phase:
     attempt.stacks.mkdir()
     for rank in range(ranks):
         attempt.stack(rank).write_text("" if rank == 5 else STACK)
-    silent = {"_dump_stacks": lambda *_: None, "request_dump": lambda *_: False, "_OTHER_NODES_SECONDS": 0}
+    silent: dict[str, Any] = {"_dump_stacks": lambda *_: None, "request_dump": lambda *_: False, "_OTHER_NODES_SECONDS": 0}
     with patch.multiple(watchdog, **silent, _ANSWER_SECONDS=0), counter.counting():
         for node in range(len(dogs) - 1, -1, -1):
             PLACE.node = node
