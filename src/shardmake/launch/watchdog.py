@@ -158,7 +158,7 @@ class Watchdog:
 
     def is_abandoned(self) -> bool:
         """Return whether the ranks of another node failed a while ago; otherwise these may wait half an hour."""
-        if self.abandoned_since is None and any(node.returncode != 0 for node in self.folder.exits()):
+        if self.abandoned_since is None and self.folder.has_failed_node():
             self.abandoned_since = time.monotonic()
         return self.abandoned_since is not None and time.monotonic() - self.abandoned_since > ABANDONED_SECONDS
 
@@ -190,7 +190,7 @@ class Watchdog:
             _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS)
             return
         nodes = self.world_size // len(self.local_ranks)
-        _wait_for(lambda: len(self._state_files()) + len(self.folder.exits()) >= nodes, _OTHER_NODES_SECONDS)
+        _wait_for(lambda: len(self._state_files()) + self.folder.count_exits() >= nodes, _OTHER_NODES_SECONDS)
         found = [ProcessStates.read(path) for path in self._state_files()]
         processes = {rank: state for node in found for rank, state in node.states.items()}
         ranks = [

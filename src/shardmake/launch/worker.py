@@ -101,7 +101,7 @@ def _all_nodes_exited(folder: AttemptDir) -> bool:
     Otherwise a stuck node would keep the job running until its time limit.
     """
     nodes, deadline = folder.read().nodes, time.monotonic() + OTHERS_SECONDS
-    while len(folder.exits()) < nodes and not folder.stop_file.exists():
+    while folder.count_exits() < nodes and not folder.stop_file.exists():
         if time.monotonic() > deadline:
             return False
         time.sleep(1)

@@ -231,6 +231,15 @@ class AttemptDir:
         found = (NodeExit.read_if_exists(path) for path in sorted(self.root.glob("node-*.json")))
         return [record for record in found if record is not None]
 
+    def count_exits(self) -> int:
+        """Return the number of exit records so far, from one listing of the folder."""
+        return sum(1 for _ in self.root.glob("node-*.json"))
+
+    def has_failed_node(self) -> bool:
+        """Return whether the ranks of a node failed; reads no further exit record than the first of those."""
+        found = (NodeExit.read_if_exists(path) for path in self.root.glob("node-*.json"))
+        return any(record is not None and record.returncode != 0 for record in found)
+
     def read_hang(self) -> Hang | None:
         """Return the workers' finding about a hang, or None if there was no hang."""
         if found := Hang.read_if_exists(self.hang):
