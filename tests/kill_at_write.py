@@ -11,6 +11,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ class Killer:
         self.log = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self.seen = -1
         self.came = False
+        self.lock = threading.RLock()  # several threads sync files
 
     def install(self) -> None:
         """Start to count writes."""
@@ -41,17 +43,18 @@ class Killer:
 
     def count(self, kind: str, path: str) -> bool:
         """Log one write, and return whether to kill the process half way through it; further writes are not logged."""
-        if self.came:
-            return False
-        self.seen += 1
-        line = f"{kind} {path.removeprefix(self.folder)}"
-        os.write(self.log, f"{line}\n".encode())
-        self.came = self.seen == self.at if isinstance(self.at, int) else bool(re.search(self.at, line))
-        if self.came and self.mode == "before":
-            self.die()
-        if self.came and self.mode == "fill":
-            fill(Path(self.folder).parent)
-        return self.came and self.mode == "half"
+        with self.lock:
+            if self.came:
+                return False
+            self.seen += 1
+            line = f"{kind} {path.removeprefix(self.folder)}"
+            os.write(self.log, f"{line}\n".encode())
+            self.came = self.seen == self.at if isinstance(self.at, int) else bool(re.search(self.at, line))
+            if self.came and self.mode == "before":
+                self.die()
+            if self.came and self.mode == "fill":
+                fill(Path(self.folder).parent)
+            return self.came and self.mode == "half"
 
     def die(self) -> None:
         """End as the kernel ends a process without memory: no handler runs, no buffer is flushed."""
