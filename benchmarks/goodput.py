@@ -3,7 +3,8 @@
 Failures are drawn at published rates and handled by the code that drives real runs: `shardmake.launch.outcome.decide`
 decides what follows each end, with the same cap and attempt history. `Costs` holds everything that costs time, with its
 source; nothing of it was measured on such a cluster. It does not contain the check of a checkpoint on the login node
-before a resume, which grows with the checkpoint (`benchmarks.scale`). The checkpoint interval is that of ``every_steps: auto``.
+before a resume, which grows with the checkpoint (`benchmarks.scale`). The checkpoint interval is that of
+``every_steps: auto``.
 
 Each training is simulated twice with the same failures. The first waits for its saves. The second has
 ``checkpoints: {asynchronous: true}``: it waits only until the checkpoint is on the nodes' scratch, and a failure loses
