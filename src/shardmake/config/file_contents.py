@@ -50,5 +50,5 @@ def _values(kind: Kind, run: Run) -> tuple[str, str]:
     for one in judge(file, run.script is not None) if file else ():
         if not one.is_idle:
             parts[is_tuning(one)][one.key] = one.value
-    result, tuning = (json.dumps(part, sort_keys=True) for part in parts)
+    result, tuning = (json.dumps(dict(sorted(part.items()))) for part in parts)
     return result, tuning

@@ -13,8 +13,9 @@ from typing import Any, Final
 
 import yaml
 
-from shardmake.config.load import COPY_OF, merge, parse_yaml, read_yaml
+from shardmake.config.load import COPY_OF, merge, read_yaml
 from shardmake.config.models import Cluster, Config
+from shardmake.config.parse_text import parse_yaml
 from shardmake.core.atomic import write_text
 from shardmake.core.environment import cache_folder
 from shardmake.core.errors import ConfigError

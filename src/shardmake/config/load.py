@@ -4,7 +4,6 @@ An error message names the key, the value, the allowed values and the nearest sp
 """
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from shardmake.config.inheritance import BASE, DEFAULTS, SWEEP, Layer, Resolved, resolve
 from shardmake.config.models import Cluster, Config, Run, Section
 from shardmake.config.origins import note_origins
+from shardmake.config.parse_text import parse_yaml
 from shardmake.config.schema import KEY_ITSELF, Schema
 from shardmake.core.errors import ConfigError, nearest
 
@@ -73,38 +73,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"{path}, line {line} is not valid UTF-8. Save the file as UTF-8.") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        raise ConfigError(f"{path} is not valid YAML: {error}.") from None
     except OSError as error:
         raise ConfigError(f"Cannot read {path}: {error.strerror}.") from None
     if not isinstance(values, dict):
         raise ConfigError(f"{path} has no keys. See config/README.md for the keys.")
     return values
-
-
-class _Loader(yaml.SafeLoader):
-    """A loader that rejects duplicate keys, of which plain YAML silently takes the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"the key {key.value!r} occurs twice", problem_mark=key.start_mark
-                )
-            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
-        return super().construct_mapping(node, deep)
-
-
-def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML or JSON text. Only JSON may be indented with tabs."""
-    try:
-        return yaml.load(text, _Loader)
-    except yaml.scanner.ScannerError:
-        try:
-            return json.loads(text)
-        except ValueError:
-            pass
-        raise
 
 
 def _absent(path: Path) -> str:

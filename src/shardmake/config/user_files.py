@@ -8,6 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from shardmake.config.load import read_yaml
 from shardmake.config.models import Run
+from shardmake.config.parse_text import DuplicateKeyError, parse_json
 from shardmake.core.errors import ConfigError
 
 Kind = Literal["deepspeed", "accelerate"]
@@ -79,30 +80,11 @@ def _read_json(key: str, path: Path) -> Any:
         return parse_json(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"{key}: {path} does not exist in {Path.cwd()}. Name an existing file.") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{key}: {path} cannot be read: {error}.") from None
+    except OSError as error:
+        raise ConfigError(f"{key}: {path} cannot be read: {error.strerror}. Name a file that you can read.") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{key}: {path} is not text in UTF-8. Save the file as UTF-8.") from None
     except json.JSONDecodeError as error:
         raise ConfigError(f"{key}: {path}, line {error.lineno} is not valid JSON: {error.msg}.") from None
     except DuplicateKeyError as error:
         raise ConfigError(f"{key}: {path} is ambiguous. The key {error} occurs twice. Remove one of them.") from None
-
-
-class DuplicateKeyError(ValueError):
-    """A key of a JSON object occurs twice."""
-
-
-def parse_json(text: str) -> Any:
-    """Return the content of a JSON text.
-
-    Raises:
-        DuplicateKeyError: A key occurs twice; DeepSpeed refuses this, and other readers silently take the last.
-    """
-    return json.loads(text, object_pairs_hook=_without_duplicates)
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise DuplicateKeyError(repr(next(name for name in names if names.count(name) > 1)))
-    return values

@@ -18,7 +18,8 @@ import yaml
 from pydantic import TypeAdapter
 
 from shardmake.config import user_files
-from shardmake.config.user_files import SIGNS, DuplicateKeyError, parse_json
+from shardmake.config.parse_text import DuplicateKeyError, parse_json
+from shardmake.config.user_files import SIGNS
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
@@ -101,7 +102,8 @@ def read_text(path: Path) -> str:
 def _parse(path: Path, text: str) -> Any:
     """Return the content as the libraries read it: YAML reads 5e8 as text, JSON as a number."""
     try:
-        return parse_json(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values = parse_json(text) if path.suffix == ".json" else yaml.safe_load(text)
+        json.dumps(values, default=str)  # a YAML alias may lead to the section in which it stands
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path}, line {error.lineno} is not valid JSON: {error.msg}. Correct the line.") from None
     except yaml.YAMLError as error:
@@ -112,6 +114,7 @@ def _parse(path: Path, text: str) -> Any:
         raise ConfigError(f"{path} is ambiguous: the key {error} occurs twice. Remove one of them.") from None
     except (ValueError, RecursionError, TypeError):
         raise ConfigError(f"{path} cannot be read: it holds a value that is not valid. Correct the file.") from None
+    return values
 
 
 def _kind_of(values: Any) -> str:

@@ -217,7 +217,7 @@ runs = st.fixed_dictionaries(
     {
         "model": st.just("org/base"),
         "data": st.fixed_dictionaries(
-            {"train": st.text(st.characters(exclude_characters="~$"), min_size=1)},
+            {"train": st.text(st.characters(exclude_characters="~$", exclude_categories=["Cs", "Cc"]), min_size=1)},
             optional={"eval_fraction": st.floats(0.01, 0.4), "loss_on": st.just("all")},
         ),
         "sequence_length": st.integers(1, 2**20),
@@ -229,7 +229,9 @@ runs = st.fixed_dictionaries(
         "micro_batch_size": st.integers(1, 64) | st.just("auto"),
         "warmup_ratio": st.floats(0, 1),
         "seed": st.integers(0, 2**32 - 1),
-        "lora": st.fixed_dictionaries({}, optional={"targets": st.lists(st.text()) | st.just("all-linear")}),
+        "lora": st.fixed_dictionaries(
+            {}, optional={"targets": st.lists(st.text(st.characters(codec="utf-8"))) | st.just("all-linear")}
+        ),
         "push": st.fixed_dictionaries(
             {"to": st.sampled_from(["file:{run}", "hub:a/{run}", ["file:{run}", "hub:a/{run}"]])}
         ),

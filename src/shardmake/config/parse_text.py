@@ -1,0 +1,91 @@
+"""Read YAML and JSON texts. Whatever is wrong in one is an error of its line, also what the libraries fail at."""
+
+import datetime
+import json
+import re
+from collections.abc import Hashable
+from typing import Any, Final
+
+import yaml
+
+_MAX_DIGITS: Final = 4300
+"""Digits of the longest number that Python converts."""
+
+
+class DuplicateKeyError(ValueError):
+    """A key of a JSON object occurs twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    """A loader that rejects duplicate keys, of which plain YAML silently takes the last, and values unknown to JSON."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        if node in self.recursive_objects:
+            raise _error(node, "the section contains itself")
+        try:
+            value = super().construct_object(node, deep=True)
+        except (ValueError, OverflowError) as error:
+            raise _error(node, str(error)) from None
+        if isinstance(value, datetime.date):
+            raise _error(node, f"{node.value!r} is a date. Write it in quotes")
+        if isinstance(value, bytes | set):
+            raise _error(node, f"values with the tag {node.tag.rpartition(':')[2]!r} have no meaning here")
+        if isinstance(value, str) and not value.isascii() and _has_surrogate(value):
+            raise _error(node, "the text has half of a pair of Unicode surrogates")
+        return value
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.value in seen:
+                raise _error(key, f"the key {key.value!r} occurs twice")
+            seen.add(key.value if isinstance(key, yaml.ScalarNode) else id(key))
+        return super().construct_mapping(node, deep)
+
+
+def _error(node: yaml.Node, problem: str) -> yaml.constructor.ConstructorError:
+    return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+
+
+def _has_surrogate(text: str) -> bool:
+    return any("\ud800" <= letter <= "\udfff" for letter in text)
+
+
+def parse_yaml(text: str) -> Any:
+    """Return the value of a YAML or JSON text; only JSON may be indented with tabs. Raises `yaml.YAMLError`."""
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.scanner.ScannerError:
+        try:
+            return parse_json(text)
+        except ValueError:
+            pass
+        raise
+    except RecursionError:
+        raise yaml.YAMLError("the sections are nested too deeply") from None
+
+
+def parse_json(text: str) -> Any:
+    """Return the content of a JSON text.
+
+    Raises:
+        DuplicateKeyError: A key occurs twice; DeepSpeed refuses this, and other readers silently take the last.
+        json.JSONDecodeError: The text is not JSON, or it holds what Python cannot read.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=_without_duplicates)
+    except (json.JSONDecodeError, DuplicateKeyError):
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("the sections are nested too deeply", text, 0) from None
+    except ValueError:
+        number = re.search(rf"\d{{{_MAX_DIGITS + 1},}}", text)
+        raise json.JSONDecodeError("the number has too many digits", text, number.start() if number else 0) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise DuplicateKeyError(repr(next(name for name in names if names.count(name) > 1)))
+    return values
