@@ -31,8 +31,11 @@ def expand(text: str) -> str:
     """Expand ``~`` and environment variables in a path.
 
     Raises:
-        ValueError: A user or a variable is unknown. The path would otherwise be taken literally.
+        ValueError: The path is empty or has control characters, or a user or a variable in it is unknown. It would
+            otherwise be taken literally.
     """
+    if not text or re.search(r"[\x00-\x1f\x7f]", text):
+        raise ValueError(f"{text!r} cannot be a path or an id. Write it without control characters, or remove the key")
     try:
         path = str(Path(text).expanduser()) if text.startswith("~") else text
     except RuntimeError:

@@ -115,6 +115,9 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                                          "name, is replaced."]),
     ({"push": {"to": "file:$NOT_SET/a"}}, ["push.to: '$NOT_SET/a' cannot be expanded: the environment variable NOT_SET is "
                                            "not set. Set it, or write the path."]),
+    ({"model": ""}, ["model: '' cannot be a path or an id. Write it without control characters, or remove the key."]),
+    ({"script": "a\0b.py"}, ["script: 'a\\x00b.py' cannot be a path or an id. Write it without control characters, or "
+     "remove the key."]),
     ({"model": "~nobody-here/base"}, ["model: '~nobody-here/base' cannot be expanded: there is no such user. Write the path."]),
     ({"script": "${NOT_SET}.py"}, ["script: '${NOT_SET}.py' cannot be expanded: the environment variable NOT_SET is not set. "
                                    "Set it, or write the path."]),
