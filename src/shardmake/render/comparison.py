@@ -79,7 +79,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Problem:
-    """A key that a library refuses (``error``) or silently ignores (``warning``), or one to know about (``note``)."""
+    """A key that a library refuses (``error``) or silently ignores (``warning``), or one to know about (``note``).
+
+    ``key`` is a text such as ``the options`` if no single key is the cause.
+    """
 
     library: Library
     key: str
@@ -89,8 +92,11 @@ class Problem:
 
     def sentence(self, names: Mapping[Library, str]) -> str:
         """Return the key, its value and file, and the effect."""
+        file = names.get(self.library, self.library)
+        if self.value is None and self.key.startswith("the "):  # all of it, not one key
+            return f"{self.key} in {file}: {self.effect}"
         value = "is missing or null" if self.value is None else f"is {json.dumps(self.value)}"
-        return f"{self.key} {value} in {names.get(self.library, self.library)}. {self.effect}"
+        return f"{self.key} {value} in {file}. {self.effect}"
 
 
 def as_text(value: Any) -> str:

@@ -238,7 +238,9 @@ def _launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineS
         except (Exception, SystemExit) as error:
             key = culprit(values, attempt)
             if key is None:
-                missing = next((key for key in ("distributed_type", "num_processes") if key in str(error)), "options")
+                missing = next(
+                    (key for key in ("distributed_type", "num_processes") if key in str(error)), "the options"
+                )
                 found.refuse("Accelerate", missing, None, "`accelerate launch` stops: it cannot start without it.")
                 return
             found.refuse("Accelerate", key, values.pop(key), "`accelerate launch` stops: it cannot use this value.")
@@ -421,7 +423,7 @@ def _read_trainer(settings: Settings, named: dict[str, Any] | None, found: Engin
     try:
         found.arguments = _training_arguments(values, deepspeed, folder)
     except Exception as error:
-        found.refuse("Trainer", "arguments", None, f"Transformers stops with {type(error).__name__}.")
+        found.refuse("Trainer", "the arguments", None, f"Transformers stops with {type(error).__name__}.")
         return None
     found.fsdp = _fsdp_plugin(found.arguments.fsdp_plugin_args)
     if found.fsdp is not None and found.fsdp.activation_checkpointing and found.arguments.activation_checkpointing:
@@ -535,8 +537,12 @@ def _read_script(named: dict[str, Any] | None, found: EngineSettings) -> Any:
     if found.launched is None:
         named = _accepted(named, lambda less: DeepSpeedPlugin(hf_ds_config=less), found)
         return DeepSpeedPlugin(hf_ds_config=named)
-    found.fsdp = _fsdp_plugin(None)
-    return DeepSpeedPlugin() if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else None
+    try:
+        found.fsdp = _fsdp_plugin(None)
+        return DeepSpeedPlugin() if os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true" else None
+    except Exception as error:
+        found.refuse("Accelerate", "the options", None, f"Accelerator() stops with {type(error).__name__}: {error}.")
+        return None
 
 
 def _read_dynamo(found: EngineSettings) -> None:

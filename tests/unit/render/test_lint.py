@@ -230,3 +230,24 @@ def drawn_settings(draw: st.DrawFn) -> Settings:
 @given(cases=st.lists(drawn_settings(), min_size=25, max_size=25))
 def test_any_value_in_any_key_gives_a_comparison(cases: list[Settings]) -> None:
     assert len(compare_settings(cases)) == len(cases)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("distributed_type: FSDP\nnum_processes: 2\nfsdp_config: {fsdp_version: two}\n", "ValueError: invalid literal"),
+        (
+            "distributed_type: DEEPSPEED\nnum_processes: 2\ndeepspeed_config: {deepspeed_config_file: 5}\n",
+            "AttributeError",
+        ),
+    ],
+)
+def test_a_value_at_which_accelerator_stops_is_an_error(folder: Path, text: str, expected: str) -> None:
+    (folder / "own.yaml").write_text(text)
+    assert f"error: the options in own.yaml: Accelerator() stops with {expected}" in texts(check(["own.yaml"]))
+
+
+def test_a_yaml_file_that_contains_itself_is_refused(folder: Path) -> None:
+    (folder / "own.yaml").write_text("zero_optimization: &all {stage: 2, more: *all}\n")
+    with pytest.raises(ConfigError, match=r"own\.yaml cannot be read: it holds a value that is not valid"):
+        check(["own.yaml"])
