@@ -464,9 +464,13 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
             found.refuse("Trainer", key, value, f"Transformers does not know this argument. Did you mean {nearest!r}?")
     hints = get_type_hints(TrainingArguments)
     kept = [key for key in given if key in known and key not in NOT_COMPARED]
-    return {
+    values = {
         key: value for key in kept if (value := _typed(key, copy.deepcopy(given[key]), hints[key], found)) is not None
     }
+    for key, least in LEAST.items():
+        if not values.get(key, least) >= least:  # also NaN
+            found.refuse("Trainer", key, values[key], f"Training stops: it needs at least {least}.")
+    return values
 
 
 def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
@@ -491,6 +495,8 @@ def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
     return value
 
 
+LEAST: Final = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "learning_rate": 0}
+"""Numbers that transformers does not check; torch's data loader, the accumulation and torch's optimizers do."""
 PLAIN_TYPES: Final = {int, float, bool, str, type(None)}
 NOT_COMPARED: Final = ("deepspeed", "output_dir", "use_cpu", "ddp_backend", "local_rank", "no_cuda", "tf32")
 """Arguments of the machine and of paths; the check runs on a machine without a GPU."""

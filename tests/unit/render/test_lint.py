@@ -251,3 +251,15 @@ def test_a_yaml_file_that_contains_itself_is_refused(folder: Path) -> None:
     (folder / "own.yaml").write_text("zero_optimization: &all {stage: 2, more: *all}\n")
     with pytest.raises(ConfigError, match=r"own\.yaml cannot be read: it holds a value that is not valid"):
         check(["own.yaml"])
+
+
+def test_numbers_that_training_cannot_use_are_errors(folder: Path) -> None:
+    values = {"output_dir": "o", "per_device_train_batch_size": -3, "gradient_accumulation_steps": 0}
+    (folder / "args.json").write_text(json.dumps(values | {"learning_rate": float("nan")}))
+    text = texts(check(["args.json"]))
+    for key, value, least in (
+        ("per_device_train_batch_size", "-3", 1),
+        ("gradient_accumulation_steps", "0", 1),
+        ("learning_rate", "NaN", 0),
+    ):
+        assert f"error: {key} is {value} in args.json. Training stops: it needs at least {least}." in text
