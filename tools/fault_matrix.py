@@ -1,6 +1,7 @@
-"""Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT OUT``.
+"""Write the outcome of every fault for every strategy: ``python -m tools.fault_matrix REPORT... OUT``.
 
-REPORT is the JUnit file of ``make test-faults``; OUT becomes a table with the seconds of each test that passed.
+REPORT is the JUnit file of ``make test-faults``; OUT becomes a table with the seconds of each test that passed. Further
+reports are of tests that were run again, and replace their outcome, marked with an asterisk.
 """
 
 import os
@@ -18,17 +19,19 @@ LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "snakemake", "s
 
 def main() -> None:
     """Read the report and write the table, headed by commit, machine and versions."""
-    report, out = map(Path, sys.argv[1:])
-    out.write_text(f"{heading()}\n\n{table(outcomes(report))}\n")
+    *reports, out = map(Path, sys.argv[1:])
+    out.write_text(f"{heading()}\n\n{table(outcomes(*reports))}\n")
 
 
-def outcomes(report: Path) -> dict[str, dict[str, str]]:
+def outcomes(*reports: Path) -> dict[str, dict[str, str]]:
     """Return what became of each test, by the test's name and its strategy (``""`` if it has no parameter)."""
     rows: dict[str, dict[str, str]] = {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        name, strategy = row_and_column(case.attrib["name"])
-        kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
-        rows.setdefault(name, {})[strategy] = kinds[0] if kinds else f"{float(case.attrib['time']):.0f} s"
+    for report in reports:
+        for case in ElementTree.parse(report).iter("testcase"):
+            name, strategy = row_and_column(case.attrib["name"])
+            kinds = [kind for kind in ("failure", "error", "skipped") if case.find(kind) is not None]
+            again = "*" if strategy in rows.get(name, {}) else ""
+            rows.setdefault(name, {})[strategy] = again + (kinds[0] if kinds else f"{float(case.attrib['time']):.0f} s")
     return rows
 
 
@@ -50,7 +53,9 @@ def table(rows: dict[str, dict[str, str]]) -> str:
         lines.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))
     values = [value for found in rows.values() for value in found.values()]
     passed = sum(value.endswith(" s") for value in values)
-    return "\n".join([*(line.rstrip() for line in lines), "", f"{passed} of {len(values)} passed."])
+    again = sum(value.startswith("*") for value in values)
+    last = f"{passed} of {len(values)} passed{f', {again} of them when they were run again (*)' if again else ''}."
+    return "\n".join([*(line.rstrip() for line in lines), "", last])
 
 
 def heading() -> str:

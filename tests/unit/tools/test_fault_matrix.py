@@ -25,6 +25,14 @@ def test_the_table_has_a_row_a_fault_and_a_column_a_strategy(tmp_path: Path) -> 
     ]
 
 
+def test_a_test_that_was_run_again_is_marked(tmp_path: Path) -> None:
+    (first := tmp_path / "first.xml").write_text(REPORT)
+    (again := tmp_path / "again.xml").write_text('<x><testcase name="test_recovers[fsdp-kill_rank]" time="81"/></x>')
+    lines = table(outcomes(first, again)).splitlines()
+    assert lines[2].split() == ["recovers:", "kill", "rank", "61", "s", "*81", "s"]
+    assert lines[-1] == "3 of 4 passed, 1 of them when they were run again (*)."
+
+
 def test_a_strategy_is_found_among_the_parameters() -> None:
     assert row_and_column("test_dies_in_a_save[zero2-before-the-record]") == (
         "dies in a save: before the record",
