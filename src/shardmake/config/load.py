@@ -33,7 +33,8 @@ def load_config(*paths: Path) -> Config:
 def load_resolved(*paths: Path) -> tuple[Config, Resolved]:
     """Return the same as `load_config`, and the origin of each value of each run."""
     merged: dict[str, Any] = {}
-    layers = [Layer(_origin(path), read_yaml(path)) for path in paths]
+    contents = [read_yaml(path) for path in paths]  # a missing file gets a message of its own
+    layers = [Layer(_origin(path), values) for path, values in zip(paths, contents, strict=True)]
     for layer in layers:
         merge(merged, copy.deepcopy(layer.values))
     return _parse(merged, " + ".join(layer.name for layer in layers), layers)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from shardmake.config.load import get_run, load_cluster, load_config, merge, read_yaml
 from shardmake.config.models import Config
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
@@ -97,6 +97,8 @@ def test_a_missing_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ShardmakeError) as error:
         read_yaml(tmp_path / "d.yaml")
     assert str(error.value) == f"'{tmp_path}/d.yaml' does not exist. Name an existing file."
+    with pytest.raises(ConfigError, match=r"d\.yaml' does not exist\. Name an existing file\."):
+        load_config(tmp_path / "d.yaml")
 
 
 def test_later_files_override_earlier_ones(tmp_path: Path) -> None:
