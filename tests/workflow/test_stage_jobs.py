@@ -44,7 +44,7 @@ def planned(checkout: Checkout, tmp_path: Path) -> Checkout:
     checkout.configure(GPUS | {"executor": "slurm", "slurm": SLURM})
     resources = dict.fromkeys(("train", *ON_GPUS), Resources(memory_gib=3, cpus=2))
     make_plan("zero3").model_copy(update={"resources": resources}).write(checkout.run / "plan/plan.json")
-    for path in ("train/receipt.json", "model/receipt.json", "data/receipt.json"):
+    for path in ("sources.json", "train/receipt.json", "model/receipt.json", "data/receipt.json"):
         (checkout.run / path).parent.mkdir(exist_ok=True)
         (checkout.run / path).write_text("{}")
     (tmp_path / "programs").mkdir()
