@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, get_args
 
-from shardmake.config.file_contents import CONTENT_KEYS, RESULT_KEYS, TUNING_KEYS, file_contents
+from shardmake.config.file_contents import CONTENT_KEYS, RESULT_KEYS, TEMPLATE, TUNING_KEYS, file_contents
 from shardmake.config.models import Cluster, Run, Section
 from shardmake.core.secrets import mask
 
@@ -48,7 +48,7 @@ EFFECTS: Final = (
         keys=(
             *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
             *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora."),
-            *("script", "script_args", *RESULT_KEYS),
+            *("script", "script_args", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
     ),
     # How the training is spread over the hardware, watched and saved.
@@ -72,6 +72,7 @@ EFFECTS: Final = (
         keys=(
             *("cluster.accelerator", "cluster.gpu_memory_gib", "cluster.processes_per_node", "cluster.nvme_path"),
             *("cluster.internet_on_compute_nodes", "cluster.scratch", "cluster.slurm.", "cluster.env"),
+            "data.chat_template",  # its content counts, with the other keys of the data
         ),
     ),
     Effect(changes=(), reads=STAGES, keys=("cluster.shared", "cluster.cache")),

@@ -11,7 +11,8 @@ from shardmake.core.atomic import sha256
 from shardmake.core.errors import ConfigError
 
 SCRIPT: Final = "script.content"
-RESULT_KEYS: Final = (SCRIPT, *(f"{kind}_config.content" for kind in KINDS))
+TEMPLATE: Final = "data.chat_template.content"
+RESULT_KEYS: Final = (SCRIPT, TEMPLATE, *(f"{kind}_config.content" for kind in KINDS))
 """Settings that can change what is trained."""
 TUNING_KEYS: Final = tuple(f"{kind}_config.tuning" for kind in KINDS)
 """Settings of the user's own files that change memory, speed or logs alone, such as bucket sizes."""
@@ -20,22 +21,24 @@ _UNREADABLE: Final = "cannot be read"
 
 
 def file_contents(run: Run) -> dict[str, str]:
-    """Return the value of each of `CONTENT_KEYS`: a script's digest, and the values of the user's own files as JSON.
+    """Return the value of each of `CONTENT_KEYS`.
+
+    These are the digests of a script and of a chat template, and the values of the user's own files as JSON.
 
     It does not raise: the stage that reads a broken file reports it.
     """
-    contents = {SCRIPT: _script(run)}
+    contents = {SCRIPT: _digest(run.script), TEMPLATE: _digest(run.data.chat_template)}
     for kind in KINDS:
         result, tuning = _values(kind, run)
         contents |= {f"{kind}_config.content": result, f"{kind}_config.tuning": tuning}
     return contents
 
 
-def _script(run: Run) -> str:
-    if run.script is None:
+def _digest(file: str | None) -> str:
+    if file is None:
         return "null"
     try:
-        return sha256(Path(run.script))[:16]
+        return sha256(Path(file))[:16]
     except OSError:
         return _UNREADABLE
 

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from shardmake.config.chat_template import read_template
 from shardmake.config.formats import data_files, data_kind
 from shardmake.config.models import Data, Run
 from shardmake.config.user_files import read_user_files
@@ -25,6 +26,7 @@ def local_files(run: Run, *parts: str) -> list[str]:
     if "model" in parts and is_local(run.model):
         files += _model_files(Path(run.model))
     if "data" in parts:
+        files += [Path(run.data.chat_template)] if run.data.chat_template else []
         files += [
             file
             for name in (run.data.train, run.data.eval)
@@ -56,10 +58,16 @@ def check_inputs(name: str, run: Run) -> None:
     """Raise a `ConfigError` if a file of the run does not exist, or if it would be evaluated on its training data."""
     if run.script:
         check_script(f"runs.{name}.script", Path(run.script))
-    for key in ("deepspeed_config", "accelerate_config"):
-        file = getattr(run, key)
+    own = {
+        "deepspeed_config": run.deepspeed_config,
+        "accelerate_config": run.accelerate_config,
+        "data.chat_template": run.data.chat_template,
+    }
+    for key, file in own.items():
         if file and not Path(file).is_file():
             raise ConfigError(f"runs.{name}.{key}: {file!r} is not a file in {Path.cwd()}. Name an existing file.")
+    if run.data.chat_template:
+        read_template(Path(run.data.chat_template))
     read_user_files(run)
     for file in local_files(run, "model", "data"):
         if Path(file).exists():

@@ -133,6 +133,12 @@ class Data(Section):
         "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and need "
         "`packing: false`.",
     )
+    chat_template: PathText | None = Field(
+        None,
+        description="File with a Jinja chat template that replaces the tokenizer's: in the data, in evaluation prompts "
+        "and in the final model. Without it, the tokenizer's own.",
+        examples=["config/chatml.jinja"],
+    )
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
 

@@ -155,8 +155,8 @@ def apply_template(
 def _template(tokenizer: "PreTrainedTokenizerBase", tools: Any) -> str:
     if tokenizer.chat_template is None:
         raise ModelError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, and the data are conversations. Save "
-            "the model's tokenizer with one, use that of an instruction-tuned model, or provide the data as prompt and "
+            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template, and the data are conversations. Name "
+            "a template with data.chat_template, use an instruction-tuned model, or provide the data as prompt and "
             "completion text."
         )
     return tokenizer.get_chat_template(tools=tools)

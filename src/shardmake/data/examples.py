@@ -2,8 +2,10 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.config.chat_template import read_template
 from shardmake.config.models import Run
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ModelError
@@ -39,13 +41,21 @@ def locate_sources(run: Run) -> dict[str, Source]:
 
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of the run's model; raise `ModelError` if it cannot be loaded."""
+    """Return the tokenizer of the run's model, with the run's chat template if it has one.
+
+    Raises `ModelError` if the tokenizer cannot be loaded, and `ConfigError` if the template cannot.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            run.model, revision=run.revision, trust_remote_code=run.trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load the tokenizer of {run.model!r}: {error}") from None
+    if run.data.chat_template is not None:
+        tokenizer.chat_template = read_template(Path(run.data.chat_template))
+    return tokenizer
 
 
 def tokenizer_digest(tokenizer: "PreTrainedTokenizerBase") -> str:

@@ -236,11 +236,14 @@ def check_prompts(run: Run) -> None:
     """Raise a `ConfigError` if a prompt of the run is too long for the base model, or its chat template rejects it."""
     if not run.evaluation.prompts:
         return
-    from transformers import AutoConfig, AutoTokenizer
+    from transformers import AutoConfig
 
-    source = {"revision": run.revision, "trust_remote_code": run.trust_remote_code}
-    tokenizer = AutoTokenizer.from_pretrained(run.model, **source)
-    positions = _positions(AutoConfig.from_pretrained(run.model, **source))
+    from shardmake.data.examples import load_tokenizer
+
+    tokenizer = load_tokenizer(run)
+    positions = _positions(
+        AutoConfig.from_pretrained(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
+    )
     for prompt in run.evaluation.prompts:
         length = len(_as_prompt(tokenizer, prompt))
         if positions is not None and length >= positions:

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.checkpoint.interval import job_mtbf_seconds
+from shardmake.config.chat_template import read_template
 from shardmake.config.models import TORCH_DTYPES, Cluster, Run
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
@@ -45,6 +46,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
             attention=ATTENTION[plan.workload.attention],
             gradient_checkpointing=choice.gradient_checkpointing,
             on_gpu=not cluster.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
+            chat_template=read_template(Path(run.data.chat_template)) if run.data.chat_template else None,
         ),
         objective=run.objective,
         method=FullMethod() if run.method == "full" else AdapterMethod(kind=run.method, **run.lora.model_dump()),

@@ -41,6 +41,8 @@ def result_settings(
         "script": program.path, "script_args": program.args, "content of the script": program.sha256[:16],
     }  # fmt: skip
     method = settings.method.as_json()
+    own_template = settings.model.chat_template
+    template = {} if own_template is None else {"content of the chat template": digest(own_template)}
     values = {
         **script,
         "model": settings.model.path,
@@ -54,6 +56,7 @@ def result_settings(
         "global_batch_size": plan.choice.global_batch_size,
         "sequence_length": plan.workload.sequence_length,
         "content of the data": data_digest,
+        **template,
         **{key: value for key, value in settings.own_files.items() if changes_result(key)},
     }
     return {name: as_text(value) for name, value in values.items()}

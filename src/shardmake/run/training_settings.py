@@ -22,6 +22,9 @@ class BaseModelSettings(RunRecord):
     attention: str = Field(description="Attention kernel, by transformers' name.")
     gradient_checkpointing: bool = Field(description="Recompute activations in the backward pass.")
     on_gpu: bool = Field(description="Each rank loads the weights to its GPU; else to host RAM first.")
+    chat_template: str | None = Field(
+        None, exclude_if=operator.not_, description="The run's own chat template; None: the tokenizer's."
+    )
 
 
 class FullMethod(RunRecord):

@@ -106,9 +106,14 @@ def _count(kind: str, names: set[str]) -> str:
 
 
 def load_tokenizer(settings: TrainingSettings) -> Any:
-    """Return the base model's tokenizer, which is saved with the checkpoints."""
+    """Return the base model's tokenizer with the run's chat template, which is saved with the checkpoints."""
     model = settings.model
-    return AutoTokenizer.from_pretrained(model.path, revision=model.revision, trust_remote_code=model.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(
+        model.path, revision=model.revision, trust_remote_code=model.trust_remote_code
+    )
+    if model.chat_template is not None:
+        tokenizer.chat_template = model.chat_template
+    return tokenizer
 
 
 def model_configs(model: Any) -> list[Any]:

@@ -134,8 +134,8 @@ REFUSED: list[tuple[str | None, str, dict[str, Any], str]] = [
      "template with {% generation %} marks, split the conversation so that it ends with its only assistant message, "
      "or set data.loss_on: all."),
     (None, "chat", {"messages": chat("u:a", "a:b")}, "The tokenizer of '' has no chat template, and the data are "
-     "conversations. Save the model's tokenizer with one, use that of an instruction-tuned model, or provide the data "
-     "as prompt and completion text."),
+     "conversations. Name a template with data.chat_template, use an instruction-tuned model, or provide the data as "
+     "prompt and completion text."),
     (MARKED.replace("m.role", "m.role + 1"), "chat", {"messages": chat("u:a", "a:b")}, "here: the tokenizer's chat "
      'template rejects this conversation: can only concatenate str (not "int") to str'),
 ]  # fmt: skip

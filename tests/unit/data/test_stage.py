@@ -362,6 +362,19 @@ def test_a_column_that_only_later_rows_have_may_be_named(model: Path, tmp_path: 
         check_first_rows(make_run(model, data))
 
 
+def test_the_chat_template_of_the_run_replaces_that_of_the_tokenizer(model: Path, tmp_path: Path) -> None:
+    rows = conversations(6)
+    template = tmp_path / "chat.jinja"
+    template.write_text(MARKED.replace("<{{ m.role }}>", "<assistant>"))
+    data = {"train": write_jsonl(tmp_path / "t.jsonl", rows), "eval": write_jsonl(tmp_path / "e.jsonl", rows)}
+    before = prepare(make_run(model, data), RunDir(tmp_path / "one"))
+    run, rundir = make_run(model, data | {"chat_template": str(template)}), RunDir(tmp_path / "run")
+    after = prepare(run, rundir)
+    expected = [f"<assistant>{r['messages'][0]['content']}</s>" for r in rows]
+    assert all(text.startswith(tuple(expected)) for text in decoded(model, rundir.data, "train"))
+    assert before.digest != after.digest
+
+
 def test_a_missing_chat_template_is_not_about_a_line(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(tmp_path / "model")

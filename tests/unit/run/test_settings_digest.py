@@ -11,3 +11,10 @@ def test_values_of_own_files_count_if_they_can_change_the_result() -> None:
     before, after = (result_settings(settings, plan, "data") for settings in (plain, with_files))
     assert after.items() - before.items() == {("communication_data_type", "fp32")}
     assert settings_digest(before) != settings_digest(after)
+
+
+def test_another_chat_template_is_another_training() -> None:
+    plan, plain = make_plan("zero2"), make_training_settings()
+    template = plain.model.model_copy(update={"chat_template": "{{ messages }}"})
+    before, after = (result_settings(s, plan, "data") for s in (plain, plain.model_copy(update={"model": template})))
+    assert [key for key, _ in after.items() - before.items()] == ["content of the chat template"]

@@ -15,6 +15,7 @@ from shardmake.run.model_class import ModelClass
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import load_model
 from tests.mixtures import mixture_configs
+from tests.unit.data.test_encode import make_tokenizer
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -106,3 +107,12 @@ def test_the_loss_of_routers_is_a_mean_over_the_passes_of_a_step() -> None:
     step = sum(model(input_ids=ids, labels=ids, num_items_in_batch=count).loss for ids in batches)
     torch.testing.assert_close(step, tokens + 0.5 * routers)
     assert model.config.router_aux_loss_coef == 0.5
+
+
+def test_the_checkpoints_get_the_chat_template_of_the_run(tmp_path: Path) -> None:
+    make_tokenizer("{{ messages }}").save_pretrained(tmp_path)
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}")
+    own = {"train": "org/data", "chat_template": str(tmp_path / "own.jinja")}
+    for data, expected in (({"train": "org/data"}, "{{ messages }}"), (own, "{{ messages[0].content }}")):
+        settings = settings_on("h100", "ddp", model=str(tmp_path), data=data)
+        assert load_model.load_tokenizer(settings).chat_template == expected

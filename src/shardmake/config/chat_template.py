@@ -1,0 +1,30 @@
+"""A run's own chat template, from the file that ``data.chat_template`` names."""
+
+import re
+from pathlib import Path
+from typing import Final
+
+from shardmake.core.errors import ConfigError
+
+_TAGS_OF_TRANSFORMERS: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
+
+
+def read_template(path: Path) -> str:
+    """Return the text of a chat template; raise `ConfigError` if it is empty, not text, or not valid Jinja."""
+    from jinja2 import Environment, TemplateSyntaxError
+
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data.chat_template: cannot read {path}: {error}. Name a text file in UTF-8.") from None
+    if not text.strip():
+        raise ConfigError(f"data.chat_template: {path} is empty. Write a Jinja template into it.")
+    try:
+        # The tag that marks the assistant's tokens is transformers' own, and unknown to Jinja itself.
+        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(_TAGS_OF_TRANSFORMERS.sub("", text))
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"data.chat_template: {path}, line {error.lineno}, is not valid Jinja: {error.message} Correct the "
+            "template."
+        ) from None
+    return text
