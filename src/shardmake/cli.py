@@ -317,10 +317,19 @@ def data(
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
     cpus: Annotated[int, typer.Option(help="Processes for tokenization.", min=1, max=MOST_PROCESSES)] = 1,
+    show: Annotated[
+        int, typer.Option(help="Print so many training examples, loss tokens in [[ ]], and write nothing.", min=0)
+    ] = 0,
 ) -> None:
     """Tokenize and pack the data."""
-    from shardmake.data import prepare
+    from shardmake.data import prepare, preview
 
+    if show:
+        run, _, rundir = _open(name, config, runs)
+        check_inputs(name, run)
+        for text in preview(localize(run, rundir), show):
+            typer.echo(text)
+        return
     with _stage("data", name, config, runs, on_node=True) as (run, _, rundir):
         prepare(localize(run, rundir), rundir, cpus=cpus)
 

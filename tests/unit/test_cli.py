@@ -19,6 +19,7 @@ COMMANDS = {
     "render": ["render", "chat"],
     "show": ["render", "chat", "--show"],
     "data": ["data", "chat"],
+    "preview": ["data", "chat", "--show", "1"],
     "train": ["train", "chat"],
     "consolidate": ["consolidate", "chat"],
     "merge": ["consolidate", "checkpoint", "out"],
