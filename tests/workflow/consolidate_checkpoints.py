@@ -25,7 +25,9 @@ ZERO = {
     2: (
         "zero1-frozen",
         "zero1-bf16-accumfp32",
+        "zero1-bf16-masters",
         "zero2-bf16-frozen-universal",
+        "zero2-bf16-masters-tied",
         "zero2-roundrobin-tied",
         "zero3-bf16-tied-frozen-universal",
         "zero3-subgroups-resnet",

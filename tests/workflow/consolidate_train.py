@@ -99,6 +99,8 @@ def settings(traits: list[str]) -> dict[str, Any]:
     }
     if "bf16" in traits:
         config["bf16"] = {"enabled": True}
+    if "masters" in traits:
+        config["bf16"] |= {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
     if "fp16" in traits:
         config["fp16"] = {"enabled": True, "initial_scale_power": 4}
     if "accumfp32" in traits:
@@ -122,7 +124,8 @@ def save_truth(engine: Any, traits: list[str], out: Path) -> None:
         if "roundrobin" in traits:  # DeepSpeed's mapping has another order; the module holds fp32 weights
             truth[name] = parameter.detach().clone()
         elif parameter.requires_grad:
-            truth[name] = safe_get_full_fp32_param(parameter).clone()
+            full = safe_get_full_fp32_param(parameter).clone()
+            truth[name] = full.bfloat16() if "masters" in traits else full  # DeepSpeed widens what it returns
         else:
             with deepspeed.zero.GatheredParameters([parameter], enabled=hasattr(parameter, "ds_id")):
                 truth[name] = parameter.detach().clone()
