@@ -237,6 +237,9 @@ DAMAGE = {
     "latest": ("run/checkpoint-2/latest", b"\xff\x00\xfe"),
     "metadata": ("run/checkpoint-2/.metadata", b"\x80\x04K\x01."),
     "base tokenizer": ("base/tokenizer.json", b"[" * 200_000),
+    "base config": ("base/config.json", b"[]"),
+    "base config deep": ("base/config.json", b'{"a":' * 50_000 + b"1" + b"}" * 50_000),
+    "base header": ("base/model.safetensors", (2).to_bytes(8, "little") + b"[]"),
 }
 
 
@@ -251,6 +254,24 @@ def test_no_input_ends_in_a_traceback(run: Run, name: str, command: str) -> None
     status, _ = run("consolidate", "run", "out", "--base", "base")
     assert status in (0, 2)
     assert not Path(".out.partial").exists() and (status == 0) == Path("out").exists()
+
+
+@pytest.mark.parametrize("workers", ["0", "-1", "one"])
+def test_invalid_number_of_workers(run: Run, workers: str) -> None:
+    assert run("consolidate", "run", "out", "--workers", workers)[0] == 2
+    assert run("verify", "base", "--workers", workers)[0] == 2
+    assert not Path(".out.partial").exists()
+
+
+def test_flipped_bits_of_the_metadata_of_dcp(run: Run) -> None:
+    dcp.save({"model": {"w": torch.ones(3, 2)}}, checkpoint_id="fsdp", no_dist=True)
+    metadata = Path("fsdp/.metadata").read_bytes()
+    for at in range(0, len(metadata), 43):
+        damaged = bytearray(metadata)
+        damaged[at] ^= 1 << at % 8
+        Path("fsdp/.metadata").write_bytes(damaged)
+        status, printed = run("consolidate", "fsdp", "out", "--base", "base", "--overwrite")
+        assert status in (0, 2) and not Path(".out.partial").exists(), printed
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"verification": 3}', "\x00"])
