@@ -58,15 +58,25 @@ def check_source(contents: Contents, allow: Collection[Allowed] = (), workers: i
     """
     folders = checkpoint_folders(contents)
     used = {piece.record.path for tensor in contents.tensors.values() for piece in tensor.pieces}
+    warnings = list(_left_out(contents))
     record = check_recorded(folders, used, workers)
     if record is not None:
-        return SourceReport(len(record.files), record.step)
-    warnings = list(_times_apart(contents.folder))
+        return SourceReport(len(record.files), record.step, tuple(warnings))
+    warnings += _times_apart(contents.folder)
     if contents.format.startswith("DeepSpeed") and contents.format != "DeepSpeed universal":
         _check_archive_names(contents.folder)
         warnings += _check_zero(contents, allow)
     step = contents.step if contents.step is not None else _trainer_step(folders)
     return SourceReport(None, step, tuple(warnings))
+
+
+def _left_out(contents: Contents) -> Iterator[str]:
+    """Yield a sentence if modules saved extra states that no safetensors file can hold."""
+    if contents.left_out:
+        yield (
+            f"{contents.left_out[0]} ({len(contents.left_out)} such entries) in {contents.folder} is the extra state "
+            "of a module, not a tensor. safetensors files hold tensors only, so the model does not have it."
+        )
 
 
 def _trainer_step(folders: Collection[Path]) -> int | None:

@@ -1,5 +1,6 @@
 """Files of two saves or ranks are found by what is in them; doubts are reported."""
 
+import io
 import os
 from collections import OrderedDict
 from pathlib import Path
@@ -123,6 +124,23 @@ def test_files_written_far_apart_are_reported(tmp_path: Path) -> None:
     os.utime(path, (0, path.stat().st_mtime - 3600))
     (warning,) = checked(tmp_path).warnings
     assert f"{path.name} (1 of 4 files) was written 60 minutes apart" in warning
+
+
+@pytest.mark.parametrize("kind", ["zero2", "zero3", "dcp"])
+@pytest.mark.parametrize("is_tensor", [False, True])
+def test_extra_states_of_modules(kind: str, is_tensor: bool, tmp_path: Path) -> None:
+    """A tensor stays, as a tensor that the model's class may not have; anything else is left out and reported."""
+    state = torch.arange(5, dtype=torch.uint8) if is_tensor else io.BytesIO(b"scales")
+    if kind == "dcp":
+        dcp.save({"model": {"a": torch.ones(3), "b._extra_state": state}}, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        for path in write_zero(tmp_path, int(kind[-1])).glob("*model_states.pt"):
+            held = torch.load(path, weights_only=False)
+            torch.save({**held, "module": {**held["module"], "b._extra_state": state}}, path)
+    contents = read_checkpoint(tmp_path)
+    assert ("b._extra_state" in contents.tensors) == is_tensor and "a" in contents.tensors
+    warnings = checked(tmp_path).warnings
+    assert warnings == () if is_tensor else "b._extra_state (1 such entries)" in warnings[0]
 
 
 @pytest.mark.parametrize("latest", [b"../other/global_step2", b"/etc", b"..", b"", b"\xff\x00/x"])

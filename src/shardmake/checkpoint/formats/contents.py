@@ -91,6 +91,7 @@ class Contents:
         aliases: By name of a tensor that is not stored itself, the name of the tensor that it shares.
         versions: Versions of the libraries that wrote it.
         notes: Reasons why newer checkpoints were skipped.
+        left_out: Names of the entries `is_extra_state` that are not tensors.
     """
 
     format: str
@@ -101,11 +102,20 @@ class Contents:
     aliases: dict[str, str] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    left_out: tuple[str, ...] = ()
 
     def with_tensors(self, tensors: Iterable[StoredTensor], aliases: dict[str, str] | None = None) -> "Contents":
         """Return the same checkpoint with other tensors."""
         named = {tensor.name: tensor for tensor in tensors}
         return replace(self, tensors=named, aliases=self.aliases if aliases is None else aliases)
+
+
+def is_extra_state(name: str) -> bool:
+    """Return True for what a module's ``get_extra_state`` returned: of any type, and not a weight.
+
+    Transformer Engine keeps the scales of its FP8 products there, which it measures again in use.
+    """
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def unsharded(name: str, ref: TensorRef) -> StoredTensor:

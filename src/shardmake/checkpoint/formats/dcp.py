@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from shardmake.checkpoint.formats.boxes import covers
-from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces
+from shardmake.checkpoint.formats.contents import Contents, Piece, StoredTensor, box_pieces, is_extra_state
 from shardmake.checkpoint.formats.dcp_metadata import OLDER, DcpMetadata, StoredBox, TensorEntry, read_metadata
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target
 from shardmake.checkpoint.formats.torch_zip_reader import ZipRecord
@@ -44,9 +44,17 @@ def read(folder: Path, target: Target = "keep", key: str | None = None) -> Conte
     metadata = read_metadata(folder / _METADATA)
     names = _model_names(folder, metadata, key)
     _check_files(folder, metadata.places.values())
-    tensors = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items()]
+    others = {fqn for fqn, name in names.items() if metadata.entries[fqn] is None and is_extra_state(name)}
+    tensors = [_read_tensor(folder, name, fqn, metadata) for fqn, name in names.items() if fqn not in others]
     ranks = {match[1] for place in metadata.places.values() if (match := _RANK.match(place.file))}
-    return Contents("torch DCP (FSDP)", folder, None, max(len(ranks), 1), {tensor.name: tensor for tensor in tensors})
+    return Contents(
+        format="torch DCP (FSDP)",
+        folder=folder,
+        step=None,
+        world_size=max(len(ranks), 1),
+        tensors={tensor.name: tensor for tensor in tensors},
+        left_out=tuple(sorted(names[fqn] for fqn in others)),
+    )
 
 
 def _model_names(folder: Path, metadata: DcpMetadata, key: str | None) -> dict[str, str]:
@@ -107,7 +115,7 @@ def _without_training_state(metadata: DcpMetadata) -> Paths:
         fqn: path
         for fqn, path in metadata.paths.items()
         if not (len(path) > 1 and _NO_WEIGHTS.fullmatch(path[0]))
-        and (metadata.entries[fqn] is not None or fqn.endswith("_extra_state"))
+        and (metadata.entries[fqn] is not None or is_extra_state(fqn))
     }
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.formats.contents import Contents, FlatVector, Piece, StoredTensor, unsharded
+from shardmake.checkpoint.formats.contents import Contents, FlatVector, Piece, StoredTensor, is_extra_state, unsharded
 from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, converted
 from shardmake.checkpoint.formats.nvme_swap import with_swap_files
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
@@ -93,7 +93,12 @@ def read(folder: Path, target: Target = "keep") -> Contents:
         tensors={tensor.name: tensor.check() for tensor in tensors},
         aliases=dict(model.get("shared_params") or {}),
         versions={"deepspeed": str(model.get("ds_version"))},
+        left_out=tuple(name for name, value in model["module"].items() if _is_left_out(name, value)),
     )
+
+
+def _is_left_out(name: str, value: Any) -> bool:
+    return is_extra_state(name) and not isinstance(value, TensorRef)
 
 
 def read_states(folder: Path) -> dict[str, dict[str, StoredTensor]]:
@@ -153,7 +158,7 @@ def module_tensors(files: ZeroFiles, target: Target) -> Iterator[StoredTensor]:
     """
     model = files.model[0]
     aliases = set(model.get("shared_params") or {})
-    module = {name: ref for name, ref in model["module"].items() if name not in aliases}
+    module = {name: ref for name, ref in model["module"].items() if name not in aliases and not _is_left_out(name, ref)}
     others = [name for name, ref in module.items() if not isinstance(ref, TensorRef)]
     if others:
         raise CheckpointError(
@@ -255,7 +260,9 @@ def zero3_frozen(files: ZeroFiles) -> Iterator[StoredTensor]:
 
 
 def zero3_buffers(files: ZeroFiles) -> Iterator[StoredTensor]:
-    """Yield the buffers of ZeRO-3."""
+    """Yield the buffers of ZeRO-3, and the tensors that modules saved as their extra state."""
     module = files.model[0]["module"]
-    for name in files.model[0].get("buffer_names") or ():
+    buffers = files.model[0].get("buffer_names") or ()
+    extra = (name for name, value in module.items() if is_extra_state(name) and isinstance(value, TensorRef))
+    for name in (*buffers, *extra):
         yield unsharded(name, module[name])
