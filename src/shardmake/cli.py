@@ -44,6 +44,7 @@ ConfigFiles = Annotated[
     typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones."),
 ]
 Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Workers = Annotated[int, typer.Option(help="Worker threads besides the reading one.", min=0, max=1024)]
 Weights = Literal["bf16", "fp32"]
 FetchPart = Literal["all", "description", "weights"]
@@ -292,7 +293,7 @@ def check(
         ),
     ],
     every_row: Annotated[bool, typer.Option("--all", help="Print the settings that agree as well.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
     ranks: Annotated[int | None, typer.Option(help="Number of ranks, if no file or command has it.", min=1)] = None,
     on_cpu: Annotated[bool, typer.Option("--cpu", help="The nodes have no GPU.")] = False,
 ) -> None:
@@ -554,20 +555,45 @@ def clean(
 
 @app.command()
 def status(
-    name: Annotated[str, typer.Argument(help="Name of a run. Default: one line for each run.")] = "",
+    name: Annotated[str, typer.Argument(help="Name of a run. Default: a table of all runs.")] = "",
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
+    watch: Annotated[bool, typer.Option("--watch", help="Renew the table until Ctrl-C.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Show the state of a run, its training and its results; changes nothing."""
-    from shardmake.commands.status import describe, overview
+    """Show the state of a run or of all runs, of trainings and of results; changes nothing."""
+    from shardmake.commands import overview
+    from shardmake.commands.status import describe
 
     read = load_config(*config)
     cluster = load_cluster(Path(read.cluster))
     if name:
-        typer.echo(describe(get_run(read, name), cluster, RunDir(runs / name)))
-        return
-    for line in overview(read, cluster, runs):
-        typer.echo(line)
+        run = get_run(read, name)
+        read = read.model_copy(update={"runs": {name: run}})
+    if watch and not as_json:
+        overview.watch(lambda: overview.status_rows(read, cluster, runs))
+    elif as_json:
+        typer.echo(json.dumps([row.as_json() for row in overview.status_rows(read, cluster, runs)], indent=2))
+    elif name:
+        typer.echo(describe(run, cluster, RunDir(runs / name)))
+    else:
+        overview.print_status(overview.status_rows(read, cluster, runs))
+
+
+@app.command("list")
+def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
+    """List the runs of the configuration, those of its sweeps, and folders of other runs."""
+    from dataclasses import asdict
+
+    from shardmake.commands.overview import LIST_HEADERS, list_runs
+    from shardmake.commands.text_table import print_table
+
+    read = load_config(*config)
+    found = list_runs(read, load_cluster(Path(read.cluster)), runs)
+    if as_json:
+        typer.echo(json.dumps([asdict(run) for run in found], indent=2))
+    else:
+        print_table(LIST_HEADERS, [run.cells() for run in found])
 
 
 @app.command()
@@ -618,7 +644,7 @@ def doctor(
     force: Annotated[bool, typer.Option("--force", help="Overwrite that file.")] = False,
     skip_builds: Annotated[bool, typer.Option("--skip-builds", help="Do not compile DeepSpeed's kernels.")] = False,
     folder: Annotated[Path, typer.Option(help="Folder for records and logs; nodes must see it.")] = Path("logs/doctor"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check this login node and, with --node, compute nodes; write a cluster file with what they have."""
     from shardmake.doctor import command

@@ -27,6 +27,8 @@ COMMANDS = {
     "push": ["push", "chat"],
     "report": ["report", "chat"],
     "status": ["status", "chat"],
+    "status of all": ["status"],
+    "list": ["list"],
     "config": ["config", "chat"],
     "stop": ["stop", "chat"],
     "cancel": ["cancel", "chat"],

@@ -1,11 +1,9 @@
 """The state of every stage of a run, from the files in its folder: read-only, also while the run is in progress."""
 
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 
 from shardmake.commands.training_state import TrainingState, query_queue, training_state
-from shardmake.config.models import Cluster, Config, Run
-from shardmake.core.errors import ShardmakeError
+from shardmake.config.models import Cluster, Run
 from shardmake.core.units import plural
 from shardmake.launch.slurm_states import JobStatus
 from shardmake.run.evaluation import EvaluationResult
@@ -26,8 +24,7 @@ def describe(run: Run, cluster: Cluster, rundir: RunDir) -> str:
         lines.append(f"  {state:<8}  {stage}" + (f": {'; '.join(changes)}" if changes else ""))
     if any(state in (CHANGED, OUTDATED) for state, _ in stages.values()):
         lines.append("\nSettings changed since these stages ran. The next `snakemake` runs them again.")
-    queue = query_queue([rundir]) if cluster.executor == "slurm" and rundir.job.exists() else None
-    if not rundir.train_receipt.exists() and (training := _training(cluster, rundir, queue)):
+    if training := unfinished_training(cluster, rundir, queue_of([rundir], cluster)):
         lines += [f"\nTraining: {training.headline}", *(f"  {line}" for line in training.details)]
         if any(stages[stage][0] == CHANGED for stage in ("plan", "render", "data")):
             lines.append("  It ran before the settings changed. If they change the result, training starts anew.")
@@ -36,34 +33,6 @@ def describe(run: Run, cluster: Cluster, rundir: RunDir) -> str:
     if rundir.evaluation.exists():
         lines += _evaluation(EvaluationResult.read(rundir.evaluation))
     return "\n".join([*lines, *_where_next(run, rundir)])
-
-
-def overview(config: Config, cluster: Cluster, runs: Path) -> Iterator[str]:
-    """Yield one line for each run of the configuration. A run whose files cannot be read gets the reason."""
-    rundirs = {name: RunDir(runs / name) for name in config.runs}
-    jobs = [rundir for rundir in rundirs.values() if rundir.job.exists()]
-    queue = query_queue(jobs) if cluster.executor == "slurm" and jobs else None
-    width = max(map(len, rundirs))
-    for name, rundir in rundirs.items():
-        try:
-            text = summary(config.runs[name], cluster, rundir, queue)
-        except (ShardmakeError, OSError) as error:
-            text = f"cannot be read: {error}"
-        yield f"{name:<{width}}  {text}"
-
-
-def summary(run: Run, cluster: Cluster, rundir: RunDir, queue: Queue) -> str:
-    """Return the state of a run in one line."""
-    if not rundir.train_receipt.exists() and (training := _training(cluster, rundir, queue)):
-        return training.headline if not training.headline.startswith("step") else f"training: {training.headline}"
-    stages = stage_states(run, cluster, rundir)
-    for stage, (state, changes) in stages.items():
-        if state == CHANGED:
-            return f"changed since the last {stage}: {'; '.join(changes)}"
-    unfinished = next((stage for stage, (state, _) in stages.items() if state != DONE), None)
-    if unfinished is None:
-        return "done"
-    return "not started" if unfinished == "fetch" else f"next step: {unfinished}"
 
 
 def stage_states(run: Run, cluster: Cluster, rundir: RunDir) -> Stages:
@@ -95,7 +64,16 @@ def _is_renewed(stage: str, state: str) -> bool:
     return state in (CHANGED, OUTDATED) or (state == OPEN and stage != "fetch")
 
 
-def _training(cluster: Cluster, rundir: RunDir, queue: Queue) -> TrainingState | None:
+def queue_of(rundirs: Iterable[RunDir], cluster: Cluster) -> Queue:
+    """Return the queue of Slurm for the runs that have a job; None without Slurm or such a run."""
+    jobs = [rundir for rundir in rundirs if rundir.job.exists()] if cluster.executor == "slurm" else []
+    return query_queue(jobs) if jobs else None
+
+
+def unfinished_training(cluster: Cluster, rundir: RunDir, queue: Queue) -> TrainingState | None:
+    """Return the state of a training that has begun and not finished; ``queue`` is the answer of `queue_of`."""
+    if rundir.train_receipt.exists():
+        return None
     return training_state(rundir, slurm=cluster.executor == "slurm", queue=queue)
 
 

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import psutil
@@ -32,17 +33,58 @@ _DRIVER = re.compile(r"process (\d+) on (\S+)")
 
 
 @dataclass(frozen=True)
+class Progress:
+    """How far a training has come. What is not known yet is None."""
+
+    step: int
+    total: int | None = None
+    loss: float | None = None
+    tokens_per_second: float | None = None
+    step_seconds: float | None = None
+    """Median seconds of the last steps."""
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Seconds until the last step at the present speed."""
+        if self.total is None or self.step_seconds is None:
+            return None
+        return (self.total - self.step) * self.step_seconds
+
+    def __str__(self) -> str:
+        """Return step, loss, speed and time left, as far as they are known."""
+        total = "" if self.total is None else f" of {self.total:,} ({self.step / self.total:.0%})"
+        parts = [f"step {self.step:,}{total}"]
+        parts += [] if self.loss is None else [f"loss {self.loss:.4g}"]
+        parts += [] if self.tokens_per_second is None else [f"{self.tokens_per_second:,.0f} tokens/s"]
+        parts += [] if self.step_seconds is None else [f"{self.step_seconds:.3g} s a step"]
+        parts += [] if self.seconds_left is None else [f"about {format_duration(self.seconds_left)} left"]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
 class TrainingState:
-    """A training that has not finished: a headline, and further lines."""
+    """A training that has not finished: a headline, further lines, and the same in parts."""
 
     headline: str
     details: tuple[str, ...] = ()
+    progress: Progress | None = None
+    queue: str = ""
+    """The job's state in the queue; empty without a job."""
+    starts: float | None = None
+    """Unix time at which Slurm expects to start a pending job; None without an estimate."""
+
+    @property
+    def state(self) -> str:
+        """The headline without what the other fields have."""
+        if self.progress:
+            return "training"
+        return "waits in the queue" if self.queue.startswith(JobState.PENDING.value) else self.headline
 
 
 def query_queue(rundirs: Iterable[RunDir]) -> Mapping[str, JobStatus] | None:
     """Return the jobs of these runs in Slurm's queue by id, of all users; None if Slurm does not answer."""
     names = ",".join(job_name(rundir.root) for rundir in rundirs)
-    answer = run_slurm("squeue", "--noheader", "--all", "--format=%i|%T|%R|%j", f"--name={names}")
+    answer = run_slurm("squeue", "--noheader", "--all", "--format=%i|%T|%R|%j|%S", f"--name={names}")
     return parse_rows(answer.stdout) if answer.returncode == 0 else None
 
 
@@ -72,8 +114,7 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> TrainingS
     """Return the state of a training that has a job."""
     name = f"job {job.id} (attempt {job.attempt})"
     if status.state is JobState.PENDING:
-        waited = format_duration(time.time() - job.submitted)
-        return TrainingState(f"waits in the queue: {status.nodes}", (f"Submitted {waited} ago as {name}.",))
+        return _pending(job, status, name)
     beat = AttemptDir(rundir.attempts / f"{job.attempt:03d}").beat(0)
     is_alive = beat is not None and time.time() - beat.time < _FRESH_SECONDS  # as on another machine than this one
     if status.state in (JobState.ENDED, JobState.GONE) and not is_alive:
@@ -82,26 +123,56 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> TrainingS
     where = f" on {status.nodes}" if status.nodes else ""
     unknown = ("Slurm does not answer.",) if status.state is JobState.UNKNOWN else ()
     if beat is None:
-        return TrainingState("starting", (f"The ranks of {name}{where} have not reported yet.", *unknown))
+        details = (f"The ranks of {name}{where} have not reported yet.", *unknown)
+        return TrainingState("starting", details, queue=_queue(status))
     age = format_duration(max(0.0, time.time() - beat.time))
     lines = (f"As {name}{where}; last heartbeat {age} ago in phase {beat.phase}.", *_stop_request(rundir), *unknown)
-    return TrainingState(_progress(rundir, beat), lines)
+    progress = read_progress(rundir, beat)
+    return TrainingState(str(progress), lines, progress, _queue(status))
 
 
-def _progress(rundir: RunDir, beat: Heartbeat) -> str:
-    """Return step, loss, speed and time left."""
+def _pending(job: SubmittedJob, status: JobStatus, name: str) -> TrainingState:
+    """Return the state of a training whose job waits."""
+    starts = parse_start(status.expected_start)
+    estimate = (
+        "" if starts is None else f" Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
+    )
+    waited = format_duration(time.time() - job.submitted)
+    return TrainingState(
+        f"waits in the queue: {status.nodes}",
+        (f"Submitted {waited} ago as {name}.{estimate}",),
+        queue=_queue(status),
+        starts=starts,
+    )
+
+
+def parse_start(text: str) -> float | None:
+    """Return the Unix time of a start as squeue prints it, in this machine's time zone; None for ``N/A``."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        return None
+
+
+def _queue(status: JobStatus) -> str:
+    """Return the state of a job in the queue: its state, and its nodes or the reason why it waits."""
+    if status.state is JobState.UNKNOWN:
+        return "Slurm does not answer"
+    return " ".join(filter(None, (status.state.value, status.nodes)))
+
+
+def read_progress(rundir: RunDir, beat: Heartbeat) -> Progress:
+    """Return how far the ranks have come, from rank 0's heartbeat and the last lines of metrics."""
     lines = read_tail(rundir.metrics)
-    losses = [line for line in lines if line.loss is not None]
-    rates = [line for line in lines if line.tokens_per_second is not None]
-    step, total = max([beat.step, *(line.step for line in lines[-1:])]), total_steps(rundir)
-    parts = [f"step {step:,}" if total is None else f"step {step:,} of {total:,} ({step / total:.0%})"]
-    parts += [f"loss {losses[-1].loss:.4g}"] if losses else []
-    parts += [f"{rates[-1].tokens_per_second:,.0f} tokens/s"] if rates else []
-    if beat.median_step_seconds > 0:
-        parts.append(f"{beat.median_step_seconds:.3g} s a step")
-        if total is not None:
-            parts.append(f"about {format_duration((total - step) * beat.median_step_seconds)} left")
-    return ", ".join(parts)
+    losses = [line.loss for line in lines if line.loss is not None]
+    rates = [line.tokens_per_second for line in lines if line.tokens_per_second is not None]
+    return Progress(
+        step=max([beat.step, *(line.step for line in lines[-1:])]),
+        total=total_steps(rundir),
+        loss=losses[-1] if losses else None,
+        tokens_per_second=rates[-1] if rates else None,
+        step_seconds=beat.median_step_seconds if beat.median_step_seconds > 0 else None,
+    )
 
 
 def _stop_request(rundir: RunDir) -> tuple[str, ...]:

@@ -27,6 +27,8 @@ class JobStatus:
     """Nodes of the job; while it is pending, squeue has the reason in parentheses instead."""
     job_name: str = ""
     cancelled_by: str = ""
+    expected_start: str = ""
+    """Slurm's estimate for a pending job, as squeue prints it (``%S``); empty or ``N/A`` if there is none."""
 
 
 _NAMES = {
@@ -46,7 +48,7 @@ def parse_state(text: str) -> tuple[JobState, str]:
 
 
 def parse_rows(text: str) -> dict[str, JobStatus]:
-    """Return the status by job id from rows ``ID|STATE|NODES|NAME`` of squeue or sacct.
+    """Return the status by job id from rows ``ID|STATE|NODES|NAME`` of squeue or sacct; ``|START`` may follow.
 
     Steps (``12.0``, ``12.batch``) are skipped. If sacct lists a requeued job twice, the last row counts.
     """
@@ -54,8 +56,9 @@ def parse_rows(text: str) -> dict[str, JobStatus]:
     for line in text.splitlines():
         fields = line.strip().split("|", 3)
         if len(fields) == 4 and fields[0].isdigit():
-            job, state, nodes, job_name = fields
-            found[job] = JobStatus(*parse_state(state), nodes, job_name, state.partition(" by ")[2])
+            job, state, nodes, rest = fields
+            job_name, _, start = rest.partition("|")
+            found[job] = JobStatus(*parse_state(state), nodes, job_name, state.partition(" by ")[2], start)
     return found
 
 

@@ -14,8 +14,9 @@ import psutil
 import pytest
 
 from shardmake.commands import training_state
-from shardmake.commands.status import describe, overview, summary
-from shardmake.config.models import Cluster, Config
+from shardmake.commands.overview import RunRow, status_row, status_rows
+from shardmake.commands.status import describe
+from shardmake.config.models import Cluster, Config, Run
 from shardmake.core.permissions import UMASK
 from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
@@ -68,10 +69,20 @@ def answer(monkeypatch: pytest.MonkeyPatch, rundir: RunDir, state: str, nodes: s
     )
 
 
-def one_line(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> str:
+def row_of(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> RunRow:
     config = Config(cluster="c.yaml", runs={"chat": make_run(push=PUSH, **changes)})
-    (line,) = overview(config, cluster, rundir.root.parent)
-    return line
+    (row,) = status_rows(config, cluster, rundir.root.parent)
+    return row
+
+
+def one_line(rundir: RunDir, cluster: Cluster = SLURM, **changes: Any) -> str:
+    """The run's name, state and progress."""
+    row = row_of(rundir, cluster, **changes)
+    return f"{row.run}  {row.state}" + (f": {row.progress}" if row.progress else "")
+
+
+def summary(run: Run, cluster: Cluster, rundir: RunDir, queue: dict[str, JobStatus] | None) -> str:
+    return status_row(run, cluster, rundir, queue).state
 
 
 def states(text: str) -> dict[str, str]:
@@ -139,7 +150,7 @@ def test_a_length_in_epochs_is_converted_to_steps(training: RunDir) -> None:
 @pytest.mark.parametrize(
     ("state", "nodes", "line"),
     [
-        ("PENDING", "(Resources)", "waits in the queue: (Resources)"),
+        ("PENDING", "(Resources)", "waits in the queue"),
         ("", "", "job 12 (attempt 2) has ended"),
     ],
 )
@@ -214,15 +225,15 @@ def test_a_local_job_is_the_process(training: RunDir, driver: psutil.Process) ->
     SubmittedJob(id="1@1", attempt=2, submitted=0).write(training.job)
     assert summary(make_run(push=PUSH), LOCAL, training, None).endswith("has ended")
     write_heartbeat(AttemptDir(training.attempts / "002"), 0, "train", 96)
-    assert summary(make_run(push=PUSH), LOCAL, training, None).startswith("training: step 96"), "on another machine"
+    assert summary(make_run(push=PUSH), LOCAL, training, None) == "training", "on another machine"
 
 
 def test_runs_that_have_not_begun_or_cannot_be_read(finished: RunDir) -> None:
     runs = {"chat": make_run(), "other": make_run()}
     finished.evaluation.unlink()
     finished.stage_settings("train").write_text("{}")
-    chat, other = overview(Config(cluster="c.yaml", runs=runs), LOCAL, finished.root.parent)
-    assert chat.startswith("chat   cannot be read: Cannot read ") and other == "other  not started"
+    chat, other = status_rows(Config(cluster="c.yaml", runs=runs), LOCAL, finished.root.parent)
+    assert chat.state.startswith("cannot be read: Cannot read ") and other.state == "not started"
     finished.stage_settings("train").unlink()
     assert summary(make_run(push=PUSH), LOCAL, finished, None) == "next step: evaluate"
 

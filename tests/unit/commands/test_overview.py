@@ -1,0 +1,122 @@
+"""The table of all runs: `shardmake status` without a name, and `shardmake list`."""
+
+import json
+import os
+import time
+from datetime import datetime
+from pathlib import Path
+
+import pytest
+
+from shardmake.commands import overview
+from shardmake.commands.last_event import last_event
+from shardmake.commands.overview import RunRow, list_runs, status_row, status_rows
+from shardmake.commands.text_table import plain_table
+from shardmake.commands.training_state import Progress, parse_start
+from shardmake.config.load import parse_config
+from shardmake.core.errors import ConfigError
+from shardmake.launch.jobs import job_name
+from shardmake.launch.slurm_states import parse_rows
+from shardmake.run.attempt import AttemptDir, SubmittedJob, write_heartbeat
+from shardmake.run.paths import RunDir
+from tests.finished_run import make_run, make_rundir
+from tests.unit.plans import make_cluster
+
+SLURM = make_cluster(executor="slurm")
+START = "2026-11-23T14:30:00"
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run with job 12."""
+    monkeypatch.chdir(tmp_path)
+    rundir = make_rundir(tmp_path)
+    rundir.train_receipt.unlink()
+    SubmittedJob(id="12", attempt=2, submitted=time.time()).write(rundir.job)
+    return rundir
+
+
+def test_a_pending_job_has_its_reason_and_estimated_start(training: RunDir) -> None:
+    queue = parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}|{START}\n")
+    row = status_row(make_run(), SLURM, training, queue)
+    assert (row.stage, row.state, row.queue) == ("train", "waits in the queue", "pending (Priority)")
+    assert row.starts == datetime.fromisoformat(START).timestamp()
+    assert row.cells()[-2] == "2026-11-23 14:30"
+    assert parse_start("N/A") is None and parse_start("") is None
+
+
+def test_a_row_has_progress_for_people_and_for_programs(training: RunDir) -> None:
+    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "train", 45, 2.0)
+    queue = parse_rows(f"12|RUNNING|c[1-2]|{job_name(training.root)}|{START}\n")
+    row = status_row(make_run(), SLURM, training, queue)
+    assert row.cells()[1:8] == ("train", "training", "60/60", "0.15", "205", "0 s", "running c[1-2]")
+    read = json.loads(json.dumps(row.as_json()))
+    assert read["step"] == 60 and read["total"] == 60 and read["seconds_left"] == 0 and read["step_seconds"] == 2
+    assert read["stages"]["evaluate"] == "outdated" and read["last_event"]["text"] == "job 12 submitted"
+
+
+def test_time_left_is_unknown_without_a_total_or_a_speed() -> None:
+    assert Progress(3, total=9).seconds_left is None and Progress(3, step_seconds=1).seconds_left is None
+    assert str(Progress(3)) == "step 3"
+
+
+def test_the_last_event_is_the_newest_record(training: RunDir) -> None:
+    assert str(last_event(training)) == "job 12 submitted, 0 s ago"
+    training.stop_file.touch()
+    os.utime(training.stop_file, (time.time() + 60, time.time() + 60))
+    event = last_event(training)
+    assert event and event.text == "stop requested"
+    training.job.unlink()
+    training.stop_file.unlink()
+    event = last_event(training)
+    assert event and event.text == "attempt 2 ended: finished" and event.time == 2100
+    assert last_event(RunDir(Path("runs/none"))) is None
+
+
+def test_a_plain_table_is_complete_and_leaves_out_empty_columns() -> None:
+    assert plain_table(("run", "queue", "state"), [("a", "", "x" * 300), ("long", "", "y")]) == (
+        f"run   state\na     {'x' * 300}\nlong  y"
+    )
+
+
+def test_one_squeue_for_all_runs(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def query(rundirs: list[RunDir]) -> None:
+        asked.append([rundir.name for rundir in rundirs])
+
+    monkeypatch.setattr("shardmake.commands.status.query_queue", query)
+    config = parse_config({"cluster": "c", "runs": dict.fromkeys(("chat", "b"), RUN)}, "test")
+    rows = status_rows(config, SLURM, Path("runs"))
+    assert asked == [["chat"]] and [row.state for row in rows][1] == "not started"
+
+
+RUN = make_run().model_dump(exclude_unset=True)
+
+
+def test_the_list_has_sweeps_and_folders_of_other_runs(training: RunDir) -> None:
+    (training.root.parent / "old").mkdir()
+    (training.root.parent / ".locks").mkdir()
+    runs = {"chat": RUN, "grid": RUN | {"sweep": {"seed": [1, 2]}}}
+    found = list_runs(parse_config({"cluster": "c", "runs": runs}, "test"), make_cluster(), Path("runs"))
+    assert [run.cells() for run in found] == [
+        ("chat", "", "lab/base", "resources/demo/train.jsonl", "fetch"),
+        ("grid-s1", "grid", "lab/base", "resources/demo/train.jsonl", "fetch"),
+        ("grid-s2", "grid", "lab/base", "resources/demo/train.jsonl", "fetch"),
+        ("old", "", "", "", "not in the configuration"),
+    ]
+
+
+def test_watch_needs_a_terminal_and_ends_with_an_interrupt(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match=r"^--watch cannot be used: the output is not a terminal\."):
+        overview.watch(lambda: [])
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("time.sleep", interrupt)
+    overview.watch(lambda: [RunRow("chat", "train", "training")])
+    assert "chat" in capsys.readouterr().out
