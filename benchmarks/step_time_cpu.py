@@ -1,10 +1,10 @@
 """Compare the modelled step time with real trainings on the CPU: ``python -m benchmarks.step_time_cpu``.
 
 Each row is a training of the workflow itself: two ranks on this machine, one strategy, one size of a Llama. The
-measured time is the median of the logged rates without the first ten steps, in which libraries warm up. The catalogue's
-rate of a CPU is a round number, so the ratio is given twice: as it is, and divided by that of ddp at the same size,
-which compares the strategies. It takes about a quarter of an hour on two idle cores; the load of the machine is kept
-with the result, because it decides whether the figures mean anything.
+measured time is the median of the logged rates without the first ten steps, in which libraries warm up. The model's
+four constants for CPUs were fitted to such rows on one machine, so the table says how well so few constants describe
+many trainings; on another machine the ratio to ddp at the same size says more. It takes about 25 minutes on two idle
+cores; the load of the machine is kept with the result, because it decides whether the figures mean anything.
 """
 
 import argparse

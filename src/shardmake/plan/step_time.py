@@ -2,7 +2,7 @@
 
 This is a roofline: each part is bytes or FLOP over a rate, times the share of the rate that real runs reach. The
 shares are fitted to 71 published throughputs of one source; `python -m benchmarks.step_time_accuracy` compares them
-with these and with other sources.
+with these and with other sources. Those of CPUs are fitted to the trainings of `python -m benchmarks.step_time_cpu`.
 """
 
 from dataclasses import dataclass
@@ -27,15 +27,16 @@ class Shares:
 # Fitted to MosaicML's tables of A100 and H100 runs (llm-foundry, scripts/train/benchmarking). H100 runs reach a smaller
 # share of a higher peak. Older and consumer GPUs are taken as A100, newer ones as H100: no measurement was available.
 _HOPPER = 9.0
-_SHARES = {"cpu": Shares(0.5, 0.5), "ampere": Shares(0.91, 0.35), "hopper": Shares(0.73, 0.19)}
+_SHARES = {"cpu": Shares(0.86, 0.86), "ampere": Shares(0.91, 0.35), "hopper": Shares(0.73, 0.19)}
 _HALF_WIDTH = 1100
 """Hidden size at which matrix products on a GPU reach half their share."""
-_HALF_TOKENS = {"cpu": 256, "ampere": 730, "hopper": 730}
+_HALF_TOKENS = {"cpu": 64, "ampere": 730, "hopper": 730}
 """Tokens of a micro batch at which kernels reach half their share."""
 _MASKED_ATTENTION = 0.25
 """Relative rate of attention with a dense mask, which PyTorch runs without flash kernels; it skips nothing."""
 LINK_SHARE = 0.7  # of the nominal link that NCCL's ring reaches (nccl-tests)
 EXPOSED = 0.57  # part of communication that does not hide behind compute, fitted with the shares
+_DEEPSPEED_ON_CPU = 0.18  # seconds of a step of DeepSpeed on CPUs that are neither compute nor communication
 CPU_ADAM_RATE = 2 * 10**9  # elements per second of a node's CPU Adam (DeepSpeed PR 7474: 3B in less than 2.4 s)
 NVME_RATE = 3 * GB  # read or write, one good drive
 
@@ -44,6 +45,9 @@ def step_time(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of one optimizer step of ``scenario`` on ``hardware``."""
     compute = _compute(scenario, hardware)
     communication = _communication(scenario, hardware)
+    if hardware.is_cpu:  # the cores that compute are those that communicate
+        own = _DEEPSPEED_ON_CPU if scenario.zero_stage else 0.0
+        return compute + communication + own + _optimizer(scenario, hardware)
     # Communication hides behind compute in part, and never takes less than the links need.
     work = max(compute + EXPOSED * communication, communication)
     return work + _offload(scenario, hardware) + _optimizer(scenario, hardware)
@@ -124,7 +128,7 @@ def _gathers(scenario: Scenario) -> int:
 
 
 def _offload(scenario: Scenario, hardware: Hardware) -> float:
-    if not scenario.offloads_optimizer or hardware.is_cpu:
+    if not scenario.offloads_optimizer:
         return 0.0
     rate = hardware.accelerator.host_link * GB
     part = scenario.split.trainable / scenario.world_size
