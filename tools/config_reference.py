@@ -274,7 +274,11 @@ def _example(config: str, cluster_name: str, cluster: str) -> list[str]:
 
 
 def _tables(schema: Schema) -> Iterator[str]:
+    shown: list[SchemaNode] = []
     for name, section in schema.sections():
+        if any(section is other for other in shown):
+            continue  # a section of the same kind has the table
+        shown.append(section)
         if name:
             yield f"### `{name}`\n"
         yield f"{section['description']}\n"
@@ -292,8 +296,11 @@ def _row(schema: Schema, name: str, key: str, section: SchemaNode) -> str:
 def _value(schema: Schema, path: str, node: SchemaNode) -> str:
     """Describe the values of a key; for a section, link to its table."""
     for name, section in schema.sections():
-        if section is schema.section(node) or (name == f"{path}.NAME"):
-            return f"[keys](#{name.replace('.', '').lower()})"
+        link = f"[keys](#{name.replace('.', '').lower()})"
+        if section is schema.section(node) or name == f"{path}.NAME":
+            return link
+        if name == f"{path}.ENTRY":
+            return f"text, or a list of {link}"
     quoted = (*schema.choices(node), "true", "false")
     return ", ".join(f"`{word}`" if word in quoted else word for word in schema.words(node))
 

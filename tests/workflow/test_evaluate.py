@@ -94,6 +94,17 @@ def test_the_loss_is_the_mean_over_tokens_not_over_sequences(network: "PreTraine
     assert result["perplexity"] == pytest.approx(math.exp(mean), rel=1e-4)
 
 
+def test_losses_by_source_are_those_of_the_sources_alone(network: "PreTrainedModel") -> None:
+    examples = [SHORT, packed(MIDDLE, SHORT), LONG]
+    passes = plan_passes([len(example["input_ids"]) for example in examples], 2000, 1)
+    found = score(network, examples, passes, [1, 2]).as_record(["a", "b"])
+    alone = [score_all(network, chosen, 2000).as_record() for chosen in (examples[:1], examples[1:])]
+    assert [one.loss for one in found.by_source] == pytest.approx([one.loss for one in alone], rel=1e-5)
+    assert [(one.name, one.tokens) for one in found.by_source] == [("a", 30), ("b", 100 + 30 + 599)]
+    assert found.tokens == sum(one.tokens for one in found.by_source)
+    assert found.by_length == score_all(network, examples, 2000).as_record().by_length
+
+
 def test_packed_examples_do_not_see_each_other(network: "PreTrainedModel") -> None:
     alone = score_all(network, [SHORT, MIDDLE, LONG], 1).as_record().as_json()
     together = score_all(network, [packed(MIDDLE, SHORT), LONG], 2000).as_record().as_json()

@@ -72,8 +72,8 @@ _ROWS = [
     ("h200", 139.8, 989, 989, 67, 4800, 450, 50, 9.0),
     ("b200", 178.3, 2250, 2250, 80, 8000, 900, 50, 10.0),
     ("rtx5090", 31.4, 209, 209, 104.8, 1792, 50, 50, 12.0),
-    # A core with two units for AVX-512 does about 200 GFLOP/s in fp32; a rank has the sum of its cores. The link is what
-    # gloo reaches between the ranks of a node (benchmarks/results/step_time_cpu.txt).
+    # A core with two units for AVX-512 does about 200 GFLOP/s in fp32; a rank has the sum of its cores. The link is
+    # what gloo reaches between the ranks of a node (benchmarks/results/step_time_cpu.txt).
     ("cpu", 0, 0.2, 0.2, 0.2, 20, 0.18, 5, 0),
 ]
 ACCELERATORS: dict[str, Accelerator] = {str(row[0]): Accelerator(*row) for row in _ROWS}

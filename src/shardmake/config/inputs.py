@@ -29,7 +29,7 @@ def local_files(run: Run, *parts: str) -> list[str]:
         files += [Path(run.data.chat_template)] if run.data.chat_template else []
         files += [
             file
-            for name in (run.data.train, run.data.eval)
+            for name in (*(one.source for one in run.data.sources), run.data.eval)
             if name and is_local(name)
             for file in _data_files(Path(name))
         ]
@@ -85,12 +85,13 @@ def check_inputs(name: str, run: Run) -> None:
 
 
 def _check_evaluation_data(name: str, data: Data) -> None:
-    if data.eval is not None and _shares_examples(data.train, data.eval):
-        raise ConfigError(
-            f"runs.{name}.data.eval: {data.eval!r} has the examples of data.train ({data.train!r}). It would "
-            "measure examples that training has seen. Name other examples, or remove eval: eval_fraction of "
-            "train is then held out."
-        )
+    for train in (one.source for one in data.sources):
+        if data.eval is not None and _shares_examples(train, data.eval):
+            raise ConfigError(
+                f"runs.{name}.data.eval: {data.eval!r} has the examples of data.train ({train!r}). It would "
+                "measure examples that training has seen. Name other examples, or remove eval: eval_fraction of "
+                "train is then held out."
+            )
 
 
 def _shares_examples(train: str, held_out: str) -> bool:

@@ -98,13 +98,49 @@ class Columns(Section):
         return self.model_dump(exclude_none=True)
 
 
+class TrainSource(Section):
+    """One of several sources of training examples."""
+
+    source: PathText = Field(description="A file, a folder or a hub data set, as for a single `train`.")
+    name: str | None = Field(
+        None,
+        description="Name in the report and in the losses by source. Without it, that of the file, folder or data set.",
+    )
+    weight: Annotated[float, Field(gt=0, le=10**6), AsNumber] | None = Field(
+        None,
+        description="Share of the examples, relative to the other sources, all of which then need a weight. Examples "
+        "are drawn until every source was read once, so some repeat in the meantime. Without weights, every example "
+        "is used once.",
+    )
+    repeat: Annotated[int, Field(ge=1, le=1000)] = Field(1, description="Number of times that each example is used.")
+    limit: Steps | None = Field(None, description="Maximum number of training examples, chosen at random by `seed`.")
+    format: Literal["auto"] | Format | None = Field(None, description="Without it, `data.format`.")
+    columns: Columns | None = Field(None, description="Without it, `data.columns`.")
+    subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
+    revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name):
+            raise ValueError(f"{name!r} is not a name. Use letters, digits, '_', '.' and '-'")
+        return name
+
+    @property
+    def label(self) -> str:
+        """Return the name in reports: ``name``, or the last part of the source without the suffix of a file."""
+        last = self.source.rstrip("/").rpartition("/")[2]
+        return self.name or re.sub(r"\.(jsonl?|csv|tsv|parquet)(\.\w+)?$", "", last)
+
+
 class Data(Section):
     """The source of the examples and their format."""
 
-    train: PathText = Field(
+    train: PathText | list[TrainSource] = Field(
         description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
         "`org/name:split`. Files: `.jsonl`, `.json` (an array, or one object per line), `.csv`, `.tsv` with a header, "
-        "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`)."
+        "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). Or a list of sources, which are "
+        "mixed."
     )
     eval: PathText | None = Field(
         None,
@@ -142,13 +178,53 @@ class Data(Section):
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
     revision: str | None = Field(None, description="Branch, tag or commit of a hub data set.")
 
+    @property
+    def sources(self) -> list[TrainSource]:
+        """Return the sources of the training examples, one if ``train`` is a name."""
+        return [TrainSource(source=self.train)] if isinstance(self.train, str) else self.train
+
+    @property
+    def names(self) -> str:
+        """Return the names of all training sources for a message."""
+        return ", ".join(one.source for one in self.sources)
+
+    def only(self, one: TrainSource) -> "Data":
+        """Return these settings with ``one`` as the only source of training examples."""
+        if isinstance(self.train, str):
+            return self
+        own = {"format": one.format, "columns": one.columns}
+        settings = {key: value for key, value in own.items() if value is not None}
+        hub = {"subset": one.subset, "revision": one.revision}
+        return self.model_copy(update={"train": one.source, **hub, **settings})
+
     @model_validator(mode="after")
     def _check_columns(self) -> "Data":
-        named = self.columns.named
-        formats = FORMATS if self.format == "auto" else {self.format: FORMATS[self.format]}
-        if not any(named.keys() <= spec.columns.keys() for spec in formats.values()):
-            reads = "; ".join(f"{name} reads {', '.join(spec.columns)}" for name, spec in formats.items())
-            raise ValueError(f"columns: no format reads {' and '.join(named)}. {reads}")
+        for one in self.sources:
+            data = self.only(one)
+            named = data.columns.named
+            formats = FORMATS if data.format == "auto" else {data.format: FORMATS[data.format]}
+            if not any(named.keys() <= spec.columns.keys() for spec in formats.values()):
+                reads = "; ".join(f"{name} reads {', '.join(spec.columns)}" for name, spec in formats.items())
+                raise ValueError(f"columns: no format reads {' and '.join(named)}. {reads}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> "Data":
+        if isinstance(self.train, str):
+            return self
+        if not self.train:
+            raise ValueError("train: the list has no source. Name at least one")
+        if self.subset is not None or self.revision is not None:
+            raise ValueError("subset and revision belong to one source. Write them into the entries of train")
+        labels = [one.label for one in self.train]
+        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"train: several sources are called {repeated[0]!r}. Give each a `name` of its own")
+        weighted = [one for one in self.train if one.weight is not None]
+        if weighted and len(weighted) < len(self.train):
+            missing = next(one.label for one in self.train if one.weight is None)
+            raise ValueError(f"train: {missing!r} has no weight, others have one. Give every source a weight, or none")
+        if any(one.repeat > 1 for one in weighted):
+            raise ValueError("train: a source has both weight and repeat, and both say how often. Remove one of them")
         return self
 
 
@@ -399,16 +475,19 @@ class Run(Section):
     @model_validator(mode="after")
     def _check_objective(self) -> "Run":
         formats = OBJECTIVES[self.objective].data_formats
-        if self.data.format not in ("auto", *formats):
-            raise ValueError(
-                f"objective {self.objective!r} cannot learn from data.format {self.data.format!r}. "
-                f"Use {' or '.join(formats)}"
-            )
+        for one in self.data.sources:
+            format = self.data.only(one).format
+            if format not in ("auto", *formats):
+                raise ValueError(
+                    f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
+                )
         return self
 
     @model_validator(mode="after")
     def _check_order(self) -> "Run":
         order = self.data.order
+        if order == "given" and len(self.data.sources) > 1:
+            raise ValueError("data.order 'given' is not defined for several sources. Use shuffled or length")
         if order != "shuffled" and self.script is not None:
             raise ValueError(
                 f"data.order {order!r} has no effect with script, which reads its own data. Remove data.order"

@@ -55,15 +55,24 @@ class Schema:
         return [f"{_SCALARS[option['type']]} {_limits(option)}".rstrip()]
 
     def sections(self, node: SchemaNode | None = None, name: str = "") -> Iterator[tuple[str, SchemaNode]]:
-        """Yield every section below ``node`` with its dotted name, outer ones first; NAME is any name."""
+        """Yield every section below ``node`` with its dotted name, outer ones first.
+
+        NAME is any name, and ENTRY an entry of a list.
+        """
         section = self.section(node or self.root)
         if section is not None:
             yield name, section
-            for key, below in section["properties"].items():
-                yield from self.sections(below, f"{name}.{key}" if name else key)
+            below = {f"{name}.{key}" if name else key: node for key, node in section["properties"].items()}
+            for key in sorted(below, key=lambda key: self._is_list(below[key])):
+                yield from self.sections(below[key], key)
         for option in self.options(node or self.root):
             if isinstance(option.get("additionalProperties"), Mapping):
                 yield from self.sections(option["additionalProperties"], f"{name}.NAME")
+            if isinstance(option.get("items"), Mapping):
+                yield from self.sections(option["items"], f"{name}.ENTRY")
+
+    def _is_list(self, node: SchemaNode) -> bool:
+        return any("items" in option for option in self.options(node))
 
     def walk(self, location: Sequence[str | int]) -> tuple[list[str], SchemaNode]:
         """Return the keys on the path to a pydantic error, and the schema at its end (empty for an unknown key).

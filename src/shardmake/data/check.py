@@ -3,13 +3,15 @@
 from shardmake.config.models import Run
 from shardmake.data.examples import (
     FIRST_ROWS,
+    Part,
     check_divisible,
     check_learned,
     check_vocabulary,
     encode_rows,
     first_of,
+    in_reading_order,
     load_tokenizer,
-    locate_sources,
+    locate_parts,
     make_encoder,
     recognize_layout,
 )
@@ -23,29 +25,37 @@ def check_sources(run: Run) -> None:
 
     Raises `DataError` with file and line for content that cannot be read or does not fit the format.
     """
-    sources = locate_sources(run)
-    layout = recognize_layout(run, sources["train"], first_of(sources["train"], FIRST_ROWS))
-    for source in sources.values():
-        for example, place in text_examples(source):
+    parts = locate_parts(run)
+    layouts = [_layout(part) for part in parts["train"]]
+    evaluated = [layouts[0] if len(layouts) == 1 else _layout(part) for part in parts["eval"]]
+    for part, layout in zip((*parts["train"], *parts["eval"]), (*layouts, *evaluated), strict=True):
+        for example, place in text_examples(part.source):
             layout.standardize(example, place)
 
 
+def _layout(part: Part) -> Layout:
+    return recognize_layout(part.run, part.source, first_of(part.source, FIRST_ROWS))
+
+
 def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
-    """Encode the first ``limit`` (two or more) rows of the training and the evaluation data; return their layout.
+    """Encode the first ``limit`` (two or more) rows of each source; return the layout of the first.
 
     The plan uses this, so that a wrong column, a message that the chat template rejects or a missing template is found
     before anything is queued. Raises `DataError` with file and line, and `ModelError` for the tokenizer.
     """
-    tokenizer, sources = load_tokenizer(run), locate_sources(run)
-    rows = {split: first_of(source, limit) for split, source in sources.items()}
-    if "eval" not in rows:
-        check_divisible(len(rows["train"]), run)
-    encoder, largest = make_encoder(run, tokenizer, sources["train"], rows["train"]), 0
-    for split, source in sources.items():
-        encoded = encode_rows(rows[split], encoder, run.sequence_length, source)
+    tokenizer, parts = load_tokenizer(run), locate_parts(run)
+    encoders, largest = [], 0
+    for split, part in in_reading_order(parts):
+        rows = first_of(part.source, limit)
+        if not parts["eval"]:
+            check_divisible(len(rows), part.run)
+        if split == "train" or len(parts["train"]) > 1:
+            encoders.append(make_encoder(part.run, tokenizer, part.source, rows))
+        encoded = encode_rows(rows, encoders[-1], run.sequence_length, part.source)
         largest = max([largest, *(max(ids) for ids in encoded["input_ids"] if ids)])
         dropped = [place for place in encoded["dropped"] if place]
-        if len(rows[split]) < limit or len(dropped) < limit:  # else later rows may have something to learn
-            check_learned(f"first rows of the {split}", count_outcomes(encoded["outcome"]), dropped[:NAMED], encoder)
+        if len(rows) < limit or len(dropped) < limit:  # else later rows may have something to learn
+            outcomes = count_outcomes(encoded["outcome"])
+            check_learned(f"first rows of the {split}", outcomes, dropped[:NAMED], encoders[-1])
     check_vocabulary(run, largest)
-    return encoder.layout
+    return encoders[0].layout

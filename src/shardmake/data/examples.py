@@ -1,7 +1,8 @@
 """The examples of a run: their sources, their layout, and their encoding; used by the data stage and by the plan."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,12 +33,33 @@ FIRST_ROWS = 64
 logger = logging.getLogger(__name__)
 
 
-def locate_sources(run: Run) -> dict[str, Source]:
-    """Return the source of the training data, and of the evaluation data if they have one."""
-    sources = {"train": locate(run.data.train, run.data, TRAIN_SPLITS)}
-    if run.data.eval is not None:
-        sources["eval"] = locate(run.data.eval, run.data, EVAL_SPLITS)
-    return sources
+@dataclass(frozen=True)
+class Part:
+    """One source of examples, and the run as if that were its only one."""
+
+    name: str
+    """Name in a mixture; empty if the split has one source."""
+    run: Run
+    source: Source
+
+
+def locate_parts(run: Run) -> dict[str, list[Part]]:
+    """Return the sources of the training data, and of the evaluation data (an empty list if these are held out)."""
+    mixed = not isinstance(run.data.train, str)
+    views = [run.model_copy(update={"data": run.data.only(one)}) for one in run.data.sources]
+    train = [
+        Part(one.label if mixed else "", view, locate(one.source, view.data, TRAIN_SPLITS))
+        for one, view in zip(run.data.sources, views, strict=True)
+    ]
+    held_out = run.data.eval
+    evaluation = [] if held_out is None else [Part("", run, locate(held_out, run.data, EVAL_SPLITS))]
+    return {"train": train, "eval": evaluation}
+
+
+def in_reading_order(parts: Mapping[str, Sequence[Part]]) -> Iterator[tuple[str, Part]]:
+    """Yield the split and the part of each source, those of the training data first."""
+    for split in ("train", "eval"):
+        yield from ((split, part) for part in parts[split])
 
 
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
@@ -112,7 +134,7 @@ def check_divisible(count: int, run: Run) -> None:
     """Raise `DataError` if ``count`` examples are too few to hold one out for evaluation."""
     if count < 2:
         raise DataError(
-            f"Too little data: {run.data.train} has one example, and evaluation needs another one. Set data.eval "
+            f"Too little data: {run.data.names} has one example, and evaluation needs another one. Set data.eval "
             "or add data."
         )
 

@@ -110,8 +110,12 @@ def first_dropped(encoded: "datasets.Dataset") -> list[str]:
     import pyarrow.compute as pc
 
     places = encoded.data.column("dropped")
-    dropped = (place.as_py() for place in places.filter(pc.not_equal(places, "")))
-    return heapq.nsmallest(NAMED, dropped, key=_natural)
+    return sort_places(place.as_py() for place in places.filter(pc.not_equal(places, "")))
+
+
+def sort_places(places: Iterable[str]) -> list[str]:
+    """Return the first of ``places``, in the order of files and lines."""
+    return heapq.nsmallest(NAMED, places, key=_natural)
 
 
 def _natural(place: str) -> list[tuple[int, str]]:

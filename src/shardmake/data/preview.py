@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from shardmake.config.models import Run
 from shardmake.data.encode import Tokens
-from shardmake.data.examples import FIRST_ROWS, first_of, load_tokenizer, locate_sources, make_encoder
+from shardmake.data.examples import FIRST_ROWS, first_of, load_tokenizer, locate_parts, make_encoder
 from shardmake.data.sources import example_in, place_of
 
 if TYPE_CHECKING:
@@ -14,20 +14,21 @@ if TYPE_CHECKING:
 
 
 def preview(run: Run, count: int) -> Iterator[str]:
-    """Yield a heading and the text of each of the first ``count`` training examples; nothing is written.
+    """Yield a heading and the text of each of the first ``count`` training examples of each source; nothing is written.
 
     Loss tokens stand in ``[[ ]]``. ``[cut: N tokens]`` marks where ``sequence_length`` ends. Raises what the data stage
     raises for these examples.
     """
-    tokenizer, source = load_tokenizer(run), locate_sources(run)["train"]
-    rows = first_of(source, max(count, FIRST_ROWS))
-    encoder = make_encoder(run, tokenizer, source, rows)
-    for row in rows[:count]:
-        place = place_of(row, source)
-        ids, learned = encoder(example_in(row), place)
-        heading = f"{place}: {len(ids):,} tokens, {sum(learned[: run.sequence_length]):,} of them learned"
-        cut = None if encoder.layout.format == "text" else run.sequence_length
-        yield f"{heading}\n{marked(tokenizer, (ids, learned), cut)}\n"
+    tokenizer = load_tokenizer(run)
+    for part in locate_parts(run)["train"]:
+        rows = first_of(part.source, max(count, FIRST_ROWS))
+        encoder = make_encoder(part.run, tokenizer, part.source, rows)
+        for row in rows[:count]:
+            place = place_of(row, part.source)
+            ids, learned = encoder(example_in(row), place)
+            heading = f"{place}: {len(ids):,} tokens, {sum(learned[: run.sequence_length]):,} of them learned"
+            cut = None if encoder.layout.format == "text" else run.sequence_length
+            yield f"{heading}\n{marked(tokenizer, (ids, learned), cut)}\n"
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", tokens: Tokens, cut: int | None = None) -> str:

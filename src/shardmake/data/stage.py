@@ -6,7 +6,6 @@ temporary folder and renamed. The receipt is written last.
 
 import json
 import logging
-import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,39 +16,17 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import digest, fsync_directory
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
-from shardmake.data.encode import Encoder
-from shardmake.data.examples import (
-    FIRST_ROWS,
-    check_divisible,
-    check_learned,
-    check_vocabulary,
-    describe_outcomes,
-    encode_rows,
-    load_tokenizer,
-    locate_sources,
-    make_encoder,
-    tokenizer_digest,
-)
-from shardmake.data.packing import (
-    KEPT,
-    count_outcomes,
-    count_repeated,
-    count_tokens,
-    first_dropped,
-    pack,
-    token_digests,
-)
+from shardmake.data.build import build
+from shardmake.data.examples import describe_outcomes, load_tokenizer, locate_parts, tokenizer_digest
 from shardmake.data.sharing import one_at_a_time, take_same_data
-from shardmake.data.sources import Source, file_record, identity, read
+from shardmake.data.sources import identity
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataReceipt, SplitReceipt
 
 if TYPE_CHECKING:
-    import datasets
     from transformers import PreTrainedTokenizerBase
 
 _LAYOUT = 1
-_POOL_FROM_ROWS = 5_000
 logger = logging.getLogger(__name__)
 
 
@@ -60,15 +37,18 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     the files of that run. ``cpus`` is the number of tokenizing processes; it does not change the result. The receipt's
     ``digest`` identifies the training data. Raises `DataError` for data that cannot be used.
     """
-    sources = locate_sources(run)
+    parts = locate_parts(run)
     tokenizer = load_tokenizer(run)
     inputs = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
-        "sources": {split: identity(source) for split, source in sources.items()},
+        "sources": {
+            f"{split}/{part.name}".rstrip("/"): identity(part.source) for split in parts for part in parts[split]
+        },
         "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction", "order"})
         | {"columns": run.data.columns.named}
-        | run.model_dump(include={"sequence_length", "packing", "seed"}),
+        | run.model_dump(include={"sequence_length", "packing", "seed"})
+        | _mix_settings(run),
     }
     receipt = _current(rundir, inputs)
     if receipt is not None:
@@ -79,18 +59,29 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         if receipt is None:
             shutil.rmtree(work)
             work.mkdir()
-            results = _build(run, tokenizer, sources, work, cpus)
+            results = build(run, tokenizer, parts, work, cpus)
             trained_on = digest({"files": results["train"]["files"], "length": run.sequence_length})
             receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
         _publish(work, rundir, receipt)
     for split, counts in {"train": receipt.train, "eval": receipt.eval}.items():
         logger.info(f"{rundir.data / split}: {_summary(counts, run.sequence_length)}.")
+        for source in counts.sources:
+            logger.info(f"  {source.name}: {source.describe()}")
     if receipt.repeated:
         logger.warning(
             f"Evaluation examples with the same tokens as a training example: {receipt.repeated:,}. Their loss does "
             "not show how the model does on new examples. Remove the duplicates from data.train or data.eval."
         )
     return receipt
+
+
+def _mix_settings(run: Run) -> dict[str, Any]:
+    """Return what the data depend on if they have several sources, besides the content of these."""
+    if isinstance(run.data.train, str):
+        return {}
+    reading = {"source", "subset", "revision"}
+    named = [{"name": one.label} | one.model_dump(exclude=reading | {"name"}) for one in run.data.train]
+    return {"mix": [{key: value for key, value in one.items() if value is not None} for one in named]}
 
 
 def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -123,111 +114,6 @@ def _workspace(rundir: RunDir) -> Iterator[Path]:
         yield work
     finally:
         shutil.rmtree(work, ignore_errors=True)
-
-
-def _build(
-    run: Run, tokenizer: "PreTrainedTokenizerBase", sources: Mapping[str, Source], work: Path, cpus: int
-) -> dict[str, Any]:
-    """Write both splits into ``work`` and return their entries of the receipt."""
-    rows = {split: read(source, work / "cache" / split) for split, source in sources.items()}
-    first = [rows["train"][i] for i in range(min(FIRST_ROWS, len(rows["train"])))]
-    encoder = make_encoder(run, tokenizer, sources["train"], first)
-    if "eval" not in rows:
-        sources = dict.fromkeys(("train", "eval"), sources["train"])
-        rows = _split_off_evaluation(rows["train"], run)
-    results = {
-        split: _build_split(split, rows[split], sources[split], encoder, run, work, cpus) for split in ("train", "eval")
-    }
-    check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
-    repeated = count_repeated(*(results[split].pop("token_digests") for split in ("eval", "train")))
-    layout = {"format": encoder.layout.format, "columns": dict(encoder.layout.columns)}
-    return {**layout, "loss_on_assistant": encoder.assistant_only, "repeated": repeated, **results}
-
-
-def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
-    """Split off a random part of the training rows, at least one, for evaluation."""
-    import numpy as np
-
-    check_divisible(len(rows), run)
-    count = max(1, round(len(rows) * run.data.eval_fraction))
-    order = np.random.default_rng(run.seed).permutation(len(rows))
-    trained = order[count:] if run.data.order == "shuffled" else np.sort(order[count:])
-    return {"train": rows.select(trained, keep_in_memory=True), "eval": rows.select(order[:count], keep_in_memory=True)}
-
-
-def _build_split(
-    split: str, rows: "datasets.Dataset", source: Source, encoder: Encoder, run: Run, work: Path, cpus: int
-) -> dict[str, Any]:
-    settings = {"encoder": encoder, "length": run.sequence_length, "source": source}
-    encoded = _encode(rows, settings, work / "cache" / f"{split}-encoded.arrow", cpus)
-    counts, dropped = count_outcomes(encoded["outcome"]), first_dropped(encoded)
-    check_learned(split, counts, dropped, encoder)
-    kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
-    kept = kept.remove_columns(["outcome", "dropped"])
-    kept = put_in_order(kept, run.data.order if split == "train" else "shuffled", run.seed)
-    digests = token_digests(kept)
-    if run.packing:
-        kept = kept.remove_columns("seq_lengths")
-        kept = pack(kept, run.sequence_length, work / "cache" / f"{split}-packed.arrow", split)
-    return {**counts, "first_dropped": dropped, "token_digests": digests, **_save(split, kept, work)}
-
-
-def put_in_order(examples: "datasets.Dataset", order: str, seed: int) -> "datasets.Dataset":
-    """Return ``examples`` (``seq_lengths``) in the order of `data.order`; those of one length are shuffled.
-
-    Training then takes them one after another unless the order is ``shuffled``.
-    """
-    import numpy as np
-
-    if order == "given":
-        return examples
-    shuffled = examples.shuffle(seed=seed, keep_in_memory=True)
-    if order == "shuffled":
-        return shuffled
-    lengths = [sum(parts) for parts in shuffled["seq_lengths"]]
-    return shuffled.select(np.argsort(lengths, kind="stable"), keep_in_memory=True)
-
-
-def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":
-    import datasets
-
-    features = {
-        "input_ids": datasets.List(datasets.Value("int32")),
-        "loss_mask": datasets.List(datasets.Value("bool")),
-        "seq_lengths": datasets.List(datasets.Value("int32")),
-        "outcome": datasets.Value("string"),
-        "dropped": datasets.Value("string"),
-    }
-    return rows.map(
-        _encode_batch,
-        batched=True,
-        batch_size=100,
-        fn_kwargs=dict(settings),
-        remove_columns=rows.column_names,
-        features=datasets.Features(features),
-        num_proc=cpus if cpus > 1 and len(rows) > _POOL_FROM_ROWS else None,
-        cache_file_name=str(cache_file),
-        load_from_cache_file=False,
-        new_fingerprint="encoded",
-        desc="tokenize",
-    )
-
-
-def _encode_batch(batch: Mapping[str, list[Any]], **settings: Any) -> dict[str, list[Any]]:
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return encode_rows(rows, **settings)
-
-
-def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, Any]:
-    import datasets
-
-    folder = work / split
-    sequences.save_to_disk(str(folder))
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    counts = count_tokens(datasets.load_from_disk(str(folder)))
-    return {**counts, "files": [file_record(path, work) for path in sorted(folder.glob("*.arrow"))]}
 
 
 def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:

@@ -1,13 +1,15 @@
-"""Loss over tokens, in total and by the length of the example."""
+"""Loss over tokens, in total, by the length of the example, and by its source."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.core.errors import DataError, ModelError
-from shardmake.run.evaluation import LengthScore, ModelScore
+from shardmake.run.evaluation import LengthScore, ModelScore, SourceScore
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,6 +21,7 @@ Example = Mapping[str, "Tensor"]  # input_ids, labels, position_ids of one seque
 IGNORED = -100
 # Upper ends of the length buckets, in tokens of one example; longer ones come last.
 BUCKETS = (128, 512, 2048, 8192, 32768)
+_WIDTH = len(BUCKETS) + 1
 
 
 class Examples(Protocol):
@@ -44,17 +47,17 @@ class Score:
 
 @dataclass
 class Scores:
-    """Scores by length bucket."""
+    """Scores by the source of the examples, and within it by length bucket."""
 
-    buckets: list[Score] = field(default_factory=lambda: [Score() for _ in (*BUCKETS, None)])
+    bins: list[Score] = field(default_factory=lambda: [Score() for _ in range(_WIDTH)])
 
     @property
     def total(self) -> Score:
-        """Sum over all buckets."""
-        return add_up(self.buckets)
+        """Sum over all bins."""
+        return add_up(self.bins)
 
-    def as_record(self) -> ModelScore:
-        """Return the total and each non-empty bucket, by the maximum length of its examples (None: no limit).
+    def as_record(self, sources: Sequence[str] = ()) -> ModelScore:
+        """Return the total, each non-empty bucket by the maximum length of its examples, and each named source.
 
         Raises `DataError` if no token has loss.
         """
@@ -64,10 +67,14 @@ class Scores:
             )
         by_length = [
             LengthScore(up_to=up_to, **score.means())
-            for up_to, score in zip((*BUCKETS, None), self.buckets, strict=True)
-            if score.tokens
+            for number, up_to in enumerate((*BUCKETS, None))
+            if (score := add_up(self.bins[number::_WIDTH])).tokens
         ]
-        return ModelScore(**self.total.means(), by_length=by_length)
+        by_source = [
+            SourceScore(name=name, **add_up(self.bins[number * _WIDTH : (number + 1) * _WIDTH]).means())
+            for number, name in enumerate(sources)
+        ]
+        return ModelScore(**self.total.means(), by_length=by_length, by_source=by_source)
 
 
 def add_up(scores: Iterable[Score]) -> Score:
@@ -101,9 +108,15 @@ def plan_passes(lengths: Sequence[int], tokens: int, ranks: int) -> list[list[in
     return passes
 
 
-def score(network: "PreTrainedModel", examples: Examples, passes: Sequence[Sequence[int]]) -> Scores:
+def score(
+    network: "PreTrainedModel",
+    examples: Examples,
+    passes: Sequence[Sequence[int]],
+    sequences_of_sources: Sequence[int] = (),
+) -> Scores:
     """Sum the loss of ``network`` over the loss tokens of ``passes``, by the length of their example.
 
+    ``sequences_of_sources`` is the number of sequences of each source, if there are several; they are in this order.
     A pass without sequences runs the first example, which is not counted: ranks that gather weights from each other
     must call the network equally often.
 
@@ -115,15 +128,17 @@ def score(network: "PreTrainedModel", examples: Examples, passes: Sequence[Seque
 
     from shardmake.evaluate.losses import LossPerToken
 
-    scores = Scores()
+    ends = list(accumulate(sequences_of_sources)) or [len(examples)]
+    scores = Scores([Score() for _ in range(len(ends) * _WIDTH)])
     with torch.inference_mode():
         measure = LossPerToken(network, examples[0]["input_ids"])
         for rows in passes:
             batch = _batch([examples[row] for row in rows or [0]])
             with smaller_after_out_of_memory(*batch["input_ids"].shape):
-                found = _losses(measure, batch)
+                first_bins = torch.tensor([bisect_right(ends, row) * _WIDTH for row in rows or [0]])
+                found = _losses(measure, batch, first_bins, len(scores.bins))
             if rows:
-                scores = Scores([add_up(pair) for pair in zip(scores.buckets, found.buckets, strict=True)])
+                scores = Scores([add_up(pair) for pair in zip(scores.bins, found.bins, strict=True)])
     return scores
 
 
@@ -143,17 +158,20 @@ def smaller_after_out_of_memory(sequences: int, length: int) -> Iterator[None]:
         ) from error
 
 
-def _losses(measure: "LossPerToken", batch: "dict[str, Tensor]") -> Scores:
-    """Return the scores of one batch of ``[sequences, tokens]``: each position predicts the label after it."""
+def _losses(measure: "LossPerToken", batch: "dict[str, Tensor]", first_bins: "Tensor", bins: int) -> Scores:
+    """Return the scores of one batch of ``[sequences, tokens]``: each position predicts the label after it.
+
+    ``first_bins`` has the first bin of each sequence's source, ``bins`` is the number of bins.
+    """
     import torch
 
     device, labels = measure.network.device, batch["labels"]
     inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
     losses = measure(inputs, labels).double().cpu()
-    lengths = _example_lengths(batch["position_ids"])[:, 1:][labels[:, 1:] != IGNORED]
-    buckets = torch.bucketize(lengths, torch.tensor(BUCKETS))
-    sums = torch.bincount(buckets, losses, minlength=len(BUCKETS) + 1).tolist()
-    tokens = torch.bincount(buckets, minlength=len(BUCKETS) + 1).tolist()
+    lengths = _example_lengths(batch["position_ids"])[:, 1:].contiguous()
+    places = (torch.bucketize(lengths, torch.tensor(BUCKETS)) + first_bins[:, None])[labels[:, 1:] != IGNORED]
+    sums = torch.bincount(places, losses, minlength=bins).tolist()
+    tokens = torch.bincount(places, minlength=bins).tolist()
     return Scores([Score(loss, count) for loss, count in zip(sums, tokens, strict=True)])
 
 

@@ -42,6 +42,7 @@ from shardmake.run.evaluation import EvaluationResult, Sample, TaskScore
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import planned_class
+from shardmake.run.receipts import DataReceipt
 from shardmake.run.sources import localize
 
 if TYPE_CHECKING:
@@ -76,13 +77,14 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         EvaluationTask(run, rundir, str(rundir.model), model_class, None, prompts),
     ]
     base, tuned = _assess_with_retries(models, setup)
+    sources = [source.name for source in DataReceipt.read(rundir.data_receipt).eval.sources]
     result = EvaluationResult(
         sequences=len(examples),
         tokens=base.scores.total.tokens,
         backend=setup.backend,
         ranks=setup.ranks,
-        base=base.scores.as_record(),
-        tuned=tuned.scores.as_record(),
+        base=base.scores.as_record(sources),
+        tuned=tuned.scores.as_record(sources),
         samples=_samples(tokenizer, prompts, base, tuned),
         tasks=[
             TaskScore(task=task, metric=metric, base=value, tuned=tuned.tasks[task, metric])
@@ -184,8 +186,8 @@ def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[
 
 
 def _combine(shares: list[Assessment]) -> Assessment:
-    buckets = zip(*(share.scores.buckets for share in shares), strict=True)
-    return Assessment(Scores([add_up(scores) for scores in buckets]), shares[0].answers, shares[0].tasks)
+    bins = zip(*(share.scores.bins for share in shares), strict=True)
+    return Assessment(Scores([add_up(scores) for scores in bins]), shares[0].answers, shares[0].tasks)
 
 
 def _assess_share(tasks: list[EvaluationTask], setup: EvaluationSetup, rank: RankInfo) -> list[Assessment]:
@@ -216,7 +218,8 @@ def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) 
     own = passes[rank.number :: rank.world_size]
     if together:
         own += [[] for _ in range(-(-len(passes) // rank.world_size) - len(own))]
-    scores = score(network, examples, own)
+    sources = DataReceipt.read(task.rundir.data_receipt).eval.sources
+    scores = score(network, examples, own, [source.sequences or 0 for source in sources])
     answers_here = together or rank.number == 0
     answers = [_answer(network, prompt, evaluation.max_new_tokens) for prompt in task.prompts if answers_here]
     results = measure_tasks(network, task.rundir.model, evaluation, setup.batch_tokens) if answers_here else {}

@@ -8,11 +8,12 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from shardmake.config.models import Run
+from shardmake.config.models import Data, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError
@@ -66,10 +67,17 @@ def _fetch_weights(model: PinnedSource) -> None:
 
 def _describe(run: Run, rundir: RunDir) -> Sources:
     before = read_sources(rundir)
+    earlier = {} if before is None else {source.path: source for source in (*before.train, before.eval) if source}
+
+    def examples(name: str, data: Data, split: str) -> PinnedSource:
+        return _examples(name, data, rundir.fetched / split, split, earlier)
+
+    parts = run.data.sources
+    folders = ["train"] if isinstance(run.data.train, str) else [f"train-{one.label}" for one in parts]
     sources = Sources(
         model=_model(run, before.model if before else None),
-        train=_examples(run.data.train, run, rundir, "train", before.train if before else None),
-        eval=_examples(run.data.eval, run, rundir, "eval", before.eval if before else None) if run.data.eval else None,
+        train=[examples(one.source, run.data.only(one), split) for one, split in zip(parts, folders, strict=True)],
+        eval=examples(run.data.eval, run.data, "eval") if run.data.eval else None,
     )
     sources.write(rundir.sources)
     return sources
@@ -101,13 +109,17 @@ def digest_of_model(run: Run) -> str:
     return digest({path.name: sha256(path) for path in (folder / "config.json", *code)})
 
 
-def _examples(name: str, run: Run, rundir: RunDir, split: str, before: PinnedSource | None) -> PinnedSource:
-    """Write one split of a hub data set as a Parquet file with all its columns into the run's folder."""
+def _examples(name: str, data: Data, folder: Path, split: str, earlier: Mapping[str, PinnedSource]) -> PinnedSource:
+    """Write one split of a hub data set as a Parquet file with all its columns into ``folder``.
+
+    ``earlier`` has the sources of an earlier fetch by their path.
+    """
     from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read_hub
 
-    source = locate(name, run.data, TRAIN_SPLITS if split == "train" else EVAL_SPLITS)
+    source = locate(name, data, EVAL_SPLITS if split == "eval" else TRAIN_SPLITS)
     if not isinstance(source, HubDataset):
         return PinnedSource(name=name, path=name)
+    before = earlier.get(str(folder))
     if _is_current(before, name, source.revision, source.subset):
         assert before is not None
         logger.info(f"Data {name} is already here, at commit {before.commit}.")
@@ -115,7 +127,7 @@ def _examples(name: str, run: Run, rundir: RunDir, split: str, before: PinnedSou
     logger.info(f"Fetching data {name}.")
     commit = _commit_of_data(_connect(), source.repository, source.revision)
     rows = read_hub(replace(source, revision=commit))
-    path = rundir.fetched / split / f"{split}.parquet"
+    path = folder / f"{split}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(str(path))
     return PinnedSource(

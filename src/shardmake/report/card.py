@@ -14,7 +14,7 @@ from shardmake.core.units import plural
 from shardmake.report import figures
 from shardmake.report.figures import length_name
 from shardmake.report.plots import plots
-from shardmake.report.records import Records, public_name
+from shardmake.report.records import Records, public_name, public_names
 from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.paths import RunDir
@@ -53,6 +53,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
         has_chat_template=_has_chat_template(rundir.model),
         prompt=json.dumps(_example_prompt(evaluation), ensure_ascii=False),
         buckets=list(zip(evaluation.base.by_length, evaluation.tuned.by_length, strict=True)),
+        by_source=list(zip(evaluation.base.by_source, evaluation.tuned.by_source, strict=True)),
         length_name=length_name,
     )
     return str(card)
@@ -68,7 +69,7 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
     from huggingface_hub import EvalResult, ModelCardData
 
     run, evaluation = records.run, records.evaluation
-    data = public_name(run.data.eval or run.data.train)
+    data = public_name(run.data.eval) if run.data.eval else public_names(run.data)
     perplexity = EvalResult(
         task_type="text-generation",
         dataset_type=data,
@@ -77,8 +78,8 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
         metric_value=round(evaluation.tuned.perplexity, 4),
     )
     return ModelCardData(
-        base_model=run.model if records.is_from_hub("model") else base.get("base_model"),
-        datasets=None if run.script or not records.is_from_hub("train") else [run.data.train.partition(":")[0]],
+        base_model=run.model if records.base_is_from_hub else base.get("base_model"),
+        datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None,
         library_name="transformers",
         model_name=records.name,
         pipeline_tag="text-generation",
@@ -109,7 +110,7 @@ def _trained_sentence(records: Records) -> str:
 def held_out(records: Records) -> str:
     """Return what the evaluation's tokens are, and how many of its examples are training examples too."""
     data, evaluation = records.data, records.run.data.eval
-    share = f"{100 * data.settings.eval_fraction:.3g} % of the examples of {public_name(records.run.data.train)}"
+    share = f"{100 * data.settings.eval_fraction:.3g} % of the examples of {public_names(records.run.data)}"
     source = public_name(evaluation) if evaluation else f"{share}, which were held out"
     return f"{plural(records.evaluation.tokens, 'token')} of {source}. {_repeated(records)}"
 

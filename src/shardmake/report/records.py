@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Self
 
-from shardmake.config.models import Run
+from shardmake.config.models import Data, Run
 from shardmake.core.hub import is_hub_id
 from shardmake.report.flops import Utilization, utilization
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
@@ -72,13 +72,25 @@ class Records:
         """Return whether the ranks ran without GPUs."""
         return self.attempt is not None and self.attempt.accelerator == "cpu"
 
-    def is_from_hub(self, part: Literal["model", "train"]) -> bool:
-        """Return whether the base model or the training data came from the hub, by the record of the fetch."""
-        if self.sources is not None:
-            return (self.sources.model if part == "model" else self.sources.train).commit is not None
-        return is_hub_id(self.run.model if part == "model" else self.run.data.train.partition(":")[0])
+    @property
+    def base_is_from_hub(self) -> bool:
+        """Return whether the base model came from the hub, by the record of the fetch."""
+        return is_hub_id(self.run.model) if self.sources is None else self.sources.model.commit is not None
+
+    @property
+    def hub_datasets(self) -> list[str]:
+        """Return the training data that came from the hub (`org/name`), by the record of the fetch."""
+        names = [one.source.partition(":")[0] for one in self.run.data.sources]
+        if self.sources is None:
+            return [name for name in names if is_hub_id(name)]
+        return [name for name, source in zip(names, self.sources.train, strict=True) if source.commit is not None]
 
 
 def public_name(source: str) -> str:
     """Return the public name of ``source``: a complete hub id (``org/name:split``), or the last part of a path."""
     return source if is_hub_id(source.partition(":")[0]) else Path(source).name
+
+
+def public_names(data: Data) -> str:
+    """Return the public names of all sources of training examples."""
+    return ", ".join(public_name(one.source) for one in data.sources)

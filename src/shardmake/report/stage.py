@@ -11,7 +11,7 @@ from shardmake.report import figures
 from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
 from shardmake.report.plots import memory_of, missing_metrics, plots
-from shardmake.report.records import Records, public_name
+from shardmake.report.records import Records, public_name, public_names
 from shardmake.report.training_facts import training_facts
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt
@@ -49,7 +49,7 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
         records=records,
         name=rundir.name,
         base=public_name(records.run.model),
-        data=public_name(records.run.data.train),
+        data=public_names(records.run.data),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),
         notes=_notes(records),
@@ -58,6 +58,7 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
         figures=drawings,
         captions=captions,
         buckets=list(lengths),
+        by_source=list(zip(records.evaluation.base.by_source, records.evaluation.tuned.by_source, strict=True)),
         pushed=pushed.destinations if pushed else [],
     )
 

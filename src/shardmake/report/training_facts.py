@@ -4,6 +4,7 @@ Shardmake's own trainings state what their last attempt learned with, as its ran
 user's script may not follow them. Of a script only those settings are stated that its ranks or its metrics showed.
 """
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Final
@@ -54,9 +55,7 @@ def _inputs(records: Records) -> dict[str, str]:
     examples = f"{plural(data.train.examples, 'example')}, {plural(data.train.tokens, 'token')}"
     values = {
         "Base model": _named(run.model, sources.model if sources else None, run.revision),
-        "Data": _named(run.data.train, sources.train if sources else None, run.data.revision)
-        + _checksum(records, "train")
-        + read_by_script,
+        "Data": "; ".join(_sources(records)) + read_by_script,
         "Examples": f"{examples} in {plural(data.train.sequences, 'sequence')}{read_by_script}",
     }
     if not records.is_script:
@@ -65,6 +64,18 @@ def _inputs(records: Records) -> dict[str, str]:
         name = _named(run.data.eval, sources.eval if sources else None, run.data.revision)
         values["Evaluation data"] = name + _checksum(records, "eval")
     return values
+
+
+def _sources(records: Records) -> Iterator[str]:
+    """Yield each source of training examples, with the examples that were used if there are several."""
+    run, receipt = records.run, records.data
+    used = {share.name: share for share in receipt.train.sources}
+    for number, one in enumerate(run.data.sources):
+        pinned = records.sources.train[number] if records.sources else None
+        several = one.label in used
+        name = _named(one.source, pinned, run.data.only(one).revision)
+        name += _checksum(records, f"train/{one.label}" if several else "train")
+        yield name + (f" ({used[one.label].describe()})" if several else "")
 
 
 def _named(source: str, pinned: PinnedSource | None, revision: str | None) -> str:

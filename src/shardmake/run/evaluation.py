@@ -1,5 +1,6 @@
 """The result of an evaluation, ``evaluation.json``."""
 
+import operator
 from typing import ClassVar
 
 from pydantic import Field
@@ -16,6 +17,15 @@ class LengthScore(RunRecord):
     tokens: int = Field(description="Tokens with loss.")
 
 
+class SourceScore(RunRecord):
+    """Scores of the held-out examples of one of several sources."""
+
+    name: str = Field(description="Name of the source.")
+    loss: float = Field(description="Mean loss, nats per token with loss.")
+    perplexity: float = Field(description="Its exponential.")
+    tokens: int = Field(description="Tokens with loss.")
+
+
 class ModelScore(RunRecord):
     """Scores of one model."""
 
@@ -23,6 +33,9 @@ class ModelScore(RunRecord):
     perplexity: float = Field(description="Its exponential.")
     tokens: int = Field(description="Tokens with loss.")
     by_length: list[LengthScore] = Field(description="The same by the length of the example.")
+    by_source: list[SourceScore] = Field(
+        [], exclude_if=operator.not_, description="The same by the source of the examples, if there are several."
+    )
 
 
 class Sample(RunRecord):

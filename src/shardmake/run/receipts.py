@@ -1,11 +1,13 @@
 """Receipts: each marks a finished stage and describes what the stage wrote."""
 
+import operator
 from typing import Any, ClassVar
 
 from pydantic import Field
 
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.core.manifest import FileRecord
+from shardmake.core.units import plural
 from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.record import RunRecord
 from shardmake.run.trained_engine import TrainedEngine
@@ -41,6 +43,29 @@ class DataSettings(RunRecord):
     sequence_length: int = Field(description="Tokens per sequence.")
     packing: bool = Field(description="Sequences hold several examples.")
     seed: int = Field(description="Seed of the order.")
+    mix: list[dict[str, Any]] = Field(
+        [],
+        exclude_if=operator.not_,
+        description="Weight, repeat, limit and format of each of several sources.",
+    )
+
+
+class SourceShare(RunRecord):
+    """The part of one of several sources in a split."""
+
+    name: str = Field(description="Name of the source.")
+    format: str = Field(description="Format of its examples, with the columns.")
+    examples: int = Field(description="Examples in the split; repeated ones count each time.")
+    tokens: int = Field(description="Their tokens.")
+    loss_tokens: int = Field(description="Those of them that are learned.")
+    share: float = Field(description="Their part of the split's loss tokens, from 0 to 1.")
+    sequences: int | None = Field(
+        None, description="Sequences of the evaluation split, which has them source by source; None for training."
+    )
+
+    def describe(self) -> str:
+        """Return examples and share for readers."""
+        return f"{plural(self.examples, 'example')}, {self.share:.1%} of the loss tokens"
 
 
 class SplitReceipt(RunRecord):
@@ -56,6 +81,9 @@ class SplitReceipt(RunRecord):
     tokens: int = Field(description="Tokens written, without padding.")
     loss_tokens: int = Field(description="Tokens that are learned.")
     files: list[DataFile] = Field(description="Arrow files.")
+    sources: list[SourceShare] = Field(
+        [], exclude_if=operator.not_, description="Share of each source, if there are several."
+    )
 
 
 class DataReceipt(RunRecord):
@@ -79,7 +107,8 @@ class DataReceipt(RunRecord):
         """Return format, columns and learned tokens for readers."""
         columns = ", ".join(self.columns[column] for column in FORMATS[self.format].required)
         learned = "the assistant's tokens" if self.loss_on_assistant else "all tokens"
-        return f"{self.format} ({columns}), loss on {learned}"
+        several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
+        return f"{several or f'{self.format} ({columns})'}, loss on {learned}"
 
 
 class TrainingReceipt(RunRecord):

@@ -4,12 +4,14 @@ Stages after the fetch read local copies only. A compute node needs no internet 
 a run in progress.
 """
 
+from collections.abc import Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import ClassVar
 
 from pydantic import Field
 
-from shardmake.config.models import Run
+from shardmake.config.models import Data, Run, TrainSource
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import RunDir
@@ -36,7 +38,7 @@ class Sources(RunRecord):
     made_by: ClassVar[str] = "shardmake fetch NAME"
 
     model: PinnedSource = Field(description="The base model.")
-    train: PinnedSource = Field(description="The training examples.")
+    train: list[PinnedSource] = Field(description="The sources of the training examples, in the configured order.")
     eval: PinnedSource | None = Field(None, description="The evaluation examples, if configured separately.")
 
 
@@ -54,18 +56,28 @@ def localize(run: Run, rundir: RunDir) -> Run:
     if sources is None:
         return run
     _check_same((run.model, None, run.revision), sources.model, rundir)
-    _check_same((run.data.train, run.data.subset, run.data.revision), sources.train, rundir)
+    for one, source in zip_longest(run.data.sources, sources.train):
+        hub = run.data.only(one) if one else run.data
+        _check_same((one.source if one else None, hub.subset, hub.revision), source, rundir)
     if run.data.eval or sources.eval:
         _check_same((run.data.eval, run.data.subset, run.data.revision), sources.eval, rundir)
-    data = run.data.model_copy(
-        update={
-            "train": sources.train.path,
-            "eval": sources.eval.path if sources.eval else run.data.eval,
-            "subset": None,
-            "revision": None,
-        }
-    )
-    return run.model_copy(update={"model": sources.model.path, "revision": None, "data": data})
+    here = {
+        "train": _local_sources(run.data, sources.train),
+        "eval": sources.eval.path if sources.eval else run.data.eval,
+        "subset": None,
+        "revision": None,
+    }
+    update = {"model": sources.model.path, "revision": None, "data": run.data.model_copy(update=here)}
+    return run.model_copy(update=update)
+
+
+def _local_sources(data: Data, pinned: Sequence[PinnedSource]) -> str | list[TrainSource]:
+    if isinstance(data.train, str):
+        return pinned[0].path
+    return [
+        one.model_copy(update={"source": source.path, "name": one.label, "subset": None, "revision": None})
+        for one, source in zip(data.train, pinned, strict=True)
+    ]
 
 
 def _check_same(named: tuple[str | None, ...], source: PinnedSource | None, rundir: RunDir) -> None:

@@ -282,6 +282,7 @@ def numbers(node: Any, where: str) -> Iterator[tuple[str, dict[str, Any]]]:
 NOT_PATHS = {
     "Columns": None,  # every key of the section
     "Data": {"subset", "revision"},
+    "TrainSource": {"name", "subset", "revision"},
     "Notify": {"command"},  # the shell expands it
     "Push": {"to", "revision"},  # `to` begins with a kind; its paths are tested below
     "Run": {"revision"},

@@ -17,13 +17,13 @@ __all__ = ["model"]
 def built(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     """The workspaces in which data was tokenized."""
     found: list[Path] = []
-    original = stage._build
+    original = stage.build
 
     def build(*arguments: object, **named: object) -> object:
         found.append(arguments[3])  # type: ignore[arg-type]
         return original(*arguments, **named)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stage, "_build", build)
+    monkeypatch.setattr(stage, "build", build)
     return found
 
 

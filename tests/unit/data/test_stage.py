@@ -19,7 +19,7 @@ from shardmake.config.models import Run
 from shardmake.core.atomic import read_json, sha256
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
-from shardmake.data import check_first_rows, check_sources, prepare, stage
+from shardmake.data import build, check_first_rows, check_sources, prepare
 from shardmake.data.dataset import IGNORED, collator, load
 from shardmake.run.paths import RunDir
 from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
@@ -168,7 +168,7 @@ def test_evaluation_examples_that_are_also_trained_on_are_counted(
 def test_the_result_depends_on_the_seed_and_not_on_the_processes(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "_POOL_FROM_ROWS", 10)
+    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     data = {"train": write_jsonl(tmp_path / "t.jsonl", conversations(300))}
     made = {}
     for name, cpus, seed in (("one", 1, 42), ("two", 2, 42), ("other", 1, 43)):
@@ -219,7 +219,7 @@ def refusal(run: Run, rundir: RunDir, cpus: int = 1) -> str:
 def test_a_broken_line_is_named_by_a_worker_process_too(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stage, "_POOL_FROM_ROWS", 10)
+    monkeypatch.setattr(build, "_POOL_FROM_ROWS", 10)
     path = tmp_path / "t.jsonl"
     write_jsonl(path, conversations(20))
     path.write_text(path.read_text() + "{\n")

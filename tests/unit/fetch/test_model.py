@@ -52,7 +52,7 @@ def test_the_model_is_pinned_to_its_commit_with_sizes_and_checksums(hub: FakeHub
     assert (sources.model.name, sources.model.commit) == ("lab/base", commit)
     assert read_folder(Path(sources.model.path)) == sources.model.files
     assert sources.model.files.keys() == FILES.keys()
-    assert sources.train.path == "train.jsonl" and sources.train.commit is None
+    assert [(one.path, one.commit) for one in sources.train] == [("train.jsonl", None)]
     assert Sources.model_validate_json(rundir.sources.read_text()) == sources
 
 

@@ -395,7 +395,7 @@ def test_what_was_fetched_is_named_by_its_commit(tmp_path: Path) -> None:
     (base / "README.md").write_text("---\nlicense: mit\n---\n")
     sources = Sources(
         model=PinnedSource(name="lab/base", revision="main", commit="c0ffee", path=str(base)),
-        train=PinnedSource(name="resources/demo/train.jsonl", path="resources/demo/train.jsonl"),
+        train=[PinnedSource(name="resources/demo/train.jsonl", path="resources/demo/train.jsonl")],
     )
     rundir.sources.write_text(sources.model_dump_json())
     card = ModelCard(render_card(make_run(revision="main"), rundir))

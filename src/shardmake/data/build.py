@@ -1,0 +1,230 @@
+"""The splits of a run's data: encoded, mixed if there are several sources, ordered, packed and written."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from shardmake.config.models import Run
+from shardmake.data.encode import Encoder
+from shardmake.data.examples import (
+    FIRST_ROWS,
+    Part,
+    check_divisible,
+    check_learned,
+    check_vocabulary,
+    encode_rows,
+    in_reading_order,
+    make_encoder,
+)
+from shardmake.data.mixing import SOURCE, in_order, limited, mix, shares_of
+from shardmake.data.packing import (
+    KEPT,
+    count_outcomes,
+    count_repeated,
+    count_tokens,
+    first_dropped,
+    pack,
+    sort_places,
+    token_digests,
+)
+from shardmake.data.sources import Source, file_record, read
+
+if TYPE_CHECKING:
+    import datasets
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+_POOL_FROM_ROWS = 5_000
+
+
+@dataclass(frozen=True)
+class _Encoded:
+    """The examples of one source in one split."""
+
+    name: str
+    encoder: Encoder
+    examples: "datasets.Dataset"
+    """``input_ids``, ``loss_mask`` and ``seq_lengths`` of those with something to learn."""
+    counts: dict[str, int]
+    dropped: list[str]
+
+
+def build(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Mapping[str, list[Part]], work: Path, cpus: int
+) -> dict[str, Any]:
+    """Write both splits into ``work`` and return their entries of the receipt; ``parts`` are those of `locate_parts`.
+
+    Raises `DataError` for an example that cannot be used, and if a split has nothing to learn.
+    """
+    encoded = _encode_all(run, tokenizer, parts, work, cpus)
+    train, train_shares = _training_sequences(run, encoded["train"], work)
+    evaluation, eval_shares = _evaluation_sequences(run, encoded["eval"], work)
+    results = {
+        "train": {**_outcomes(encoded["train"]), **_save("train", train, work), "sources": train_shares},
+        "eval": {**_outcomes(encoded["eval"]), **_save("eval", evaluation, work), "sources": eval_shares},
+    }
+    check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
+    encoder = encoded["train"][0].encoder
+    return {
+        "format": encoder.layout.format,
+        "columns": dict(encoder.layout.columns),
+        "loss_on_assistant": encoder.assistant_only,
+        "repeated": count_repeated(*(_digests(encoded[split]) for split in ("eval", "train"))),
+        **results,
+    }
+
+
+def _encode_all(
+    run: Run, tokenizer: "PreTrainedTokenizerBase", parts: Mapping[str, list[Part]], work: Path, cpus: int
+) -> dict[str, list[_Encoded]]:
+    found: dict[str, list[_Encoded]] = {"train": [], "eval": []}
+    encoders: list[Encoder] = []
+    for number, (split, part) in enumerate(in_reading_order(parts)):
+        rows = read(part.source, work / "cache" / f"{split}-{number}")
+        if split == "train" or len(parts["train"]) > 1:
+            first = [rows[i] for i in range(min(FIRST_ROWS, len(rows)))]
+            encoders.append(make_encoder(part.run, tokenizer, part.source, first))
+        splits = {split: rows} if parts["eval"] else _split_off_evaluation(rows, part.run)
+        for name, chosen in splits.items():
+            if name == "train":
+                chosen = limited(chosen, run.data.sources[number].limit, run.seed)
+            cache_file = work / "cache" / f"{name}-{number}.arrow"
+            found[name].append(_encode_part(name, chosen, part, encoders[-1], cache_file, cpus))
+    return found
+
+
+def _split_off_evaluation(rows: "datasets.Dataset", run: Run) -> dict[str, "datasets.Dataset"]:
+    """Split off a random part of the training rows, at least one, for evaluation."""
+    import numpy as np
+
+    check_divisible(len(rows), run)
+    count = max(1, round(len(rows) * run.data.eval_fraction))
+    order = np.random.default_rng(run.seed).permutation(len(rows))
+    trained = order[count:] if run.data.order == "shuffled" else np.sort(order[count:])
+    return {"train": rows.select(trained, keep_in_memory=True), "eval": rows.select(order[:count], keep_in_memory=True)}
+
+
+def _encode_part(
+    split: str, rows: "datasets.Dataset", part: Part, encoder: Encoder, cache_file: Path, cpus: int
+) -> _Encoded:
+    settings = {"encoder": encoder, "length": part.run.sequence_length, "source": part.source}
+    encoded = _encode(rows, settings, cache_file, cpus)
+    counts, dropped = count_outcomes(encoded["outcome"]), first_dropped(encoded)
+    check_learned(f"{part.name} {split}".lstrip(), counts, dropped, encoder)
+    kept = encoded.filter(lambda outcome: outcome in KEPT, input_columns="outcome", keep_in_memory=True)
+    return _Encoded(part.name, encoder, kept.remove_columns(["outcome", "dropped"]), counts, dropped)
+
+
+def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: Path, cpus: int) -> "datasets.Dataset":
+    import datasets
+
+    features = {
+        "input_ids": datasets.List(datasets.Value("int32")),
+        "loss_mask": datasets.List(datasets.Value("bool")),
+        "seq_lengths": datasets.List(datasets.Value("int32")),
+        "outcome": datasets.Value("string"),
+        "dropped": datasets.Value("string"),
+    }
+    return rows.map(
+        _encode_batch,
+        batched=True,
+        batch_size=100,
+        fn_kwargs=dict(settings),
+        remove_columns=rows.column_names,
+        features=datasets.Features(features),
+        num_proc=cpus if cpus > 1 and len(rows) > _POOL_FROM_ROWS else None,
+        cache_file_name=str(cache_file),
+        load_from_cache_file=False,
+        new_fingerprint=cache_file.stem,
+        desc="tokenize",
+    )
+
+
+def _encode_batch(batch: Mapping[str, list[Any]], *, encoder: Encoder, length: int, source: Source) -> dict[str, Any]:
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    return encode_rows(rows, encoder, length, source)
+
+
+def _outcomes(parts: Sequence[_Encoded]) -> dict[str, Any]:
+    """Return the summed counts of all sources, and the first dropped examples."""
+    counts = {key: sum(part.counts[key] for part in parts) for key in parts[0].counts}
+    return {**counts, "first_dropped": sort_places(place for part in parts for place in part.dropped)}
+
+
+def _digests(parts: Sequence[_Encoded]) -> "np.ndarray":
+    import numpy as np
+
+    return np.concatenate([token_digests(part.examples) for part in parts])
+
+
+def _training_sequences(
+    run: Run, parts: Sequence[_Encoded], work: Path
+) -> tuple["datasets.Dataset", list[dict[str, Any]]]:
+    """Return the training sequences and the shares of the sources, which are empty for a single source."""
+    examples, shares = parts[0].examples, []
+    if isinstance(run.data.train, list):
+        examples = mix(run.data.train, [part.examples for part in parts], run.seed)
+        shares = _named(parts, shares_of(examples, len(parts)))
+        examples = examples.remove_columns(SOURCE)
+    examples = put_in_order(examples, run.data.order, run.seed)
+    return _packed(examples, run, work / "cache" / "train-packed.arrow"), shares
+
+
+def _evaluation_sequences(
+    run: Run, parts: Sequence[_Encoded], work: Path
+) -> tuple["datasets.Dataset", list[dict[str, Any]]]:
+    """Return the evaluation sequences source by source, and the shares as for training."""
+    import datasets
+
+    packed = [
+        _packed(put_in_order(part.examples, "shuffled", run.seed), run, work / "cache" / f"eval-packed-{number}.arrow")
+        for number, part in enumerate(parts)
+    ]
+    if not parts[0].name:
+        return packed[0], []
+    shares = _named(parts, shares_of(in_order([part.examples for part in parts]), len(parts)))
+    counted = [share | {"sequences": len(sequences)} for share, sequences in zip(shares, packed, strict=True)]
+    return datasets.concatenate_datasets(packed), counted
+
+
+def _named(parts: Sequence[_Encoded], shares: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {"name": part.name, "format": str(part.encoder.layout), **share}
+        for part, share in zip(parts, shares, strict=True)
+    ]
+
+
+def _packed(examples: "datasets.Dataset", run: Run, cache_file: Path) -> "datasets.Dataset":
+    if not run.packing:
+        return examples
+    return pack(examples.remove_columns("seq_lengths"), run.sequence_length, cache_file, cache_file.stem)
+
+
+def put_in_order(examples: "datasets.Dataset", order: str, seed: int) -> "datasets.Dataset":
+    """Return ``examples`` (``seq_lengths``) in the order of `data.order`; those of one length are shuffled.
+
+    Training then takes them one after another unless the order is ``shuffled``.
+    """
+    import numpy as np
+
+    if order == "given":
+        return examples
+    shuffled = examples.shuffle(seed=seed, keep_in_memory=True)
+    if order == "shuffled":
+        return shuffled
+    lengths = [sum(parts) for parts in shuffled["seq_lengths"]]
+    return shuffled.select(np.argsort(lengths, kind="stable"), keep_in_memory=True)
+
+
+def _save(split: str, sequences: "datasets.Dataset", work: Path) -> dict[str, Any]:
+    import datasets
+
+    folder = work / split
+    sequences.save_to_disk(str(folder))
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    counts = count_tokens(datasets.load_from_disk(str(folder)))
+    return {**counts, "files": [file_record(path, work) for path in sorted(folder.glob("*.arrow"))]}

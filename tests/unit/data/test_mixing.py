@@ -1,0 +1,130 @@
+"""Mixtures of several sources: shares, repetition, limits, held-out examples, refusals."""
+
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config.models import Data
+from shardmake.core.errors import ConfigError, DataError
+from shardmake.data import check_first_rows, check_sources, prepare, preview
+from shardmake.run.paths import RunDir
+from tests.unit.data.test_encode import MARKED, chat, make_tokenizer
+from tests.unit.data.test_stage import decoded, make_run, model, write_jsonl
+
+__all__ = ["model"]
+
+
+def sources(folder: Path, **counts: int) -> list[dict[str, Any]]:
+    """One file for each name, whose examples begin with the name."""
+    found = []
+    for name, count in counts.items():
+        rows = [{"messages": chat(f"u:{name}", f"a:{number:03}")} for number in range(count)]
+        found.append({"source": write_jsonl(folder / f"{name}.jsonl", rows)})
+    return found
+
+
+def names_in(model: Path, rundir: RunDir, split: str) -> Counter[str]:
+    return Counter(re.findall(r"<user>(\w+)</s>", "".join(decoded(model, rundir.data, split))))
+
+
+def test_without_weights_every_example_is_used_as_often_as_its_source_says(model: Path, tmp_path: Path) -> None:
+    train = sources(tmp_path, one=40, two=60, three=30)
+    train[0]["repeat"], train[2]["limit"] = 3, 10
+    rundir = RunDir(tmp_path / "run")
+    receipt = prepare(make_run(model, {"train": train, "eval_fraction": 0.1}), rundir)
+    assert names_in(model, rundir, "train") == {"one": 3 * 36, "two": 54, "three": 10}
+    assert names_in(model, rundir, "eval") == {"one": 4, "two": 6, "three": 3}
+    assert [(s.name, s.examples) for s in receipt.train.sources] == [("one", 108), ("two", 54), ("three", 10)]
+    assert sum(source.share for source in receipt.train.sources) == pytest.approx(1)
+    assert sum(source.tokens for source in receipt.train.sources) == receipt.train.tokens
+    assert sum(source.loss_tokens for source in receipt.eval.sources) == receipt.eval.loss_tokens
+    assert sum(source.sequences or 0 for source in receipt.eval.sources) == receipt.eval.sequences
+
+
+def test_weights_give_the_shares_and_every_example_is_read(model: Path, tmp_path: Path) -> None:
+    train = [one | {"weight": weight} for one, weight in zip(sources(tmp_path, a=400, b=50), (1, 3), strict=True)]
+    held_out = sources(tmp_path, held=4)[0]["source"]
+    rundir = RunDir(tmp_path / "run")
+    receipt = prepare(make_run(model, {"train": train, "eval": held_out}, packing=False), rundir)
+    found = names_in(model, rundir, "train")
+    assert 0.70 < found["b"] / found.total() < 0.80
+    assert len({text for text in decoded(model, rundir.data, "train") if "<user>a<" in text}) == 400
+    assert not receipt.eval.sources
+    again = prepare(make_run(model, {"train": train, "eval": held_out}, packing=False), RunDir(tmp_path / "again"))
+    assert again.digest == receipt.digest
+
+
+def test_evaluation_sequences_lie_source_by_source(model: Path, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "run")
+    receipt = prepare(make_run(model, {"train": sources(tmp_path, a=80, b=80), "eval_fraction": 0.3}), rundir)
+    texts = decoded(model, rundir.data, "eval")
+    assert [text[6] for text in texts] == ["a"] * 24 + ["b"] * 24
+    assert [source.sequences for source in receipt.eval.sources] != [0, 0]
+
+
+def test_sources_of_different_formats_are_each_read_as_their_own(model: Path, tmp_path: Path) -> None:
+    train = [*sources(tmp_path, a=9), {"source": write_jsonl(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}]
+    train[1] |= {"format": "text", "columns": {"text": "body"}, "name": "texts"}
+    run = make_run(model, {"train": train})
+    check_sources(run)
+    check_first_rows(run)
+    receipt = prepare(run, RunDir(tmp_path / "run"))
+    assert [source.format for source in receipt.train.sources] == ["chat (messages)", "text (body)"]
+    assert "chat (messages); text (body)" in receipt.describe_format()
+    assert [text.split(",")[0].rpartition("/")[2] for text in preview(run, 1)] == ["a.jsonl", "t.jsonl"]
+
+
+@pytest.mark.parametrize("change", [{"weight": 2.0}, {"weight": 1.0, "limit": 3}])
+def test_another_mixture_is_other_data(model: Path, tmp_path: Path, change: dict[str, float]) -> None:
+    train = [one | {"weight": 1.0} for one in sources(tmp_path, a=20, b=20)]
+    rundir = RunDir(tmp_path / "run")
+    before = prepare(make_run(model, {"train": train}), rundir)
+    after = prepare(make_run(model, {"train": [train[0] | change, train[1]]}), rundir)
+    assert before.digest != after.digest
+
+
+def test_a_wrong_example_of_a_later_source_is_found_before_anything_is_queued(model: Path, tmp_path: Path) -> None:
+    wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"messages": chat("u:a", "a:b")}, {"messages": 3}])
+    run = make_run(model, {"train": [*sources(tmp_path, a=9), {"source": wrong}]})
+    for check in (check_sources, check_first_rows):
+        with pytest.raises(DataError, match=r"wrong\.jsonl, line 2: messages is not a list"):
+            check(run)
+
+
+@pytest.mark.parametrize(
+    ("train", "says"),
+    [
+        ([], "the list has no source. Name at least one"),
+        ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "several sources are called 'a'. Give each a `name`"),
+        ([{"source": "a", "weight": 1}, {"source": "b"}], "'b' has no weight, others have one"),
+        ([{"source": "a", "weight": 1, "repeat": 2}], "has both weight and repeat"),
+        ([{"source": "a", "weigth": 1}], "runs.chat.data.train.0.weigth: there is no such key. Did you mean 'weight'?"),
+        ([{"source": "a", "weight": 0}], "runs.chat.data.train.0.weight: 0 is not allowed. Allowed: a number > 0"),
+        ([{"source": "a", "name": "a b"}], "'a b' is not a name"),
+        ([{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads"),
+    ],
+)
+def test_a_mixture_that_means_nothing_is_refused(train: list[Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_run(Path("base"), {"train": train})
+    assert says in str(caught.value)
+
+
+def test_keys_of_one_source_are_refused_beside_a_list() -> None:
+    with pytest.raises(ConfigError, match="belong to one source"):
+        make_run(Path("base"), {"train": [{"source": "a"}], "revision": "main"})
+    with pytest.raises(ConfigError, match="'given' is not defined for several sources"):
+        make_run(Path("base"), {"train": [{"source": "a"}, {"source": "b"}], "order": "given"}, packing=False)
+
+
+def test_labels_come_from_the_last_part_of_the_source() -> None:
+    named = ["d/a.jsonl.gz", "org/chats", "folder/", "x.parquet"]
+    data = Data.model_validate({"train": [{"source": name} for name in named]})
+    assert [one.label for one in data.sources] == ["a", "chats", "folder", "x"]
+
+
+def test_the_tokenizer_is_real() -> None:
+    assert make_tokenizer(MARKED).chat_template == MARKED
