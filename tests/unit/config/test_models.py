@@ -21,7 +21,7 @@ from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
 FIELDS = ", ".join(Run.model_fields)
 RUN_KEYS = f"{FIELDS}, base, sweep"
-DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, order, subset, revision"
+DATA_KEYS = "train, eval, eval_fraction, format, columns, loss_on, order, chat_template, subset, revision"
 KNOWN = f"Known: {', '.join(ACCELERATORS)}. For another GPU, name the most similar one and set gpu_memory_gib."
 TEXT_OR_NUMBER = "YAML reads this as a number, also a time such as 12:00:00. Put it in quotes."
 TEXT_OR_TRUTH = "YAML reads on, off, yes and no as true or false. Put the word in quotes."
