@@ -176,7 +176,7 @@ def _explain(error: Exception, store: Any, world_size: int) -> NetworkCheckError
         return NetworkCheckError(f"The store of node 0 cannot be reached: {error}")
     if missing:
         return NetworkCheckError(f"{numbered('Rank', missing)} did not join: {error}", missing)
-    return NetworkCheckError(f"All ranks joined, but the network check failed: {error}")
+    return NetworkCheckError(f"All ranks joined, but the network check failed: {error}", host=host_name())
 
 
 def _keep_store_open(store: Any, rank: int, world_size: int) -> None:

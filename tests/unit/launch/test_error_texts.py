@@ -10,6 +10,10 @@ from shardmake.run.attempt_history import EndReason
 GPU, HOST, SETUP = EndReason.GPU_OUT_OF_MEMORY, EndReason.HOST_OUT_OF_MEMORY, EndReason.SETUP
 FAULT, NODE, PEERS = EndReason.GPU_FAULT, EndReason.NODE_FAILURE, EndReason.COMMUNICATION
 NCCL = "NCCL error in: ../torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp:3690, unhandled {} error, NCCL version 2.29.7\n{}: {}"
+FABRIC = (
+    "Last error:\nFailed to bind NVLink SHARP (NVLS) Multicast memory of size 2097152 : CUDA error 401 'the operation cannot "
+    "be performed in the present state'.\nThis is usually caused by a system or configuration error in the Fabric Manager"
+)
 CASES = [
     ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB", GPU),
     ("OutOfMemoryError", "HIP out of memory. Tried to allocate 20.00 MiB", GPU),
@@ -86,6 +90,76 @@ CASES = [
     ("RuntimeError", "[../gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:40321", PEERS),
     ("DistNetworkError", "The client socket has timed out after 300000ms while trying to connect to (c1, 29500).", PEERS),
     ("BrokenPipeError", "[Errno 32] Broken pipe", PEERS),
+    ("OutOfMemoryError", "Allocation on device 0 would exceed allowed memory. (out of memory)", GPU),
+    ("RuntimeError", "Triton Error [CUDA]: out of memory", GPU),
+    ("AcceleratorError", "HIP error: out of memory", GPU),
+    ("RuntimeError", "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED", GPU),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate(handle)`", GPU),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasLtCreate(&handle)`", GPU),
+    ("RuntimeError", "cusolver error: CUSOLVER_STATUS_INTERNAL_ERROR, when calling `cusolverDnCreate(handle)`", GPU),
+    ("RuntimeError", "bad_alloc: cudaErrorMemoryAllocation: out of memory", GPU),
+    ("RuntimeError", "DefaultCPUAllocator: not enough memory: you tried to allocate 3552510976 bytes.", HOST),
+    ("AcceleratorError", "CUDA error: system has unsupported display driver / cuda driver combination", SETUP),
+    ("AcceleratorError", "CUDA error: forward compatibility was attempted on non supported HW", SETUP),
+    ("AcceleratorError", "CUDA error: API call is not supported in the installed CUDA driver", SETUP),
+    ("AcceleratorError", "CUDA error: device kernel image is invalid", SETUP),
+    ("AcceleratorError", "CUDA error: invalid device function", SETUP),
+    ("AcceleratorError", "CUDA error: named symbol not found", SETUP),
+    ("RuntimeError", "Internal Triton PTX codegen error\nptxas fatal   : Value 'sm_121a' is not defined for option 'gpu-name'", SETUP),
+    ("RuntimeError", "FlashAttention only supports Ampere GPUs or newer.", SETUP),
+    ("RuntimeError", "CUDA error (/build/source/flash-attn/flash_fwd_launch_template.h:191): no kernel image is available for execution on the device", SETUP),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_ARCH_MISMATCH when calling `cublasGemmEx( handle, opa, opb, m, n, k`", SETUP),
+    ("RuntimeError", "CUDA Setup failed despite GPU being available. Please run the following command to get more information", SETUP),
+    ("RuntimeError", "Configured CUDA binary not found at /venv/bitsandbytes/libbitsandbytes_cuda130.so", SETUP),
+    ("OSError", "libcusparse.so.12: cannot open shared object file: No such file or directory", SETUP),
+    ("OSError", "/lib64/libc.so.6: version `GLIBC_2.32' not found (required by /venv/flash_attn_2_cuda.so)", SETUP),
+    ("RuntimeError", "Failed to import transformers.models.llama.modeling_llama because of the following error:\nflash_attn_2_cuda.so: undefined symbol: _ZN2at4_ops9_pad_enum4callE", SETUP),
+    ("RuntimeError", "cuDNN version incompatibility: PyTorch was compiled  against (9, 1, 0) but found runtime version (8, 9, 7).", SETUP),
+    ("RuntimeError", "cuDNN error: CUDNN_STATUS_SUBLIBRARY_VERSION_MISMATCH", SETUP),
+    ("RuntimeError", "CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx( handle, opa, opb, m, n, k`", SETUP),
+    ("AcceleratorError", "CUDA error: CUDA driver is a stub library", SETUP),
+    ("RuntimeError", "Unable to JIT load the cpu_adam op due to it not being compatible due to hardware/software issue. None", SETUP),
+    ("RuntimeError", "The detected CUDA version (11.8) mismatches the version that was used to compile PyTorch (12.1).", SETUP),
+    ("FileNotFoundError", "[Errno 2] No such file or directory: '/usr/local/cuda/bin/nvcc'", SETUP),
+    ("RuntimeError", "Failed to find C compiler. Please specify via CC environment variable or set triton.knobs.build.impl.", SETUP),
+    ("AssertionError", "libcuda.so cannot found!\nPossible files are located at ['/usr/lib64/libcuda.so.1'].", SETUP),
+    ("CalledProcessError", "Command '['/usr/bin/gcc', '/tmp/tmpx/main.c', '-O3', '-shared', '-fPIC', '-lcuda']' returned non-zero exit status 1.", SETUP),
+    ("RuntimeError", "[enforce fail at gloo/transport/tcp/device.cc:83] ifa != nullptr. Unable to find address for: bond1", SETUP),
+    ("OSError", "[Errno 24] Too many open files: 'train.bin'", SETUP),
+    ("RuntimeError", "unable to open shared memory object </torch_2276740_2849291446> in read-write mode: Too many open files (24)", SETUP),
+    ("RuntimeError", "received 0 items of ancdata", SETUP),
+    ("RuntimeError", "can't start new thread", SETUP),
+    ("RuntimeError", "unable to write to file </torch_31911_952036340_6686>: No space left on device (28)", SETUP),
+    ("RuntimeError", "unable to allocate shared memory(shm) for file </torch_4196_1_2>: Resource temporarily unavailable (11)", SETUP),
+    ("RuntimeError", "unable to mmap 4196 bytes from file </torch_4196_1_2>: Cannot allocate memory (12)", SETUP),
+    ("AcceleratorError", "CUDA error: the launch timed out and was terminated", FAULT),
+    ("RuntimeError", "Triton Error [CUDA]: an illegal memory access was encountered", FAULT),
+    ("RuntimeError", "CUDA driver error: CUDA_ERROR_ILLEGAL_ADDRESS", FAULT),
+    ("RuntimeError", "CUDA error: all CUDA-capable devices are busy or unavailable", NODE),
+    ("AcceleratorError", "CUDA error: unknown error", NODE),
+    ("AcceleratorError", "CUDA error: initialization error", NODE),
+    ("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before? Error 3: initialization error", NODE),
+    ("RuntimeError", "Unexpected error from cudaGetDeviceCount(). Did you run some cuda functions before? Error 2: out of memory", NODE),
+    ("RuntimeError", "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver", NODE),
+    ("NVMLError_Unknown", "Failed to initialize NVML: Unknown Error", NODE),
+    ("RuntimeError", "failed call to cuDevicePrimaryCtxRetain: CUDA_ERROR_ECC_UNCORRECTABLE", NODE),
+    ("RuntimeError", "cuInit(0) failed: CUDA_ERROR_SYSTEM_NOT_READY", NODE),
+    ("OSError", "[Errno 108] Cannot send after transport endpoint shutdown: '/lustre/runs'", NODE),
+    ("RuntimeError", "failed to recv, got 0 bytes. Connection was likely closed. Did the remote server shutdown or crash?", PEERS),
+    ("RuntimeError", "Socket Timeout", PEERS),
+    ("ConnectionRefusedError", "[Errno 111] Connection refused", PEERS),
+    ("OSError", "[Errno 113] No route to host", PEERS),
+    ("OSError", "[Errno 110] Connection timed out: '/lustre/train.bin'", PEERS),
+    ("DistBackendError", NCCL.format("cuda", "ncclUnhandledCudaError", "Last error:\nCuda failure 'out of memory'"), GPU),
+    ("DistBackendError", NCCL.format("internal", "ncclInternalError", "Last error:\nBootstrap : no socket interface found"), SETUP),
+    ("DistBackendError", NCCL.format("internal", "ncclInternalError", "Last error:\nncclSocketInit: connecting to address  with family 59936 is neither AF_INET(2) nor AF_INET6(10)"), SETUP),
+    ("DistBackendError", NCCL.format("cuda", "ncclUnhandledCudaError", FABRIC), NODE),
+    ("NetworkCheckError", f"All ranks joined, but the network check failed: DistBackendError: {FABRIC}", NODE),
+    ("NetworkCheckError", "All ranks joined, but the network check failed: CUDA error: uncorrectable NVLink error detected", NODE),
+    ("NetworkCheckError", "All ranks joined, but the network check failed: CUDA error: unspecified launch failure", FAULT),
+    ("DistBackendError", NCCL.format("system", "ncclRemoteError", "Last error:\nNET/IB: Got completion from peer 10.10.10.7<38866> with status=IBV_WC_RETRY_EXC_ERR(12) opcode=IBV_WC_SEND(0)"), PEERS),
+    ("DistBackendError", NCCL.format("system", "ncclRemoteError", "Last error:\nNET/IB : Got completion from peer 10.0.0.5<44444> with error 12, opcode 32601, len 0, vendor err 129"), PEERS),
+    ("DistBackendError", NCCL.format("system", "ncclSystemError", "Last error:\nCall to ibv_modify_qp failed with error Connection timed out"), PEERS),
     ("NonFiniteError", "Step 7: the loss of rank 1 is nan.", EndReason.NON_FINITE),
     ("AcceleratorError", "CUDA error: device-side assert triggered", EndReason.USER_ERROR),
     ("OutOfResources", "out of resource: shared memory, Required: 262144, Hardware limit: 232448.", EndReason.USER_ERROR),
@@ -94,8 +168,16 @@ CASES = [
 ]  # fmt: skip
 
 
-def error(kind: str, message: str) -> RankError:
-    return RankError(rank=0, host="c1", culprit="c1", time=1.0, kind=kind, message=message, traceback="Traceback ...")
+def error(kind: str, message: str, traceback: str = "Traceback ...") -> RankError:
+    return RankError(rank=0, host="c1", culprit="c1", time=1.0, kind=kind, message=message, traceback=traceback)
+
+
+PINNED = error(
+    "AcceleratorError",
+    "CUDA error: out of memory",
+    'Traceback:\n  File "stage3.py", line 9, in __init__\n  File "cuda_accelerator.py", line 296, in pin_memory\n    return ...',
+)
+"""DeepSpeed pins host memory for offload."""
 
 
 @pytest.mark.parametrize(("kind", "message", "end"), CASES, ids=lambda value: str(value)[:40])
@@ -104,8 +186,13 @@ def test_a_text_indicates_its_cause(kind: str, message: str, end: EndReason) -> 
 
 
 def test_every_pattern_has_a_case() -> None:
-    found = {known for kind, message, _ in CASES if (known := find_error_text(error(kind, message)))}
-    assert found == set(ERROR_TEXTS)
+    errors = [error(kind, message) for kind, message, _ in CASES]
+    assert {known for one in (*errors, PINNED) if (known := find_error_text(one))} == set(ERROR_TEXTS)
+
+
+def test_memory_that_cannot_be_pinned_is_host_memory() -> None:
+    assert error_end(PINNED) is HOST
+    assert error_end(PINNED.model_copy(update={"traceback": 'File "pin_memory.py"\n  File "x.py"'})) is GPU
 
 
 def test_an_unsuitable_setup_comes_with_advice_of_its_own() -> None:

@@ -109,3 +109,16 @@ def test_no_messages_of_nccl_are_kept_after_a_check_that_passed_or_against_the_u
     with pytest.raises(NetworkCheckError, match=r"cannot use its GPU$"):
         _check_network(attempt, 1)
     assert list(attempt.stacks.iterdir()) == []
+
+
+class Joined:
+    """A store in which all ranks have joined."""
+
+    def check(self, keys: list[str]) -> bool:
+        return True
+
+
+def test_an_error_of_the_all_reduce_names_the_node_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
+    explained = network_check._explain(RuntimeError("uncorrectable NVLink error"), Joined(), 2)
+    assert (explained.host, explained.missing) == ("gpu7", ())
