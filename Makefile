@@ -21,6 +21,8 @@ demo: install
 # CUDA=cu126, cu130 or cpu names the build of torch; without it, the driver of this machine decides. TORCH_INDEX=ADDRESS
 # is a package index that has the build.
 install: .venv/installed
+# Modules may set a variable CUDA to a folder.
+CUDA := $(if $(findstring /,$(CUDA)),,$(CUDA))
 
 # torch goes first: DeepSpeed's build imports it, and its build decides whether packages for GPUs are installed.
 .venv/installed: pyproject.toml constraints.txt $(if $(CUDA),always)

@@ -131,6 +131,12 @@ def test_make_hands_the_build_on_and_installs_again_for_another_one() -> None:
     )
     assert "-m tools.install_torch cu126\n" in done.stdout
     assert "-c constraints.txt" in done.stdout
+    # A folder, which modules set, is not the name of a build and installs nothing again.
+    dry_run = ["make", "-n", "install"]
+    folder = {**environment, "CUDA": "/usr/local/cuda-12.6"}
+    for variables in (folder, environment):
+        done = subprocess.run(dry_run, cwd=ROOT, env=variables, capture_output=True, text=True, check=True)
+        assert "/usr/local" not in done.stdout and "install_torch cu" not in done.stdout
 
 
 def test_every_package_for_gpus_is_pinned() -> None:
