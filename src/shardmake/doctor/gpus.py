@@ -1,13 +1,13 @@
 """The state of a node's GPUs as ``nvidia-smi -q -x`` reports it: settings and defects that nvidia-smi's table hides."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 from xml.etree import ElementTree
 
 from shardmake.core.nvidia_smi import ask_nvidia_smi
 from shardmake.core.units import plural
 from shardmake.doctor.findings import Finding, MakeFinding, each_or_ok, not_checked, ok, stops, warning
-from shardmake.launch.gpus import TorchBuild, check_build, check_gpus, list_gpus
+from shardmake.launch.gpus import TorchBuild, check_build, check_gpus, list_gpus, visible_gpus
 
 _LINK = "pci/pci_gpu_link_info/link_widths"
 _SLOWDOWNS = ("_hw_slowdown", "_hw_thermal_slowdown", "_hw_power_brake_slowdown")
@@ -17,6 +17,9 @@ _EXCLUDE = "Exclude this node (slurm.exclude) and report it to your site."
 class GpuState(NamedTuple):
     """One GPU; an empty text for a value that the driver does not report."""
 
+    number: str
+    """Index on the node."""
+    uuid: str
     name: str
     persistence: str
     compute_mode: str
@@ -44,10 +47,10 @@ def query_states() -> list[GpuState] | None:
 
 def parse_states(text: str) -> list[GpuState]:
     """Parse the XML of nvidia-smi; elements that a driver does not have are empty."""
-    return [_parse_gpu(gpu) for gpu in ElementTree.fromstring(text).iter("gpu")]
+    return [_parse_gpu(number, gpu) for number, gpu in enumerate(ElementTree.fromstring(text).iter("gpu"))]
 
 
-def _parse_gpu(gpu: ElementTree.Element) -> GpuState:
+def _parse_gpu(number: int, gpu: ElementTree.Element) -> GpuState:
     def text(path: str) -> str:
         value = (gpu.findtext(path) or "").strip()
         return "" if value in ("N/A", "[N/A]", "Requested functionality has been deprecated") else value
@@ -58,6 +61,8 @@ def _parse_gpu(gpu: ElementTree.Element) -> GpuState:
     slow = [(reason.text or "").strip() == "Active" for reason in reasons if reason.tag.endswith(_SLOWDOWNS)]
     lanes = text(f"{_LINK}/current_link_width")
     return GpuState(
+        number=str(number),
+        uuid=text("uuid"),
         name=text("product_name"),
         persistence=text("persistence_mode"),
         compute_mode=text("compute_mode"),
@@ -93,7 +98,9 @@ def check_nvidia_smi(visible: str | None, ranks: int, build: TorchBuild) -> Iter
     if states is None:
         yield not_checked("state of the GPUs", "`nvidia-smi -q -x` does not answer, or prints no XML")
         return
-    yield from check_states(states, ranks)
+    mine = {gpu.uuid for gpu in visible_gpus(gpus, visible)}
+    # A slice of a GPU has a UUID of its own, which does not name the GPU.
+    yield from check_states([state for state in states if state.uuid in mine] or states, ranks)
 
 
 def check_states(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]:
@@ -107,43 +114,46 @@ def check_states(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]:
 
 
 def _check_settings(states: Sequence[GpuState], ranks: int) -> Iterator[Finding]:
-    modes = [state.compute_mode for state in states]
+    modes = {state.number: state.compute_mode for state in states}
     prohibited = f"Ask your site to set the compute mode Default. {_EXCLUDE}"
     exclusive = "The network check uses a process of its own on each GPU. Ask your site for the compute mode Default."
     yield _judge("compute mode", modes, "Prohibited", "no program can use it", prohibited, stops)
     yield _judge("exclusive mode", modes, "Exclusive_Process", "one process at a time", exclusive)
-    mig = [state.mig for state in states]
+    mig = {state.number: state.mig for state in states}
     if ranks > 1:
         several = "A process sees one slice. Use processes_per_node: 1, or nodes without MIG."
         yield _judge("MIG", mig, "Enabled", "enabled", several, stops)
     else:
         yield _judge("MIG", mig, "Enabled", "enabled", "A process sees one slice: set gpu_memory_gib to its size.")
     slow = "Ask your site to run nvidia-persistenced. Starts take seconds longer without it."
-    persistence = [state.persistence for state in states]
+    persistence = {state.number: state.persistence for state in states}
     yield _judge("persistence mode", persistence, "Disabled", "disabled: GPUs start slowly", slow)
 
 
 def _check_defects(states: Sequence[GpuState]) -> Iterator[Finding]:
-    errors = [state.memory_errors for state in states]
+    errors = {state.number: state.memory_errors for state in states}
     yield _judge("memory errors", errors, "yes", "uncorrected ECC errors", _EXCLUDE, stops)
-    failed = [state.remap_failure for state in states]
+    failed = {state.number: state.remap_failure for state in states}
     yield _judge("row remapping", failed, "Yes", "failed: the GPU must be replaced", _EXCLUDE, stops)
-    pending, reset = [state.remap_pending for state in states], "Ask your site to reset the GPUs of this node."
+    pending = {state.number: state.remap_pending for state in states}
+    reset = "Ask your site to reset the GPUs of this node."
     yield _judge("pending remapping", pending, "Yes", "needs a reset of the GPU", reset)
     hot = f"The hardware slows the GPU down because of heat or power. {_EXCLUDE}"
-    yield _judge("slowdown", [state.slowdown for state in states], "yes", "by the hardware", hot)
+    slowed = {state.number: state.slowdown for state in states}
+    yield _judge("slowdown", slowed, "yes", "by the hardware", hot)
     narrow = "Offload and loading are slower. Report it to your site."
-    yield _judge("PCIe width", [state.link for state in states], "narrow", "fewer lanes than it has", narrow)
+    lanes = {state.number: state.link for state in states}
+    yield _judge("PCIe width", lanes, "narrow", "fewer lanes than it has", narrow)
 
 
 def _judge(
-    check: str, values: Sequence[str], bad: str, problem: str, advice: str, verdict: MakeFinding = warning
+    check: str, values: Mapping[str, str], bad: str, problem: str, advice: str, verdict: MakeFinding = warning
 ) -> Finding:
     """Return a finding with the numbers of the GPUs whose value is ``bad``, or an ok finding."""
-    numbers = [str(number) for number, value in enumerate(values) if value == bad]
+    numbers = [number for number, value in values.items() if value == bad]
     if numbers:
         return verdict(check, f"GPU {', '.join(numbers)}: {problem}", advice)
-    known = sum(map(bool, values))
+    known = sum(map(bool, values.values()))
     if not known:
         return not_checked(check, "the driver does not report it")
     return ok(check, f"nothing on {plural(known, 'GPU')}")

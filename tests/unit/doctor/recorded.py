@@ -51,6 +51,7 @@ def slurm_programs(
 _GPU = Template("""\
 <gpu id="00000000:$number:00.0">
   <product_name>$name</product_name>
+  <uuid>GPU-$uuid</uuid>
   <persistence_mode>$persistence</persistence_mode>
   <mig_mode><current_mig>$mig</current_mig></mig_mode>
   <pci><pci_gpu_link_info><link_widths>
@@ -85,7 +86,9 @@ CONSUMER = {
 
 def smi_xml(*gpus: Mapping[str, str]) -> str:
     """Return the XML of ``nvidia-smi -q -x`` with a GPU for each mapping of what differs from a healthy H100."""
-    rows = [_GPU.substitute({**_HEALTHY, **gpu}, number=f"{number:02d}") for number, gpu in enumerate(gpus)]
+    rows = [
+        _GPU.substitute({**_HEALTHY, **gpu}, number=f"{number:02d}", uuid=number) for number, gpu in enumerate(gpus)
+    ]
     head = '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n'
     return f"{head}<nvidia_smi_log>\n<driver_version>580.65.06</driver_version>\n{''.join(rows)}</nvidia_smi_log>\n"
 

@@ -82,6 +82,17 @@ def test_a_node_with_recorded_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert old[0].verdict is STOPS and "without CUDA" in old[0].found
 
 
+def test_gpus_of_other_jobs_on_the_node_do_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    xml = smi_xml({}, {"mig": "Enabled", "errors": "2", "name": "NVIDIA A100-SXM4-80GB"})
+    install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": nvidia_smi(ROWS, xml)})
+    rows = {row.check: row.verdict for row in check_nvidia_smi("0", 1, TorchBuild("13.0", None))}
+    assert set(rows.values()) == {OK}
+    (other,) = [row for row in check_nvidia_smi("1", 1, TorchBuild("13.0", None)) if row.check == "memory errors"]
+    assert other.found == "GPU 1: uncorrected ECC errors"
+    of_slice = {row.check: row for row in check_nvidia_smi("MIG-5", 1, TorchBuild("13.0", None))}
+    assert of_slice["MIG"].verdict is WARNING, "all GPUs of the node: a slice does not name its GPU"
+
+
 @pytest.mark.parametrize("script", ["exit 9", "echo No devices were found", "echo '<nvidia_smi_log>'"])
 def test_an_nvidia_smi_that_prints_no_xml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
     install_programs(tmp_path / "bin", monkeypatch, {"nvidia-smi": script})
