@@ -17,6 +17,7 @@ from typing import Any
 from pydantic import Field
 
 from shardmake.config.accelerators import ACCELERATORS
+from shardmake.config.attention import FLASH_CAPABILITY
 from shardmake.core.units import GIB
 from shardmake.doctor.catalogue import accelerator_of
 from shardmake.doctor.findings import Finding, not_checked, ok, ok_if, stops, warning
@@ -174,6 +175,12 @@ _Kernel = Callable[[Any, Any, Any, Any, int], Any]
 
 def check_attention(request: DoctorRequest) -> KernelResult:
     """Compare forward and backward pass of the variable-length kernels with plain attention."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    if major + minor / 10 < FLASH_CAPABILITY:
+        reason = f"the GPU has compute capability {major}.{minor}, and the kernel starts at {FLASH_CAPABILITY}"
+        return KernelResult(findings=[not_checked("varlen attention", reason, "`attention: auto` uses sdpa here.")])
     findings = [_compare_attention("varlen attention", _varlen)]
     if find_spec("flash_attn") is None:
         reason = "flash-attn is not installed"

@@ -139,6 +139,19 @@ def test_an_attention_kernel_is_compared_with_its_gradients() -> None:
     assert wrong.verdict is STOPS, "it attends to later tokens"
 
 
+@pytest.mark.parametrize(("capability", "checks"), [((7, 5), []), ((8, 0), ["varlen attention"])])
+def test_gpus_before_ampere_are_not_stopped_by_a_kernel_that_they_do_not_use(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], checks: list[str]
+) -> None:
+    compared: list[str] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(kernels, "_compare_attention", lambda name, _: compared.append(name) or kernels.ok(name, ""))
+    monkeypatch.setattr(kernels, "find_spec", lambda name: None)
+    found = kernels.check_attention(make_request(make_cluster(), 1, build_kernels=False)).findings
+    assert compared == checks and STOPS not in {row.verdict for row in found}
+    assert checks or "compute capability 7.5" in found[0].found
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_a_matrix_product_is_timed() -> None:
     assert kernels._matmul_rate() > 0
