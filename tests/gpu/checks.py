@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import shutil
 import statistics
 import subprocess
@@ -19,9 +20,10 @@ from shardmake.config.load import load_cluster
 from shardmake.core.environment import checkout_commit, installed_versions
 from shardmake.core.units import GIB
 from shardmake.demo import make_inputs
-from shardmake.doctor.findings import Verdict
+from shardmake.doctor.findings import Finding, Verdict
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.records import DoctorDir
+from shardmake.run.attempt import host_name
 from shardmake.run.attempt_history import AttemptRecord, load_history
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
@@ -40,6 +42,7 @@ NODE_CHECKS = (
 KILLED_STRATEGY, KILLED_STEP = "zero2", 7
 """Rank 0 is killed while it logs this step, after the checkpoint of step 5."""
 CHECKPOINT_STEPS = 5
+_PATH = re.compile(r"(/[\w.+@-]+){2,}/?")
 _KILL = f"""
 import os, signal, sys
 opened = []
@@ -191,10 +194,15 @@ class Kit:
         path.write_text(json.dumps(self.machine.cluster()))
         request = make_request(load_cluster(path), 1, build_kernels=False)
         (node,), _ = check_nodes(request, DoctorDir(self.folder / "doctor"))
-        plain = [finding.model_copy(update={"nodes": ()}) for finding in node.findings]
-        kept = [finding for finding in plain if finding.check in NODE_CHECKS]
+        kept = [without_places(finding) for finding in node.findings if finding.check in NODE_CHECKS]
         self.add(node=kept, all_reduce_gbps=node.facts.intra_gbps)
         return [f"{finding.check}: {finding.found}" for finding in kept if finding.verdict is Verdict.STOPS]
+
+
+def without_places(finding: Finding) -> Finding:
+    """Return the finding without names of nodes and paths, which the report of a failed check could have."""
+    found = _PATH.sub("PATH", finding.found.replace(host_name(), "HOST"))
+    return finding.model_copy(update={"nodes": (), "found": found, "advice": ""})
 
 
 def read_training(run: RunDir, warm_up: int) -> Trained:

@@ -9,6 +9,7 @@ import pytest
 from shardmake.config.models import STRATEGIES, Cluster
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
+from shardmake.doctor.findings import stops
 from shardmake.run.plan import CandidateEstimate, Choice, Fallback, GpuEstimate, MemoryEstimates
 from tests.gpu import checks, machine, results
 from tests.gpu.machine import Machine, find_machine
@@ -85,6 +86,15 @@ def test_every_result_in_the_repository_has_its_row_on_the_page() -> None:
     rows = [GpuReport.read(path).row() for path in results.RESULTS.glob("*.json")]
     assert [row for row in rows if row not in PAGE] == []
     assert ("There are no rows yet." in PAGE) == (not rows)
+
+
+def test_the_findings_in_the_report_have_no_paths_and_no_names_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURMD_NODENAME", "gpu7")
+    text = "ImportError: /home/ann/.venv/lib/x.so: undefined symbol on gpu7; 55.2 GB/s, 8192 x 8192"
+    failed = stops("flash-attn", text, "/home/ann/kernels-0/flash-attn.log has the whole output.")
+    kept = checks.without_places(failed.model_copy(update={"nodes": ("gpu7",)}))
+    assert kept.found == "ImportError: PATH: undefined symbol on HOST; 55.2 GB/s, 8192 x 8192"
+    assert (kept.nodes, kept.advice, kept.verdict) == ((), "", failed.verdict)
 
 
 def test_losses_of_other_steps_differ_without_limit() -> None:
