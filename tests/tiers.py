@@ -40,6 +40,7 @@ SLOW_UNIT = {
     "unit/launch/test_preflight.py": "imports_flash_attention",
     "unit/plan/test_abilities.py": "auto_takes|answers_as_a_process",
     "unit/plan/test_before_the_queue.py": "sound_run.*(gpt2|bloom)",
+    "unit/plan/test_sequence_parallel.py": "long_sequences_fit",
     "unit/render/test_lint.py": "any_value_in_any_key",
     "unit/memory/test_trace.py": "can_be_traced.(phi3|gpt_neox|mixtral|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
     "unit/memory/test_estimate.py": "outside_the_families_is_traced",
@@ -70,6 +71,7 @@ GROUPS = {
             "resume",
             "saving",
             "script_guard",
+            "sequence_parallel",
             "trackers",
         )
     },

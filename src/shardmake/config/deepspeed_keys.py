@@ -95,8 +95,8 @@ _OPTIMIZER: Final = (
 _SCHEDULER: Final = "The run decides it (scheduler, warmup_ratio). DeepSpeed's own would have won, silently."
 _PIPELINE: Final = (
     "Pipeline parallelism is not for fine-tuning with Trainer: the model must be rewritten as a list of layers, with a "
-    "training loop of DeepSpeed's own. The dimensions that work are data (strategy, nodes) and tensor "
-    "(tensor_parallel), and in Accelerate also sequence (sp_size of ParallelismConfig), which no run sets up."
+    "training loop of DeepSpeed's own. The dimensions that work are data (strategy, nodes), tensor "
+    "(tensor_parallel) and sequence (sequence_parallel)."
 )
 _AUTOEP: Final = (
     "Experts are spread over the ranks (AutoEP). DeepSpeed stops for Mixtral, Qwen2-MoE and Qwen3-MoE of transformers "
@@ -263,7 +263,7 @@ DEEPSPEED_KEYS: Final[dict[str, KeyRule]] = {
     ),
     **_refused(
         "numbers",
-        "Shardmake does not set up sequence parallelism.",
+        "Set sequence_parallel in the run instead; DeepSpeed then needs no key for it.",
         sequence_parallel_size=1,
         seq_parallel_communication_data_type="fp32",
     ),

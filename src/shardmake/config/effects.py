@@ -56,7 +56,8 @@ EFFECTS: Final = (
         changes=(),
         reads=_TRAINING,
         keys=(
-            *("micro_batch_size", "strategy", "tensor_parallel", "nodes", "fsdp_version", "gradient_checkpointing"),
+            *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes", "fsdp_version"),
+            *("gradient_checkpointing",),
             *("attention", "loss", "gradient_dtype", "engine", "deepspeed_values", "torch_compile", "non_finite"),
             *("checkpoints.", "eval_every_steps", "report_to"),
             *("deepspeed_config", "accelerate_config", *TUNING_KEYS),

@@ -403,6 +403,11 @@ class Run(Section):
         description="Ranks of a node that share each layer's matrices (docs/how-to/tensor-parallel.md). It needs "
         "`strategy: zero1` or `zero2`, or `fsdp` and your own script.",
     )
+    sequence_parallel: Ranks = Field(
+        1,
+        description="Ranks of a node that share each sequence (Ulysses, docs/how-to/sequence-parallel.md). It needs a "
+        "ZeRO strategy other than `zero3-hpz` and `zero3-nvme`, or `auto`.",
+    )
     nodes: Nodes | None = Field(
         None,
         description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "

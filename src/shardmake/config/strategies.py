@@ -63,6 +63,11 @@ class StrategySpec:
         return self.library == FSDP
 
     @property
+    def sequence_parallel(self) -> bool:
+        """Return whether it combines with sequence parallelism: losses and resumption are compared with DDP's."""
+        return self.is_deepspeed and not (self.hpz or self.uses_nvme)
+
+    @property
     def needs_several_nodes(self) -> bool:
         """Return whether it treats the ranks of one node and those of other nodes differently."""
         return self.hybrid or self.hpz

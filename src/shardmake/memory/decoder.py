@@ -93,7 +93,7 @@ class _DecoderStep:
     def _positions(self) -> SizeStorage:
         """Return cosine and sine of the rotary embedding, which the products save; one copy for all sequences."""
         item = weight_bytes(self.scenario)
-        return SizeStorage(self.tape, 2 * self.scenario.sequence_length * self.shape.d * item)
+        return SizeStorage(self.tape, 2 * self.scenario.row_tokens * self.shape.d * item)
 
     def _mask(self) -> SizeStorage | None:
         """Return the mask that all layers share: boolean for SDPA, in the compute type for eager attention."""
@@ -209,6 +209,8 @@ class _DecoderStep:
         query, key, value = (
             size_tensors.cast(tensor, self.tape.autocast or tensor.item) for tensor in (query, key, value)
         )
+        if scenario.sequence_parallel > 1:
+            query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
         masked = scenario.attention == "sdpa" and scenario.masked
         if masked or scenario.behavior.expands_keys:
             key, value = self._repeat(key), self._repeat(value)
@@ -216,7 +218,16 @@ class _DecoderStep:
         out = size_tensors.fused_attention(
             query, key, value, self.tokens * shape.a, shape.d, shape.a, mask, flash=not masked
         )
+        if scenario.sequence_parallel > 1:
+            out = self._exchange(out)
         return size_tensors.copy(out) if scenario.behavior.copies_attention else out
+
+    def _exchange(self, tensor: SizeTensor) -> SizeTensor:
+        """Run Ulysses' exchange of tokens and heads: a contiguous copy, the all-to-all, a copy in the kernel's order.
+
+        DeepSpeed 0.19.8, ``UlyssesSPAttentionHF``. A rank has as many numbers after it as before.
+        """
+        return size_tensors.copy(size_tensors.copy(size_tensors.copy(tensor)))
 
     def _repeat(self, tensor: SizeTensor) -> SizeTensor:
         return size_tensors.repeat(tensor, self.shape.a // self.shape.k)

@@ -59,6 +59,8 @@ class Scenario:
     ranks_per_node: int
     micro_batch: int
     sequence_length: int
+    sequence_parallel: int = 1
+    """Ranks that share each sequence; outside of attention, each has its part of the tokens."""
     accumulation: int = 1
     checkpointing: bool = False
     attention: Attention = "flash"
@@ -106,9 +108,14 @@ class Scenario:
         return self.ranks_per_node if self.spec.hybrid else self.world_size
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens of one sequence on a rank."""
+        return self.sequence_length // self.sequence_parallel
+
+    @property
     def tokens(self) -> int:
-        """Tokens of one micro batch."""
-        return self.micro_batch * self.sequence_length
+        """Tokens of one micro batch on a rank."""
+        return self.micro_batch * self.row_tokens
 
     @property
     def compute(self) -> int:

@@ -101,6 +101,7 @@ def choices(settings: ResolvedRun, strategies: Sequence[Strategy] = ()) -> Itera
             precision=settings.precision,
             gradient_dtype=run.gradient_dtype,
             tensor_parallel=run.tensor_parallel,
+            sequence_parallel=run.sequence_parallel,
         )
         for nodes in usable
         for strategy in strategies or _strategies(settings, nodes)
@@ -122,19 +123,23 @@ def _conflicts(settings: ResolvedRun, choice: Choice) -> int:
 
 
 def _data_parallel_size(settings: ResolvedRun, nodes: int) -> int:
-    """Return the number of ranks with different data; the ranks of a tensor-parallel group have the same."""
-    return nodes * settings.hardware.processes_per_node // settings.run.tensor_parallel
+    """Return the number of ranks with different data; the ranks of a group have the same."""
+    group = settings.run.tensor_parallel * settings.run.sequence_parallel
+    return nodes * settings.hardware.processes_per_node // group
 
 
 def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     run = settings.run
     if run.strategy != "auto":
         return [] if STRATEGY_SPECS[run.strategy].hpz and nodes == 1 else [run.strategy]
+    specs = STRATEGY_SPECS.items()
+    if run.sequence_parallel > 1:
+        specs = {name: spec for name, spec in specs if spec.sequence_parallel}.items()
     if settings.hardware.is_cpu:
-        return [name for name, spec in STRATEGY_SPECS.items() if spec.cpu]
+        return [name for name, spec in specs if spec.cpu]
     sharded = {
         name: spec
-        for name, spec in STRATEGY_SPECS.items()
+        for name, spec in specs
         if not spec.hpz and (not spec.hybrid or min(nodes, settings.hardware.processes_per_node) > 1)
     }
     if settings.hardware.nvme is None:

@@ -17,6 +17,7 @@ from shardmake.memory.model import Model, Split, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
 from shardmake.plan.abilities import Abilities, check_loss, check_packing, check_settings, find_abilities
+from shardmake.plan.sequence_parallel import check_sequence_parallel
 from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
 from shardmake.run.plan import Workload
@@ -130,6 +131,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
         check_strategy(run, run.strategy)
     _check_gradient_dtype(settings, spec)
     check_tensor_parallel(run, cluster, model)
+    check_sequence_parallel(run, cluster, model, settings.attention)
     check_refused(settings.user_files, run)
     check_packing(run, settings.abilities, settings.attention)
     _check_packages(run, optional=packages)

@@ -89,6 +89,26 @@ def _forward(scenario: Scenario, hardware: Hardware) -> tuple[float, float, floa
 
 
 def _communication(scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of all collectives: those of the states, and the exchanges around attention."""
+    return _collectives(scenario, hardware) + _exchanges(scenario, hardware)
+
+
+def _exchanges(scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds of Ulysses' all-to-alls, whose groups are within a node.
+
+    Each layer exchanges queries, keys, values and the output. The backward pass exchanges their gradients. A rank keeps
+    one part of its numbers and sends the others.
+    """
+    size, model = scenario.sequence_parallel, scenario.model
+    if size == 1 or model.decoder is None:
+        return 0.0
+    shape = model.decoder
+    passes = scenario.accumulation * (3 if scenario.checkpointing else 2)
+    numbers = 2 * (shape.a + shape.k) * shape.d * scenario.tokens * shape.layers * passes
+    return (size - 1) / size * numbers * scenario.compute / (hardware.intra_node * LINK_SHARE)
+
+
+def _collectives(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds of ring collectives: an all-reduce moves two copies, an all-gather or reduce-scatter one.
 
     All ranks of a node share its network, so a collective over several nodes moves at the rate of a node.

@@ -48,6 +48,9 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
         return
     if run.loss == "plain" and run.script is None:
         yield "loss", ["fused"]
+    if run.sequence_parallel == 1:
+        ranks = settings.cluster.processes_per_node
+        yield "sequence_parallel", [size for size in (2, 4, 8) if size <= ranks and ranks % size == 0]
     if run.gradient_checkpointing is False:
         yield "gradient_checkpointing", ["auto"]
     if run.micro_batch_size != "auto":

@@ -194,8 +194,8 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
         "gradient_accumulation_steps": choice.gradient_accumulation_steps,
     }
     read, ignored = parsers.deepspeed_settings(files.deepspeed, filled)
-    # Read without a mesh, the file counts the ranks of a tensor-parallel group one by one.
-    batch = read.train_batch_size // choice.tensor_parallel
+    # Read without a mesh, the file counts the ranks of a group one by one.
+    batch = read.train_batch_size // choice.group_size
     return [
         *_unequal("deepspeed.json: train_batch_size", batch, choice.global_batch_size),
         *_unequal("deepspeed.json: stage", int(read.zero_optimization_stage), choice.zero_stage),
@@ -206,7 +206,7 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
 def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
     """Check that TrainingArguments accepts every argument and agrees on the batch and with DeepSpeed's file."""
     arguments, ignored = parsers.training_arguments(files.training.arguments, files.deepspeed, folder)
-    data_parallel = arguments.world_size // choice.tensor_parallel
+    data_parallel = arguments.world_size // choice.group_size
     batch = data_parallel * arguments.train_batch_size * arguments.gradient_accumulation_steps
     return [
         *_unequal("training.json: sequences per optimizer step", batch, choice.global_batch_size),

@@ -15,6 +15,10 @@ from shardmake.run.paths import RunDir
 from shardmake.run.record import RunRecord
 
 
+def _is_one(value: object) -> bool:
+    return value == 1
+
+
 class Choice(RunRecord):
     """One way to run the training: what the strategy search varies."""
 
@@ -27,17 +31,23 @@ class Choice(RunRecord):
     precision: Precision = Field(description="Compute data type.")
     gradient_dtype: GradientDtype = Field("auto", description="The run's setting; `gradients` follows from it.")
     tensor_parallel: int = Field(1, gt=0, description="Ranks that share each layer's matrices and see the same data.")
+    sequence_parallel: int = Field(1, gt=0, exclude_if=_is_one, description="Ranks that share each sequence.")
+
+    @property
+    def group_size(self) -> int:
+        """Ranks of a tensor-parallel or sequence-parallel group, which read the same rows."""
+        return self.tensor_parallel * self.sequence_parallel
 
     @property
     def data_parallel(self) -> int:
-        """Number of ranks, or tensor-parallel groups of ranks, with different data."""
-        return self.world_size // self.tensor_parallel
+        """Number of ranks, or groups of ranks, with different data."""
+        return self.world_size // self.group_size
 
     @property
     def readers(self) -> str:
         """Return a description of the ranks that see different data."""
-        groups = f"{self.data_parallel} groups of {self.tensor_parallel} ranks"
-        return groups if self.tensor_parallel > 1 else f"{self.world_size} ranks"
+        groups = f"{self.data_parallel} groups of {self.group_size} ranks"
+        return groups if self.group_size > 1 else f"{self.world_size} ranks"
 
     @property
     def world_size(self) -> int:

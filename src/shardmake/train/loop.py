@@ -27,7 +27,7 @@ from transformers.integrations.liger import apply_liger_kernel
 from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
 from transformers.trainer_utils import align_special_tokens
 
-from shardmake.data.dataset import collator, load
+from shardmake.data.dataset import check_isolation, collator, load
 from shardmake.run.training_settings import TrainingSettings
 from shardmake.train import checkpoint_files
 from shardmake.train.learning_check import BuiltTraining
@@ -77,7 +77,8 @@ def train(attempt_folder: Path) -> None:
         autocasts=accelerator.native_amp,
         steps=loop.state.max_steps,
     )
-    check_ready(context, built, collate, accelerator.device)
+    check_ready(context, built)
+    check_isolation(built.model, collate, accelerator.device)
     loop.run(Path(attempt.resume_from) if attempt.resume_from else None)
     if context.rank == 0:
         record_completion(context, loop.state, stopped=callbacks.stop.requested)

@@ -7,7 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import Trainer, TrainerCallback
 
-from shardmake.data.dataset import collator, load
+from shardmake.data.dataset import Collator, check_isolation, collator, load
+from shardmake.data.sequence_parts import PartCollator
 from shardmake.train import deepspeed_states
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
@@ -19,6 +20,7 @@ from shardmake.train.learning_check import BuiltTraining
 from shardmake.train.load_model import load_model, load_tokenizer, model_configs
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
+from shardmake.train.sequence_parallel import share_sequences
 from shardmake.train.training_setup import (
     WholeBatches,
     check_ready,
@@ -115,24 +117,30 @@ def _make_trainer(context: RankContext, heartbeat: HeartbeatCallback) -> tuple[S
         args=arguments,
         train_dataset=WholeBatches(load(rundir.data, "train"), plan.choice.global_batch_size),
         eval_dataset=load(rundir.data, "eval"),
-        data_collator=collator(rundir.data, plan.workload.attention),
+        data_collator=_collator(context),
         processing_class=load_tokenizer(context.settings),
         optimizer_cls_and_kwargs=planned_optimizer(context.settings),
         callbacks=callbacks.callbacks,
     )
     trainer.non_finite, trainer.saver = callbacks.non_finite, callbacks.saver
-    _share_data(trainer, plan.choice.tensor_parallel)
+    _share_data(trainer, plan.choice.group_size)
     return trainer, callbacks.stop
 
 
-def _share_data(trainer: ShardedTrainer, tensor_parallel: int) -> None:
-    """Give the ranks of a tensor-parallel group the same batches.
+def _collator(context: RankContext) -> Collator | PartCollator:
+    plan = context.plan
+    whole, ranks = collator(context.attempt.rundir.data, plan.workload.attention), plan.choice.sequence_parallel
+    return PartCollator(whole, context.rank % ranks, ranks) if ranks > 1 else whole
+
+
+def _share_data(trainer: ShardedTrainer, group_size: int) -> None:
+    """Give the ranks of a tensor-parallel or sequence-parallel group the same rows.
 
     Accelerate's data loaders read this mesh, but Accelerate creates it only after them. Without it, each rank of a
-    group would silently get different data.
+    group would silently get different data. They know a group by the name "tp" whatever it shares.
     """
-    if tensor_parallel > 1:
-        shape = (trainer.args.world_size // tensor_parallel, tensor_parallel)
+    if group_size > 1:
+        shape = (trainer.args.world_size // group_size, group_size)
         mesh = init_device_mesh(trainer.args.device.type, shape, mesh_dim_names=("dp", "tp"))
         trainer.accelerator.state.ds_device_mesh = mesh
 
@@ -157,4 +165,9 @@ class EngineCheck(TrainerCallback):
             autocasts=accelerator.native_amp,
             steps=state.max_steps,
         )
-        check_ready(self.context, built, collate, args.device)
+        check_ready(self.context, built)
+        if isinstance(collate, PartCollator):
+            group = accelerator.state.ds_device_mesh["tp"].get_group()
+            share_sequences(built.model, collate, group, self.context.plan.choice.micro_batch_size)
+        else:
+            check_isolation(built.model, collate, args.device)

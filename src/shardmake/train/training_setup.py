@@ -15,7 +15,6 @@ from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import write_training_receipt
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import leave_collectives_to_gloo
-from shardmake.data.dataset import Collator, check_isolation
 from shardmake.run.attempt import RequestedStop, rank_report
 from shardmake.run.timeouts import room_timeout
 from shardmake.run.training_settings import TrainingSettings
@@ -125,8 +124,8 @@ def _scratch_folder(context: RankContext) -> ScratchFolder:
     return ScratchFolder(attempt.saves / f"node-{node}", context.folder.root, node, attempt.nodes, share)
 
 
-def check_ready(context: RankContext, built: BuiltTraining, collator: Collator, device: Any) -> None:
-    """Write this rank's report before the first step, and raise if engine, settings or data isolation are not planned.
+def check_ready(context: RankContext, built: BuiltTraining) -> None:
+    """Write this rank's report before the first step, and raise if engine or settings are not the planned ones.
 
     Rank 0 also writes what the training learns with, for the receipt and the card.
     """
@@ -140,7 +139,6 @@ def check_ready(context: RankContext, built: BuiltTraining, collator: Collator, 
     check_deepspeed_file(built.model, read_json(context.folder.deepspeed, "shardmake train NAME"))
     if context.rank == 0:
         learning.write(context.folder.learning)
-    check_isolation(built.model, collator, device)
 
 
 def record_completion(context: RankContext, state: TrainerState, *, stopped: bool) -> None:

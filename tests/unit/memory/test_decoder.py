@@ -127,6 +127,13 @@ def test_published_bytes_per_token_and_layer() -> None:
         assert (saved(micro_step(more)) - saved(micro_step(fewer))) / more.tokens == expected
 
 
+def test_ranks_that_share_a_sequence_divide_its_activations() -> None:
+    """A rank saves what its part alone would, and the output of attention on both sides of the exchange."""
+    part, alone = scenario(sequence_parallel=4, sequence_length=512), scenario(sequence_length=128)
+    outputs = part.tokens * SIZES["hidden_size"] * SIZES["num_hidden_layers"] * 2
+    assert saved(micro_step(part)) == saved(micro_step(alone)) + outputs
+
+
 def test_activations_grow_with_tokens_and_shrink_with_checkpointing() -> None:
     plain, longer = scenario(), scenario(sequence_length=1024)
     assert saved(micro_step(longer)) == pytest.approx(2 * saved(micro_step(plain)), rel=1e-3)

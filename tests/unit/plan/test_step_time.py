@@ -127,3 +127,14 @@ def test_tf32_computes_at_half_the_rate_of_bf16() -> None:
     assert bf16 < tf32 < fp32 / 3
     assert seconds(precision="bf16", tf32=True) == bf16
     assert H100.flops("fp32", tf32=True) == H100.flops("bf16") / 2
+
+
+def test_sharing_sequences_keeps_the_work_and_adds_exchanges() -> None:
+    """Eight ranks on one sequence compute as fast as each on its own, and exchange heads over the node's links."""
+    alone = seconds(strategy="zero3", sequence_length=32768, ranks_per_node=8, accumulation=1)
+    shared = seconds(strategy="zero3", sequence_length=32768, ranks_per_node=8, accumulation=8, sequence_parallel=8)
+    slow = seconds(
+        hardware(intra_node_gbps=100), strategy="zero3", sequence_length=32768, ranks_per_node=8, sequence_parallel=8
+    )
+    fast = seconds(strategy="zero3", sequence_length=32768, ranks_per_node=8, sequence_parallel=8)
+    assert alone < shared and fast < slow

@@ -1,0 +1,82 @@
+"""Runs, clusters and models that sequence parallelism refuses (docs/how-to/sequence-parallel.md)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardmake.config.attention import Attention
+from shardmake.config.models import Cluster, Run
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.core.errors import ConfigError
+from shardmake.memory.model import Model
+
+
+def check_sequence_parallel(run: Run, cluster: Cluster, model: Model, attention: Attention) -> None:
+    """Raise a `ConfigError` if this run, cluster, model or attention kernel cannot use ``sequence_parallel``."""
+    size = run.sequence_parallel
+    if size == 1:
+        return
+    wrong = [*_wrong_run(run), *_wrong_sizes(run, cluster, model), *_wrong_model(run, model, attention)]
+    if wrong:
+        raise ConfigError(
+            "\n".join([f"sequence_parallel: {size} cannot be used with this run:", *(f"  {w}" for w in wrong)])
+        )
+
+
+def _wrong_run(run: Run) -> Iterator[str]:
+    if run.strategy != "auto" and not STRATEGY_SPECS[run.strategy].sequence_parallel:
+        others = [name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel]
+        yield f"strategy {run.strategy}: only ZeRO is compared with DDP. Take auto, or one of {', '.join(others)}."
+    if run.script is not None:
+        yield "script: the training code must give each rank its part of a sequence. Remove script."
+    elif run.engine == "loop":
+        yield "engine loop: it does not support sequence parallelism. Take engine: trainer."
+    if run.tensor_parallel > 1:
+        yield f"tensor_parallel {run.tensor_parallel}: a rank is in one kind of group. Set tensor_parallel: 1."
+    if run.torch_compile:
+        yield "torch_compile: the exchange of the heads is not tested in compiled code. Set torch_compile: false."
+    if run.eval_every_steps is not None:
+        yield (
+            "eval_every_steps: Trainer weights the evaluation losses of the ranks alike, but their parts of a sequence "
+            "have different numbers of tokens with loss. Remove it; the evaluate stage evaluates the result."
+        )
+
+
+def _wrong_sizes(run: Run, cluster: Cluster, model: Model) -> Iterator[str]:
+    size = run.sequence_parallel
+    if cluster.processes_per_node % size:
+        yield f"a group is within a node, and {cluster.processes_per_node} ranks per node are not a multiple of {size}."
+    if run.sequence_length % size:
+        yield f"sequence_length {run.sequence_length} is not a multiple of {size}. Use one that is."
+    heads = model.config.get("num_attention_heads") or 0
+    for name, count in (("attention", heads), ("key-value", model.config.get("num_key_value_heads") or heads)):
+        if count % size:
+            yield f"{model.architecture} has {count} {name} heads, which {size} ranks cannot share evenly."
+
+
+def _wrong_model(run: Run, model: Model, attention: Attention) -> Iterator[str]:
+    if model.decoder is None:
+        yield (
+            f"model {model.architecture}: that its layers exchange tokens in the attention kernel alone is known only "
+            "of the Llama, Mistral, Qwen and Gemma families. Take another model."
+        )
+    if attention == "eager":
+        yield "attention eager: its mask has a number for each pair of tokens. Take varlen, flash or sdpa."
+    if attention == "sdpa" and run.packing:
+        yield (
+            "packing with attention sdpa: the mask that separates packed examples is made for a rank's own tokens. "
+            "Take attention: varlen on a GPU, or packing: false."
+        )
+    window = sliding_window(model.config)
+    if attention == "sdpa" and window is not None and window < run.sequence_length:
+        yield (
+            f"attention sdpa: the mask of a sliding window of {window} tokens is made for a rank's own tokens. "
+            "Take attention: varlen on a GPU."
+        )
+
+
+def sliding_window(config: Mapping[str, Any]) -> int | None:
+    """Return the tokens of the attention window in a model's config; None if every layer attends to all tokens."""
+    if not config.get("use_sliding_window", True):
+        return None
+    window = config.get("sliding_window")
+    return int(window) if window else None

@@ -1,0 +1,131 @@
+"""Sequence parallelism after Ulysses: ranks of a group hold parts of each sequence, in attention parts of the heads.
+
+DeepSpeed's `UlyssesSPAttentionHF` exchanges the parts around an attention kernel of transformers. Only its exchange is
+used here. Accelerate's ``sp_size`` would make the groups known to DeepSpeed and take over loss and data: with
+DeepSpeed 0.19.8 the gradients of ZeRO-1 and ZeRO-2 then are ``sp_size`` times too large, and the loss of a step weights
+micro batches alike instead of tokens. Here DeepSpeed sees data parallelism over all ranks. A rank's loss is its part of
+the mean over the tokens of the global batch, as under DDP, so that the mean of the gradients over all ranks is right,
+and checkpoints are those of ZeRO on as many ranks.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardmake.core.errors import ModelError
+from shardmake.data.dataset import Item
+from shardmake.data.sequence_parts import PartCollator
+
+Kernel = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+_TOKENS_PER_RANK = 8
+_TOLERANCE = 1e-3
+_TOLERANCE_16_BITS = 5e-2
+
+
+def share_sequences(model: torch.nn.Module, collator: PartCollator, group: dist.ProcessGroup, micro_batch: int) -> None:
+    """Let the attention kernel of ``model`` exchange parts of sequences and heads within ``group``, and check it.
+
+    All ranks must take part, after the engine exists and before the first forward pass.
+
+    Raises:
+        ModelError: The logits of the parts are not those of whole sequences.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    config = _text_config(model)
+    name = config._attn_implementation
+    whole = ALL_ATTENTION_FUNCTIONS[name]
+    shared = shared_kernel(whole, config, group, rows=1 if collator.whole.flat else micro_batch)
+    ALL_ATTENTION_FUNCTIONS[name] = shared
+    device = next(model.parameters()).device
+    items = [_item(collator.count * _TOKENS_PER_RANK)] * micro_batch
+    short = collator.with_length(collator.count * _TOKENS_PER_RANK)
+    parts = _logits(model, short(items), device)
+    with _kernel(name, whole):
+        expected = _logits(model, short.whole(items), device)
+    check_parts(parts, expected.chunk(collator.count, dim=1)[collator.index])
+
+
+def shared_kernel(whole: Kernel, config: Any, group: dist.ProcessGroup, *, rows: int) -> Kernel:
+    """Return the kernel ``whole`` on parts of ``rows`` sequences, which the ranks of ``group`` hold.
+
+    It takes and returns parts [rows, heads, tokens / ranks, width], as transformers calls its kernels. In between,
+    ``whole`` gets all tokens of the group and a part of the heads, without a mask: it is causal.
+    """
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+    heads = config.num_attention_heads
+    exchange = UlyssesSPAttentionHF(
+        attn=whole,
+        batch_size=rows,
+        attn_head_count=heads,
+        attn_head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        kv_head_count=config.num_key_value_heads,
+        num_hidden_layers=config.num_hidden_layers,
+        process_group=group,
+        seq_length_is_variable=True,
+    )
+
+    def shared(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return exchange(module, query, key, value, None, **others)
+
+    return shared
+
+
+def check_parts(parts: torch.Tensor, expected: torch.Tensor) -> None:
+    """Raise a `ModelError` if the logits of this rank's parts are not the ``expected`` ones of whole sequences."""
+    is_narrow = expected.dtype in (torch.bfloat16, torch.float16)
+    limit = (_TOLERANCE_16_BITS if is_narrow else _TOLERANCE) * expected.abs().max()
+    if (parts - expected).abs().max() > limit:
+        raise ModelError(
+            "Sequence parallelism is not possible: this model computes other logits on parts of a sequence than on the "
+            "whole sequence. Set sequence_parallel: 1, or try another `attention`."
+        )
+
+
+def _text_config(model: Any) -> Any:
+    inner = model.module if hasattr(model, "module") else model
+    return inner.config.get_text_config()
+
+
+@contextmanager
+def _kernel(name: str, kernel: Kernel) -> Iterator[None]:
+    """Run transformers' models with ``kernel`` in place of the one that is registered under ``name``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    before = ALL_ATTENTION_FUNCTIONS[name]
+    ALL_ATTENTION_FUNCTIONS[name] = kernel
+    try:
+        yield
+    finally:
+        ALL_ATTENTION_FUNCTIONS[name] = before
+
+
+def _item(tokens: int) -> Item:
+    """Return a sequence of two packed examples, of which the first ends within a part."""
+    first = tokens // 2 - 3
+    ids = torch.arange(tokens) % 50 + 3
+    positions = torch.cat([torch.arange(first), torch.arange(tokens - first)])
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
+@torch.no_grad()
+def _logits(model: torch.nn.Module, batch: dict[str, Any], device: torch.device) -> torch.Tensor:
+    """Return the logits of a batch without dropout."""
+    inputs = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
+    labels = {"labels", "shift_labels"}
+    was_training = model.training
+    model.eval()
+    logits: torch.Tensor = model(**{key: value for key, value in inputs.items() if key not in labels}).logits
+    model.train(was_training)
+    return logits

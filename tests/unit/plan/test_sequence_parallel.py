@@ -1,0 +1,94 @@
+"""Sequence parallelism at plan: what it refuses, the data ranks, and long sequences that fit with it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config.attention import Attention
+from shardmake.config.models import Run
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.core.errors import ConfigError
+from shardmake.plan.candidates import choices
+from shardmake.plan.choose import NothingFitsError
+from shardmake.plan.resolve import resolve
+from shardmake.plan.sequence_parallel import check_sequence_parallel, sliding_window
+from shardmake.plan.stage import choose_run
+from shardmake.plan.suggestions import levers
+from tests.unit.plan.test_planner import EIGHT, SEVENTY, gpus, run_of
+from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
+
+
+@pytest.mark.parametrize(
+    ("run", "cluster", "model", "attention", "words"),
+    [
+        ({"strategy": "ddp"}, {}, {}, "sdpa", "strategy ddp: only ZeRO .* Take auto, or one of zero1"),
+        ({"strategy": "fsdp"}, {}, {}, "sdpa", "strategy fsdp: only ZeRO"),
+        ({"strategy": "zero3-nvme"}, {}, {}, "sdpa", "strategy zero3-nvme: only ZeRO"),
+        ({"script": "x.py"}, {}, {}, "sdpa", "Remove script"),
+        ({"engine": "loop"}, {}, {}, "sdpa", "engine loop"),
+        ({"strategy": "zero1", "tensor_parallel": 2}, {}, {}, "sdpa", "Set tensor_parallel: 1"),
+        ({"torch_compile": True}, {}, {}, "sdpa", "torch_compile"),
+        ({"eval_every_steps": 2}, {}, {}, "sdpa", "eval_every_steps"),
+        ({}, {"processes_per_node": 3}, {}, "sdpa", "3 ranks per node are not a multiple of 2"),
+        ({"sequence_length": 33}, {}, {}, "sdpa", "sequence_length 33 is not a multiple of 2"),
+        ({}, {}, {"num_key_value_heads": 1}, "sdpa", "1 key-value heads"),
+        ({}, {}, {"num_attention_heads": 5, "num_key_value_heads": 5, "head_dim": 16}, "sdpa", "5 attention heads"),
+        ({}, {}, {}, "eager", "attention eager"),
+        ({"packing": True}, {}, {}, "sdpa", "packing with attention sdpa"),
+        ({}, {}, {"model_type": "mistral", "sliding_window": 16}, "sdpa", "sliding window of 16 tokens"),
+    ],
+)
+def test_unsupported_runs_are_rejected(
+    run: dict[str, Any], cluster: dict[str, Any], model: dict[str, Any], attention: Attention, words: str
+) -> None:
+    made = make_run(**{"sequence_parallel": 2, "packing": False, **run})
+    with pytest.raises(ConfigError, match=f"sequence_parallel: 2 cannot be used with this run:\n  .*{words}"):
+        check_sequence_parallel(made, make_cluster(**cluster), make_model(**model), attention)
+
+
+def test_supported_runs_pass() -> None:
+    model = make_model()
+    for strategy in ["auto", *(name for name, spec in STRATEGY_SPECS.items() if spec.sequence_parallel)]:
+        run = make_run(sequence_parallel=2, strategy=strategy, packing=True)
+        check_sequence_parallel(run, make_cluster(), model, "varlen")
+        check_sequence_parallel(run.model_copy(update={"packing": False}), make_cluster(), model, "sdpa")
+
+
+def test_the_attention_window_of_a_config() -> None:
+    assert sliding_window({}) is None
+    assert sliding_window({"sliding_window": 4096, "use_sliding_window": False}) is None
+    assert sliding_window({"sliding_window": 4096}) == 4096
+
+
+def test_a_group_is_one_data_parallel_rank(tmp_path: Path) -> None:
+    choice = make_plan("zero1", sequence_parallel=2).choice
+    assert (choice.world_size, choice.data_parallel, choice.global_batch_size) == (4, 2, 8)
+    assert choice.readers == "2 groups of 2 ranks"
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    run = make_run(model=str(tmp_path), sequence_parallel=2, packing=False)
+    found = list(choices(resolve(run, make_cluster(processes_per_node=4))))
+    assert {item.global_batch_size for item in found} == {16}
+    assert {item.data_parallel for item in found} == {2}
+    assert {item.strategy for item in found} >= {"zero1", "zero2", "zero3"}
+    assert all(item.spec.sequence_parallel for item in found)
+
+
+@pytest.mark.parametrize(("config", "tokens", "nodes"), [(EIGHT, 131072, 1), (SEVENTY, 32768, 4)], ids=["8B", "70B"])
+def test_long_sequences_fit_with_it(tmp_path: Path, config: dict[str, Any], tokens: int, nodes: int) -> None:
+    """8B at 131,072 tokens on 8 H100, and 70B at 32,768 on 32: the refusal without it names it, and it fits."""
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 131072}))
+    run = run_of(str(tmp_path), sequence_length=tokens, nodes=nodes)
+    with pytest.raises(NothingFitsError) as caught:
+        choose_run(run, gpus())
+    [(setting, values)] = [lever for lever in levers(caught.value.settings) if lever[0] == "sequence_parallel"]
+    fitting = [size for size in values if fits(run.model_copy(update={setting: size}))]
+    assert fitting == [4, 8] if config is EIGHT else [2, 4, 8]
+
+
+def fits(run: Run) -> bool:
+    try:
+        return choose_run(run, gpus()).chosen.fits
+    except NothingFitsError:
+        return False

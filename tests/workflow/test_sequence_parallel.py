@@ -1,0 +1,79 @@
+"""Sequence parallelism trains as data parallelism alone, on 2 and on 4 ranks; it resumes, merges and changes degree."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaConfig
+
+from shardmake.checkpoint import store
+from shardmake.config.models import Strategy
+from shardmake.consolidate.merge import consolidate
+from shardmake.data.stage import prepare
+from shardmake.run.paths import RunDir
+from tests.mixtures import save_model
+from tests.workflow.forked import Forked, log
+from tests.workflow.test_saving import losses
+
+pytestmark = pytest.mark.training
+DEGREES: tuple[tuple[Strategy, int, int], ...] = (("zero2", 2, 2), ("zero1", 2, 1), ("zero3", 2, 1))
+"""A strategy, the ranks per group, and the groups."""
+
+
+@pytest.fixture
+def changes(forked: Forked, tmp_path: Path) -> dict[str, Any]:
+    """Return a run's settings: eight heads, four key-value heads, and rows of different lengths."""
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8, num_key_value_heads=4,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    base = save_model(config, forked.checkout.root / "resources/demo/base", tmp_path / "base")
+    folder = forked.checkout.root / "resources/demo"
+    data = {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")}
+    same = {"model": str(base), "data": data, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 2e-3}
+    return same | {"packing": False, "attention": "sdpa", "checkpoints": {"every_steps": 2}}
+
+
+def test_sequence_and_data_degrees_together(forked: Forked, tmp_path: Path, changes: dict[str, Any]) -> None:
+    """The first one is merged, repeats its second half bit for bit, and continues with groups of four."""
+    reference = RunDir(tmp_path / "ddp")
+    planned = forked.plan("ddp", 2, **changes)
+    prepare(planned[1], reference)
+    assert forked.train(reference, planned) == [0, 0], log(reference)
+    for strategy, sequence, data in DEGREES:
+        rundir, ranks = RunDir(tmp_path / f"{strategy}-{sequence}x{data}"), sequence * data
+        rundir.root.mkdir()
+        rundir.data.symlink_to(reference.data)
+        planned = forked.plan(strategy, ranks, sequence_parallel=sequence, **changes)
+        assert forked.train(rundir, planned) == [0] * ranks, log(rundir)
+        assert losses(rundir) == pytest.approx(losses(reference), abs=2e-4)
+        assert norms(rundir) == pytest.approx(norms(reference), rel=2e-3)
+    rundir, ranks = RunDir(tmp_path / "zero2-2x2"), 4
+    assert_merges_alike(rundir, reference, Path(changes["model"]))
+    uninterrupted = losses(rundir)
+    for sequence in (2, 4):
+        store.remove(rundir.checkpoints / "checkpoint-4")
+        planned = forked.plan("zero2", ranks, sequence_parallel=sequence, **changes)
+        codes, resumed = forked.resume(rundir, planned)
+        assert codes == [0] * ranks and resumed is not None and resumed.step == 2, log(rundir)
+        assert losses(rundir) == (uninterrupted if sequence == 2 else pytest.approx(uninterrupted, abs=2e-4))
+
+
+def norms(rundir: RunDir) -> dict[int, float]:
+    """Return the norm of the gradients by step."""
+    lines = [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
+    return {line["step"]: line["grad_norm"] for line in lines if "grad_norm" in line}
+
+
+def assert_merges_alike(rundir: RunDir, reference: RunDir, base: Path) -> None:
+    """Merge the last checkpoints and compare the models."""
+    merged = []
+    for run in (rundir, reference):
+        consolidate(run.checkpoints / "checkpoint-4", run.model, base=base)
+        merged.append(load_file(run.model / "model.safetensors"))
+    assert merged[0].keys() == merged[1].keys()
+    for name, tensor in merged[0].items():
+        torch.testing.assert_close(tensor, merged[1][name], atol=1e-4, rtol=1e-3)
