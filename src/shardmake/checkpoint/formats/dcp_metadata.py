@@ -60,8 +60,8 @@ def read_metadata(path: Path) -> DcpMetadata:
         metadata = _is(load_plain(path), Inert, "the whole")
         entries = _is(metadata.state_dict_metadata, dict, "state_dict_metadata")
         stored = _is(metadata.storage_data, dict, "storage_data")
-        planner = _is(metadata.get("planner_data") or {}, dict, "planner_data")
-        paths = {_is(name, str, "a name"): _levels(name, planner.get(name, (name,))) for name in entries}
+        planner = _is(metadata.planner_data or {}, dict, "planner_data")
+        paths = {_is(name, str, "a name"): _levels(name, planner) for name in entries}
         places = dict(_place(path, *item) for item in _emptied(stored))
         return DcpMetadata({name: _entry(name, entry) for name, entry in _emptied(entries)}, paths, places)
     except _UnexpectedError as error:
@@ -93,9 +93,12 @@ def _shape(value: Any, what: str) -> Shape:
     return value
 
 
-def _levels(name: str, path: Any) -> tuple[str, ...]:
-    levels = _is(path, tuple, f"the path of {name}")
-    if not levels or not all(isinstance(level, str | int) for level in levels):
+def _levels(name: str, planner: dict[Any, Any]) -> tuple[str, ...]:
+    """Return the levels of an entry; torch joins them to its name, so that a damaged one does not rename a tensor."""
+    if not planner:
+        return (name,)
+    levels = _is(planner.get(name), tuple, f"the path of {name}")
+    if not all(isinstance(level, str | int) for level in levels) or ".".join(map(str, levels)) != name:
         raise _UnexpectedError(f"the path of {name}")
     return tuple(map(str, levels))
 

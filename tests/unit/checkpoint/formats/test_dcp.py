@@ -152,6 +152,24 @@ def test_renamed_field_is_named(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        (b"\x8c\x05model", b"\x8c\x05modem", r"the path of model\.embed\.weight has an unexpected value"),
+        (b"model.embed", b"model.ember", r"the path of model\.ember\.weight has an unexpected value"),
+        (b"planner_data", b"planner_date", "has no field 'planner_data'"),
+    ],
+)
+def test_a_damaged_name_neither_renames_nor_hides_a_tensor(
+    old: bytes, new: bytes, message: str, tmp_path: Path
+) -> None:
+    dcp.save({"model": WEIGHTS}, checkpoint_id=tmp_path, no_dist=True)
+    content = (tmp_path / ".metadata").read_bytes()
+    (tmp_path / ".metadata").write_bytes(content.replace(old, new, 1))
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(tmp_path)
+
+
 def test_transposed_tensor(tmp_path: Path) -> None:
     dcp.save({"model": {"w": torch.ones(3, 2).T}}, checkpoint_id=tmp_path, no_dist=True)
     (piece,) = read_checkpoint(tmp_path).tensors["w"].pieces
