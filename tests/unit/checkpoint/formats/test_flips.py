@@ -1,27 +1,28 @@
-"""A damaged checkpoint yields the same plan or a `CheckpointError`, in little memory and time."""
+"""A merge of a damaged checkpoint gives the same bytes or a `CheckpointError`, in little memory and time."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.unit.checkpoint.formats import flips
+from benchmarks.consolidate_flips import SAME
 from tests.unit.consolidate.test_source_checks import write_zero
 
+ROOT = Path(__file__).parents[4]
 
-@pytest.mark.parametrize("kind", ["zero2", "zero3", "dcp"])
-def test_flipped_bits_and_truncations(kind: str, tmp_path: Path) -> None:
-    if kind == "dcp":
-        dcp.save({"model": {"a": torch.ones(3, 2), "b": torch.ones(4)}}, checkpoint_id=tmp_path, no_dist=True)
-    else:
-        write_zero(tmp_path, int(kind[-1]))
-    command = [sys.executable, flips.__file__, tmp_path, "200", "1"]
-    outcomes = json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
-    assert outcomes["CheckpointError"] > 50 and outcomes["same plan"] > 10
-    assert outcomes.keys() <= {"CheckpointError", "same plan", "peak MiB", "other names"}
-    if kind != "dcp":  # only .metadata has no checksum of its own
-        assert "other names" not in outcomes
+
+def test_flipped_bits_and_truncations(tmp_path: Path) -> None:
+    for stage in (2, 3):
+        write_zero(tmp_path / f"zero{stage}", stage)
+    dcp.save({"model": {"a": torch.ones(3, 2), "b": torch.ones(4)}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    checkpoints = [tmp_path / name for name in ("zero2", "zero3", "dcp")]
+    command = [sys.executable, "-m", "benchmarks.consolidate_flips", *checkpoints, "--count", "60"]
+    subprocess.run([*command, "--out", tmp_path / "flips.json"], check=True, cwd=ROOT)
+    merges = json.loads((tmp_path / "flips.json").read_text())["merges"]
+    assert len(merges) == 6
+    for outcomes in merges.values():
+        assert outcomes.keys() == {"CheckpointError", SAME, "peak_mib", "peak_mib_undamaged"}, outcomes
+        assert outcomes["peak_mib"] < outcomes["peak_mib_undamaged"] + 32
