@@ -1,6 +1,6 @@
-"""Measure the limits of a merge: time and memory to plan 70B and 405B, and a merge in a 512 MiB cgroup.
+"""Measure the limits of a merge: time and memory to plan 70B and 405B on up to 512 ranks, and a merge in 512 MiB.
 
-    python benchmarks/consolidate_limits.py FOLDER [--out benchmarks/results/consolidate_limits.json]
+    python -m benchmarks.consolidate_limits FOLDER [--plans] [--out benchmarks/results/consolidate_limits.json]
 
 FOLDER is the folder in which benchmarks/consolidate.py wrote its 1.8 GB model. The cgroup needs root.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.consolidate import ACCELERATE, DEEPSPEED, WHOLE, machine, watch
-from benchmarks.synthetic import llama, write_zero3
+from benchmarks.synthetic import llama, write_sparse_zero2, write_zero3
 
 LIMIT = 512 << 20
 PLAN = """
@@ -28,34 +28,65 @@ from pathlib import Path
 from shardmake.consolidate.jobs import plan_jobs
 from shardmake.consolidate.layout import plan_shards
 from shardmake.checkpoint.formats.registry import read_checkpoint
-contents = read_checkpoint(Path("{source}"), "bf16")
-shards = plan_shards(contents.tensors.values(), "bf16", 5 * 10**9)
+contents = read_checkpoint(Path("{source}"))
+shards = plan_shards(contents.tensors.values(), "keep", 5 * 10**9)
 plan_jobs(shards)
-print(time.time() - start, time.process_time())
+pieces = sum(len(tensor.pieces) for tensor in contents.tensors.values())
+print(time.time() - start, time.process_time(), pieces)
 """
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--plans", action="store_true", help="measure the plans alone, and keep the other figures")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/consolidate_limits.json"))
     options = parser.parse_args()
-    plans = {f"{name}, {ranks} ranks": plan(options.folder, name, ranks) for name, ranks in (("70B", 16), ("405B", 64))}
-    result = {"machine": machine(), "plan": plans, "in_512_mib": in_cgroup(options.folder)}
+    result = json.loads(options.out.read_text()) if options.out.exists() else {}
+    result |= {"machine": machine(), "plan": {str(case): plan(options.folder, case) for case in CASES}}
+    if not options.plans:
+        result["in_512_mib"] = in_cgroup(options.folder)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
-def plan(folder: Path, name: str, ranks: int) -> dict[str, float]:
-    """Measure the time and memory to plan the merge of a sparse checkpoint of this size."""
-    source = folder / f"sparse-{name}"
+@dataclass(frozen=True)
+class PlanCase:
+    """A checkpoint whose merge is planned; ZeRO-1 has the files of ZeRO-2."""
+
+    size: str
+    ranks: int
+    stage: int
+
+    def __str__(self) -> str:
+        return f"{self.size}, {self.ranks} ranks, ZeRO-{self.stage}"
+
+    def write(self, checkpoint: Path, base: Path) -> None:
+        """Write the checkpoint without bytes."""
+        if self.stage == 3:
+            write_zero3(checkpoint, base, llama(self.size), self.ranks, sparse=True)
+        else:
+            write_sparse_zero2(checkpoint, base, llama(self.size), self.ranks)
+
+
+CASES = [PlanCase("70B", 16, 3), PlanCase("405B", 64, 3), *(PlanCase("70B", 512, stage) for stage in (2, 3))]
+
+
+def plan(folder: Path, case: PlanCase) -> dict[str, float]:
+    """Measure the time and memory to plan the merge of a sparse checkpoint."""
+    source = folder / str(case)
     if not source.exists():
-        write_zero3(source, folder / f"base-{name}", llama(name), ranks, sparse=True)
+        case.write(source, folder / f"base of {case}")
     command = [sys.executable, "-c", PLAN.replace("{source}", str(source))]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     peak = watch(process)
-    seconds, cpu = (float(part) for part in process.communicate()[0].split())
-    return {"seconds": round(seconds, 2), "cpu_seconds": round(cpu, 2), "anonymous_mib": round(peak / 2**20, 1)}
+    seconds, cpu, pieces = (float(part) for part in process.communicate()[0].split())
+    return {
+        "pieces": int(pieces),
+        "seconds": round(seconds, 2),
+        "cpu_seconds": round(cpu, 2),
+        "anonymous_mib": round(peak / 2**20, 1),
+    }
 
 
 def in_cgroup(folder: Path) -> dict[str, Any]:

@@ -1,11 +1,13 @@
-"""Checkpoints of any size in the exact layout of DeepSpeed ZeRO-3, without a training.
+"""Checkpoints of any size in the exact layout of DeepSpeed ZeRO, without a training.
 
 With ``sparse``, files have their full length but hold no bytes, so that a checkpoint of 405B parameters takes no space.
 """
 
 import math
 from collections import OrderedDict
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -46,19 +48,42 @@ def write_zero3(
     elements = sum(math.ceil(shape.numel() / ranks) for shape in names.values())
     for rank in range(ranks):
         stem = folder / f"zero_pp_rank_{rank}_mp_rank_00"
-        torch.save(_model_state(names), f"{stem}_model_states.pt")
+        torch.save(_model_state(names, dict.fromkeys(names, torch.Size([0]))), f"{stem}_model_states.pt")
         if sparse:
             with FakeTensorMode():
                 state = _optimizer_state(elements, ranks, adam)
-            with skip_data(materialize_fake_tensors=True):
-                torch.save(state, f"{stem}_optim_states.pt")
+            _save_sparse(state, f"{stem}_optim_states.pt")
         else:
             torch.save(_optimizer_state(elements, ranks, adam), f"{stem}_optim_states.pt")
 
 
-def _model_state(names: OrderedDict[str, torch.Size]) -> dict[str, object]:
+def write_sparse_zero2(checkpoint: Path, base: Path, config: LlamaConfig, ranks: int) -> None:
+    """Write what `write_zero3` writes, sparse and in the layout of ZeRO-1 and 2."""
+    folder = checkpoint / "global_step1"
+    folder.mkdir(parents=True)
+    (checkpoint / "latest").write_text("global_step1")
+    config.save_pretrained(base)
+    names = shapes(config)
+    elements = sum(shape.numel() for shape in names.values())
+    with FakeTensorMode():
+        _save_sparse(_model_state(names, names, torch.bfloat16), f"{folder}/mp_rank_00_model_states.pt")
+        state = _optimizer_state(math.ceil(elements / (2 * ranks)) * 2, ranks, True)
+    held = state["optimizer_state_dict"]
+    held |= {"zero_stage": 2, "single_partition_of_fp32_groups": held.pop("fp32_flat_groups")}
+    for rank in range(ranks):
+        _save_sparse(state, f"{folder}/zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def _save_sparse(state: dict[str, Any], path: str) -> None:
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(state, path)
+
+
+def _model_state(
+    names: OrderedDict[str, torch.Size], held: Mapping[str, torch.Size], dtype: torch.dtype = torch.float32
+) -> dict[str, object]:
     return {
-        "module": OrderedDict((name, torch.empty(0)) for name in names),
+        "module": OrderedDict((name, torch.empty(held[name], dtype=dtype)) for name in names),
         "buffer_names": [],
         "param_shapes": [names],
         "frozen_param_shapes": None,
@@ -70,7 +95,7 @@ def _model_state(names: OrderedDict[str, torch.Size]) -> dict[str, object]:
     }
 
 
-def _optimizer_state(elements: int, ranks: int, adam: bool) -> dict[str, object]:
+def _optimizer_state(elements: int, ranks: int, adam: bool) -> dict[str, Any]:
     moments = {"exp_avg": torch.zeros(elements), "exp_avg_sq": torch.zeros(elements)} if adam else {}
     inner = {"state": {0: {"step": 1, **moments}}, "param_groups": [{"lr": 1e-3}]}
     flat = torch.rand(elements)

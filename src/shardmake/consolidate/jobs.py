@@ -17,7 +17,7 @@ _SMALL = 1 << 18
 """Bytes; smaller parts are read together with their neighbours, because a separate read would cost more."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Move:
     """Bytes ``[begin, end)`` of a record for ``target``, to be written from byte ``offset`` of the output on.
 
@@ -32,7 +32,7 @@ class Move:
     stride: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CopyJob:
     """Bytes ``[begin, end)`` of ``record``, which are all read for the checksum, and their moves into one file."""
 
@@ -42,7 +42,7 @@ class CopyJob:
     moves: tuple[Move, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MovePart:
     """Bytes ``[begin, end)`` of a record that belong to ``move``, in complete runs if the move has runs."""
 
@@ -59,7 +59,7 @@ class MovePart:
         return move.offset + done // ITEM_SIZE[target.tensor.dtype] * ITEM_SIZE[target.dtype]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ReadBlock:
     """Bytes ``[begin, end)`` of a record for one read, and the parts of them that are not padding.
 

@@ -13,7 +13,7 @@ _MOST_PIECES = 1_000_000
 """Pieces of one box."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """Consecutive elements in ``record`` from byte ``start`` on, and their position in the tensor.
 

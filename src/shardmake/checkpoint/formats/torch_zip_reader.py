@@ -25,7 +25,7 @@ _LARGEST_DIRECTORY = 32 << 20
 """Bytes of a zip directory; one entry has about 100."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ZipRecord:
     """A byte range on disk: the storage of a tensor.
 

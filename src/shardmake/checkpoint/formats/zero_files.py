@@ -21,13 +21,17 @@ _UNSUPPORTED = {
     r"layer_\d+-model_.*": "DeepSpeed's pipeline parallelism",
     r".*mp_rank_(?!00_)\d+_.*": "tensor or model parallelism (more than one mp_rank)",
 }
+_OF_EACH_RANK = ("global_steps", "frozen_param_fragments")
 _CONVERT = "Convert the checkpoint with DeepSpeed's ds_to_universal.py and merge the result."
 _OLDER = "Use an older checkpoint."
 
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """The files of one checkpoint without the bytes of their tensors; both lists are in rank order."""
+    """The files of one checkpoint without the bytes of their tensors; both lists are in rank order.
+
+    Only the first model file is complete.
+    """
 
     folder: Path
     model: list[Mapping[str, Any]]
@@ -64,7 +68,9 @@ def load_files(folder: Path, tensor_parallel: bool = False) -> ZeroFiles:
     model = _by_rank(folder, names, _MODEL_FILE)
     if not model:
         raise CheckpointError(f"{folder} has no *_model_states.pt. The checkpoint is not complete. {_OLDER}")
-    return ZeroFiles(folder, [_load_model(path) for path in model], [_load_optimizer(path) for path in optimizer])
+    first, *others = model
+    states = [_load_model(first), *(_own_part(_load_model(path)) for path in others)]
+    return ZeroFiles(folder, states, [_load_optimizer(path) for path in optimizer])
 
 
 def _by_rank(folder: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
@@ -89,6 +95,11 @@ def _load_model(path: Path) -> Mapping[str, Any]:
         )
     check_model(path, state)
     return state
+
+
+def _own_part(state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the entries in which ranks differ; the rest of hundreds of ranks would take hundreds of MiB."""
+    return {name: state[name] for name in _OF_EACH_RANK if name in state}
 
 
 def _load_optimizer(path: Path) -> Mapping[str, Any]:
