@@ -406,7 +406,7 @@ def consolidate(
     from shardmake.consolidate.allowed import parse_allowed
     from shardmake.consolidate.base_model import find_base
     from shardmake.consolidate.merge import consolidate as merge
-    from shardmake.consolidate.merge import plan_merge
+    from shardmake.consolidate.merge_plan import plan_merge
     from shardmake.consolidate.preview import preview
     from shardmake.consolidate.progress import show_progress
     from shardmake.consolidate.stage import consolidate_run

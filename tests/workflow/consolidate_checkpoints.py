@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.registry import read_checkpoint
-from shardmake.consolidate import merge, verify
+from shardmake.consolidate import merge_plan, verify
 from shardmake.consolidate.layout import plan_shards
 from shardmake.consolidate.loading import LoadingReport, load, load_adapter
 from shardmake.consolidate.writer import ShardWriter
@@ -61,7 +61,7 @@ def check_loading_in_process(monkeypatch: pytest.MonkeyPatch) -> None:
             return load(folder, trust_remote_code, layout, model_class)
         return load_adapter(folder, base, trust_remote_code, model_class)
 
-    monkeypatch.setattr(merge, "check_loading", check)
+    monkeypatch.setattr(merge_plan, "check_loading", check)
     monkeypatch.setattr(verify, "check_loading", check)
 
 

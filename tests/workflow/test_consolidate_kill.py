@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.consolidate import merge, writer
+from shardmake.consolidate import merge_plan, output_file, writer
 from shardmake.consolidate.loading import LoadingReport, load
 from shardmake.consolidate.merge import consolidate
 from tests.workflow.consolidate_checkpoints import trained
@@ -30,7 +30,7 @@ def variant(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_loading_once(monkeypatch: pytest.MonkeyPatch, variant: Path) -> None:
     """Use one real report of transformers for all merges of this test."""
     report = report_of(variant / "base")
-    monkeypatch.setattr(merge, "check_loading", lambda *_: report)
+    monkeypatch.setattr(merge_plan, "check_loading", lambda *_: report)
 
 
 @functools.cache
@@ -83,8 +83,8 @@ def watch(out: Path, act: Callable[[], None]) -> None:
         if (writes or name in EVENTS) and str(out.parent) in str(arguments[0]):
             act()
 
-    original_write, original_fsync = writer._write_all, os.fsync
-    writer._write_all = lambda *arguments: (act(), original_write(*arguments))
+    original_write, original_fsync = output_file._write_all, os.fsync
+    output_file._write_all = lambda *arguments: (act(), original_write(*arguments))
     os.fsync = lambda file: (act(), original_fsync(file))[1]
     sys.addaudithook(hook)
 

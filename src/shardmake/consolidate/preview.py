@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from shardmake.consolidate.merge import MergePlan, final_plan
+from shardmake.consolidate.merge import final_plan
+from shardmake.consolidate.merge_plan import MergePlan
 from shardmake.core.units import format_bytes
 
 

@@ -1,157 +1,20 @@
-"""Verify a merged model: its tensors, values, ties, types, index and checksums, in one pass over every byte.
+"""Verify a merged model: its tensors, values, ties, types, index and checksums, in one pass over every byte."""
 
-Optionally compare it with its checkpoint, bit for bit in the model's type.
-"""
-
-import hashlib
-import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from pathlib import Path
 
-from isal.isal_zlib import crc32
-
 from shardmake.checkpoint.formats import huggingface
-from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE, torch_name
-from shardmake.checkpoint.formats.hub_layout import in_hub_layout
-from shardmake.checkpoint.formats.registry import read_model
 from shardmake.consolidate.aux_files import config_folder, read_object, widest
-from shardmake.consolidate.blocks import Block, page_aligned, read_into
-from shardmake.consolidate.jobs import CopyJob, plan_jobs
-from shardmake.consolidate.layout import PlannedShard, PlannedTensor
+from shardmake.consolidate.compare import compare
 from shardmake.consolidate.loading import LoadingReport, check_loading
-from shardmake.consolidate.stream import StreamTask, stream
-from shardmake.consolidate.values import infinite_rows, is_finite
-from shardmake.core.errors import CheckpointError, ModelError
-from shardmake.core.manifest import FileRecord, record
+from shardmake.consolidate.scan import FileScan, scan
+from shardmake.core.errors import ModelError
+from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt, Verification
-
-_BLOCK = 4 << 20
-
-
-@dataclass(frozen=True)
-class FileScan:
-    """The result of one pass over a file."""
-
-    name: str
-    sums: FileRecord
-    tensors: Mapping[str, int] = field(default_factory=dict)
-    """CRC-32 of the bytes of each tensor, by its name."""
-    problems: tuple[str, ...] = ()
-    zero: tuple[str, ...] = ()
-    zero_matrices: tuple[str, ...] = ()
-    infinite_rows: Mapping[str, int] = field(default_factory=dict)
-    """Number of rows of -inf, by the name of the tensor."""
-
-
-def scan(model: Path, workers: int, advance: Callable[[int], None] = lambda _: None) -> list[FileScan]:
-    """Read every file of the folder once: its checksum and, for weights, their values.
-
-    ``advance`` takes the number of bytes of each weight file that was read.
-    """
-    huggingface.read(model)  # raises for a missing or damaged file
-    weights = huggingface.shard_names(model)
-    others = sorted(name for name in _visible_files(model) if name not in {*weights, MODEL_RECEIPT})
-    with ThreadPoolExecutor(workers) as pool:
-        scanned = pool.map(lambda name: _scan_weights(model / name, advance), weights)
-        plain = pool.map(lambda name: FileScan(name, record(model / name)), others)
-        return [*scanned, *plain]
-
-
-def _visible_files(folder: Path) -> Iterator[str]:
-    """Yield the files in ``folder`` and its folders; hidden ones at the top are of a merge in progress."""
-    for top in folder.iterdir():
-        if not top.name.startswith("."):
-            files = [path for path in (top, *top.rglob("*")) if path.is_file()]
-            yield from (str(path.relative_to(folder)) for path in files if not path.name.startswith("."))
-
-
-class _HashingReader:
-    """Reads a file in order; another thread hashes each block while the next one is read and checked."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self.at = path, 0
-        self._file = os.open(path, os.O_RDONLY)
-        self._hash = hashlib.sha256()
-        self._buffers = [page_aligned(_BLOCK), page_aligned(_BLOCK)]
-        self._pool = ThreadPoolExecutor(1)
-        self._hashing = self._pool.submit(lambda: None)
-
-    def __enter__(self) -> "_HashingReader":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-        os.close(self._file)
-
-    def blocks(self, end: int) -> Iterator[Block]:
-        """Yield the bytes up to ``end``; a block is valid until the second block after it."""
-        while self.at < end:
-            self._buffers.reverse()
-            got = read_into(self._buffers[0][: end - self.at], self._file, self.at)
-            if not got:
-                raise CheckpointError(f"{self.path} changed while it was read. Run the command again.")
-            block = self._buffers[0][:got]
-            self._hashing.result()
-            self._hashing = self._pool.submit(self._hash.update, block.data)
-            self.at += got
-            yield block
-
-    def skip(self, end: int) -> None:
-        """Hash the bytes up to ``end`` without returning them."""
-        for _ in self.blocks(end):
-            pass
-
-    def digest(self) -> FileRecord:
-        """Return size and checksum of all bytes so far."""
-        self._hashing.result()
-        return FileRecord(size=self.at, sha256=self._hash.hexdigest())
-
-
-def _scan_weights(path: Path, advance: Callable[[int], None]) -> FileScan:
-    problems: list[str] = []
-    zero: list[StoredTensor] = []
-    infinite: dict[str, int] = {}
-    sums: dict[str, int] = {}
-    with _HashingReader(path) as file:
-        for tensor in sorted(huggingface.read_file(path), key=_start):
-            file.skip(_start(tensor))
-            finite, any_value, sums[tensor.name] = _scan_tensor(file, tensor)
-            advance(tensor.nbytes)
-            rows = 0 if finite else infinite_rows(path, _start(tensor), tensor)
-            if rows is None:
-                problems.append(f"{tensor.name} holds values that are not finite (NaN, or infinity outside of a row)")
-            elif rows:
-                infinite[tensor.name] = rows
-            if not any_value and tensor.numel and tensor.dtype in CONVERTIBLE:
-                zero.append(tensor)
-        file.skip(path.stat().st_size)
-        vectors = tuple(tensor.name for tensor in zero if len(tensor.shape) < 2)
-        matrices = tuple(tensor.name for tensor in zero if len(tensor.shape) > 1)
-        return FileScan(path.name, file.digest(), sums, tuple(problems), vectors, matrices, infinite)
-
-
-def _start(tensor: StoredTensor) -> int:
-    """Return the offset of a tensor of one piece in its file, 0 if it is empty."""
-    return tensor.pieces[0].record.offset + tensor.pieces[0].start if tensor.pieces else 0
-
-
-def _scan_tensor(file: _HashingReader, tensor: StoredTensor) -> tuple[bool, bool, int]:
-    """Return (all values are finite, any value is not zero, CRC-32).
-
-    Bytes that two tensors share count for the first.
-    """
-    finite, crc, end = True, 0, _start(tensor) + tensor.nbytes
-    any_value = file.at >= end
-    for block in file.blocks(end):
-        any_value = any_value or bool(block.any())
-        finite = finite and is_finite(block, tensor.dtype)
-        crc = crc32(block.data, crc)
-    return finite, any_value, crc
 
 
 def verify(
@@ -281,81 +144,3 @@ def _summary(model: Path, contents: Contents, loading: LoadingReport, scans: lis
         files={found.name: found.sums for found in scans},
         compared_with=None,
     )
-
-
-def compare(
-    model: Path,
-    checkpoint: Path,
-    loading: LoadingReport | None = None,
-    *,
-    base: Path | None = None,
-    workers: int = 4,
-    key: str | None = None,
-) -> None:
-    """Read both and compare every stored bit; a tied weight may be stored under either of its names.
-
-    Args:
-        model: The merged model's folder.
-        checkpoint: The checkpoint.
-        loading: What transformers reports of ``model``: its ties and the layout of its weights; None for neither.
-        base: The base model's folder, for the checkpoint of an adapter.
-        workers: Threads.
-        key: Of several models in the checkpoint, the one to compare with. Default: the one in the model's receipt.
-
-    Raises:
-        CheckpointError: A tensor differs, or is in only one of them.
-    """
-    loading = loading or LoadingReport()
-    expected = in_hub_layout(read_model(checkpoint, base=base, key=key or _merged_key(model)), loading.weights)
-    merged = huggingface.read(model).tensors
-    missing = sorted(merged.keys() - expected.tensors.keys() - set(loading.unloaded))
-    left_out = expected.tensors.keys() - merged.keys() - expected.aliases.keys() - {alias for alias, _ in loading.ties}
-    if missing or left_out:
-        raise CheckpointError(
-            f"{model} and {expected.folder} do not hold the same tensors: {[*missing, *sorted(left_out)]}. "
-            "Merge the checkpoint again."
-        )
-    shards = [_as_shard(model / name, expected) for name in huggingface.shard_names(model)]
-    different = _different(shards, model, workers)
-    if different:
-        lines = (f"  {name} differs." for name in sorted(different))
-        raise CheckpointError("\n".join([f"{model} does not equal {expected.folder}:", *lines]))
-
-
-def _merged_key(model: Path) -> str | None:
-    path = model / MODEL_RECEIPT
-    return MergeReceipt.read(path).key if path.is_file() else None
-
-
-def _as_shard(path: Path, expected: Contents) -> PlannedShard:
-    """Return a file of the model as the plan that would have written it."""
-    held = ((merged, expected.tensors.get(merged.name)) for merged in huggingface.read_file(path))
-    planned = tuple(_as_planned(merged, source, path) for merged, source in held if source is not None)
-    return PlannedShard(path.name, b"", planned, path.stat().st_size)
-
-
-def _as_planned(merged: StoredTensor, source: StoredTensor, path: Path) -> PlannedTensor:
-    if merged.shape != source.shape:
-        raise CheckpointError(
-            f"{merged.name} is {list(merged.shape)} in {path}, but {list(source.shape)} in the checkpoint. "
-            "Merge the checkpoint again."
-        )
-    return PlannedTensor(source, merged.dtype, merged.pieces[0].record.offset if merged.pieces else 0)
-
-
-def _different(shards: list[PlannedShard], model: Path, workers: int) -> set[str]:
-    """Return the names of the tensors with a different byte."""
-    found: set[str] = set()
-    for shard, jobs in zip(shards, plan_jobs(shards), strict=True):
-        with (model / shard.name).open("rb") as file:
-            stream([_comparison(job, file.fileno(), found) for job in jobs], workers)
-    return found
-
-
-def _comparison(job: CopyJob, file: int, found: set[str]) -> StreamTask:
-    def put(rows: Block, offset: int, stride: int, target: PlannedTensor) -> None:
-        places = ((row, offset + index * stride) for index, row in enumerate(rows))
-        if any(os.pread(file, len(row), at) != row.tobytes() for row, at in places):
-            found.add(target.tensor.name)
-
-    return StreamTask(job, put, lambda _record, _crc: None)

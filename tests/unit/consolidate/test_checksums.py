@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from shardmake.checkpoint.formats.contents import StoredTensor
-from shardmake.consolidate import merge, writer
+from shardmake.consolidate import merge_plan, output_file, writer
 from shardmake.consolidate.checksums import OutputSums
 from shardmake.consolidate.layout import PlannedTensor
 from shardmake.consolidate.loading import LoadingReport
@@ -41,7 +41,7 @@ def test_sum_is_the_crc32_of_the_tensor_whatever_the_parts(data: st.DataObject) 
 @pytest.fixture(autouse=True)
 def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Write a checkpoint of three matrices, which become a file each."""
-    monkeypatch.setattr(merge, "check_loading", lambda *_: LoadingReport("Tiny"))
+    monkeypatch.setattr(merge_plan, "check_loading", lambda *_: LoadingReport("Tiny"))
     folder = tmp_path / "checkpoint-2"
     folder.mkdir()
     save_file(WEIGHTS, folder / "model.safetensors")
@@ -111,13 +111,13 @@ def test_damaged_journal(checkpoint: Path, tmp_path: Path) -> None:
 def test_bit_that_flips_on_the_way_to_the_disk(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sync = writer.OutputFile.sync
+    sync = output_file.OutputFile.sync
 
-    def damage(self: writer.OutputFile) -> None:
+    def damage(self: output_file.OutputFile) -> None:
         os.pwrite(self._file, b"\x99", os.fstat(self._file).st_size - 2)
         sync(self)
 
-    monkeypatch.setattr(writer.OutputFile, "sync", damage)
+    monkeypatch.setattr(output_file.OutputFile, "sync", damage)
     with pytest.raises(CheckpointError, match=r"model\.safetensors changed after it was written: [abc] is not"):
         consolidate(checkpoint, tmp_path / "model")
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from safetensors.torch import load_file
 
 from shardmake import cli
-from shardmake.consolidate import base_model, merge, verify
+from shardmake.consolidate import base_model, merge, merge_plan, verify
 from shardmake.consolidate.base_model import find_base
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.progress import show_progress
@@ -30,7 +30,7 @@ Run = Callable[..., tuple[int, str]]
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the checkpoint ``run/checkpoint-2`` and the base model ``base``."""
-    for module in (merge, verify):
+    for module in (merge_plan, verify):
         monkeypatch.setattr(module, "check_loading", lambda *_: LoadingReport("Tiny"))
     monkeypatch.chdir(tmp_path)
     for folder in ("run/checkpoint-2", "base"):

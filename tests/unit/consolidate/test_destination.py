@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from shardmake.consolidate import merge, staging
+from shardmake.consolidate import merge, merge_plan, staging
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import ConfigError, ModelError
@@ -18,7 +18,7 @@ from shardmake.core.errors import ConfigError, ModelError
 @pytest.fixture(autouse=True)
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with the checkpoint ``run/checkpoint-2`` and the base model ``base``."""
-    monkeypatch.setattr(merge, "check_loading", lambda *_: LoadingReport("Tiny"))
+    monkeypatch.setattr(merge_plan, "check_loading", lambda *_: LoadingReport("Tiny"))
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
     for folder in ("run/checkpoint-2", "base"):
@@ -124,7 +124,7 @@ def test_folder_that_appears_during_the_copy_is_kept(monkeypatch: pytest.MonkeyP
         Path("model/notes.txt").write_text("x")
         return LoadingReport("Tiny")
 
-    monkeypatch.setattr(merge, "check_loading", check)
+    monkeypatch.setattr(merge_plan, "check_loading", check)
     with pytest.raises(ConfigError, match=r"notes\.txt"):
         run("model")
     assert content(Path("model")) == {"model/notes.txt": b"x"}
@@ -142,7 +142,7 @@ def test_files_are_read_back_while_the_check_is_in_progress(monkeypatch: pytest.
         return scans
 
     monkeypatch.setattr(merge, "scan", scan)
-    monkeypatch.setattr(merge, "check_loading", lambda *_: LoadingReport("Tiny" if read.wait(60) else "late"))
+    monkeypatch.setattr(merge_plan, "check_loading", lambda *_: LoadingReport("Tiny" if read.wait(60) else "late"))
     run("model")
     receipt = json.loads(Path("model/receipt.json").read_text())["verification"]
     assert receipt["architecture"] == "Tiny" and receipt["files"].keys() == {"config.json", "model.safetensors"}
@@ -154,7 +154,7 @@ def test_no_error_leaves_the_staging_folder(error: Exception, monkeypatch: pytes
     def fail(*_: object) -> LoadingReport:
         raise error
 
-    monkeypatch.setattr(merge, "check_loading", fail)
+    monkeypatch.setattr(merge_plan, "check_loading", fail)
     with pytest.raises(type(error)):
         run("model")
     assert sorted(path.name for path in Path().iterdir()) == ["base", "run"]

@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 
 from shardmake.checkpoint.formats.huggingface import read_file
-from shardmake.consolidate import merge, values, verify
+from shardmake.consolidate import merge_plan, values, verify
 from shardmake.consolidate.loading import LoadingReport
 from shardmake.consolidate.merge import consolidate
 from shardmake.core.errors import CheckpointError, ModelError, ShardmakeError
@@ -26,7 +26,7 @@ def report(monkeypatch: pytest.MonkeyPatch) -> None:
         names = {tensor.name for path in folder.glob("*.safetensors") for tensor in read_file(path)}
         return LoadingReport("Tiny", unexpected=tuple(sorted(names - {"w", "v"})))
 
-    for module in (merge, verify):
+    for module in (merge_plan, verify):
         monkeypatch.setattr(module, "check_loading", check)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardmake.checkpoint.formats.dtypes import FROM_TORCH
-from shardmake.checkpoint.formats.pickle_machine import Inert, Name
+from shardmake.checkpoint.formats.pickle_objects import Inert, Name
 from shardmake.checkpoint.formats.unpickle import load_plain
 from shardmake.core.errors import CheckpointError
 

@@ -8,8 +8,8 @@ from shardmake.checkpoint.formats import unpickle
 from shardmake.checkpoint.formats.contents import Contents, StoredTensor, unsharded
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.unpickle import TensorRef, numel
-from shardmake.checkpoint.formats.zero import module_tensors, zero3_buffers, zero3_frozen
 from shardmake.checkpoint.formats.zero_files import load_files, named_folder
+from shardmake.checkpoint.formats.zero_tensors import module_tensors, zero3_buffers, zero3_frozen
 from shardmake.core.errors import CheckpointError
 
 LATEST = "latest_universal"

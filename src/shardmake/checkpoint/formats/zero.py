@@ -1,40 +1,34 @@
-"""Checkpoints of DeepSpeed ZeRO-1, 2 and 3.
+"""Checkpoints of DeepSpeed ZeRO-1, 2 and 3; `zero_tensors` describes where they hold each tensor."""
 
-ZeRO-1 and 2: The optimizer file of rank r holds a slice of each group's flat fp32 vector. The slices of all ranks in
-rank order are the group's parameters in the order of ``param_shapes``. Each parameter is followed by
-``param_alignment_paddings`` elements. The model file holds the whole model in the compute type.
-
-ZeRO-3: Every parameter is divided into world size pieces of ceil(numel / world size) elements, the last ones padded.
-The flat vector of rank r holds its piece of each parameter in the order of ``param_shapes``. With the optimizer on
-NVMe, most of the vector is in swap files (`shardmake.checkpoint.formats.nvme_swap`). Frozen parameters are in the model
-files, divided in the same way.
-"""
-
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.formats.contents import Contents, FlatVector, Piece, StoredTensor, is_extra_state, unsharded
-from shardmake.checkpoint.formats.dtypes import ITEM_SIZE, Target, converted
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.nvme_swap import with_swap_files
-from shardmake.checkpoint.formats.unpickle import TensorRef, numel
+from shardmake.checkpoint.formats.unpickle import TensorRef
 from shardmake.checkpoint.formats.zero_files import (
     ZeroFiles,
     base_optimizer,
     check_same_step,
     load_files,
     named_folder,
-    optimizer_path,
     zero_stage,
+)
+from shardmake.checkpoint.formats.zero_tensors import (
+    is_left_out,
+    module_tensors,
+    zero2_trained,
+    zero3_buffers,
+    zero3_frozen,
+    zero3_trained,
 )
 from shardmake.core.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """Adam's states of a parameter beside the weights."""
-_MIXED = "The files do not belong together. Use another checkpoint."
 
 
 def inner_folder(checkpoint: Path) -> Path:
@@ -81,7 +75,7 @@ def read(folder: Path, target: Target = "keep") -> Contents:
     stage = zero_stage(files)
     if stage == 3:
         files = _with_swapped_groups(files)
-        tensors = [*_zero3_trained(files), *zero3_frozen(files), *zero3_buffers(files)]
+        tensors = [*zero3_trained(files), *zero3_frozen(files), *zero3_buffers(files)]
     else:
         tensors = list(module_tensors(files, target))
     model = files.model[0]
@@ -93,12 +87,8 @@ def read(folder: Path, target: Target = "keep") -> Contents:
         tensors={tensor.name: tensor.check() for tensor in tensors},
         aliases=dict(model.get("shared_params") or {}),
         versions={"deepspeed": str(model.get("ds_version"))},
-        left_out=tuple(name for name, value in model["module"].items() if _is_left_out(name, value)),
+        left_out=tuple(name for name, value in model["module"].items() if is_left_out(name, value)),
     )
-
-
-def _is_left_out(name: str, value: Any) -> bool:
-    return is_extra_state(name) and not isinstance(value, TensorRef)
 
 
 def read_states(folder: Path) -> dict[str, dict[str, StoredTensor]]:
@@ -113,7 +103,7 @@ def read_states(folder: Path) -> dict[str, dict[str, StoredTensor]]:
     check_same_step(files)
     is_stage3 = zero_stage(files) == 3
     files = _with_swapped_groups(files) if is_stage3 else files
-    trained = _zero3_trained if is_stage3 else _zero2_trained
+    trained = zero3_trained if is_stage3 else zero2_trained
     key = "fp32_flat_groups" if is_stage3 else "single_partition_of_fp32_groups"
     kinds = {"fp32": files} | {moment: _with_moment(files, key, moment) for moment in MOMENTS}
     return {kind: {tensor.name: tensor.check() for tensor in trained(held)} for kind, held in kinds.items()}
@@ -148,121 +138,3 @@ def _with_swapped_groups(files: ZeroFiles) -> ZeroFiles:
     return replace(
         files, optimizer=[with_swap_files(files.folder, rank, state, shapes, ranks) for rank, state in states]
     )
-
-
-def module_tensors(files: ZeroFiles, target: Target) -> Iterator[StoredTensor]:
-    """Yield the tensors of ZeRO-1 or 2, from the module if it has type ``target``, otherwise from the fp32 slices.
-
-    Tensors of the module that are in no group are frozen or buffers. ZeRO-1 lists its frozen parameters nowhere else,
-    so DeepSpeed's own tool loses them.
-    """
-    model = files.model[0]
-    aliases = set(model.get("shared_params") or {})
-    module = {name: ref for name, ref in model["module"].items() if name not in aliases and not _is_left_out(name, ref)}
-    others = [name for name, ref in module.items() if not isinstance(ref, TensorRef)]
-    if others:
-        raise CheckpointError(
-            f"Cannot merge {files.folder}. The entry {others[0]} of its module is not a tensor. Use another checkpoint."
-        )
-    trained = {name for group in files.param_shapes for name in group} if files.optimizer else set()
-    if not all(converted("F32", target) == module[name].dtype for name in trained & set(module)):
-        yield from _zero2_trained(files)
-        module = {name: ref for name, ref in module.items() if name not in trained}
-    for name, ref in module.items():
-        yield unsharded(name, ref)
-
-
-def _zero2_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
-    slices = [state["single_partition_of_fp32_groups"] for state in files.optimizer]
-    paddings = files.optimizer[0].get("param_alignment_paddings")
-    for index, shapes in enumerate(files.param_shapes):
-        ranks = [groups[index] for groups in slices]
-        vector = FlatVector(ranks)
-        at = 0
-        for position, (name, shape) in enumerate(shapes.items()):
-            pieces = tuple(vector.pieces(at, numel(shape), 0))
-            _check_slices(files, index, name, pieces)
-            yield StoredTensor(name, ranks[0].dtype, shape, pieces)
-            at += numel(shape) + (paddings[index][position] if paddings else 0)
-        _check_length(files.folder, index, at, vector.numel, 2 * len(ranks))
-
-
-def _check_length(folder: Path, group: int, used: int, held: int, alignment: int) -> None:
-    """Raise `CheckpointError` if a group holds more than its parameters and the padding to 2 x world size."""
-    if math.ceil(used / alignment) != math.ceil(held / alignment):
-        raise CheckpointError(
-            f"Group {group} in {folder} holds {held} elements, but its parameters have {used}. {_MIXED}"
-        )
-
-
-def _check_slices(files: ZeroFiles, group: int, name: str, pieces: Sequence[Piece]) -> None:
-    """Compare ``pieces`` with ``param_slice_mappings``, which records each rank's part of a parameter.
-
-    With round-robin gradients the mappings are ignored: DeepSpeed 0.19 writes them in the order before the shuffle.
-    The vector, ``param_shapes`` and the module follow the order after the shuffle.
-    """
-    zero = (files.model[0].get("ds_config") or {}).get("zero_optimization") or {}
-    if zero.get("round_robin_gradients"):
-        return
-    for state in files.optimizer:
-        mappings = state.get("param_slice_mappings")
-        if not mappings:
-            continue
-        flat = state["single_partition_of_fp32_groups"][group]
-        itemsize = ITEM_SIZE[flat.dtype]
-        by_shape = [(piece.start - flat.offset) // itemsize for piece in pieces if piece.record is flat.record]
-        count = sum(piece.count for piece in pieces if piece.record is flat.record)
-        address = mappings[group].get(name)
-        by_mapping = ([address.start], address.numel) if address is not None else ([], 0)
-        if (by_shape, count) != by_mapping:
-            raise CheckpointError(
-                f"The position of {name} in {flat.record.path} is {by_shape} ({count} elements) by the shapes, but "
-                f"{by_mapping} by param_slice_mappings. {_MIXED}"
-            )
-
-
-def _zero3_trained(files: ZeroFiles) -> Iterator[StoredTensor]:
-    ranks = [FlatVector(state["fp32_flat_groups"]) for state in files.optimizer]
-    dtype = ranks[0].parts[0].dtype if ranks[0].parts else "F32"
-    at = 0
-    for shapes in files.param_shapes:
-        for name, shape in shapes.items():
-            pieces = _zero3_pieces(numel(shape), [partial(_cut, vector, at) for vector in ranks])
-            yield StoredTensor(name, dtype, shape, tuple(pieces))
-            at += math.ceil(numel(shape) / len(ranks))
-    for rank, vector in enumerate(ranks):
-        if vector.numel != at:
-            raise CheckpointError(
-                f"{optimizer_path(files.optimizer[rank])} holds {vector.numel} elements, but the shapes of the "
-                f"parameters need {at}. {_MIXED}"
-            )
-
-
-def _cut(vector: FlatVector, begin: int, count: int, at: int) -> Iterator[Piece]:
-    return vector.pieces(begin, count, at)
-
-
-def _zero3_pieces(elements: int, ranks: Sequence[Callable[[int, int], Iterator[Piece]]]) -> Iterator[Piece]:
-    """Divide a parameter as ZeRO-3 does; each of ``ranks`` yields elements for position ``at`` of the tensor."""
-    size = math.ceil(elements / len(ranks))
-    for rank, cut in enumerate(ranks):
-        count = min(size, elements - rank * size)
-        if count > 0:
-            yield from cut(count, rank * size)
-
-
-def zero3_frozen(files: ZeroFiles) -> Iterator[StoredTensor]:
-    """Yield the frozen parameters of ZeRO-3."""
-    for name, shape in (files.model[0].get("frozen_param_shapes") or {}).items():
-        fragments = [state["frozen_param_fragments"][name] for state in files.model]
-        ranks = [partial(_cut, FlatVector([fragment]), 0) for fragment in fragments]
-        yield StoredTensor(name, fragments[0].dtype, shape, tuple(_zero3_pieces(numel(shape), ranks)))
-
-
-def zero3_buffers(files: ZeroFiles) -> Iterator[StoredTensor]:
-    """Yield the buffers of ZeRO-3, and the tensors that modules saved as their extra state."""
-    module = files.model[0]["module"]
-    buffers = files.model[0].get("buffer_names") or ()
-    extra = (name for name, value in module.items() if is_extra_state(name) and isinstance(value, TensorRef))
-    for name in (*buffers, *extra):
-        yield unsharded(name, module[name])

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint.formats import unpickle
-from shardmake.checkpoint.formats.pickle_machine import Inert
+from shardmake.checkpoint.formats.pickle_objects import Inert
 from shardmake.checkpoint.formats.torch_zip_reader import read_record
 from shardmake.checkpoint.formats.unpickle import TensorRef
 from shardmake.checkpoint.formats.zero_values import check_model, check_optimizer

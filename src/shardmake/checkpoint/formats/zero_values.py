@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from shardmake.checkpoint.formats.pickle_machine import Inert
+from shardmake.checkpoint.formats.pickle_objects import Inert
 from shardmake.checkpoint.formats.unpickle import TensorRef
 from shardmake.core.errors import CheckpointError
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from shardmake.checkpoint.formats.pickle_machine import Inert, PickleError, PickleMachine
+from shardmake.checkpoint.formats.pickle_machine import PickleMachine
+from shardmake.checkpoint.formats.pickle_objects import Inert, PickleError
 
 VALUE = {
     "none": None,

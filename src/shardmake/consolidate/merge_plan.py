@@ -1,0 +1,207 @@
+"""The plan of a merge: the checkpoint, the base model, and the output files."""
+
+import logging
+import shutil
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shardmake.checkpoint.formats import huggingface, lora
+from shardmake.checkpoint.formats.contents import Contents, StoredTensor
+from shardmake.checkpoint.formats.dtypes import Target, check_target
+from shardmake.checkpoint.formats.hub_layout import HubWeight, in_hub_layout
+from shardmake.checkpoint.formats.huggingface import ADAPTER, MODEL, WeightFiles
+from shardmake.checkpoint.formats.registry import read_checkpoint, read_model
+from shardmake.consolidate.allowed import Allowed
+from shardmake.consolidate.aux_files import config_folder, copy_aux_files
+from shardmake.consolidate.destination import check_destination, checkpoint_folders
+from shardmake.consolidate.layout import PlannedShard, index_json, plan_shards
+from shardmake.consolidate.loading import LoadingReport, check_loading
+from shardmake.consolidate.source_checks import SourceReport, check_source
+from shardmake.consolidate.tied_weights import without_aliases
+from shardmake.core.atomic import write_json
+from shardmake.core.errors import CheckpointError, ConfigError
+from shardmake.core.units import parse_size
+from shardmake.run.model_class import ModelClass
+
+logger = logging.getLogger(__name__)
+_MAX_LINES = 20
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """The checkpoint to merge, the base model's folder, and the output files."""
+
+    contents: Contents
+    base: Path | None
+    dtype: Target
+    files: WeightFiles
+    max_shard_size: int
+    stored: dict[str, StoredTensor]
+    shards: list[PlannedShard]
+    raw: bool = False
+    """Write weights alone, under the checkpoint's own names, without a check with transformers."""
+    source: SourceReport = field(default_factory=SourceReport)
+    allow: tuple[Allowed, ...] = ()
+    key: str | None = None
+
+    @classmethod
+    def of(cls, contents: Contents, base: Path | None, dtype: Target, files: WeightFiles, size: int) -> "MergePlan":
+        """Plan the merge of every tensor that is not an alias."""
+        stored = {name: tensor for name, tensor in contents.tensors.items() if name not in contents.aliases}
+        shards = plan_shards(stored.values(), dtype, size, files)
+        if files == ADAPTER and len(shards) > 1:  # PEFT reads one file
+            shards = plan_shards(stored.values(), dtype, sum(shard.size for shard in shards), files)
+        return cls(contents, base, dtype, files, size, stored, shards)
+
+    @property
+    def sources(self) -> list[Path]:
+        """Folders to search for the config, in order: those of the checkpoint, the base model's folder."""
+        return [*checkpoint_folders(self.contents), *([self.base] if self.base is not None else [])]
+
+    @property
+    def is_adapter(self) -> bool:
+        """True if an adapter is written alone."""
+        return self.files == ADAPTER
+
+    def in_layout(self, weights: Iterable[HubWeight]) -> "MergePlan":
+        """Return the plan that writes ``weights`` in place of the parameters that hold them."""
+        contents = in_hub_layout(self.contents, weights)
+        return self if contents.tensors.keys() == self.contents.tensors.keys() else self._of(contents)
+
+    def _of(self, contents: Contents) -> "MergePlan":
+        """Return the plan of the same merge with other tensors."""
+        plan = MergePlan.of(contents, self.base, self.dtype, self.files, self.max_shard_size)
+        return replace(plan, raw=self.raw, source=self.source, allow=self.allow, key=self.key)
+
+    def with_unloaded(self, names: Iterable[str]) -> "MergePlan":
+        """Return the plan that also copies the base model's weights ``names``, which its class does not load."""
+        missing = [name for name in names if name not in self.contents.tensors]
+        if self.is_adapter or self.base_weights is None or not missing:
+            return self
+        held = huggingface.read(self.base_weights).tensors
+        return self._of(
+            self.contents.with_tensors([*self.contents.tensors.values(), *(held[name] for name in missing)])
+        )
+
+    def without_ties(self, loading: LoadingReport) -> "MergePlan":
+        """Return the plan in which each weight that transformers reports as tied is stored once."""
+        self.check(loading)
+        stored = without_aliases(self.stored, loading.ties)
+        if stored.keys() == self.stored.keys():
+            return self
+        shards = plan_shards(stored.values(), self.dtype, self.max_shard_size, self.files)
+        return replace(self, stored=stored, shards=shards)
+
+    @property
+    def base_weights(self) -> Path | None:
+        """The base model's folder if its weights are there."""
+        return self.base if self.base is not None and huggingface.recognise(self.base) else None
+
+    def matches_base(self) -> bool:
+        """Return True if the base model's files hold the same tensors, so that no tied weight is stored twice.
+
+        Copying can then start before transformers, which takes seconds, has confirmed it.
+        """
+        if self.base is None or self.is_adapter or huggingface.find_weight_files(self.base) != MODEL:
+            return False
+        if not all((self.base / name).is_file() for name in huggingface.shard_names(self.base)):
+            return False  # only the small files were fetched
+        base = {name: tensor.shape for name, tensor in huggingface.read(self.base).tensors.items()}
+        return base == {name: tensor.shape for name, tensor in self.stored.items()}
+
+    def check_skeleton(self, skeleton: Path, trust_remote_code: bool, model_class: ModelClass | None) -> LoadingReport:
+        """Load files with the headers of the merged model and without its bytes, and report what transformers finds.
+
+        This detects a checkpoint of another model before any weight is copied. The verification at the end sees the
+        same headers and need not load them again.
+        """
+        if self.raw:
+            return LoadingReport(ties=tuple(sorted(self.contents.aliases.items())))
+        shutil.rmtree(skeleton, ignore_errors=True)
+        try:
+            self.write_small_files(skeleton, trust_remote_code)
+            for shard in self.shards:
+                with (skeleton / shard.name).open("wb") as file:
+                    file.truncate(shard.size)
+                    file.write(shard.header)
+            base = config_folder(self.sources) if self.is_adapter else None
+            return check_loading(skeleton, trust_remote_code, base, self.base_weights, model_class)
+        finally:
+            shutil.rmtree(skeleton, ignore_errors=True)
+
+    def check(self, loading: LoadingReport) -> None:
+        """Raise `CheckpointError` if transformers reports a problem."""
+        problems = loading.problems(self.accepted(loading))
+        if problems:
+            if set(loading.unexpected) - set(self.accepted(loading)):
+                problems.insert(0, "To keep tensors that the class does not have, add --allow unexpected")
+            rest = len(problems) - _MAX_LINES
+            more = [f"... and {rest} more"] if rest > 0 else []
+            lines = (f"  {line}." for line in [*problems[:_MAX_LINES], *more])
+            headline = f"{self.contents.folder} does not fit the model's config.json:"
+            raise CheckpointError("\n".join([headline, *lines]))
+
+    def accepted(self, loading: LoadingReport) -> Collection[str]:
+        """Return the tensors that are kept although the model's class does not have them."""
+        return loading.unexpected if "unexpected" in self.allow else ()
+
+    def write_small_files(self, folder: Path, code: bool) -> list[str]:
+        """Write config, tokenizer, index and the like, with ``code`` the base model's code; return what is not its own.
+
+        Raises:
+            ModelError: There is no config.json, or a file cannot be copied.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        if len(self.shards) > 1:
+            write_json(folder / self.files.index, index_json(self.shards))
+        if self.raw:
+            return []
+        dtypes = (planned.dtype for shard in self.shards for planned in shard.tensors)
+        adapter = lora.config_file(self.contents.folder) if self.is_adapter else None
+        trained = checkpoint_folders(self.contents)
+        return copy_aux_files(self.base, trained, folder, dtypes, adapter=adapter, code=code)
+
+    def check_destination(self, out: Path, *, overwrite: bool) -> None:
+        """Raise `ConfigError` if ``out`` must not be replaced; see `destination.check_destination`."""
+        protected = dict.fromkeys(checkpoint_folders(self.contents), "the checkpoint")
+        if self.base is not None:
+            protected[self.base] = "the base model"
+        check_destination(out, protected, overwrite=overwrite)
+
+
+def plan_merge(
+    checkpoint: Path,
+    base: Path | None = None,
+    dtype: Target = "keep",
+    *,
+    adapter: bool = False,
+    max_shard_size: str = "5GB",
+    raw: bool = False,
+    allow: Collection[Allowed] = (),
+    key: str | None = None,
+) -> MergePlan:
+    """Read the checkpoint and plan the merge that `consolidate` does with these arguments.
+
+    Raises:
+        ShardmakeError: The checkpoint cannot be merged, or the arguments contradict each other.
+    """
+    check_target(dtype)
+    size = parse_size(max_shard_size)
+    if raw and (base is not None or adapter):
+        raise ConfigError("A raw merge writes the checkpoint's own weights. Leave out --base and --adapter, or --raw.")
+    contents = read_checkpoint(checkpoint, dtype, key) if raw else read_model(checkpoint, dtype, base, adapter, key)
+    for note in contents.notes:
+        logger.warning("Skipped a newer checkpoint: %s", note)
+    source = check_source(contents, allow)
+    contents = replace(contents, step=source.step if contents.step is None else contents.step)
+    step = "" if contents.step is None else f", step {contents.step}"
+    logger.info("Merging %s: %s%s, %d tensors.", contents.folder, contents.format, step, len(contents.tensors))
+    for warning in source.warnings:
+        logger.warning(warning)
+    if base is None and not raw:
+        logger.warning(
+            "No base model is named: the model gets no tokenizer, generation config or licence. Name one with --base."
+        )
+    plan = MergePlan.of(contents, base, dtype, ADAPTER if adapter else MODEL, size)
+    return replace(plan, raw=raw, source=source, allow=tuple(allow), key=key)
