@@ -168,5 +168,5 @@ def test_a_pass_that_does_not_fit_is_named(rows: list[int], error: type[Exceptio
 
 def test_lengths_do_not_hide_behind_the_bucket_borders() -> None:
     found = score(make_network(), [make_example(length, 1) for length in (128, 129)], [[0, 1]])
-    assert [bucket.tokens for bucket in found.buckets[:2]] == [127, 128]
+    assert [bucket.tokens for bucket in found.bins[:2]] == [127, 128]
     assert scores.BUCKETS[0] == 128
