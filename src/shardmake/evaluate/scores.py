@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from shardmake.core.errors import DataError, ModelError
 from shardmake.run.evaluation import LengthScore, ModelScore, SourceScore
+from shardmake.run.gpu_memory import is_full_gpu
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -145,11 +146,11 @@ def score(
 @contextmanager
 def smaller_after_out_of_memory(sequences: int, length: int) -> Iterator[None]:
     """Turn CUDA's out-of-memory error in a pass into the errors of `score`."""
-    import torch
-
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not is_full_gpu(error):
+            raise
         if sequences > 1:
             raise PassOutOfMemoryError(sequences * length) from error
         raise ModelError(

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from shardmake.run.attempt import RankError
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.gpu_memory import FULL_GPU
 
 
 class ErrorText(NamedTuple):
@@ -74,19 +75,13 @@ _FABRIC = (
     "NVLink SHARP of the node does not work. Report the node. Without NVLink SHARP (NCCL_NVLS_ENABLE: 0 in env of the "
     "cluster file) training works, with less bandwidth."
 )
-# In the network check no memory of the run is in use, so that a fallback to less memory would not help.
-_GPU_MEMORY = (
-    r"^(?!NetworkCheckError).*(OutOfMemoryError|(CUDA|HIP|driver)\]?( error)?:? out of memory"
-    r"|failure \d* ?'out of memory'|Failed to CUDA (c|m)alloc|(CUBLAS|CUDNN|CUSOLVER|CUSPARSE)_STATUS_ALLOC_FAILED"
-    r"|NVML_SUCCESS == r|_STATUS_\w+,? when calling .?cu[a-zA-Z]+Create\b|CUDNN_STATUS_NOT_INITIALIZED"
-    r"|(CUDA|HIP)_ERROR_OUT_OF_MEMORY|cudaErrorMemoryAllocation|hipErrorOutOfMemory)"
-)
 ERROR_TEXTS = (
     *(ErrorText(EndReason.SETUP, pattern, advice) for pattern, advice in _SETUP.items()),
     ErrorText(EndReason.DISK_FULL, r"^DiskFullError|No space left on device|Disk quota exceeded"),
     ErrorText(EndReason.PREFLIGHT, r"^NetworkCheckError: Rank"),
     ErrorText(EndReason.HOST_OUT_OF_MEMORY, r"CUDA error: out of memory.*\nin pin_memory$"),
-    ErrorText(EndReason.GPU_OUT_OF_MEMORY, _GPU_MEMORY),
+    # In the network check no memory of the run is in use, so that a fallback to less memory would not help.
+    ErrorText(EndReason.GPU_OUT_OF_MEMORY, rf"^(?!NetworkCheckError).*({FULL_GPU})"),
     ErrorText(EndReason.NODE_FAILURE, "Fabric Manager", _FABRIC),
     ErrorText(
         EndReason.NODE_FAILURE,

@@ -152,10 +152,17 @@ def test_passes_are_bounded_by_their_tokens(tokens: int, ranks: int) -> None:
         assert len(passes) == ranks, "few sequences are shared by all ranks"
 
 
+TRITON = RuntimeError("Triton Error [CUDA]: out of memory")
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+
+
+@pytest.mark.parametrize("raised_on_gpu", [torch.OutOfMemoryError("Tried to allocate 8.00 GiB."), TRITON, CUBLAS])
 @pytest.mark.parametrize(("rows", "error"), [([0, 2], PassOutOfMemoryError), ([0], ModelError)])
-def test_a_pass_that_does_not_fit_is_named(rows: list[int], error: type[Exception], monkeypatch: Any) -> None:
+def test_a_pass_that_does_not_fit_is_named(
+    rows: list[int], error: type[Exception], raised_on_gpu: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 8.00 GiB.")
+        raise raised_on_gpu
 
     monkeypatch.setattr(losses, "_cross_entropy", full)
     with pytest.raises(error) as raised:
@@ -164,6 +171,15 @@ def test_a_pass_that_does_not_fit_is_named(rows: list[int], error: type[Exceptio
         assert raised.value.tokens == 60
     else:
         assert "one sequence of 30 tokens" in str(raised.value) and "evaluation.backend" in str(raised.value)
+
+
+def test_another_error_of_a_pass_is_not_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("CUDA error: device-side assert triggered")
+
+    monkeypatch.setattr(losses, "_cross_entropy", fail)
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        score(make_network(), EXAMPLES, [[0, 2]])
 
 
 def test_lengths_do_not_hide_behind_the_bucket_borders() -> None:
