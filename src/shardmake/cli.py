@@ -18,7 +18,7 @@ from shardmake.config.attention import Attention
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved
-from shardmake.config.models import Cluster, Method, Optimizer, Precision, Run, Strategy
+from shardmake.config.models import Cluster, GradientDtype, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
@@ -146,7 +146,12 @@ def estimate(
     method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
     lora_rank: Annotated[int, typer.Option(help="Rank of the adapters.")] = 16,
     lora_targets: Annotated[str, typer.Option(help="Layers with adapters, such as q_proj,v_proj.")] = "all-linear",
+    lora_dropout: Annotated[float, typer.Option(help="Dropout before the adapters.")] = 0.0,
+    accumulation: Annotated[int, typer.Option(help="Micro batches per optimizer step.")] = 1,
     weights: Annotated[Weights | None, typer.Option(help="Data type of the trainable weights.")] = None,
+    gradient_dtype: Annotated[
+        GradientDtype, typer.Option(help="Type in which gradients are accumulated and reduced.")
+    ] = "auto",
     loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
     fsdp_version: Annotated[int, typer.Option(help="FSDP version for the fsdp strategies.", min=1, max=2)] = 2,
     host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB. Default: no limit.")] = None,
@@ -159,6 +164,9 @@ def estimate(
     deepspeed_config: Annotated[
         str | None, typer.Option(help="Your own DeepSpeed file; its stage, offload and sizes count.")
     ] = None,
+    stack: Annotated[
+        str, typer.Option(help="Other libraries, such as transformers=4.38,peft=0.9. Default: the installed ones.")
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, sizes in bytes.")] = False,
     explain: Annotated[
         bool, typer.Option(help="Print the numbers that went in, and every term with its formula or source.")
@@ -195,7 +203,10 @@ def estimate(
         method=method,
         lora_rank=lora_rank,
         lora_targets=lora_targets,
+        lora_dropout=lora_dropout,
+        accumulation=accumulation,
         weights=weights,
+        gradient_dtype=gradient_dtype,
         loss=loss,
         fsdp_version=1 if fsdp_version == 1 else 2,
         host_memory=host_memory,
@@ -204,6 +215,7 @@ def estimate(
         trust_remote_code=trust_remote_code,
         probe=probe,
         deepspeed_config=deepspeed_config,
+        stack=stack,
         inter_node_gbps=inter_node_gbps,
     )
     if deepspeed_table:

@@ -12,6 +12,7 @@ from shardmake.config.load import parse_section
 from shardmake.config.models import (
     STRATEGIES,
     Cluster,
+    GradientDtype,
     Lora,
     Method,
     Optimizer,
@@ -28,7 +29,7 @@ from shardmake.memory.calibration import Calibration
 from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
-from shardmake.memory.scenario import LibraryBehavior
+from shardmake.memory.stack import parse_stack
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
@@ -68,7 +69,11 @@ class EstimateRequest:
     method: Method = "full"
     lora_rank: int = 16
     lora_targets: str = "all-linear"
+    lora_dropout: float = 0.0
+    accumulation: int = 1
+    """Micro batches per optimizer step."""
     weights: Literal["bf16", "fp32"] | None = None
+    gradient_dtype: GradientDtype = "auto"
     loss: LossKind = "plain"
     fsdp_version: Literal[1, 2] = 2
     host_memory: float | None = None
@@ -77,6 +82,8 @@ class EstimateRequest:
     trust_remote_code: bool = False
     probe: bool = False
     deepspeed_config: str | None = None
+    stack: str = ""
+    """Versions of the libraries, as `shardmake.memory.stack.parse_stack` takes them; empty: the installed ones."""
     inter_node_gbps: float | None = None
     """GB/s between nodes; None: the default of a cluster file."""
 
@@ -139,11 +146,8 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     request = replace(request, sequence_length=settings.run.sequence_length)
     if request.probe:
         calibration.keep(settings.hardware.accelerator.name, probe(settings.model))
-    possible = sorted(
-        choices(settings, _strategies(request, settings.run)), key=lambda choice: not choice.gradient_checkpointing
-    )
     planner = CachedPlanner(settings)
-    rows = planner.simulate_all(possible)
+    rows = candidates(request, planner)
     measured = calibration.read(settings.hardware.accelerator.name)
     result = EstimateResult(
         request, settings.model, settings.split, tuple(rows), measured=measured, inputs=tuple(_inputs(settings))
@@ -153,6 +157,13 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     choice, _ = choose(rows, planner)
     fallbacks, _ = find_fallbacks(choice, rows, planner)
     return replace(result, choice=choice, reason=reason_of(choice, rows, fallbacks))
+
+
+def candidates(request: EstimateRequest, planner: CachedPlanner) -> list[Candidate]:
+    """Return each strategy that ``request`` names or leaves open, simulated."""
+    settings = planner.settings
+    possible = choices(settings, _strategies(request, settings.run))
+    return planner.simulate_all(sorted(possible, key=lambda choice: not choice.gradient_checkpointing))
 
 
 def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
@@ -194,13 +205,21 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
 
 def resolve_request(request: EstimateRequest) -> ResolvedRun:
     """Return the run and the cluster that ``request`` describes, as the planner takes them."""
-    behavior = LibraryBehavior(liger_layers=request.loss == "fused")
+    stack = parse_stack(request.stack)
     run = _run(request)
     check_refused(read_user_files(run), run)
     settings = resolve(run, _cluster(request))
     fastest = settings.abilities.best_attention(kernels_of(settings.hardware, settings.precision), packing=False)
     attention = request.attention or fastest
-    return replace(settings, attention=attention, weights=request.weights or "fp32", behavior=behavior)
+    return replace(
+        settings,
+        attention=attention,
+        weights=request.weights or "fp32",
+        adapter_weights=stack.adapter_weights(settings.precision),
+        masked=stack.mask != "none",
+        loads_on_gpu=stack.load != "host",
+        behavior=stack.behavior(fused_loss=request.loss == "fused"),
+    )
 
 
 def _run(request: EstimateRequest) -> Run:
@@ -214,17 +233,22 @@ def _run(request: EstimateRequest) -> Run:
             "trust_remote_code": request.trust_remote_code,
             "data": {"train": "train.jsonl"},
             "sequence_length": request.sequence_length or _default_length(request),
-            "global_batch_size": request.nodes * request.gpus_per_node * request.micro_batch,
+            "global_batch_size": request.nodes * request.gpus_per_node * request.micro_batch * request.accumulation,
             "micro_batch_size": request.micro_batch,
             "max_steps": 1,
             "learning_rate": 1e-4,
             "optimizer": request.optimizer,
             "precision": request.precision,
+            "gradient_dtype": request.gradient_dtype,
             "attention": request.attention or "auto",
             "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
             "loss": "plain" if request.loss == "plain" else "fused",
             "method": request.method,
-            "lora": {"rank": request.lora_rank, "targets": targets if targets == "all-linear" else _words(targets)},
+            "lora": {
+                "rank": request.lora_rank,
+                "targets": targets if targets == "all-linear" else _words(targets),
+                "dropout": request.lora_dropout,
+            },
             "nodes": request.nodes,
             "fsdp_version": request.fsdp_version,
             "deepspeed_config": request.deepspeed_config,
@@ -264,14 +288,17 @@ def _words(text: str) -> list[str]:
 
 
 def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
-    """Return the strategies that the user named, in the order of the table; none for all that the planner considers."""
+    """Return the strategies that the user named, in the order of the table; none for all that the planner considers.
+
+    Other libraries may train what the installed ones cannot, so a named strategy is not refused for them.
+    """
     for name in request.strategies:
         if name not in STRATEGIES:
             raise ConfigError(
                 f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {', '.join(STRATEGIES)}."
             )
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
-    for strategy in named:
+    for strategy in () if request.stack else named:
         check_strategy(run, strategy)
     return named
 
@@ -282,6 +309,7 @@ _COUNTS: dict[str, tuple[type[Section], str]] = {
     "sequence_length": (Run, "sequence_length"),
     "micro_batch": (Run, "global_batch_size"),
     "lora_rank": (Lora, "rank"),
+    "accumulation": (Run, "global_batch_size"),
 }
 """The key of the configuration that limits each option."""
 

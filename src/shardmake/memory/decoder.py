@@ -211,8 +211,9 @@ class _DecoderStep:
         )
         if scenario.sequence_parallel > 1:
             query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
-        masked = scenario.attention == "sdpa" and scenario.masked
-        if masked or scenario.behavior.expands_keys:
+        is_sdpa = scenario.attention == "sdpa"
+        masked = is_sdpa and scenario.masked
+        if masked or (is_sdpa and scenario.behavior.expands_keys):
             key, value = self._repeat(key), self._repeat(value)
         mask = scenario.micro_batch * scenario.sequence_length**2 if masked else 0
         out = size_tensors.fused_attention(
@@ -220,7 +221,7 @@ class _DecoderStep:
         )
         if scenario.sequence_parallel > 1:
             out = self._exchange(out)
-        return size_tensors.copy(out) if scenario.behavior.copies_attention else out
+        return size_tensors.copy(out) if is_sdpa and scenario.behavior.copies_attention else out
 
     def _exchange(self, tensor: SizeTensor) -> SizeTensor:
         """Run Ulysses' exchange of tokens and heads: a contiguous copy, the all-to-all, a copy in the kernel's order.

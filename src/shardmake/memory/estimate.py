@@ -134,7 +134,7 @@ def outside(scenario: Scenario) -> int:
     """Return the bytes on the device outside the allocator."""
     if scenario.on_cpu:
         return 0
-    talks = scenario.world_size > 1 and scenario.behavior.nccl
+    talks = scenario.world_size > 1
     measured = scenario.calibration
     if measured is None:
         return states.CONTEXT + (states.NCCL if talks else 0)

@@ -14,18 +14,21 @@ BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 
 @dataclass(frozen=True)
 class LibraryBehavior:
-    """Differences between versions of the libraries; the defaults are transformers 5 and its Trainer."""
+    """Differences between versions of the libraries; the defaults are transformers 5 and its Trainer.
+
+    `shardmake.memory.stack` derives them from versions.
+    """
 
     keeps_output: bool = False
     """The training loop keeps the model's output during the backward pass."""
     returns_wide_logits: bool = False
-    """Logits are returned in fp32 (transformers before 4.45)."""
+    """Logits are returned in fp32 (transformers before 4.46)."""
     keeps_logits_narrow: bool = False
     """Only autocast casts logits to fp32 for the loss, not the model (custom code such as Qwen 1's)."""
     copies_shifted_logits: bool = False
-    """The loss makes a contiguous copy of the shifted logits (transformers before 4.48)."""
+    """The loss makes a contiguous copy of the shifted logits (transformers before 4.49)."""
     expands_keys: bool = False
-    """SDPA gets repeated keys and values (transformers before 4.48)."""
+    """SDPA gets repeated keys and values (transformers before 4.54)."""
     copies_attention: bool = False
     """SDPA's output is copied to be contiguous (transformers before 4.48)."""
     foreach_optimizer: bool = False
@@ -40,8 +43,6 @@ class LibraryBehavior:
     """A 16-bit precision uses autocast; without it the type of the trained weights is used."""
     widens_frozen: bool = True
     """QLoRA's weights that are not in 4 bits are cast to fp32 (PEFT's ``prepare_model_for_kbit_training``)."""
-    nccl: bool = True
-    """Ranks communicate over NCCL, whose buffers are outside the allocator."""
 
 
 @dataclass(frozen=True)

@@ -148,7 +148,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         accumulation=choice.gradient_accumulation_steps,
         checkpointing=choice.gradient_checkpointing,
         attention=settings.attention,
-        masked=settings.attention == "sdpa" and choice.sequence_parallel == 1,
+        masked=settings.attention == "sdpa" and settings.masked and choice.sequence_parallel == 1,
         precision=choice.precision,
         gradient_dtype=choice.gradients,
         tf32=run.tf32,
@@ -159,10 +159,14 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         lora_rank=run.lora.rank,
         lora_targets=run.lora.targets if isinstance(run.lora.targets, str) else tuple(run.lora.targets),
         lora_dropout=run.lora.dropout,
+        adapter_weights=settings.adapter_weights,
         on_cpu=settings.hardware.is_cpu,
         checkpoint_in_memory=run.checkpoints.asynchronous and settings.cluster.scratch_in_memory,
         gathers_on_save=run.script is not None,
-        loads_on_gpu=not settings.hardware.is_cpu and run.script is None and choice.loads_on_gpu(run.method),
+        loads_on_gpu=settings.loads_on_gpu
+        and not settings.hardware.is_cpu
+        and run.script is None
+        and choice.loads_on_gpu(run.method),
         gpu_memory=settings.hardware.gpu_memory,
         fsdp_version=run.fsdp_version,
         behavior=settings.behavior,

@@ -10,23 +10,14 @@ import pytest
 from shardmake.plan.family_errors import FAMILY_ERRORS
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "memory_accuracy.txt"
-ROW = re.compile(r"A-? +(.{26}) (.{34}) s=\S+ +b=\S+ +(\w+) +[\d.]+ +[\d.]+ +([+-][\d.]+) %")
-
-
-def family(strategy: str) -> str:
-    if "offload" in strategy:
-        return "offloaded"
-    if "QLo" in strategy:
-        return "quantized"
-    return "unsharded" if "single GPU" in strategy or "NO_SHARD" in strategy else "sharded"
+FAMILIES = "|".join(FAMILY_ERRORS)
+ROW = re.compile(rf"A-? +.{{26}} .{{34}} s=\S+ +b=\S+ +({FAMILIES}) +\w+ +[\d.]+ +[\d.]+ +([+-][\d.]+) %")
 
 
 def test_the_table_is_that_of_the_benchmark() -> None:
-    """Rows of one layer, of host memory and without a model are no trainings."""
     errors = defaultdict(list)
-    for model, strategy, figure, error in ROW.findall(RESULT.read_text()):
-        if figure in ("device", "reserved") and "(none)" not in model:
-            errors[family(strategy)].append(float(error))
+    for family, error in ROW.findall(RESULT.read_text()):
+        errors[family].append(float(error))
     assert set(errors) == set(FAMILY_ERRORS)
     for name, found in errors.items():
         more = sorted(max(0.0, -error) for error in found)

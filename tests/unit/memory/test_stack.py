@@ -1,0 +1,66 @@
+"""Library versions as input of the estimate."""
+
+import pytest
+
+from shardmake.core.errors import ConfigError
+from shardmake.memory.scenario import LibraryBehavior
+from shardmake.memory.stack import parse_stack
+
+
+def test_the_installed_libraries_are_the_default() -> None:
+    assert parse_stack("").behavior(fused_loss=True) == LibraryBehavior()
+    assert parse_stack("").adapter_weights("bf16") == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("version", "wide", "copied", "expanded"),
+    [
+        ("4.45.2", True, True, True),
+        ("4.46.0", False, True, True),
+        ("4.48.3", False, True, True),
+        ("4.49.0", False, False, True),
+        ("4.54.0", False, False, False),
+        ("5.0", False, False, False),
+    ],
+)
+def test_logits_and_keys_follow_the_version_of_transformers(
+    version: str, wide: bool, copied: bool, expanded: bool
+) -> None:
+    behavior = parse_stack(f"transformers={version}").behavior()
+    found = behavior.returns_wide_logits, behavior.copies_shifted_logits, behavior.expands_keys
+    assert found == (wide, copied, expanded)
+
+
+def test_code_of_its_own_keeps_logits_narrow() -> None:
+    behavior = parse_stack("transformers=4.32, logits=own").behavior()
+    assert behavior.keeps_logits_narrow and behavior.copies_shifted_logits and not behavior.returns_wide_logits
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [("peft=0.6.2", "fp32"), ("peft=0.9", "bf16"), ("peft=0.11.1", "fp32"), ("peft=0.9,adapters=fp32", "fp32")],
+)
+def test_the_type_of_adapters_follows_the_version_of_peft(text: str, dtype: str) -> None:
+    assert parse_stack(text).adapter_weights("bf16") == dtype
+
+
+def test_the_optimizer_is_fused_from_torch_2_8_and_transformers_4_55_on() -> None:
+    fused = {text: not parse_stack(text).behavior().foreach_optimizer for text in ("torch=2.7", "transformers=4.54")}
+    assert not any(fused.values())
+    assert not parse_stack("torch=2.8,transformers=4.55").behavior().foreach_optimizer
+    assert parse_stack("optimizer=foreach").behavior().foreach_optimizer
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("transformer=4.38", "Did you mean 'transformers'?"),
+        ("torch=new", "It is not a version"),
+        ("kbit=no", "Write one of widened, plain"),
+        ("torch", "It is not a version"),
+    ],
+)
+def test_other_entries_are_refused(text: str, part: str) -> None:
+    with pytest.raises(ConfigError, match="--stack has an unknown") as caught:
+        parse_stack(text)
+    assert part in str(caught.value)
