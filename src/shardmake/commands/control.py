@@ -3,10 +3,12 @@
 import contextlib
 import os
 import signal
+from collections.abc import Callable, Sequence
 
 from shardmake.commands.training_state import living_driver, query_queue
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError, SlurmError
+from shardmake.core.units import numbered
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState
@@ -14,6 +16,29 @@ from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.paths import RunDir, short_path
 
 _FINISHED = (JobState.ENDED, JobState.GONE)
+
+
+def for_each(rundirs: Sequence[RunDir], action: Callable[[RunDir], str]) -> str:
+    """Do ``action`` for every run, and return a line for each.
+
+    A run for which there is nothing to do has its reason there. Raises `ConfigError` if that is so for all runs, and
+    `SlurmError`, after the last run, if Slurm refused one.
+    """
+    lines, refused, done = list[str](), False, False
+    for rundir in rundirs:
+        try:
+            lines.append(action(rundir))
+            done = True
+        except ConfigError as nothing:
+            lines.append(str(nothing))
+        except SlurmError as error:
+            lines.append(str(error))
+            refused = True
+    if refused:
+        raise SlurmError("\n".join(lines))
+    if not done:
+        raise ConfigError("\n".join(lines))
+    return "\n".join(lines)
 
 
 def request_stop(rundir: RunDir) -> str:
@@ -69,15 +94,13 @@ def _interrupt(rundir: RunDir, job: str) -> None:
         os.kill(int(job.partition("@")[0]), signal.SIGINT)
 
 
-def read_logs(rundir: RunDir, rank: int | None, lines: int) -> str:
-    """Return the end of the logs of the last attempt: at most ``lines`` of each node, with ``rank`` only of this rank.
+def read_logs(rundir: RunDir, rank: int | None, lines: int, attempt: int | None = None) -> str:
+    """Return the end of the logs of an attempt, the last one if it is None: at most ``lines`` of each node.
 
-    Raises `ConfigError` if there is no attempt, or no line and no error of the rank.
+    With ``rank`` only the lines of this rank. Raises `ConfigError` if there is no such attempt, or no line and no error
+    of the rank.
     """
-    attempts = sorted(path for path in rundir.attempts.glob("[0-9]*") if path.name.isdigit())
-    if not attempts:
-        raise ConfigError(f"No logs: {rundir.name}. Its training has not started. Logs of other stages are in logs/.")
-    folder, parts = AttemptDir(attempts[-1]), []
+    folder, parts = _attempt_dir(rundir, attempt), []
     for file in sorted(folder.root.glob("node-*.log")):
         found = file.read_text(errors="replace").splitlines()
         if rank is not None:
@@ -90,3 +113,14 @@ def read_logs(rundir: RunDir, rank: int | None, lines: int) -> str:
     if rank is not None and not parts:
         raise ConfigError(f"--rank {rank}: no line of this rank in {short_path(folder.root)}. Run it without --rank.")
     return "\n".join(parts)
+
+
+def _attempt_dir(rundir: RunDir, number: int | None) -> AttemptDir:
+    attempts = {int(path.name): path for path in rundir.attempts.glob("[0-9]*") if path.name.isdigit()}
+    if not attempts:
+        raise ConfigError(f"No logs: {rundir.name}. Its training has not started. Logs of other stages are in logs/.")
+    found = max(attempts) if number is None else number
+    if found not in attempts:
+        known = numbered("attempt", sorted(attempts))
+        raise ConfigError(f"--attempt {number}: {rundir.name} has no such attempt. It has {known}.")
+    return AttemptDir(attempts[found])

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from shardmake.commands import control
-from shardmake.commands.control import cancel, read_logs, request_stop
-from shardmake.core.errors import ConfigError, ShardmakeError
+from shardmake.commands.control import cancel, for_each, read_logs, request_stop
+from shardmake.core.errors import ConfigError, ShardmakeError, SlurmError
 from shardmake.launch.jobs import _process_id, job_name
 from shardmake.launch.slurm_states import parse_rows
 from shardmake.run.attempt import SubmittedJob
@@ -107,3 +107,38 @@ def test_the_logs_of_the_last_attempt_or_of_one_rank(rundir: RunDir) -> None:
     assert read_logs(rundir, 0, 9) == "==> runs/chat/train/attempts/002/node-0.log\n[rank 0] a\n[rank 0] c"
     with pytest.raises(ConfigError, match=r"^--rank 7: no line of this rank in runs/chat/train/attempts/002\."):
         read_logs(rundir, 7, 9)
+
+
+def test_a_stop_of_several_runs_names_those_without_a_training(rundir: RunDir) -> None:
+    other = RunDir(rundir.root.with_name("other"))
+    submitted(rundir, "12")
+    lines = for_each([rundir, other], request_stop).splitlines()
+    assert lines[0].startswith("Requested a stop (runs/chat/train/STOP).")
+    assert lines[1].startswith("Nothing to stop: other.")
+    with pytest.raises(ConfigError, match=r"^Nothing to stop: other\."):
+        for_each([other], request_stop)
+
+
+def test_a_refusal_of_slurm_does_not_keep_the_other_runs(rundir: RunDir) -> None:
+    done: list[str] = []
+
+    def act(one: RunDir) -> str:
+        if not done:
+            done.append("refused")
+            raise SlurmError("Cannot cancel job 12 of chat: Access denied.")
+        done.append("cancelled")
+        return "Cancelled."
+
+    with pytest.raises(SlurmError, match=r"^Cannot cancel job 12 of chat: Access denied\.\nCancelled\.$"):
+        for_each([rundir, rundir], act)
+    assert done == ["refused", "cancelled"]
+
+
+def test_logs_of_an_earlier_attempt(rundir: RunDir) -> None:
+    for number, text in (("001", "first"), ("002", "second")):
+        (rundir.attempts / number).mkdir(parents=True)
+        (rundir.attempts / number / "node-0.log").write_text(f"{text}\n")
+    assert read_logs(rundir, None, 40).endswith("second")
+    assert read_logs(rundir, None, 40, attempt=1).endswith("first")
+    with pytest.raises(ConfigError, match=r"^--attempt 7: chat has no such attempt\. It has attempts 1, 2\.$"):
+        read_logs(rundir, None, 40, attempt=7)
