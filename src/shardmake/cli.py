@@ -17,7 +17,7 @@ from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import VARIABLE
-from shardmake.config.load import get_run, load_cluster, load_config, load_resolved
+from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.models import Cluster, GradientDtype, Method, Optimizer, Precision, Run, Strategy
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -39,6 +39,8 @@ app = typer.Typer(
 logger = logging.getLogger(__name__)
 
 Name = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
+OptionalName = Annotated[str, typer.Argument(help="Name of the run in the configuration.")]
+Sweep = Annotated[str | None, typer.Option(help="Every run of this sweep instead.")]
 ConfigFiles = Annotated[
     list[Path],
     typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones."),
@@ -609,21 +611,55 @@ def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = 
 
 
 @app.command()
-def stop(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Let the training of a run save and stop after its current step; the workflow resumes it."""
-    from shardmake.commands.control import request_stop
+def compare(
+    names: Annotated[list[str] | None, typer.Argument(metavar="[RUN]...", help="Names of at least two runs.")] = None,
+    sweep: Sweep = None,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    page: Annotated[Path, typer.Option(help="Page to write.")] = Path("compare.html"),
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: settings that differ, losses, evaluation, speed, hours and memory; write a page with a figure."""
+    from shardmake.commands.compare import print_comparison, select_runs
+    from shardmake.report.compare_page import write_comparison
+    from shardmake.report.comparison import compare as compare_runs
 
-    _, _, rundir = _open(name, config, runs)
-    typer.echo(request_stop(rundir))
+    read = load_config(*config)
+    chosen = select_runs(read, names or [], sweep)
+    comparison = compare_runs(chosen, load_cluster(Path(read.cluster)), runs)
+    write_comparison(comparison, f"Sweep {sweep}" if sweep else "Comparison of runs", page)
+    if as_json:
+        typer.echo(json.dumps(comparison.as_json(), indent=2))
+    else:
+        print_comparison(comparison)
+    logger.info("Wrote %s.", page)
 
 
 @app.command()
-def cancel(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
-    """Cancel the training job of a run at once; steps since the newest checkpoint may be lost."""
-    from shardmake.commands.control import cancel as cancel_job
+def stop(name: OptionalName = "", sweep: Sweep = None, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Let the training of a run or of a sweep save and stop after its current step; the workflow resumes it."""
+    from shardmake.commands.control import for_each, request_stop
 
-    _, cluster, rundir = _open(name, config, runs)
-    typer.echo(cancel_job(rundir, cluster))
+    names = _runs_of(name, sweep, config)
+    typer.echo(for_each([_open(one, config, runs)[2] for one in names], request_stop))
+
+
+@app.command()
+def cancel(name: OptionalName = "", sweep: Sweep = None, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+    """Cancel the training job of a run or of a sweep at once; steps since the newest checkpoint may be lost."""
+    from shardmake.commands.control import cancel as cancel_job
+    from shardmake.commands.control import for_each
+
+    opened = [_open(one, config, runs) for one in _runs_of(name, sweep, config)]
+    typer.echo(for_each([rundir for _, _, rundir in opened], lambda rundir: cancel_job(rundir, opened[0][1])))
+
+
+def _runs_of(name: str, sweep: str | None, config: list[Path]) -> list[str]:
+    """Return the run called ``name``, or those of ``sweep``."""
+    if bool(name) == (sweep is not None):
+        raise ConfigError("The run is missing. Name either a run, or a sweep with --sweep NAME.")
+    read = load_config(*config)
+    return [name] if sweep is None else sweep_runs(read, sweep)
 
 
 @app.command()
@@ -632,13 +668,14 @@ def logs(
     config: ConfigFiles = CONFIG,
     runs: Runs = RUNS,
     rank: Annotated[int | None, typer.Option(help="Only this rank: its lines and its error.", min=0)] = None,
+    attempt: Annotated[int | None, typer.Option(help="Number of the attempt. Default: the last one.", min=1)] = None,
     lines: Annotated[int, typer.Option(help="Lines of each node.", min=1)] = 40,
 ) -> None:
-    """Print the end of the logs of a training's last attempt."""
+    """Print the end of the logs of a training's last attempt, or of another one."""
     from shardmake.commands.control import read_logs
 
     get_run(load_config(*config), name)
-    typer.echo(read_logs(RunDir(runs / name), rank, lines))
+    typer.echo(read_logs(RunDir(runs / name), rank, lines, attempt))
 
 
 @app.command()

@@ -111,6 +111,7 @@ if CLUSTER.shared:
 
 wildcard_constraints:
     run="|".join(RUNS),
+    sweep="|".join(CONFIG.sweeps) or "$^",  # matches nothing
 
 
 def final_receipt(run):
@@ -133,7 +134,7 @@ STEPS = {
     "consolidate": of_all_runs(PATHS.model_receipt),
     "evaluate": of_all_runs(PATHS.evaluation),
     "push": [final_receipt(run) for run in RUNS],
-    "report": of_all_runs(PATHS.report),
+    "report": of_all_runs(PATHS.report) + expand("compare/{sweep}.html", sweep=CONFIG.sweeps),
 }
 
 

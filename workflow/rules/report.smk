@@ -16,3 +16,17 @@ rule report_run:
         "{wildcards.run}: putting losses, speed, memory and samples on one page, {output.page}"
     shell:
         "shardmake report {wildcards.run} 2>&1 | tee -i {log}"
+
+
+rule compare_sweep:
+    input:
+        lambda wildcards: [str(RunDir(Path("runs", run)).report) for run in CONFIG.sweeps[wildcards.sweep]],
+    output:
+        page=report("compare/{sweep}.html", caption="../report/compare.rst", category="Sweeps"),
+    log:
+        "logs/compare-{sweep}.log",
+    localrule: True
+    message:
+        "{wildcards.sweep}: comparing the runs of the sweep on one page, {output.page}"
+    shell:
+        "shardmake compare --sweep {wildcards.sweep} --page {output.page} 2>&1 | tee -i {log}"

@@ -159,7 +159,9 @@ def list_runs(config: Config, cluster: Cluster, runs: Path) -> list[ListedRun]:
     sweep_of = {point: sweep for sweep, points in config.sweeps.items() for point in points}
     listed = []
     for name, run in config.runs.items():
-        model, data = as_text(run.model), as_text(run.data.train)
+        train = run.data.train
+        sources = [train] if isinstance(train, str) else [part.source for part in train]
+        model, data = as_text(run.model), ", ".join(map(as_text, sources))
         try:
             stage = _next_stage(stage_states(run, cluster, RunDir(runs / name)))[0]
         except (ShardmakeError, OSError):

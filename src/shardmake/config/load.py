@@ -106,6 +106,14 @@ def get_run(config: Config, name: str) -> Run:
     return config.runs[name]
 
 
+def sweep_runs(config: Config, sweep: str) -> list[str]:
+    """Return the names of the runs of a sweep."""
+    if sweep not in config.sweeps:
+        known = f"The sweeps are: {', '.join(config.sweeps)}." if config.sweeps else "The configuration has no sweep."
+        raise ConfigError(f"Sweep {sweep!r} does not exist.{nearest(sweep, config.sweeps)} {known}")
+    return config.sweeps[sweep]
+
+
 def merge(base: dict[str, Any], update: Mapping[str, Any]) -> None:
     """Replace values of ``base`` by those of ``update``, section by section."""
     for key, value in update.items():

@@ -59,6 +59,21 @@ def loss(history: TrainingHistory) -> Drawing:
     return draw
 
 
+def losses(histories: Mapping[str, TrainingHistory]) -> Drawing:
+    """Draw the losses of several runs, by name, over tokens: training as a line, evaluation as points."""
+
+    def draw(figure: "Figure") -> None:
+        axes = figure.subplots()
+        for name, history in histories.items():
+            (line,) = axes.plot(*history.by_tokens("loss"), label=name, linewidth=1)
+            axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
+        axes.set_xlabel("tokens, padding included")
+        axes.set_ylabel("loss (nats per token)")
+        axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+
+    return draw
+
+
 def optimizer(history: TrainingHistory) -> Drawing:
     """Draw learning rate, and gradient norm before clipping, as far as they were logged."""
 

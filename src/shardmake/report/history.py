@@ -72,6 +72,15 @@ class TrainingHistory:
         found = [(line.step, value) for line in self.lines if (value := getattr(line, key)) is not None]
         return [step for step, _ in found], [value for _, value in found]
 
+    def by_tokens(self, key: str) -> tuple[list[int], list[float]]:
+        """Return tokens and values of one metric, for steps that logged both."""
+        found = [
+            (line.tokens, value)
+            for line in self.lines
+            if line.tokens is not None and (value := getattr(line, key)) is not None
+        ]
+        return [tokens for tokens, _ in found], [value for _, value in found]
+
 
 def read_history(rundir: RunDir) -> TrainingHistory:
     """Read the history of a run, without attempts that neither logged a step nor wrote an exit record."""

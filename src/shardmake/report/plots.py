@@ -5,7 +5,9 @@ from typing import Final
 
 from shardmake.report import figures
 from shardmake.report.figures import Drawing, Memory
+from shardmake.report.history import TrainingHistory
 from shardmake.report.records import Records
+from shardmake.run.plan import Choice, MemoryEstimates
 
 _MFU: Final = " MFU counts 6 FLOPs per weight and token and the exact attention, relative to the dense peak."
 _METRICS: Final = {
@@ -68,9 +70,13 @@ def missing_metrics(records: Records) -> str:
 
 
 def memory_of(records: Records) -> Memory:
+    """Return the memory of a run that has finished, see `find_memory`."""
+    return find_memory(records.memory, records.planned.choice, records.used.choice, records.history)
+
+
+def find_memory(estimates: MemoryEstimates, planned: Choice, used: Choice, history: TrainingHistory) -> Memory:
     """Return the estimate of the choice that trained, and the allocator's measured peak (None if none was logged)."""
-    measured = [line.memory.reserved for line in records.history.lines if line.memory]
-    estimates = {candidate.choice: candidate for candidate in records.memory.candidates}
-    choice = records.used.choice if records.used.choice in estimates else records.planned.choice
-    gpu = estimates[choice].gpu
-    return Memory(gpu.terms, gpu.device, records.memory.gpu_memory, max(measured, default=None))
+    measured = [line.memory.reserved for line in history.lines if line.memory]
+    known = {candidate.choice: candidate for candidate in estimates.candidates}
+    gpu = known[used if used in known else planned].gpu
+    return Memory(gpu.terms, gpu.device, estimates.gpu_memory, max(measured, default=None))

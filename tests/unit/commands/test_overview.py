@@ -97,10 +97,12 @@ RUN = make_run().model_dump(exclude_unset=True)
 def test_the_list_has_sweeps_and_folders_of_other_runs(training: RunDir) -> None:
     (training.root.parent / "old").mkdir()
     (training.root.parent / ".locks").mkdir()
-    runs = {"chat": RUN, "grid": RUN | {"sweep": {"seed": [1, 2]}}}
+    mixed = {"train": [{"source": "a.jsonl"}, {"source": "lab/b"}]}
+    runs = {"chat": RUN, "mixed": RUN | {"data": mixed}, "grid": RUN | {"sweep": {"seed": [1, 2]}}}
     found = list_runs(parse_config({"cluster": "c", "runs": runs}, "test"), make_cluster(), Path("runs"))
     assert [run.cells() for run in found] == [
         ("chat", "", "lab/base", "resources/demo/train.jsonl", "fetch"),
+        ("mixed", "", "lab/base", "a.jsonl, lab/b", "fetch"),
         ("grid-s1", "grid", "lab/base", "resources/demo/train.jsonl", "fetch"),
         ("grid-s2", "grid", "lab/base", "resources/demo/train.jsonl", "fetch"),
         ("old", "", "", "", "not in the configuration"),

@@ -1,0 +1,237 @@
+"""The comparison of several runs: settings that differ, and results, of which the best are marked."""
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal
+
+from shardmake.config.models import Cluster, Run
+from shardmake.core.units import GIB
+from shardmake.report.figures import Memory
+from shardmake.report.history import TrainingHistory, attempt_of, read_history
+from shardmake.report.plots import find_memory
+from shardmake.run.attempt import Attempt
+from shardmake.run.evaluation import EvaluationResult
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import MemoryEstimates, Plan
+from shardmake.run.receipts import DataReceipt, TrainingReceipt
+from shardmake.run.settings import current, read_settings
+
+Best = Literal["lowest", "highest"]
+_TASK_METRICS: Final[Mapping[str, Best]] = {
+    **dict.fromkeys(("acc", "acc_norm", "exact_match", "f1", "mcc"), "highest"),
+    **dict.fromkeys(("perplexity", "word_perplexity", "byte_perplexity", "bits_per_byte"), "lowest"),
+}
+"""Metrics of lm_eval of which it is known which value is better; no value of another one is marked."""
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """The records of one run. A run that has not finished a stage lacks those of the stage."""
+
+    name: str
+    settings: Mapping[str, str]
+    """Settings that the training reads: those that it ran with, or else those of the configuration."""
+    plan: Plan | None
+    """The plan of the last attempt, or else the run's plan."""
+    attempt: Attempt | None
+    history: TrainingHistory
+    training: TrainingReceipt | None
+    data: DataReceipt | None
+    evaluation: EvaluationResult | None
+    memory: Memory | None
+    """None for a run on CPUs."""
+
+    @classmethod
+    def read(cls, run: Run, cluster: Cluster, rundir: RunDir) -> "ComparedRun":
+        """Read the records of a run; raise `ShardmakeError` if one of them cannot be read."""
+        history, training = read_history(rundir), TrainingReceipt.read_if_exists(rundir.train_receipt)
+        last = attempt_of(rundir, history.spans[-1].number) if history.spans else None
+        attempt = Attempt.read_if_exists(last.settings) if last else None
+        planned = Plan.read_if_exists(rundir.plan)
+        used = (Plan.read_if_exists(last.plan) if last else None) or planned
+        estimates = MemoryEstimates.read_if_exists(rundir.memory)
+        memory = None
+        if planned and used and estimates and not cluster.is_cpu:
+            memory = find_memory(estimates, planned.choice, used.choice, history)
+        now = current("train", run, cluster)
+        ran_with = (read_settings("train", rundir) or read_settings("render", rundir) or now).values
+        return cls(
+            name=rundir.name,
+            settings={key: ran_with[key] for key in now.values if key in ran_with},
+            plan=used,
+            attempt=attempt,
+            history=history,
+            training=training,
+            data=DataReceipt.read_if_exists(rundir.data_receipt),
+            evaluation=EvaluationResult.read_if_exists(rundir.evaluation),
+            memory=memory,
+        )
+
+    @property
+    def evaluated_on(self) -> tuple[str, ...]:
+        """The evaluation data: digests of the tokenizer and of the tokenized files."""
+        return (self.data.tokenizer, *(file.sha256 for file in self.data.eval.files)) if self.data else ()
+
+
+@dataclass(frozen=True)
+class ResultColumn:
+    """One result of every run, None where it is not known."""
+
+    name: str
+    values: tuple[float | None, ...]
+    text: Callable[[float], str]
+    best: int | None
+    """Index of the run with the best value; None if no value is better."""
+
+    def cells(self) -> list[str]:
+        """Return the values as text, the best one with an asterisk."""
+        texts = ["" if value is None else self.text(value) for value in self.values]
+        return [f"{text} *" if index == self.best else text for index, text in enumerate(texts)]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Several runs, side by side."""
+
+    runs: Sequence[ComparedRun]
+    settings: Mapping[str, Sequence[str]]
+    """Settings that differ: the value of each run, by key."""
+    results: Sequence[ResultColumn]
+    notes: Sequence[str]
+
+    def table(self) -> tuple[list[str], list[list[str]]]:
+        """Return the header and a row for each run, as text."""
+        columns = {
+            "run": [run.name for run in self.runs],
+            **{key: list(values) for key, values in self.settings.items()},
+            **{column.name: column.cells() for column in self.results},
+        }
+        return list(columns), [list(row) for row in zip(*columns.values(), strict=True)]
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the comparison as JSON data; a result that is not known is null."""
+        runs = [
+            {
+                "run": run.name,
+                "settings": {key: values[index] for key, values in self.settings.items()},
+                "results": {column.name: column.values[index] for column in self.results},
+                "best": [column.name for column in self.results if column.best == index],
+            }
+            for index, run in enumerate(self.runs)
+        ]
+        return {"runs": runs, "notes": list(self.notes)}
+
+
+def compare(runs: Mapping[str, Run], cluster: Cluster, folder: Path) -> Comparison:
+    """Compare runs whose folders are below ``folder``. Raises `ShardmakeError` if a record cannot be read."""
+    found = [ComparedRun.read(run, cluster, RunDir(folder / name)) for name, run in runs.items()]
+    return Comparison(found, differing_settings(found), _results(found), _notes(found))
+
+
+def differing_settings(runs: Sequence[ComparedRun]) -> dict[str, list[str]]:
+    """Return the settings that are not the same in all runs: the value of each run, by key."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    values = {key: [run.settings.get(key, "") for run in runs] for key in keys}
+    return {key: texts for key, texts in values.items() if len(set(texts)) > 1}
+
+
+def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
+    """Return the results that at least one run has."""
+    same_data: Best | None = "lowest" if _same_evaluation_data(runs) else None
+    on_gpus = all(run.attempt is None or run.attempt.accelerator != "cpu" for run in runs)
+    columns = [
+        _column(runs, "steps", lambda run: _last(run, "step"), "{:,.0f}"),
+        _column(runs, "tokens", lambda run: _last(run, "tokens"), "{:,.0f}"),
+        _column(runs, "training loss", lambda run: _last(run, "loss"), "{:.4f}"),
+        _column(runs, "base loss", lambda run: _score(run, "base", "loss"), "{:.4f}"),
+        _column(runs, "evaluation loss", lambda run: _score(run, "tuned", "loss"), "{:.4f}", same_data),
+        _column(runs, "perplexity", lambda run: _score(run, "tuned", "perplexity"), "{:,.2f}", same_data),
+        *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
+        _column(runs, "tokens/s", _speed, "{:,.0f}", "highest"),
+        _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}", "lowest"),
+        _column(
+            runs, "memory predicted, GiB", lambda run: _gib(run.memory.predicted if run.memory else None), "{:.1f}"
+        ),
+        _column(
+            runs,
+            "memory measured, GiB",
+            lambda run: _gib(run.memory.measured if run.memory else None),
+            "{:.1f}",
+            "lowest",
+        ),
+    ]
+    return [column for column in columns if any(value is not None for value in column.values)]
+
+
+def _column(
+    runs: Sequence[ComparedRun],
+    name: str,
+    value: Callable[[ComparedRun], float | None],
+    form: str,
+    best: Best | None = None,
+) -> ResultColumn:
+    """Return a column. Only runs that have finished their training can be the best, and not if all are equal."""
+    values = tuple(map(value, runs))
+    finished = {
+        i: found for i, (run, found) in enumerate(zip(runs, values, strict=True)) if run.training and found is not None
+    }
+    marked = None
+    if best and len(set(finished.values())) > 1:
+        marked = (min if best == "lowest" else max)(finished, key=lambda index: finished[index])
+    return ResultColumn(name, values, form.format, marked)
+
+
+def _last(run: ComparedRun, key: str) -> float | None:
+    values = run.history.series(key)[1]
+    return values[-1] if values else None
+
+
+def _speed(run: ComparedRun) -> float | None:
+    rates = run.history.series("tokens_per_second")[1]
+    return statistics.median(rates) if rates else None
+
+
+def _hours(run: ComparedRun) -> float | None:
+    return run.history.device_hours if run.history.spans else None
+
+
+def _score(run: ComparedRun, model: Literal["base", "tuned"], key: Literal["loss", "perplexity"]) -> float | None:
+    if run.evaluation is None:
+        return None
+    score = run.evaluation.base if model == "base" else run.evaluation.tuned
+    return score.loss if key == "loss" else score.perplexity
+
+
+def _gib(size: int | None) -> float | None:
+    return None if size is None else size / GIB
+
+
+def _tasks(runs: Sequence[ComparedRun]) -> list[tuple[str, str]]:
+    scores = [score for run in runs if run.evaluation for score in run.evaluation.tasks]
+    return list(dict.fromkeys((score.task, score.metric) for score in scores))
+
+
+def _task_column(runs: Sequence[ComparedRun], task: str, metric: str) -> ResultColumn:
+    def value(run: ComparedRun) -> float | None:
+        scores = run.evaluation.tasks if run.evaluation else []
+        return next((score.tuned for score in scores if (score.task, score.metric) == (task, metric)), None)
+
+    return _column(runs, f"{task} {metric}", value, "{:.4f}", _TASK_METRICS.get(metric.partition(",")[0]))
+
+
+def _same_evaluation_data(runs: Sequence[ComparedRun]) -> bool:
+    return len({run.evaluated_on for run in runs if run.evaluation}) <= 1
+
+
+def _notes(runs: Sequence[ComparedRun]) -> list[str]:
+    notes = []
+    if unfinished := [run.name for run in runs if run.training is None]:
+        notes.append(f"Not trained to the end, so never marked as the best: {', '.join(unfinished)}.")
+    if not _same_evaluation_data(runs):
+        notes.append(
+            "The runs were evaluated on other examples, another tokenizer or another sequence length, so no evaluation "
+            "loss is marked as the best. With `data.eval`, runs of other seeds have the same examples."
+        )
+    return notes
