@@ -109,6 +109,24 @@ def demo(folder: Annotated[Path, typer.Argument(help="Folder for the inputs.")] 
 
 
 @app.command()
+def init(
+    out: Annotated[Path, typer.Option(help="Configuration to write; must not exist.")] = Path("runs.yaml"),
+    model: Annotated[str, typer.Option(help="Base model: a hub id or a folder.")] = "",
+    data: Annotated[str, typer.Option(help="Training data: a file, a folder or a hub data set.")] = "",
+    cluster: Annotated[str, typer.Option(help="Cluster file.")] = "",
+    name: Annotated[str, typer.Option(help="Name of the run. Default: from the model.")] = "",
+    method: Annotated[Method, typer.Option(help="What is trained.")] = "full",
+) -> None:
+    """Write a configuration with one run, and name the next command; asks for what no option gives."""
+    from shardmake.commands.init import Answers, ask, write_config
+
+    if out.exists():
+        raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.")
+    answers = ask({"model": model, "data": data, "cluster": cluster})
+    typer.echo(write_config(Answers(name=name, method=method, **answers), out))
+
+
+@app.command()
 def fetch(
     name: Name,
     config: ConfigFiles = CONFIG,

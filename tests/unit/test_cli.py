@@ -29,6 +29,7 @@ COMMANDS = {
     "status": ["status", "chat"],
     "status of all": ["status"],
     "list": ["list"],
+    "init": ["init", "--model", "org/base", "--data", "train.jsonl"],
     "compare": ["compare", "chat"],
     "config": ["config", "chat"],
     "stop": ["stop", "chat"],

@@ -1,0 +1,140 @@
+"""``shardmake init``: a configuration with one run, from a model, data and a cluster file."""
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import typer
+
+from shardmake.config.inputs import check_inputs, is_local
+from shardmake.config.load import load_cluster, parse_config
+from shardmake.config.models import Method
+from shardmake.config.parse_text import parse_yaml
+from shardmake.core.errors import ConfigError
+
+CLUSTERS: Final = Path("config/clusters")
+"""Folder of the cluster files of a clone."""
+_QUESTIONS: Final[Mapping[str, str]] = {
+    "model": "Base model (hub id org/name, or a folder)",
+    "data": "Training data (a file, a folder, or a hub data set)",
+    "cluster": "Cluster file",
+}
+_LEARNING_RATES: Final[Mapping[Method, float]] = {"full": 1e-5, "lora": 2e-4, "qlora": 2e-4}
+_LENGTH: Final = 2048
+"""Tokens per sequence, or the positions of a local model if it has fewer."""
+_TEMPLATE: Final = """\
+# Written by `shardmake init`. config/README.md of Shardmake explains every key; the plan chooses what is not set here.
+cluster: {cluster}
+runs:
+  {name}:
+    model: {model}
+    data:
+      train: {data}
+    method: {method}
+    sequence_length: {length} # longer conversations are truncated
+    global_batch_size: 64 # sequences per optimizer step, the same for any number of GPUs
+    epochs: 1
+    learning_rate: {learning_rate}
+    # push: {{to: "hub:org/name"}} # private unless configured otherwise
+"""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """The choices for a new configuration."""
+
+    model: str
+    data: str
+    cluster: str
+    name: str
+    """Empty: made from the model's name."""
+    method: Method
+
+
+def ask(flags: Mapping[str, str]) -> dict[str, str]:
+    """Return the model, the data and the cluster file: from ``flags``, or else from the person at the terminal.
+
+    Raises `ConfigError` if one is missing and there is no terminal.
+    """
+    missing = [f"--{key}" for key in _QUESTIONS if not flags[key]]
+    if missing and not sys.stdin.isatty():
+        raise ConfigError(f"init: {', '.join(missing)} is missing. There is no terminal to ask. Add the option.")
+    return {key: flags[key] or _ask(key) for key in _QUESTIONS}
+
+
+def _ask(key: str) -> str:
+    files = sorted(map(str, CLUSTERS.glob("*.yaml"))) if key == "cluster" else []
+    if files:
+        typer.echo(f"Cluster files here: {', '.join(files)}")
+    answer: str = typer.prompt(_QUESTIONS[key], default=files[0] if len(files) == 1 else None)
+    return answer.strip()
+
+
+def write_config(answers: Answers, out: Path) -> str:
+    """Write a validated configuration to the new file ``out``, and return what to do next.
+
+    Raises `ConfigError` if ``out`` exists, or if a value cannot be used; nothing is written then.
+    """
+    if not Path(answers.cluster).is_file():
+        raise ConfigError(
+            f"--cluster: {answers.cluster!r} is not a file. Write one for a Slurm cluster with `shardmake doctor "
+            "--node --write FILE`, or name config/clusters/local.yaml of the clone, for this machine without a GPU."
+        )
+    cluster = load_cluster(Path(answers.cluster))
+    name = answers.name or _run_name(answers.model)
+    text = _TEMPLATE.format(
+        cluster=_quoted(_path(answers.cluster)),
+        name=_quoted(name),
+        model=_quoted(_path(answers.model)),
+        data=_quoted(_path(answers.data)),
+        method=answers.method,
+        length=_sequence_length(answers.model),
+        learning_rate=_LEARNING_RATES[answers.method],
+    )
+    check_inputs(name, parse_config(parse_yaml(text), str(out)).runs[name])
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with out.open("x") as file:
+            file.write(text)
+    except FileExistsError:
+        raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.") from None
+    profile = "slurm" if cluster.executor == "slurm" else "profiles/local"
+    where = "" if _in_clone() else "In the folder of your clone of Shardmake, r"
+    return (
+        f"Wrote {out}: the run {name}.\n"
+        f"{where or 'R'}un this next. It checks everything and queues nothing:\n"
+        f"  snakemake --profile {profile} plan --configfile {shlex.quote(_path(str(out)))}"
+    )
+
+
+def _in_clone() -> bool:
+    return Path("Snakefile").is_file() and Path("workflow/Snakefile").is_file()
+
+
+def _path(name: str) -> str:
+    """Return a path as the configuration needs it: absolute, unless Snakemake will run in this folder."""
+    return name if _in_clone() or not is_local(name) else str(Path(name).expanduser().absolute())
+
+
+def _run_name(model: str) -> str:
+    """Return a name for the run that a folder can have, made from the last part of the model's name."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", Path(model).name).strip("-._").lower() or "run"
+
+
+def _sequence_length(model: str) -> int:
+    """Return the tokens per sequence; the plan reports a model folder that cannot be read."""
+    try:
+        positions = json.loads((Path(model) / "config.json").read_text()).get("max_position_embeddings")
+    except (OSError, ValueError, AttributeError):
+        return _LENGTH
+    return min(_LENGTH, positions) if isinstance(positions, int) and positions > 0 else _LENGTH
+
+
+def _quoted(text: str) -> str:
+    """Return text as YAML reads it back unchanged."""
+    return text if re.fullmatch(r"[A-Za-z_/][\w./-]*", text) and parse_yaml(text) == text else json.dumps(text)
