@@ -191,6 +191,11 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
     if run.method == "qlora" and not spec.qlora:
         others = [name for name, other in STRATEGY_SPECS.items() if other.qlora]
         return f"method: qlora cannot train under {strategy}. Take method: lora, or one of {', '.join(others)}."
+    if run.method == "qlora" and spec.is_fsdp and run.fsdp_version == 1 and not run.script:
+        return (
+            "method: qlora cannot train under FSDP1, which puts the weights of a layer into one tensor. PEFT casts the "
+            "norms to fp32, and the 4-bit weights are stored in 16 bits. Take fsdp_version: 2, or method: lora."
+        )
     return ""
 
 

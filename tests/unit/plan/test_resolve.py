@@ -70,6 +70,7 @@ def test_a_group_is_one_data_parallel_rank() -> None:
         ({"optimizer": "adamw8bit"}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz"}),
         ({"optimizer": "adamw8bit", "fsdp_version": 1}, {"ddp", "zero1", "zero2", "zero3", "zero3-hpz", "fsdp", "fsdp-grad-op", "fsdp-hybrid"}),
         ({"method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}),
+        ({"method": "qlora", "fsdp_version": 1}, {"ddp", "zero1", "zero2"}),
         ({"method": "lora"}, set(STRATEGIES)),
         ({}, set(STRATEGIES)),
     ],
