@@ -18,8 +18,10 @@ SLOW: Final = 2.0
 EXPLANATIONS = {
     "weights": "trained weights: 2 bytes in DeepSpeed (without its fp32 master weights), 4 in DDP and FSDP; "
     "divided by the ranks under ZeRO-3 and FSDP",
-    "frozen weights": "weights of the base model under adapters: 2 bytes per element. QLoRA: 0.516 in NF4 with double "
-    "quantization (Dettmers et al. 2023), and 4 for the rest without DeepSpeed (prepare_model_for_kbit_training)",
+    "frozen weights": "weights of the base model under adapters: 2 bytes per element. QLoRA: 0.5 in NF4 "
+    "(Dettmers et al. 2023), and 4 for the rest without DeepSpeed (prepare_model_for_kbit_training)",
+    "quantization scales": "scales of the 4-bit weights, 0.016 bytes per weight with double quantization; whole on "
+    "every rank, also under FSDP (Linear4bit.quant_state)",
     "gradients": "one per trained weight: 2 bytes in DeepSpeed, 4 in FSDP; divided by the ranks from ZeRO-2 on",
     "master weights": "DeepSpeed's fp32 copy of the trained weights (Rajbhandari et al. 2020, section 3.1)",
     "optimizer states": "AdamW: two moments, fp32 in DeepSpeed, else in the weights' type; created in the first step",

@@ -14,7 +14,8 @@ Terms = dict[str, int]
 HEAD = "head"
 EMBEDDING = "embedding"
 Unit = int | str  # weights that ZeRO-3 and FSDP gather at once: a layer, the embedding, or norm with head
-NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)  # 4 bits, an 8-bit scale per 64 and a 32-bit one per 64 * 256 (double quant)
+NF4_BYTES = 0.5
+SCALE_BYTES = 1 / 64 + 4 / (64 * 256)  # an 8-bit scale per 64 weights and a 32-bit one per 64 * 256 (double quant)
 CONTEXT = int(0.5 * 2**30)  # CUDA context and kernels, lazily loaded: 0.45 to 0.55 GiB (facts: A100, torch 2)
 CUBLAS = 2 * 8_519_680  # a workspace for the forward and one for the backward thread (CUDABlas.cpp: 4096:2:16:8 KiB)
 NORM_CHUNK = 250_000_000  # elements that ZeRO-3 takes the norm of at once under offload (`_constant_buffered_norm2`)
@@ -39,6 +40,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
     terms = {
         "weights": _weights(scenario),
         "frozen weights": _frozen(scenario),
+        "quantization scales": scale_bytes(scenario),
         "second shard of the weights": _second_shard(scenario),
         "gradients": _gradient_partition(scenario),
         "master weights": _masters(scenario),
@@ -168,8 +170,17 @@ def _weights(scenario: Scenario) -> int:
 def _frozen(scenario: Scenario) -> int:
     if scenario.offloads_parameters:
         return 0
-    size = frozen_bytes(scenario)
+    size = frozen_bytes(scenario) - scale_bytes(scenario)
     return ceil(size / scenario.shards) if scenario.gathers_parameters else size
+
+
+def scale_bytes(scenario: Scenario) -> int:
+    """Return the bytes of the scales of 4-bit weights, which every rank holds in full.
+
+    bitsandbytes keeps them beside the parameter (``Params4bit.quant_state``, also ``Linear4bit.quant_state``), so FSDP
+    neither shards nor offloads them.
+    """
+    return int(SCALE_BYTES * scenario.split.quantized)
 
 
 def _second_shard(scenario: Scenario) -> int:
@@ -184,8 +195,8 @@ def _second_shard(scenario: Scenario) -> int:
 
 
 def frozen_bytes(scenario: Scenario) -> int:
-    """Return the bytes of all weights that are not trained, unsharded."""
-    return scenario.frozen * scenario.split.frozen + int(NF4_BYTES * scenario.split.quantized)
+    """Return the bytes of all weights that are not trained, unsharded, with the scales of those in 4 bits."""
+    return scenario.frozen * scenario.split.frozen + int(NF4_BYTES * scenario.split.quantized) + scale_bytes(scenario)
 
 
 def _masters(scenario: Scenario) -> int:

@@ -101,8 +101,17 @@ def test_adapters_keep_the_base_in_16_or_4_bits() -> None:
     norms = (2 * 32 + 1) * 4096
     in_four_bits = P - head_and_embedding - norms
     in_zero = states.resident(scenario(strategy="zero2", method="qlora"), BUCKETS)
-    assert in_zero["frozen weights"] == pytest.approx(2 * (P - in_four_bits) + 0.516 * in_four_bits, rel=1e-3)
-    assert qlora["frozen weights"] == pytest.approx(4 * (P - in_four_bits) + 0.516 * in_four_bits, rel=1e-3)
+    assert in_zero["frozen weights"] == 2 * (P - in_four_bits) + in_four_bits // 2
+    assert qlora["frozen weights"] == 4 * (P - in_four_bits) + in_four_bits // 2
+    assert qlora["quantization scales"] == pytest.approx(0.01587 * in_four_bits, rel=1e-3)
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp-offload"])
+def test_every_rank_holds_the_scales_of_all_4_bit_weights(strategy: str) -> None:
+    """FSDP shards parameters; bitsandbytes' scales are an attribute."""
+    alone = states.resident(scenario(strategy="ddp", method="qlora"), BUCKETS)
+    sharded = states.resident(scenario(strategy=strategy, method="qlora"), BUCKETS)
+    assert sharded["quantization scales"] == alone["quantization scales"] > 100 * 2**20
 
 
 @given(

@@ -10,6 +10,7 @@ import pytest
 from shardmake.plan.family_errors import FAMILY_ERRORS
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "memory_accuracy.txt"
+FEW = 10
 FAMILIES = "|".join(FAMILY_ERRORS)
 ROW = re.compile(rf"A-? +.{{26}} .{{34}} s=\S+ +b=\S+ +({FAMILIES}) +\w+ +[\d.]+ +[\d.]+ +([+-][\d.]+) %")
 
@@ -19,9 +20,15 @@ def test_the_table_is_that_of_the_benchmark() -> None:
     for family, error in ROW.findall(RESULT.read_text()):
         errors[family].append(float(error))
     assert set(errors) == set(FAMILY_ERRORS)
+    everything = [error for found in errors.values() for error in found]
     for name, found in errors.items():
-        more = sorted(max(0.0, -error) for error in found)
         row = FAMILY_ERRORS[name]
         assert row.name == name and row.runs == len(found)
-        assert 100 * row.typical == pytest.approx(median(map(abs, found)), abs=0.06)
-        assert 100 * row.largest == pytest.approx(more[min(len(more) - 1, int(0.9 * len(more)))], abs=0.06)
+        samples = [found] if len(found) >= FEW else [found, everything]
+        assert 100 * row.typical == pytest.approx(max(median(map(abs, sample)) for sample in samples), abs=0.06)
+        assert 100 * row.largest == pytest.approx(max(nine_in_ten(sample) for sample in samples), abs=0.06)
+
+
+def nine_in_ten(errors: list[float]) -> float:
+    more = sorted(max(0.0, -error) for error in errors)
+    return more[min(len(more) - 1, int(0.9 * len(more)))]
