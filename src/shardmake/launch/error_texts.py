@@ -36,7 +36,8 @@ _SETUP = {
         "attention: sdpa and loss: plain. torch.cuda.get_arch_list() lists torch's compute capabilities."
     ),
     r"not compiled with CUDA|doesn't have NCCL built in|assigned backend nccl is not available": (
-        "torch is a build without CUDA. Install a CUDA build (make install CUDA=cu130)."
+        "torch is a build without CUDA. Install one for CUDA that the nodes' driver can run: make install CUDA=cu130 "
+        "from driver 580 on, else a CUDA build of an older version, CUDA=cu126."
     ),
     r"invalid device ordinal|Duplicate GPU detected": (
         "A node has fewer visible GPUs than processes_per_node. Correct the cluster file. A process sees at most one "
