@@ -78,7 +78,7 @@ def train(attempt_folder: Path) -> None:
         steps=loop.state.max_steps,
     )
     check_ready(context, built)
-    check_isolation(built.model, collate, accelerator.device)
+    check_isolation(built.model, collate, accelerator.device, getattr(torch, settings.expected.dtype))
     loop.run(Path(attempt.resume_from) if attempt.resume_from else None)
     if context.rank == 0:
         record_completion(context, loop.state, stopped=callbacks.stop.requested)

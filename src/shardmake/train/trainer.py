@@ -170,4 +170,5 @@ class EngineCheck(TrainerCallback):
             group = accelerator.state.ds_device_mesh["tp"].get_group()
             share_sequences(built.model, collate, group, self.context.plan.choice.micro_batch_size)
         else:
-            check_isolation(built.model, collate, args.device)
+            dtype = getattr(torch, self.context.settings.expected.dtype)
+            check_isolation(built.model, collate, args.device, dtype)

@@ -1,8 +1,11 @@
 """Models that keep packed examples apart pass; models that do not are refused."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig, MistralConfig, Qwen3Config
+from transformers.modeling_outputs import CausalLMOutput
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.data.dataset import Collator, check_isolation
@@ -43,6 +46,39 @@ def test_models_that_do_not_are_refused(config: MambaConfig) -> None:
         "Set packing: false, or try another `attention`."
     )
     check_isolation(model, Collator(256, 0, packing=False, flat=False), CPU)
+
+
+class Influenced(torch.nn.Module):
+    """Logits of about 1; the first token of a sequence changes all of them by ``influence``."""
+
+    def __init__(self, influence: float) -> None:
+        super().__init__()
+        self.influence = influence
+
+    def forward(self, input_ids: torch.Tensor, **_: torch.Tensor) -> CausalLMOutput:
+        first = input_ids.flatten()[0].float()
+        return CausalLMOutput(logits=torch.ones(*input_ids.shape, 4) + self.influence * first)
+
+
+@pytest.mark.parametrize(
+    ("influence", "dtype", "passes"),
+    [
+        (1e-6, torch.float32, True),
+        (0.01, torch.float32, False),
+        (0.01, torch.bfloat16, True),
+        (0.1, torch.bfloat16, False),
+        (0.01, torch.float16, False),
+    ],
+)
+def test_experts_may_round_otherwise_in_16_bits(influence: float, dtype: torch.dtype, passes: bool) -> None:
+    with nullcontext() if passes else pytest.raises(ShardmakeError, match="mixes packed examples"):
+        check_isolation(Influenced(influence), Collator(256, 0, packing=True, flat=False), CPU, dtype)
+
+
+def test_a_model_that_mixes_is_refused_in_16_bits_too() -> None:
+    model = make_model(MambaConfig(**SIZE)).to(torch.bfloat16)
+    with pytest.raises(ShardmakeError, match="mixes packed examples"):
+        check_isolation(model, Collator(256, 0, packing=True, flat=False), CPU, torch.bfloat16)
 
 
 def test_the_check_of_a_compiled_model_leaves_the_training_graph_static() -> None:
