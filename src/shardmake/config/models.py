@@ -34,6 +34,7 @@ from shardmake.config.values import (
     Hours,
     LearningRate,
     Nodes,
+    NotBoolean,
     PathText,
     Ranks,
     Seconds,
@@ -45,6 +46,7 @@ from shardmake.config.values import (
     Tokens,
     Variable,
     WeightDecay,
+    check_text,
     minutes,
 )
 
@@ -67,10 +69,25 @@ Method = Literal["full", "lora", "qlora"]
 Loss = Literal["plain", "fused"]
 
 
+FREE_TEXT: Final = ("script_args",)
+"""Lists of text in which an empty entry has a meaning."""
+SEVERAL_LINES: Final = ("command", "prompts", "setup")
+"""Keys whose text may have line breaks."""
+
+
 class Section(BaseModel):
     """A part of a configuration file; it rejects unknown keys and wrong types."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @field_validator("*")
+    @classmethod
+    def _check_text(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse text without a visible character, and control characters in a single line of text."""
+        for text in [value] if isinstance(value, str) else value if isinstance(value, list) else []:
+            if isinstance(text, str) and info.field_name not in FREE_TEXT:
+                check_text(text, several_lines=info.field_name in SEVERAL_LINES)
+        return value
 
 
 class Columns(Section):
@@ -323,7 +340,6 @@ class Notify(Section):
     """Notification that a run is done, was stopped, or needs a person."""
 
     command: str = Field(
-        min_length=1,
         description="Shell command, run when the report is written (`done`), when the training was stopped on request "
         "(`stopped`), and when a stage ends with an error (`failed`); never when an attempt is resumed. It finds "
         "`SHARDMAKE_RUN`, `SHARDMAKE_EVENT`, `SHARDMAKE_STAGE` and `SHARDMAKE_MESSAGE` in its environment, and has 60 "
@@ -413,7 +429,7 @@ class Run(Section):
         description="Nodes for training. Without it, the fewest on which the model fits, or more if these cost at "
         "least a tenth less GPU-time.",
     )
-    fsdp_version: Literal[1, 2] = Field(2, description="FSDP version for the `fsdp` strategies.")
+    fsdp_version: Annotated[Literal[1, 2], NotBoolean] = Field(2, description="FSDP version for the `fsdp` strategies.")
     engine: Literal["trainer", "loop"] = Field(
         "trainer",
         description="Training loop: Hugging Face's Trainer, or a plain loop over Accelerate. The result is the same.",

@@ -91,7 +91,29 @@ def _variable(name: str) -> str:
     return name
 
 
+def _not_boolean(value: Any) -> Any:
+    """Refuse true and false, which Python counts as 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is not a number. Write the number")
+    return value
+
+
+def check_text(text: str, *, several_lines: bool = False) -> str:
+    """Return ``text``.
+
+    Raises:
+        ValueError: It is empty, or it has a control character; line breaks and tabs are none with ``several_lines``.
+    """
+    if not text.strip():
+        raise ValueError(f"{text!r} is empty. Write a value, or remove the key")
+    allowed = "\n\t" if several_lines else ""
+    if found := next((char for char in text if (char < " " or char == "\x7f") and char not in allowed), None):
+        raise ValueError(f"{text!r} has the control character {found!r}. Remove it")
+    return text
+
+
 AsNumber = BeforeValidator(_number)
+NotBoolean = BeforeValidator(_not_boolean)
 PathText = Annotated[str, AfterValidator(expand)]
 FileSize = Annotated[str, AfterValidator(_size)]
 TimeLimit = Annotated[str, AfterValidator(_time_limit)]

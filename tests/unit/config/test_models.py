@@ -16,7 +16,7 @@ from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.load import load_cluster, load_config, parse_config
 from shardmake.config.models import STRATEGIES, Cluster, Config, Run
 from shardmake.config.schema import Schema
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
 FIELDS = ", ".join(Run.model_fields)
@@ -216,11 +216,16 @@ def test_a_cluster_is_rejected(changes: dict[str, Any], expected: list[str], tmp
     assert errors_of_cluster(tmp_path, changes) == [f"  {line}" for line in expected]
 
 
+def visible_text(without: str = "") -> st.SearchStrategy[str]:
+    characters = st.characters(exclude_characters=without, exclude_categories=["Cs", "Cc"])
+    return st.text(characters, min_size=1).filter(str.strip)
+
+
 runs = st.fixed_dictionaries(
     {
         "model": st.just("org/base"),
         "data": st.fixed_dictionaries(
-            {"train": st.text(st.characters(exclude_characters="~$", exclude_categories=["Cs", "Cc"]), min_size=1)},
+            {"train": visible_text("~$")},
             optional={"eval_fraction": st.floats(0.01, 0.4), "loss_on": st.just("all")},
         ),
         "sequence_length": st.integers(1, 2**20),
@@ -232,9 +237,7 @@ runs = st.fixed_dictionaries(
         "micro_batch_size": st.integers(1, 64) | st.just("auto"),
         "warmup_ratio": st.floats(0, 1),
         "seed": st.integers(0, 2**32 - 1),
-        "lora": st.fixed_dictionaries(
-            {}, optional={"targets": st.lists(st.text(st.characters(codec="utf-8"))) | st.just("all-linear")}
-        ),
+        "lora": st.fixed_dictionaries({}, optional={"targets": st.lists(visible_text()) | st.just("all-linear")}),
         "push": st.fixed_dictionaries(
             {"to": st.sampled_from(["file:{run}", "hub:a/{run}", ["file:{run}", "hub:a/{run}"]])}
         ),
@@ -248,6 +251,30 @@ def names_differ(values: dict[str, Any]) -> bool:
 
 
 names = st.from_regex(r"[A-Za-z0-9][\w.-]{0,8}", fullmatch=True).filter(str.isascii)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"fsdp_version": True}, "fsdp_version: true is not a number. Write the number."),
+        ({"revision": ""}, "revision: '' is empty. Write a value, or remove the key."),
+        ({"revision": "ma\x07in"}, "revision: 'ma\\x07in' has the control character '\\x07'. Remove it."),
+        ({"lora": {"targets": ["q_proj", " "]}}, "lora.targets: ' ' is empty. Write a value, or remove the key."),
+        ({"notify": {"command": ""}}, "notify.command: '' is empty. Write a value, or remove the key."),
+        ({"data": {"train": "a", "subset": "\n"}}, "data.subset: '\\n' is empty. Write a value, or remove the key."),
+    ],
+)
+def test_text_without_content_and_numbers_of_another_type_are_refused(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_run(**changes)
+    assert f"runs.chat.{expected}" in str(caught.value)
+
+
+def test_text_of_several_lines_is_taken_where_it_has_a_meaning() -> None:
+    run = make_run(
+        evaluation={"prompts": ["a\n\tb"]}, notify={"command": "date\nhostname"}, script="t.py", script_args=[""]
+    )
+    assert (run.evaluation.prompts, run.script_args) == (["a\n\tb"], [""])
 
 
 @given(values=st.dictionaries(names, runs, min_size=1, max_size=3).filter(names_differ))
