@@ -19,6 +19,7 @@ from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.models import Cluster, GradientDtype, Method, Optimizer, Precision, Run, Strategy
+from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
 from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
@@ -26,6 +27,7 @@ from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
 from shardmake.run.notification import notified
+from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RUNS, RunDir
 from shardmake.run.settings import recorded_settings
 from shardmake.run.sources import localize, require_weights
@@ -96,6 +98,7 @@ def _stage(
     with notified(stage, run, rundir):
         if stage in ("fetch", "plan"):
             check_inputs(name, run)
+            check_refused(read_user_files(run), run)
         with recorded_settings(stage, run, cluster, rundir):
             yield run, cluster, rundir
 

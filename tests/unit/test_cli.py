@@ -232,3 +232,19 @@ def test_a_full_disk_without_a_path_names_the_folder_of_the_command(folder: Path
 def test_other_errors_keep_their_text(error: OSError, words: str) -> None:
     found = explain_os_error(error, Path())
     assert type(found) is ShardmakeError and words in str(found)
+
+
+@pytest.mark.parametrize("name", ["fetch", "plan"])
+def test_a_key_of_an_own_file_that_no_plan_takes_is_refused_before_any_work(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    own = {"zero_optimization": {"stage": 2}, "autotuning": {"enabled": True}}
+    Path("ds.json").write_text(json.dumps(own))
+    monkeypatch.setitem(RUN, "deepspeed_config", "ds.json")
+    configure()
+    for file in ("train.jsonl", "eval.jsonl"):
+        Path(file).write_text(json.dumps({"text": file}) + "\n")
+    Path("base").mkdir()
+    Path("base/config.json").write_text("{}")
+    status, printed = run(COMMANDS[name], monkeypatch, capfd)
+    assert status == 2 and "autotuning.enabled: True in ds.json" in printed

@@ -20,11 +20,13 @@ from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import VARIABLE, check_executor, sections, write_merged
 from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
+from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix
+from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RunDir
 from shardmake.run.settings import changed_settings, compared_keys, rerun_settings
 
@@ -93,6 +95,7 @@ def read_configuration():
         check_executor(cluster, parsed.cluster, executor_of(options))
     for name, run in parsed.runs.items():
         check_inputs(name, run)
+        check_refused(read_user_files(run), run)
     return parsed, cluster
 
 
