@@ -241,7 +241,8 @@ def _launch(settings: Settings, deepspeed: dict[str, Any] | None, found: EngineS
                 missing = next(
                     (key for key in ("distributed_type", "num_processes") if key in str(error)), "the options"
                 )
-                found.refuse("Accelerate", missing, None, "`accelerate launch` stops: it cannot start without it.")
+                if not any(problem.key == missing for problem in found.problems):  # refused already, and removed
+                    found.refuse("Accelerate", missing, None, "`accelerate launch` stops: it cannot start without it.")
                 return
             found.refuse("Accelerate", key, values.pop(key), "`accelerate launch` stops: it cannot use this value.")
     if found.launcher == "simple_launcher" and found.launched.mpirun_hostfile is None:
@@ -290,8 +291,8 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
             found.refuse("Accelerate", key, value, _mapping_hint(key))
         elif section:
             values[key] = _usable_section(key, value, actions, found)
-        elif isinstance(value, dict) or (expected := _expected_by(actions.get(key), value)) is not None:
-            expected = "one value" if isinstance(value, dict) else expected
+        elif _is_compound(key, value) or (expected := _expected_by(actions.get(key), value)) is not None:
+            expected = "one value" if _is_compound(key, value) else expected
             found.refuse("Accelerate", key, value, f"`accelerate launch` needs {expected}.")
         else:
             values[key] = value
@@ -299,6 +300,11 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
             effect = "Accelerate ignores the key in a file. Write it on the command line."
             found.problems.append(Problem("Accelerate", key, value, "warning", effect))
     return values
+
+
+def _is_compound(key: str, value: Any) -> bool:
+    """Return True for a mapping or a list in place of one value; the two settings of TPUs are lists."""
+    return isinstance(value, dict) or (isinstance(value, list) and key not in ("tpu_env", "tpu_vm"))
 
 
 def _mapping_hint(key: str) -> str:
@@ -469,7 +475,7 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
     }
     for key, least in LEAST.items():
         if not values.get(key, least) >= least:  # also NaN
-            found.refuse("Trainer", key, values[key], f"Training stops: it needs at least {least}.")
+            found.refuse("Trainer", key, values.pop(key), f"Training stops: it needs at least {least}.")
     return values
 
 
@@ -576,7 +582,7 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
     reader = lambda less: parsers.deepspeed_settings(less, {})  # noqa: E731
     while (key := culprit(config, reader)) is not None:
         _refuse_for_deepspeed(key, dict(parsers.leaves(config))[key], found)
-        config = without(config, key)
+        config = {"train_micro_batch_size_per_gpu": 1} | without(config, key)  # DeepSpeed reads no file without it
     try:
         found.config, ignored = reader(config)
         found.defaults, _ = reader({"train_micro_batch_size_per_gpu": 1})

@@ -56,11 +56,12 @@ def test_any_training_argument_identifies_training_arguments(folder: Path) -> No
     assert kinds == ["training", "deepspeed", "accelerate", "training"]
 
 
-def test_a_number_that_auto_takes_from_the_arguments_names_both(folder: Path) -> None:
+def test_a_wrong_number_that_auto_takes_from_the_arguments_is_one_error_of_the_arguments(folder: Path) -> None:
     values = ARGUMENTS | {"deepspeed": "ds.json", "gradient_accumulation_steps": 0}
     (folder / "args.yaml").write_text(json.dumps(values))
     text = texts(check(["args.yaml"]))
-    assert 'gradient_accumulation_steps is "auto" in ds.json. The training arguments fill in 0, and DeepSpeed' in text
+    assert "gradient_accumulation_steps is 0 in args.yaml. Training stops: it needs at least 1." in text
+    assert "1 error." in text and "ds.json." not in text
 
 
 def test_files_are_combined_with_those_that_they_name(folder: Path) -> None:
@@ -263,3 +264,20 @@ def test_numbers_that_training_cannot_use_are_errors(folder: Path) -> None:
         ("learning_rate", "NaN", 0),
     ):
         assert f"error: {key} is {value} in args.json. Training stops: it needs at least {least}." in text
+    assert "3 errors." in text and "DeepSpeed" not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("own.yaml", "distributed_type: {a: 1}\nnum_processes: 2\n", 'distributed_type is {"a": 1}'),
+        ("own.yaml", "distributed_type: [FSDP]\nnum_processes: 2\n", 'distributed_type is ["FSDP"]'),
+        ("own.yaml", "distributed_type: FSDP\nnum_processes: {a: 2}\n", 'num_processes is {"a": 2}'),
+        ("own.json", '{"train_micro_batch_size_per_gpu": -1, "zero_optimization": {"stage": 2}}', "per_gpu is -1"),
+    ],
+)
+def test_a_value_of_a_wrong_kind_is_one_error(folder: Path, name: str, content: str, expected: str) -> None:
+    (folder / name).write_text(content)
+    text = texts(check([name]))
+    assert expected in text and "missing" not in text
+    assert "1 error." in text
