@@ -66,7 +66,8 @@ class Programs:
         own_file.write_text(json.dumps(OWN_FILE))
         names = {"DATA": str(rows / "train.jsonl"), "FOLDER": str(rows), "OWN_FILE": str(own_file)}
         words = [names.get(word, word) for word in arguments]
-        changes = {"global_batch_size": 8, "micro_batch_size": 2, "script": str(SCRIPTS / script), "script_args": words}
+        program = script if script.startswith("-m ") else str(SCRIPTS / script)
+        changes = {"global_batch_size": 8, "micro_batch_size": 2, "script": program, "script_args": words}
         rundir = RunDir(self.folder / "lab")
         codes = self.forked.train(rundir, self.forked.plan(strategy, 2, **changes))
         return rundir, AttemptDir(rundir.attempts / "001"), codes
@@ -103,7 +104,7 @@ def expected(api: str, engine: str, stage: int = 0, dtype: str = "float32") -> d
         ("zero2", "hf_trainer.py", [*TRAINER, "--use_cpu", "True"], expected("trainer", "deepspeed", 2)),
         ("ddp", "hf_trainer.py", TRAINER, expected("trainer", "ddp")),
         ("zero3", "hf_trainer.py", TRAINER, expected("trainer", "deepspeed", 3)),
-        ("zero2", "trl_sft.py", TRL, expected("trainer", "deepspeed", 2)),
+        ("zero2", "-m trl.scripts.sft", TRL, expected("trainer", "deepspeed", 2)),
         ("zero2", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 2)),
         ("zero3", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 3)),
         ("ddp", "plain_torch.py", TORCH, expected("torch", "ddp")),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from shardmake.config.models import Run
+from shardmake.config.script_file import script_file
 from shardmake.config.user_file_keys import is_tuning, judge
 from shardmake.config.user_files import KINDS, Kind, read_user_file
 from shardmake.core.atomic import sha256
@@ -27,11 +28,18 @@ def file_contents(run: Run) -> dict[str, str]:
 
     It does not raise: the stage that reads a broken file reports it.
     """
-    contents = {SCRIPT: _digest(run.script), TEMPLATE: _digest(run.data.chat_template)}
+    contents = {SCRIPT: _script(run.script), TEMPLATE: _digest(run.data.chat_template)}
     for kind in KINDS:
         result, tuning = _values(kind, run)
         contents |= {f"{kind}_config.content": result, f"{kind}_config.tuning": tuning}
     return contents
+
+
+def _script(script: str | None) -> str:
+    try:
+        return _digest(None if script is None else str(script_file(script)))
+    except ConfigError:
+        return _UNREADABLE
 
 
 def _digest(file: str | None) -> str:

@@ -8,6 +8,7 @@ from typing import Final
 from shardmake.config.chat_template import read_template
 from shardmake.config.formats import data_files, data_kind
 from shardmake.config.models import Data, Run
+from shardmake.config.script_file import script_file
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError
 
@@ -57,7 +58,7 @@ def is_local(name: str) -> bool:
 def check_inputs(name: str, run: Run) -> None:
     """Raise a `ConfigError` if a file of the run does not exist, or if it would be evaluated on its training data."""
     if run.script:
-        check_script(f"runs.{name}.script", Path(run.script))
+        check_script(f"runs.{name}.script", script_file(run.script))
     own = {
         "deepspeed_config": run.deepspeed_config,
         "accelerate_config": run.accelerate_config,

@@ -436,8 +436,8 @@ class Run(Section):
     )
     script: PathText | None = Field(
         None,
-        description="Your own training program for `accelerate launch`, which replaces Shardmake's "
-        "(docs/how-to/user-script.md).",
+        description="Your own training program for `accelerate launch`, which replaces Shardmake's: a file, or a "
+        "module as in `-m trl.scripts.sft` (docs/how-to/user-script.md).",
     )
     script_args: list[str] = Field(
         default_factory=list,

@@ -1,12 +1,12 @@
 """The plan stage: choose, check the request against the cluster, write the plan."""
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import NamedTuple
 
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
 from shardmake.config.inputs import check_script
 from shardmake.config.models import Cluster, Run
+from shardmake.config.script_file import script_file
 from shardmake.core.atomic import write_text
 from shardmake.core.units import GIB, format_bytes, plural
 from shardmake.memory.hardware import Hardware
@@ -44,7 +44,7 @@ def plan_run(
         ShardmakeError: The cluster or the disk does not have what the plan requests.
     """
     if run.script:
-        check_script("script", Path(run.script))
+        check_script("script", script_file(run.script))
     plan, memory = _planned(run, cluster, rundir)
     if cluster.executor == "slurm":
         check_request(plan, cluster, query_partitions())

@@ -7,6 +7,7 @@ from typing import Any, Final
 from shardmake.checkpoint.interval import job_mtbf_seconds
 from shardmake.config.chat_template import read_template
 from shardmake.config.models import TORCH_DTYPES, Cluster, Run
+from shardmake.config.script_file import script_file
 from shardmake.core.atomic import sha256
 from shardmake.memory.model import Model
 from shardmake.render.accelerate_file import fsdp_settings
@@ -57,7 +58,7 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         checkpoints=_checkpoints(choice, run, cluster),
         program=LoopProgram(kind=run.engine)
         if run.script is None
-        else ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(Path(run.script))),
+        else ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(script_file(run.script))),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 
+from shardmake.config.script_file import script_file
 from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, RequestedStop
 from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
@@ -33,7 +34,7 @@ def script_callbacks(context: RankContext, guard: ScriptGuard, trainer: Trainer)
 def _names_in_script(program: Any) -> str:
     """Return the text in which a script names variables: its own and its arguments."""
     assert isinstance(program, ScriptProgram)
-    return "\n".join([Path(program.path).read_text(errors="replace"), *program.args])
+    return "\n".join([script_file(program.path).read_text(errors="replace"), *program.args])
 
 
 class BatchCheck(TrainerCallback):

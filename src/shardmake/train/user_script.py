@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from string import Template
 
+from shardmake.config.script_file import module_of
 from shardmake.config.script_variables import PREFIX
 from shardmake.config.strategies import DEEPSPEED
 from shardmake.run.attempt import USER_SCRIPT_PHASE, rank_report, write_heartbeat
@@ -34,7 +35,8 @@ def train(attempt_folder: Path) -> None:
     if context.attempt.accelerator == "cpu":
         _prepare_cpu(settings.expected.engine)
     sys.argv = [program.path, *(Template(word).safe_substitute(os.environ) for word in program.args)]
-    sys.path[0] = str(Path(program.path).resolve().parent)
+    if module_of(program.path) is None:  # a module is run from the working folder, as by `python -m`
+        sys.path[0] = str(Path(program.path).resolve().parent)
     run_script(program.path)
     leave_together()
 
@@ -74,10 +76,14 @@ def _prepare_cpu(engine: str) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
-def run_script(path: str) -> None:
-    """Run the script; treat its `sys.exit(0)` as a normal end."""
+def run_script(script: str) -> None:
+    """Run a file or a module (``-m NAME``) as ``__main__``; treat its `sys.exit(0)` as a normal end."""
+    module = module_of(script)
     try:
-        runpy.run_path(path, run_name="__main__")
+        if module is None:
+            runpy.run_path(script, run_name="__main__")
+        else:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
     except SystemExit as end:
         if end.code not in (None, 0):
             raise
