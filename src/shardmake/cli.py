@@ -16,7 +16,7 @@ import typer
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
 from shardmake.config.inputs import check_inputs
-from shardmake.config.invocation import VARIABLE
+from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
 from shardmake.config.models import Cluster, GradientDtype, Method, Optimizer, Precision, Run, Strategy
 from shardmake.config.user_files import read_user_files
@@ -47,7 +47,7 @@ ConfigFiles = Annotated[
     list[Path],
     typer.Option("--config", envvar=VARIABLE, help="Configuration file. Later ones override earlier ones."),
 ]
-Runs = Annotated[Path, typer.Option(help="Folder of the runs.")]
+Runs = Annotated[Path, typer.Option(envvar=RUNS_VARIABLE, help="Folder of the runs.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Workers = Annotated[int, typer.Option(help="Worker threads besides the reading one.", min=0, max=1024)]
 Weights = Literal["bf16", "fp32"]

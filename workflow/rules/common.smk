@@ -18,7 +18,7 @@ from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
-from shardmake.config.invocation import VARIABLE, check_executor, sections, write_merged
+from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE, check_executor, check_module, sections, write_merged
 from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ShardmakeError
@@ -50,9 +50,14 @@ def checked(function, *arguments):
 # The Snakemake that an executor starts for a job takes the configuration of the invocation that submitted the job.
 KEPT_CONFIG = None if workflow.is_main_process else os.environ.get(VARIABLE)
 
+# As a module of another workflow, the rules take the `config` and the `prefix` of the module. Snakemake adds the prefix to
+# the paths of rules. The commands and the functions below read files themselves, so they need it too.
+IS_MODULE = not workflow.modifier.is_main_snakefile()
+ROOT = Path(workflow.modifier.path_modifier.replace_prefix("runs/"))  # the folder of the runs
+
 # A configuration that the user names replaces the demo's. The file is read before Snakemake reads it, because
 # Snakemake's message about invalid YAML has no line.
-if not KEPT_CONFIG and not workflow.overwrite_configfiles:
+if not KEPT_CONFIG and not IS_MODULE and not workflow.overwrite_configfiles:
     checked(read_yaml, Path(DEFAULT_CONFIG))
 
     configfile: DEFAULT_CONFIG
@@ -82,6 +87,11 @@ def read_configuration():
     options = command_line() if workflow.is_main_process else None
     if KEPT_CONFIG:
         parsed = load_config(Path(KEPT_CONFIG))
+    elif IS_MODULE:
+        check_module(config)
+        parsed = parse_config(config, "config of the module")
+        os.environ[VARIABLE] = str(write_merged(parsed, "config of the module").absolute())
+        os.environ[RUNS_VARIABLE] = str(ROOT)
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
         source = " + ".join([*map(str, workflow.configfiles), *overrides])
@@ -144,7 +154,7 @@ STEPS = {
 @functools.cache
 def settings_of(run, stage):
     """Return the settings by which Snakemake decides whether a stage of a run is run again."""
-    paths = RunDir(Path("runs", run))
+    paths = RunDir(ROOT / run)
     made = {"plan": paths.plan, "render": paths.training}.get(stage, paths.settings)
     recorded = (ast.literal_eval(text) for text in workflow.persistence.params(IOFile(str(made))) or ())
     pairs = dict(text.partition(": ")[::2] for text in recorded if isinstance(text, str))
@@ -166,7 +176,12 @@ def command_params(stage):
 
 def inputs_of(*parts):
     """Return the local files that a run names, so that a changed file is noticed."""
-    return lambda wildcards: local_files(RUNS[wildcards.run], *parts)
+
+    def files(wildcards):
+        found = local_files(RUNS[wildcards.run], *parts)
+        return [os.path.abspath(file) for file in found] if IS_MODULE else found  # without the prefix
+
+    return files
 
 
 def plan_before(stage):
@@ -177,9 +192,9 @@ def plan_before(stage):
     """
 
     def plan(wildcards):
-        paths = RunDir(Path("runs", wildcards.run))
-        is_stale = changed_settings(stage, RUNS[wildcards.run], CLUSTER, paths)
-        return str(paths.plan) if is_stale else ancient(str(paths.plan))
+        is_stale = changed_settings(stage, RUNS[wildcards.run], CLUSTER, RunDir(ROOT / wildcards.run))
+        path = str(RunDir(Path("runs", wildcards.run)).plan)
+        return path if is_stale else ancient(path)
 
     return plan
 
@@ -214,7 +229,7 @@ class Submission:
     def __format__(self, run):
         if not workflow.dryrun:
             return ""
-        return f"\n{dry_run(RUNS[run], CLUSTER, RunDir(Path('runs', run)))}"
+        return f"\n{dry_run(RUNS[run], CLUSTER, RunDir(ROOT / run))}"
 
 
 SUBMISSION = Submission()

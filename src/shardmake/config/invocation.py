@@ -6,8 +6,9 @@ also to those in a job on a node. Its name is its digest, so another invocation 
 
 import argparse
 import hashlib
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,8 @@ from shardmake.core.secrets import mask
 
 VARIABLE: Final = "SHARDMAKE_CONFIG"
 """Environment variable with the merged file. The parameters of a rule would rerun it for every other file."""
+RUNS_VARIABLE: Final = "SHARDMAKE_RUNS"
+"""Environment variable with the folder of the runs, if the workflow is a module with a prefix."""
 FOLDER: Final = Path(".snakemake/shardmake")
 
 
@@ -87,6 +90,20 @@ def sections(overrides: Sequence[str]) -> dict[str, Any]:
         if isinstance(value, dict | list):
             merge(found, {key: value})
     return found
+
+
+def check_module(config: Mapping[str, Any]) -> None:
+    """Raise a `ConfigError` if another workflow uses Shardmake as a module in a way that cannot work."""
+    if not config:
+        raise ConfigError(
+            "The module has no configuration. Give it the section with `cluster` and `runs`, such as "
+            '`config: config["shardmake"]`.'
+        )
+    if VARIABLE in os.environ:
+        raise ConfigError(
+            f"The module cannot be used: {VARIABLE} is set, by your shell or by another module of Shardmake. Unset it, "
+            "and write the runs of all modules into one."
+        )
 
 
 def check_executor(cluster: Cluster, file: str, executor: str | None) -> None:

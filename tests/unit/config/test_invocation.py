@@ -7,7 +7,14 @@ import pytest
 from typer.testing import CliRunner
 
 from shardmake.cli import app
-from shardmake.config.invocation import VARIABLE, check_config_files, check_executor, sections, write_merged
+from shardmake.config.invocation import (
+    VARIABLE,
+    check_config_files,
+    check_executor,
+    check_module,
+    sections,
+    write_merged,
+)
 from shardmake.config.load import load_config, parse_config
 from shardmake.config.models import Cluster
 from shardmake.core.errors import ConfigError
@@ -128,3 +135,13 @@ def test_a_profile_that_contradicts_the_cluster_file_is_rejected(
     with pytest.raises(ConfigError) as error:
         check_executor(file, "c.yaml", executor)
     assert str(error.value).startswith(f"cluster: c.yaml {advice}, or name a cluster file with ")
+
+
+def test_a_module_needs_a_configuration_and_is_the_only_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    check_module({"runs": {}})
+    with pytest.raises(ConfigError, match=r"^The module has no configuration\."):
+        check_module({})
+    monkeypatch.setenv(VARIABLE, "of-the-first.yaml")
+    with pytest.raises(ConfigError, match=r"write the runs of all modules into one\.$"):
+        check_module({"runs": {}})
