@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig
 
 from shardmake.checkpoint import store
-from shardmake.config.models import Strategy
+from shardmake.config.models import Loss, Strategy
 from shardmake.consolidate.merge import consolidate
 from shardmake.data.stage import prepare
 from shardmake.run.paths import RunDir
@@ -19,8 +19,10 @@ from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
-DEGREES: tuple[tuple[Strategy, int, int], ...] = (("zero2", 2, 2), ("zero1", 2, 1), ("zero3", 2, 1))
-"""A strategy, the ranks per group, and the groups."""
+DEGREES: tuple[tuple[Strategy, int, int, Loss], ...] = (
+    ("zero2", 2, 2, "plain"), ("zero1", 2, 1, "plain"), ("zero3", 2, 1, "chunked"),
+)  # fmt: skip
+"""A strategy, the ranks per group, the groups, and the loss."""
 
 
 @pytest.fixture
@@ -43,11 +45,11 @@ def test_sequence_and_data_degrees_together(forked: Forked, tmp_path: Path, chan
     planned = forked.plan("ddp", 2, **changes)
     prepare(planned[1], reference)
     assert forked.train(reference, planned) == [0, 0], log(reference)
-    for strategy, sequence, data in DEGREES:
+    for strategy, sequence, data, loss in DEGREES:
         rundir, ranks = RunDir(tmp_path / f"{strategy}-{sequence}x{data}"), sequence * data
         rundir.root.mkdir()
         rundir.data.symlink_to(reference.data)
-        planned = forked.plan(strategy, ranks, sequence_parallel=sequence, **changes)
+        planned = forked.plan(strategy, ranks, sequence_parallel=sequence, loss=loss, **changes)
         assert forked.train(rundir, planned) == [0] * ranks, log(rundir)
         assert losses(rundir) == pytest.approx(losses(reference), abs=2e-4)
         assert norms(rundir) == pytest.approx(norms(reference), rel=2e-3)

@@ -66,7 +66,7 @@ GradientDtype = Literal["auto", "fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 Method = Literal["full", "lora", "qlora"]
-Loss = Literal["plain", "fused"]
+Loss = Literal["plain", "fused", "chunked"]
 
 
 FREE_TEXT: Final = ("script_args",)
@@ -406,7 +406,10 @@ class Run(Section):
         "auto", description="Recompute activations in the backward pass. `auto`: only if memory requires it."
     )
     loss: Loss = Field(
-        "plain", description="Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed."
+        "plain",
+        description="Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed. "
+        "`chunked`: torch's, for the Llama, Mistral, Qwen and Gemma families; it holds the logits of some tokens at a "
+        "time.",
     )
     objective: Objective = Field("sft", description="What training optimizes; `sft`: supervised fine-tuning.")
     method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")

@@ -283,6 +283,8 @@ class _DecoderStep:
         head = self.weights.items.get("lm_head.weight") or self._parameter("model.embed_tokens.weight")
         if self.scenario.loss == "fused":
             return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
+        if self.scenario.loss == "chunked":
+            return size_tensors.chunked_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         return self._cross_entropy(size_tensors.linear(hidden, head, self.shape.v, self.shape.h))
 
     def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:

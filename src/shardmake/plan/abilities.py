@@ -147,14 +147,29 @@ def check_packing(run: Run, abilities: Abilities, attention: Attention) -> None:
     )
 
 
-def check_loss(run: Run, model_type: str) -> None:
-    """Raise a `ConfigError` if Liger has no fused loss for the model; it would silently keep the plain one."""
+def check_loss(run: Run, model: Model) -> None:
+    """Raise a `ConfigError` if the model or the run has no such loss; Liger would silently keep the plain one."""
+    if run.loss == "chunked":
+        _check_chunked(run, model)
+    model_type = model.model_type
     supported = _fused_model_types() if run.loss == "fused" and not run.script else None
     if supported is not None and model_type not in supported:
         raise ConfigError(
             f"loss: fused cannot be used: liger-kernel {version('liger-kernel')} has no kernels for the model type "
             f"{model_type!r}. Set loss: plain. It has kernels for {', '.join(sorted(supported))}."
         )
+
+
+def _check_chunked(run: Run, model: Model) -> None:
+    wrong = [
+        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
+        (run.script is not None, "a script computes its own loss"),
+        (run.tensor_parallel > 1, "the ranks of a tensor-parallel group share the head"),
+        (run.torch_compile, "torch's chunked loss does not run in compiled code"),
+    ]
+    for is_wrong, why in wrong:
+        if is_wrong:
+            raise ConfigError(f"loss: chunked cannot be used: {why}. Set loss: plain.")
 
 
 def _fused_model_types() -> set[str] | None:

@@ -141,7 +141,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     check_refused(settings.user_files, run)
     check_packing(run, settings.abilities, settings.attention)
     _check_packages(run, optional=packages)
-    check_loss(run, model.model_type)
+    check_loss(run, model)
 
 
 def _check_gradient_dtype(settings: ResolvedRun, spec: StrategySpec | None) -> None:
@@ -188,6 +188,8 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
             f"optimizer: adamw8bit fails at the first step under {strategy}, because {why}. Take optimizer: adamw, or "
             f"one of the strategies {', '.join(others)}."
         )
+    if run.loss == "chunked" and spec.is_fsdp:
+        return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if run.method == "qlora" and not spec.qlora:
         others = [name for name, other in STRATEGY_SPECS.items() if other.qlora]
         return f"method: qlora cannot train under {strategy}. Take method: lora, or one of {', '.join(others)}."

@@ -47,7 +47,7 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
     if settings.hardware.is_cpu:
         return
     if run.loss == "plain" and run.script is None:
-        yield "loss", ["fused"]
+        yield "loss", ["fused", "chunked"]
     if run.sequence_parallel == 1:
         ranks = settings.cluster.processes_per_node
         yield "sequence_parallel", [size for size in (2, 4, 8) if size <= ranks and ranks % size == 0]

@@ -124,7 +124,7 @@ class TrainingSettings(RunRecord):
     )
     optimizer: OptimizerSettings | None = Field(description="None: the optimizer that the arguments name.")
     expected: ExpectedDeepSpeed | ExpectedFsdp | ExpectedEngine = Field(description="The planned engine.")
-    loss: Loss = Field(description="Cross entropy: plain or fused.")
+    loss: Loss = Field(description="Cross entropy: plain, fused or chunked.")
     checkpoints: CheckpointSettings = Field(description="How training saves.")
     program: LoopProgram | ScriptProgram = Field(description="What the ranks run.")
     own_files: dict[str, Any] = Field(

@@ -21,6 +21,7 @@ from shardmake.data.varlen import register_varlen
 from shardmake.run.model_class import ModelClass
 from shardmake.run.training_settings import ExpectedDeepSpeed, FullMethod, TrainingSettings
 from shardmake.train.checkpointed_adapters import name_checkpointed_adapters
+from shardmake.train.chunked_loss import use_chunked_loss
 
 
 def load_model(settings: TrainingSettings) -> PreTrainedModel:
@@ -30,6 +31,8 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
     model = load_base(settings)
     model.config.use_cache = False
     average_router_loss(model, settings)
+    if settings.loss == "chunked":
+        use_chunked_loss(model)
     if isinstance(method, FullMethod):
         refuse_partial_states(model)
         return model

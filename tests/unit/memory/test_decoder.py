@@ -127,6 +127,13 @@ def test_published_bytes_per_token_and_layer() -> None:
         assert (saved(micro_step(more)) - saved(micro_step(fewer))) / more.tokens == expected
 
 
+def test_a_chunked_loss_saves_no_logits() -> None:
+    """The plain one saves their log-softmax in fp32."""
+    chunked, plain = (micro_step(scenario(loss=loss)) for loss in ("chunked", "plain"))
+    step = scenario()
+    assert saved(plain) - saved(chunked) >= step.tokens * step.model.vocab_size * 4
+
+
 def test_ranks_that_share_a_sequence_divide_its_activations() -> None:
     """A rank saves what its part alone would, and the output of attention on both sides of the exchange."""
     part, alone = scenario(sequence_parallel=4, sequence_length=512), scenario(sequence_length=128)

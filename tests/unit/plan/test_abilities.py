@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardmake.plan.abilities import Abilities
 from shardmake.plan.candidates import choices
 from shardmake.plan.shrink import shrunk
 from tests.plan_in_process import plan_in_this_process
-from tests.unit.plans import make_cluster, make_run
+from tests.unit.plans import make_cluster, make_model, make_run
 
 SIZES = {
     "hidden_size": 64,
@@ -333,10 +334,27 @@ def test_a_fused_loss_that_the_installed_liger_does_not_have(tmp_path: Path, mon
     (package.parent / "liger_kernel-0.7.0.dist-info").mkdir()
     (package.parent / "liger_kernel-0.7.0.dist-info/METADATA").write_text("Name: liger-kernel\nVersion: 0.7.0\n")
     monkeypatch.syspath_prepend(str(package.parent))
-    abilities.check_loss(make_run(loss="fused"), "llama")
-    abilities.check_loss(make_run(), "bloom")
+    llama, bloom = make_model(), replace(make_model(), model_type="bloom", decoder=None)
+    abilities.check_loss(make_run(loss="fused"), llama)
+    abilities.check_loss(make_run(), bloom)
     with pytest.raises(ShardmakeError, match=r"liger-kernel 0\.7\.0 has no kernels for .*'bloom'.*llama, qwen2"):
-        abilities.check_loss(make_run(loss="fused"), "bloom")
+        abilities.check_loss(make_run(loss="fused"), bloom)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ({"script": "x.py"}, "a script computes its own loss"),
+        ({"strategy": "zero1", "tensor_parallel": 2}, "share the head"),
+        ({"torch_compile": True}, "does not run in compiled code"),
+    ],
+)
+def test_runs_for_which_the_loss_is_not_chunked(run: dict[str, Any], words: str) -> None:
+    abilities.check_loss(make_run(loss="chunked"), make_model())
+    with pytest.raises(ShardmakeError, match=f"loss: chunked cannot be used: .*{words}"):
+        abilities.check_loss(make_run(loss="chunked", **run), make_model())
+    with pytest.raises(ShardmakeError, match="LlamaForCausalLM is not of the Llama"):
+        abilities.check_loss(make_run(loss="chunked"), replace(make_model(), decoder=None))
 
 
 def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> None:

@@ -1,0 +1,65 @@
+"""The chunked loss equals the plain one: value and gradients, with shifted and unshifted labels."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from shardmake.train.chunked_loss import use_chunked_loss
+
+SIZE = {
+    "vocab_size": 512, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+
+
+def make_models(config: Any) -> tuple[Any, Any]:
+    """Return a model with the plain loss, and an equal one with the chunked loss."""
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(AutoModelForCausalLM.from_config(config))
+    use_chunked_loss(models[1])
+    return models[0], models[1]
+
+
+def batch(*, shifted: bool) -> dict[str, Any]:
+    torch.manual_seed(1)
+    ids = torch.randint(0, 512, (3, 40))
+    labels = ids.masked_fill(torch.rand(3, 40) < 0.3, -100)
+    more = {"shift_labels": labels.roll(-1, 1)} if shifted else {}
+    return {"input_ids": ids, "labels": labels, **more}
+
+
+@pytest.mark.parametrize("kind", [LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, GemmaConfig])
+@pytest.mark.parametrize("tokens", [None, 50], ids=["mean", "of the global batch"])
+def test_the_loss_and_its_gradients_are_the_same(kind: Any, tokens: int | None) -> None:
+    plain, chunked = make_models(kind(**SIZE))
+    for shifted in (False, True):
+        losses = []
+        for model in (plain, chunked):
+            model.zero_grad()
+            loss = model(**batch(shifted=shifted), **({"num_items_in_batch": tokens} if tokens else {})).loss
+            loss.backward()
+            losses.append(loss.detach())
+        torch.testing.assert_close(losses[1], losses[0], atol=1e-5, rtol=1e-5)
+        for (name, one), (_, other) in zip(plain.named_parameters(), chunked.named_parameters(), strict=True):
+            torch.testing.assert_close(other.grad, one.grad, atol=1e-5, rtol=1e-4, msg=name)
+
+
+def test_the_sum_of_16_bit_losses_has_more_than_8_bits() -> None:
+    plain, chunked = make_models(LlamaConfig(**SIZE))
+    inputs = batch(shifted=False)
+    exact = plain(**inputs).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = chunked(**inputs).loss
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-3)
+
+
+def test_without_labels_the_model_returns_logits() -> None:
+    plain, chunked = make_models(LlamaConfig(**SIZE))
+    ids = batch(shifted=False)["input_ids"]
+    assert torch.equal(chunked(input_ids=ids).logits, plain(input_ids=ids).logits)
+    assert chunked(input_ids=ids, labels=ids).logits is None
