@@ -12,6 +12,7 @@ from shardmake.memory.cache import cached_helper
 
 INVENTORY = "shardmake.memory.parameter_inventory"
 Kind = Literal["linear", "embedding", "norm", "other"]
+HEADS = ("lm_head", "embed_out")
 
 
 @dataclass(frozen=True)
@@ -151,7 +152,7 @@ def _active(tensor: ParameterSpec, model: Model) -> float:
 
 def is_head(tensor: ParameterSpec) -> bool:
     """Return True for an output head over the vocabulary, which gets no adapters and is not quantized."""
-    return tensor.block is None and tensor.kind == "linear" and tensor.module.endswith(("lm_head", "embed_out"))
+    return tensor.block is None and tensor.kind == "linear" and tensor.module.endswith(HEADS)
 
 
 def split(model: Model, method: str, rank: int = 16, targets: Iterable[str] | str = "all-linear") -> Split:

@@ -119,6 +119,8 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "precision": scenario.precision,
         "weights": scenario.adapter_compute if adapted else held,
         "frozen": held,
+        "in_four_bits": scenario.method == "qlora",
+        "widened": "fp32" if adapted and weight_bytes(scenario) == 4 else held,
         "keeps_output": scenario.behavior.keeps_output,
         "softmax_saves_input": scenario.behavior.softmax_saves_input,
         "method": scenario.method,

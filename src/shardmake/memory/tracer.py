@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
+from shardmake.memory.four_bit import holds_four_bits, set_four_bit_layers
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.parameter_inventory import block_paths, build, plain_name
 
@@ -48,7 +49,7 @@ def trace(request: Mapping[str, Any]) -> list[Event]:
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _materialize(model, DTYPES[request["weights"]], DTYPES[request["frozen"]])
+        _materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened")))
         inputs = _inputs(model, request["micro_batch"], request["sequence_length"], request["masked"])
         _mark_blocks(model, recorder)
         _mark_gradients(model, recorder)
@@ -66,6 +67,8 @@ def prepare(request: Mapping[str, Any]) -> nn.Module:
     if request["layers"]:
         _keep_layers(model, request["layers"])
     _set_attention(model, request["attention"], request["masked"])
+    if request["in_four_bits"]:
+        set_four_bit_layers(model)
     if request["method"] != "full":
         model = _with_adapters(model, request)
     model.train()
@@ -131,15 +134,19 @@ def _without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype) -> None:
-    """Replace meta parameters by fake ones on "cpu"; shared parameters stay shared."""
+def _materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype, widened: torch.dtype) -> None:
+    """Replace meta parameters by fake ones on "cpu"; shared parameters stay shared.
+
+    Frozen parameters get the type ``frozen``; of a model with 4-bit layers, those outside them get ``widened``.
+    """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in list(module._parameters.items()):
             if parameter is None:
                 continue
             if id(parameter) not in made:
-                dtype = trained if parameter.requires_grad else frozen
+                narrow = holds_four_bits(module) and name == "weight"
+                dtype = trained if parameter.requires_grad else frozen if narrow else widened
                 data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
                 made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]
