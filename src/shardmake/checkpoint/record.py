@@ -7,7 +7,7 @@ import contextlib
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -133,8 +133,10 @@ def is_unfinished(checkpoint: Path) -> bool:
     return False
 
 
-def find_problems(checkpoint: Path, *, workers: int = 4) -> list[str]:
+def find_problems(checkpoint: Path, *, workers: int = 4, checksums: bool = True) -> list[str]:
     """Return one sentence per damaged file of a checkpoint; an empty list if every byte is as recorded.
+
+    Without ``checksums`` only the sizes of the files are compared, and no content is read.
 
     Raises:
         CheckpointError: The user may not read a file.
@@ -144,9 +146,27 @@ def find_problems(checkpoint: Path, *, workers: int = 4) -> list[str]:
     record = read_record(checkpoint)
     if record is None:
         return [f"{checkpoint / RECORD_NAME} is damaged or cannot be read"]
+    return list(find_damaged(checkpoint, record, record.files, workers=workers, checksums=checksums).values())
+
+
+def find_damaged(
+    checkpoint: Path, record: CheckpointRecord, names: Iterable[str], *, workers: int = 4, checksums: bool = True
+) -> dict[str, str]:
+    """Return the files among ``names`` that are not as recorded, with one sentence each.
+
+    Raises:
+        CheckpointError: The user may not read a file.
+    """
+    listed = list(names)
     with ThreadPoolExecutor(workers) as pool:
-        findings = pool.map(lambda item: _file_problem(checkpoint / item[0], item[1]), record.files.items())
-    return [finding for finding in findings if finding]
+        found = pool.map(lambda name: _file_problem(checkpoint / name, record.files[name], checksums), listed)
+    return {name: problem for name, problem in zip(listed, found, strict=True) if problem}
+
+
+def share_of_files(record: CheckpointRecord, node: int, nodes: int) -> list[str]:
+    """Return the files that ``node`` of ``nodes`` validates: of each size every node gets about as many."""
+    by_size = sorted(record.files, key=lambda name: (record.files[name].size, name))
+    return by_size[node::nodes]
 
 
 def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
@@ -154,13 +174,13 @@ def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
     return name in record.files and not _file_problem(checkpoint / name, record.files[name])
 
 
-def _file_problem(path: Path, expected: FileEntry) -> str:
+def _file_problem(path: Path, expected: FileEntry, checksums: bool = True) -> str:
     try:
         if not path.is_file():
             return f"{path} is missing"
         if (size := path.stat().st_size) != expected.size:
             return f"{path} has {size} bytes instead of {expected.size}"
-        if fingerprint(path).crc32 != expected.crc32:
+        if checksums and fingerprint(path).crc32 != expected.crc32:
             return f"{path} is damaged (its checksum differs)"
     except PermissionError as error:
         raise _permission_denied(error) from None

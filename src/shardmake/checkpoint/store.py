@@ -162,18 +162,20 @@ def committed(folder: Path) -> Iterator[tuple[CheckpointRecord, Path]]:
             yield record, path
 
 
-def newest_valid(folder: Path) -> tuple[CheckpointRecord, Path] | None:
-    """Return the newest checkpoint whose every byte is as recorded; log why newer ones are skipped."""
+def newest_valid(folder: Path, *, checksums: bool = True) -> tuple[CheckpointRecord, Path] | None:
+    """Return the newest checkpoint that `find_problems` finds to be as recorded; log why newer ones are skipped."""
     for _, path in checkpoints(folder):
-        record, problems = read_record(path), find_problems(path)
+        record, problems = read_record(path), find_problems(path, checksums=checksums)
         if record and not problems:
             return record, path
         logger.warning("Skipped %s: %s.", path.name, "; ".join(problems))
     return None
 
 
-def recover(folder: Path) -> tuple[CheckpointRecord, Path] | None:
+def recover(folder: Path, *, checksums: bool = True) -> tuple[CheckpointRecord, Path] | None:
     """Return the newest valid checkpoint and clear everything newer, so that training can resume from it.
+
+    Without ``checksums``, sizes alone decide; the nodes of the job then validate the content in parallel.
 
     Unfinished saves are removed. A checkpoint that is newer than the valid one, or whose record cannot be read, is set
     aside for manual recovery and removed when its disk space is needed. Call this only while no training is writing.
@@ -181,7 +183,7 @@ def recover(folder: Path) -> tuple[CheckpointRecord, Path] | None:
     discard_unfinished(folder)
     for _, path in checkpoints(folder):
         _restore_tag(path)
-    found = newest_valid(folder)
+    found = newest_valid(folder, checksums=checksums)
     for step, path in checkpoints(folder):
         if found is None or step > found[0].step or read_record(path) is None:
             logger.info("Renamed %s to %s.", path.name, set_aside(path).name)

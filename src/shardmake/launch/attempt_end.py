@@ -12,6 +12,7 @@ from shardmake.launch import user_script
 from shardmake.launch.disk_wait import wait_for_room
 from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
+from shardmake.launch.resume_validation import confirm_damage
 from shardmake.launch.slurm_states import JobStatus
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
@@ -99,6 +100,7 @@ def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus)
         errors=folder.rank_errors(),
         nodes=folder.read().nodes,
         hosts=training.jobs.hosts(status.nodes),
+        damage=confirm_damage(folder),
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
         last_output=_last_line(folder.slurm),

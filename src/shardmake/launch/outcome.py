@@ -28,6 +28,8 @@ class Evidence:
     """Nodes of the job; a node whose worker is killed leaves no record."""
     hosts: Sequence[str] = ()
     """Slurm's names of these nodes; empty if unknown."""
+    damage: str = ""
+    """A sentence about the checkpoint, if a node found it damaged and the driver does, too."""
     hang: Hang | None = None
     cancelled_by: str = ""
     """The user who cancelled the job, if Slurm's accounting has the name."""
@@ -87,7 +89,8 @@ _BY_SIGNAL = {
 def classify(evidence: Evidence) -> Outcome:
     """Return why the attempt ended.
 
-    A person's scancel has priority, unless a rank failed with an error in the training. A rank's own error has
+    A person's scancel has priority, unless a rank failed with an error in the training. A damaged checkpoint comes
+    next, because it keeps the ranks from training. A rank's own error has
     priority over a hang, a hang over Slurm's state, and Slurm's state over the connection errors that a dying rank
     causes on all others.
     """
@@ -97,6 +100,7 @@ def classify(evidence: Evidence) -> Outcome:
         return Outcome(EndReason.STOP_REQUESTED, "Training saved and stopped because somebody created the stop file.")
     return (
         _by_person(evidence)
+        or _by_checkpoint(evidence)
         or _by_own_error(evidence)
         or _by_preflight(evidence.exits)
         or _by_hang(evidence)
@@ -118,6 +122,17 @@ def _by_person(evidence: Evidence) -> Outcome | None:
         return None
     own = _by_own_error(evidence)
     return own if own and own.end is EndReason.USER_ERROR else _by_slurm(evidence)
+
+
+def _by_checkpoint(evidence: Evidence) -> Outcome | None:
+    """Blame a node that read the checkpoint differently than the driver, which found it as recorded."""
+    if evidence.damage:
+        return Outcome(EndReason.DAMAGED_CHECKPOINT, evidence.damage)
+    node = next((node for node in evidence.exits if node.damaged), None)
+    if node is None:
+        return None
+    message = f"{node.host} read the checkpoint differently than the driver, which found it intact: {node.message}."
+    return Outcome(EndReason.PREFLIGHT, message, host=node.host)
 
 
 def _by_own_error(evidence: Evidence) -> Outcome | None:

@@ -17,20 +17,24 @@ _POLL_SECONDS = 0.5
 
 
 def resume_checkpoint(rundir: RunDir, choice: Choice) -> Path | None:
-    """Return the newest valid checkpoint, converted if the library of ``choice`` cannot read it as it is.
+    """Return the newest checkpoint whose files have their sizes, converted if ``choice`` cannot read it as it is.
 
-    Newer checkpoints that are damaged are set aside. No training of the run may be writing.
+    The nodes of the job validate the content (`shardmake.launch.resume_validation`). Only a conversion reads all of it
+    here, and validates it first. Newer checkpoints that are damaged are set aside. No training of the run may be
+    writing.
 
     Raises:
         ShardmakeError: the checkpoint cannot be converted.
     """
-    found = store.recover(rundir.checkpoints.resolve())
-    if found is None:
-        return None
-    (record, checkpoint), resharded = found, rundir.resharded.resolve()
-    if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
-        shutil.rmtree(resharded, ignore_errors=True)
-        return checkpoint
+    resharded = rundir.resharded.resolve()
+    for checksums in (False, True):
+        found = store.recover(rundir.checkpoints.resolve(), checksums=checksums)
+        if found is None:
+            return None
+        record, checkpoint = found
+        if find_route(record, checkpoint, choice.strategy, choice.world_size) is Route.NATIVE:
+            shutil.rmtree(resharded, ignore_errors=True)
+            return checkpoint
     out = resharded / checkpoint.name
     reshard(checkpoint, out, choice.strategy, choice.world_size)
     return out

@@ -29,6 +29,7 @@ from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
 from shardmake.launch.resume import prepare_restart, read_settings
+from shardmake.launch.resume_validation import DamagedCheckpointError, validate_share
 from shardmake.launch.watchdog import Watchdog
 from shardmake.render.stage import launch_command
 from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name, restarts
@@ -114,7 +115,7 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
     attempt = folder.read()
     stop = StopRequest(folder.stop_file)
     started, killed_before = time.time(), oom_kills()
-    phase, returncode, message = "rendezvous", None, ""
+    phase, returncode, message, damaged = "rendezvous", None, "", list[str]()
     culprit: str | None = host_name()
     try:
         if node.start and node.rank == 0:
@@ -125,12 +126,17 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
         phase, plan = "preflight", Plan.read(folder.plan)
         with folder.log(node.rank).open("a", buffering=1) as log:
             check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
+            if not attempt.finished:
+                phase = "checkpoint"
+                validate_share(attempt, node.rank, lambda line: print(line, file=log))
             phase = "training"
             returncode = 0 if attempt.finished else _run_ranks(folder, attempt, plan, node, rendezvous, log)
     except RendezvousError as error:
         message, culprit = str(error), host_name() if error.absent is None else node_name(error.absent)
     except PreflightError as error:
         phase, message = "run preflight" if error.blames_run else "preflight", str(error)
+    except DamagedCheckpointError as error:
+        message, damaged = str(error), error.files
     except Exception as error:  # the driver must get every error
         message = _describe_error(error, folder, node.rank)
     record = NodeExit(
@@ -142,6 +148,7 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
         returncode=returncode,
         stop_signal=stop.signal_name,
         message=message,
+        damaged=damaged,
         culprit=culprit,
         oom_kills=oom_kills() - killed_before,
     )

@@ -88,13 +88,16 @@ class NodeExit(RunRecord):
     ended: float = Field(description="Unix time at which it ended.")
     phase: str = Field(
         description="The phase at the end: `rendezvous`, `preflight` (the node failed it), `run preflight` "
-        "(the run did) or `training`."
+        "(the run did), `checkpoint` (its validation) or `training`."
     )
     returncode: int | None = Field(
         description="Exit status of the launcher, negative for a signal; None if not started."
     )
     stop_signal: str | None = Field(description="Signal that asked the worker to stop, such as SIGTERM.")
     message: str = Field("", description="What went wrong before the launcher started.")
+    damaged: list[str] = Field(
+        default_factory=list, description="Files of the resumed checkpoint that the node found damaged."
+    )
     culprit: str | None = Field(None, description="Name of the node that caused it; None if unknown.")
     oom_kills: int = Field(0, description="Processes of this job that the kernel killed here because memory ran out.")
 

@@ -26,6 +26,7 @@ class EndReason(Enum):
     DISK_FULL = "disk full"
     SETUP = "unsuitable setup"
     PREFLIGHT = "preflight failure"
+    DAMAGED_CHECKPOINT = "damaged checkpoint"
     RENDEZVOUS = "rendezvous failed"
     COMMUNICATION = "communication failure"
     HANG = "hang"
@@ -33,6 +34,9 @@ class EndReason(Enum):
     NON_FINITE = "non-finite loss"
     USER_ERROR = "error in the training"
     LOST = "unknown"
+
+
+_NOTHING_TRAINED = {EndReason.PREFLIGHT.value, EndReason.DAMAGED_CHECKPOINT.value}
 
 
 class AttemptRecord(RunRecord):
@@ -91,7 +95,7 @@ def idle_attempts(history: Sequence[AttemptRecord]) -> int:
     before = history[begin - 1].checkpoint_step if begin else 0
     steps = [
         before,
-        *(record.checkpoint_step for record in history[begin:] if record.end != EndReason.PREFLIGHT.value),
+        *(record.checkpoint_step for record in history[begin:] if record.end not in _NOTHING_TRAINED),
     ]
     idle = 0
     while idle < len(steps) - 1 and steps[-1 - idle] <= steps[-2 - idle]:

@@ -52,6 +52,13 @@ def test_who_starts_again_starts_to_count_again() -> None:
     assert idle_attempts([*stopped[:-1], decided, make_record(5)]) == 4
     unfit = [make_record(end="preflight failure", next_fallback=0)] * 2
     assert failing_nodes([*unfit, make_record(end="preflight failure")]) == 3
+    damaged = make_record(3, end="damaged checkpoint", next_fallback=0)
+    assert (
+        idle_attempts(
+            [*[make_record(5, next_fallback=0)] * 2, damaged, damaged, make_record(3, end="damaged checkpoint")]
+        )
+        == 1
+    )
     assert failing_nodes([*unfit, make_record(), make_record(end="preflight failure")]) == 1
 
 

@@ -1,0 +1,80 @@
+"""Validate the content of a job's checkpoint: every node reads its share of the files, and the driver checks findings.
+
+All nodes read at once, before their ranks start. The ranks load nothing before all of them have met in the network
+check, so a node with a finding keeps the others from loading a damaged checkpoint. The driver then reads the named
+files itself: if they are damaged, the checkpoint is set aside and the next attempt resumes from an older one. If they
+are not, the node that read them differently is at fault.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.record import RECORD_NAME, find_damaged, is_intact, read_record, share_of_files
+from shardmake.core.units import GIB
+from shardmake.run.attempt import Attempt, AttemptDir
+
+_READERS = 8
+
+
+class DamagedCheckpointError(RuntimeError):
+    """Files of the checkpoint are not as recorded; ``files`` are their names."""
+
+    def __init__(self, problems: Mapping[str, str]) -> None:
+        super().__init__("; ".join(problems.values()))
+        self.files = list(problems)
+
+
+def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], None]) -> None:
+    """Read the files that this node validates, and pass their number and the duration to ``report``.
+
+    Raises:
+        DamagedCheckpointError: a file is not as recorded.
+        CheckpointError: this user may not read a file.
+    """
+    if attempt.resume_from is None:
+        return
+    started, checkpoint = time.monotonic(), Path(attempt.resume_from)
+    record = read_record(checkpoint)
+    if record is None:
+        raise DamagedCheckpointError({RECORD_NAME: f"{checkpoint / RECORD_NAME} is damaged or cannot be read"})
+    names = share_of_files(record, node_rank, attempt.nodes)
+    if problems := find_damaged(checkpoint, record, names, workers=_READERS):
+        raise DamagedCheckpointError(problems)
+    size = sum(record.files[name].size for name in names) / GIB
+    seconds = time.monotonic() - started
+    report(f"{checkpoint.name}: {len(names)} of {len(record.files)} files are intact ({size:.2f} GiB, {seconds:.1f} s)")
+
+
+def confirm_damage(folder: AttemptDir) -> str:
+    """Set the checkpoint of an attempt aside if a node found it damaged and this machine does as well.
+
+    Return a sentence about it; empty without such a finding. A driver that was killed in here repeats the call.
+
+    Raises:
+        CheckpointError: this user may not read a file.
+    """
+    found = [node for node in folder.exits() if node.damaged]
+    resume_from = folder.read().resume_from
+    if not found or resume_from is None:
+        return ""
+    checkpoint = Path(resume_from)
+    if checkpoint.exists():
+        if not _is_damaged(checkpoint, [name for node in found for name in node.damaged]):
+            return ""
+        _discard(folder, checkpoint)
+    return f"{checkpoint.name} is damaged and was set aside. {found[0].host} found: {found[0].message}."
+
+
+def _is_damaged(checkpoint: Path, names: list[str]) -> bool:
+    record = read_record(checkpoint)
+    return record is None or any(name != RECORD_NAME and not is_intact(record, checkpoint, name) for name in names)
+
+
+def _discard(folder: AttemptDir, checkpoint: Path) -> None:
+    """Remove a converted checkpoint, which the next attempt converts again; keep any other under another name."""
+    if checkpoint.parent == folder.read().rundir.resharded.resolve():
+        store.remove(checkpoint)
+    else:
+        store.set_aside(checkpoint)

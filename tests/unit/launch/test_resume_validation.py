@@ -1,0 +1,148 @@
+"""The nodes of a job validate their shares of its checkpoint; the driver reads what they report before it believes it."""
+
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from shardmake.checkpoint import store
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, FileEntry, fingerprint, share_of_files
+from shardmake.launch import resume, worker
+from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.rendezvous import Rendezvous
+from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
+from shardmake.run.attempt import AttemptDir
+from tests.unit.plans import make_cluster, make_plan, make_training_settings
+
+SHARDS = [f"optimizer/__{rank}_0.distcp" for rank in range(4)]
+LOST = SHARDS[2]
+
+
+def save(folder: Path, step: int) -> Path:
+    """Commit a checkpoint of four shards."""
+    checkpoint = folder / f"checkpoint-{step}"
+    (checkpoint / "optimizer").mkdir(parents=True)
+    for number, name in enumerate(SHARDS):
+        (checkpoint / name).write_bytes(bytes([number]) * 100)
+    record = CheckpointRecord(
+        step=step, tokens=step, world_size=4, strategy="fsdp", attempt=1, settings_digest="r", saved_at=0.0,
+        save_seconds=0.0, versions={}, files={name: fingerprint(checkpoint / name) for name in SHARDS},
+    )  # fmt: skip
+    store.commit_in_place(checkpoint, record)
+    return checkpoint
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> AttemptDir:
+    """An attempt of two nodes that resumes from step 20; there is a checkpoint of step 10, too."""
+    folder, plan = AttemptDir(tmp_path / "train/attempts/002"), make_plan("fsdp", nodes=2)
+    older = save(tmp_path / "train/checkpoints", 10)
+    newest = save(older.parent, 20)
+    attempt_settings(
+        2, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=str(newest), settings_digest="r"
+    ).write(folder.settings)
+    plan.write(folder.plan)
+    make_training_settings("fsdp").write(folder.training)
+    return folder
+
+
+def flip(file: Path) -> None:
+    content = bytearray(file.read_bytes())
+    content[7] ^= 1
+    file.write_bytes(content)
+
+
+def run_nodes(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Run the workers of both nodes; return the nodes that started their ranks."""
+    started: list[int] = []
+    met = Rendezvous(address="10.0.0.1", port=1, interface="ib0", host="c1")
+    monkeypatch.setattr(worker, "run_rendezvous", lambda *_: met)
+    monkeypatch.setattr(worker, "check_node", lambda *_: None)
+    monkeypatch.setattr(worker, "StopRequest", lambda file: SimpleNamespace(signal_name=None))
+    monkeypatch.setattr(worker, "_run_ranks", lambda *arguments: started.append(arguments[3].rank) or 0)
+    for rank in (0, 1):
+        worker.main(folder.root, worker.WorkerNode(rank, start=0))
+    return started
+
+
+def test_shares_cover_every_file_once_with_about_as_many_bytes() -> None:
+    files = {
+        f"{kind}-{rank}": FileEntry(size=size, crc32="0") for kind, size in (("a", 9), ("b", 5)) for rank in range(8)
+    }
+    record = CheckpointRecord.model_construct(files=files)
+    shares = [share_of_files(record, node, 4) for node in range(4)]
+    assert sorted(name for share in shares for name in share) == sorted(files)
+    assert {sum(files[name].size for name in share) for share in shares} == {28}
+    assert share_of_files(record, 0, 1) and not share_of_files(CheckpointRecord.model_construct(files={}), 1, 2)
+
+
+def test_only_the_node_of_a_damaged_file_does_not_start_its_ranks(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(Path(folder.read().resume_from or "") / LOST)
+    started = run_nodes(folder, monkeypatch)
+    (guilty,) = [node for node in folder.exits() if node.damaged]
+    assert started == [1 - guilty.node_rank]
+    assert guilty.phase == "checkpoint" and guilty.damaged == [LOST] and "its checksum differs" in guilty.message
+    assert guilty.returncode is None and folder.has_failed_node()
+
+
+def test_an_intact_checkpoint_is_reported_in_each_nodes_log(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run_nodes(folder, monkeypatch) == [0, 1]
+    assert "checkpoint-20: 2 of 4 files are intact" in folder.log(1).read_text()
+    assert confirm_damage(folder) == ""
+
+
+def test_a_damaged_checkpoint_is_set_aside_and_the_older_one_is_resumed(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    newest = Path(folder.read().resume_from or "")
+    choice, rundir = make_plan("fsdp", nodes=2).choice, folder.read().rundir
+    choice = choice.model_copy(update={"processes_per_node": 2})
+    flip(newest / LOST)
+    assert resume.resume_checkpoint(rundir, choice) == newest, "sizes are as recorded"
+    run_nodes(folder, monkeypatch)
+    message = confirm_damage(folder)
+    assert message.startswith("checkpoint-20 is damaged and was set aside.") and LOST in message
+    assert confirm_damage(folder) == message, "a driver that was killed here starts over"
+    assert resume.resume_checkpoint(rundir, choice) == newest.with_name("checkpoint-10")
+    assert len(store.damaged(newest.parent)) == 1
+
+
+def test_a_node_that_reads_an_intact_checkpoint_wrongly_costs_no_checkpoint(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = Path(folder.read().resume_from or "") / LOST
+    flip(file)
+    run_nodes(folder, monkeypatch)
+    flip(file)
+    assert confirm_damage(folder) == "" and file.exists()
+
+
+def test_a_damaged_conversion_is_removed_and_its_source_stays(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attempt = folder.read()
+    converted = attempt.rundir.resharded / "checkpoint-20"
+    shutil.copytree(attempt.resume_from or "", converted)
+    attempt.model_copy(update={"resume_from": str(converted)}).write(folder.settings)
+    flip(converted / LOST)
+    run_nodes(folder, monkeypatch)
+    assert "checkpoint-20 is damaged" in confirm_damage(folder)
+    assert not converted.exists() and Path(attempt.resume_from or "").exists()
+
+
+def test_a_record_that_only_a_node_cannot_read_costs_no_checkpoint(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record = Path(folder.read().resume_from or "") / RECORD_NAME
+    content = record.read_bytes()
+    record.write_bytes(b"")
+    with pytest.raises(DamagedCheckpointError, match="is damaged or cannot be read"):
+        validate_share(folder.read(), 0, print)
+    run_nodes(folder, monkeypatch)
+    record.write_bytes(content)
+    assert [node.damaged for node in folder.exits()] == [[RECORD_NAME]] * 2 and confirm_damage(folder) == ""
