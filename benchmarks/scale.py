@@ -9,20 +9,23 @@ import argparse
 import json
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 from benchmarks.counting import PLACE, FakeGroup, NodePool, OperationCounter, run_on_nodes
-from shardmake.checkpoint import node_files, store
+from shardmake.checkpoint import node_files, record, store
+from shardmake.checkpoint.record import RECORD_NAME
 from shardmake.checkpoint.store import Retention
 from shardmake.launch import rendezvous, watchdog, worker
+from shardmake.launch.resume_validation import validate_share
 from shardmake.launch.watchdog import Watchdog
-from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, write_heartbeat
+from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, heartbeat_file
 from shardmake.train import checkpoint_saver, network_check
-from shardmake.train.callbacks.heartbeat import HEARTBEAT_SECONDS
 from shardmake.train.checkpoint_saver import Saver
 
 RESULTS = Path(__file__).parent / "results/scale.json"
@@ -68,11 +71,14 @@ class Phase:
     every: float = 0
     """Seconds between two such phases; 0 for one that happens once."""
 
+    def waiting_seconds(self, rates: Rates) -> float:
+        """Return how long the operations take: the file system serves all nodes, and the busiest one waits for each."""
+        return max(self.operations / rates.operations, self.busiest * rates.latency)
+
     def seconds(self, rates: Rates) -> float:
-        """Return how long the phase takes: the file system serves all nodes, and the busiest node waits for each."""
-        waiting = max(self.operations / rates.operations, self.busiest * rates.latency)
+        """Return how long the phase takes, with the bytes that it reads and receives."""
         reading = self.login / rates.login + self.storage / rates.storage
-        return waiting + reading + self.received / rates.network
+        return self.waiting_seconds(rates) + reading + self.received / rates.network
 
 
 def describe(step: int) -> dict[str, Any]:
@@ -107,25 +113,36 @@ def save(folder: Path, ranks: int) -> Phase:
     return Phase("save", ranks, counter.total, counter.busiest, received=group.received)
 
 
-def resume(folder: Path, ranks: int, rates: Rates) -> Phase:
-    """Count the choice of the checkpoint that `save` has written."""
+def resume(folder: Path, ranks: int) -> Phase:
+    """Count what the login node does to choose the checkpoint that `save` has written: it compares sizes."""
     counter = OperationCounter(folder)
     with counter.counting():
-        assert store.recover(folder / "checkpoints") is not None
-    return Phase("resume", ranks, counter.total, counter.busiest, login=rates.checkpoint * ranks)
+        assert store.recover(folder / "checkpoints", checksums=False) is not None
+    return Phase("resume", ranks, counter.total, counter.busiest)
+
+
+def validate(attempt: AttemptDir, ranks: int, rates: Rates) -> Phase:
+    """Count the validation of that checkpoint by the job's nodes, each of which reads its share and the record."""
+    checkpoints = attempt.root.parents[2] / "checkpoints"
+    (_, checkpoint), settings = next(store.committed(checkpoints)), attempt.read()
+    settings = settings.model_copy(update={"resume_from": str(checkpoint)})
+    counter = OperationCounter(checkpoint)
+    with patch.object(record, "ThreadPoolExecutor", NodePool), counter.counting():
+        for PLACE.node in range(settings.nodes):
+            validate_share(settings, PLACE.node, lambda _: None)
+    records = settings.nodes * (checkpoint / RECORD_NAME).stat().st_size
+    storage = rates.checkpoint * ranks + records
+    return Phase("validate", ranks, counter.total, counter.busiest, storage=storage)
 
 
 def heartbeats(attempt: AttemptDir, ranks: int) -> Phase:
-    """Count one heartbeat of every rank and one look of every node's worker, which happens less often."""
+    """Count one look of every node's worker, which also copies its ranks' heartbeats; those are on the node."""
     counter = OperationCounter(attempt.root)
     dogs = [_watchdog(attempt, node, ranks) for node in range(ranks // RANKS_PER_NODE)]
     with counter.counting():
         for PLACE.node, dog in enumerate(dogs):
-            for rank in dog.local_ranks:
-                write_heartbeat(attempt, rank, "train", 3)
-        for PLACE.node, dog in enumerate(dogs):
-            assert not dog.has_hung() and not dog.is_abandoned()
-    return Phase("heartbeats", ranks, counter.total, counter.busiest, every=HEARTBEAT_SECONDS)
+            assert not dog.has_hung() and not dog.is_abandoned() and not attempt.is_superseded()
+    return Phase("heartbeats", ranks, counter.total, counter.busiest, every=worker.WATCH_SECONDS)
 
 
 def hang(attempt: AttemptDir, ranks: int) -> Phase:
@@ -139,7 +156,7 @@ def hang(attempt: AttemptDir, ranks: int) -> Phase:
     with patch.multiple(watchdog, **silent, _ANSWER_SECONDS=0, _OTHER_NODES_SECONDS=0), counter.counting():
         for node in range(len(dogs) - 1, -1, -1):
             PLACE.node = node
-            dogs[node].missed = attempt.beat(0) if node == 0 else None
+            dogs[node].missed = dogs[node]._beat(0) if node == 0 else None
             dogs[node].collect(attempt.root, attempt.root)
     found = attempt.read_hang()
     assert found is not None and found.rank == 5, found
@@ -180,7 +197,8 @@ class FakeStore:
     """A store that counts the keys of each request; nothing waits."""
 
     def __init__(self, present: set[str]) -> None:
-        self.values = dict.fromkeys(present, b"")
+        self.values = dict.fromkeys(present, "")
+        self.numbers: Counter[str] = Counter()
         self.keys = 0
 
     def check(self, keys: list[str]) -> bool:
@@ -188,21 +206,49 @@ class FakeStore:
         self.keys += len(keys)
         return all(key in self.values for key in keys)
 
+    def add(self, key: str, number: int) -> int:
+        """Add to a number and return it."""
+        self.keys += 1
+        self.numbers[key] += number
+        return self.numbers[key]
+
+    def set(self, key: str, value: str) -> None:
+        """Set a key."""
+        self.keys += 1
+        self.values[key] = value
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        """Fail if a key is missing, because no other thread will set it."""
+        assert self.check(keys)
+
+    def get(self, key: str) -> str:
+        """Return the value of a key."""
+        self.keys += 1
+        return self.values[key]
+
 
 def absent_rank(ranks: int) -> Phase:
     """Count the keys that the ranks ask for when one of them did not join the network check."""
     fake = FakeStore({f"joined-{rank}" for rank in range(ranks) if rank != 5})
-    asking = min(ranks - 1, 64)
-    for _ in range(asking):
+    fake.add("joined", ranks - 1)
+    asked = []
+    for _ in range(ranks - 1):
+        before = fake.keys
         found = network_check._explain(TimeoutError("timed out"), fake, ranks)
         assert "Rank 5 did not join" in str(found)
-    keys = fake.keys * (ranks - 1) // asking
-    return Phase("absent rank", ranks, keys, fake.keys // asking * RANKS_PER_NODE)
+        asked.append(fake.keys - before)
+    return Phase("absent rank", ranks, sum(asked), sum(asked[:RANKS_PER_NODE]))
 
 
 def _watchdog(attempt: AttemptDir, node: int, ranks: int) -> Watchdog:
+    """Return the watchdog of a node whose ranks have heartbeats on the node."""
     first = node * RANKS_PER_NODE
-    return Watchdog(attempt, range(first, first + RANKS_PER_NODE), ranks, 600)
+    local = attempt.root.parents[2] / "scratch" / f"node-{node}"
+    local.mkdir(parents=True, exist_ok=True)
+    for rank in range(first, first + RANKS_PER_NODE):
+        beat = Heartbeat(rank=rank, host=f"c{node}", pid=0, phase="train", step=3, time=time.time())
+        heartbeat_file(local, rank).write_text(beat.model_dump_json())
+    return Watchdog(attempt, range(first, first + RANKS_PER_NODE), ranks, 600, local)
 
 
 def measure(ranks: int, rates: Rates) -> list[Phase]:
@@ -219,7 +265,8 @@ def measure(ranks: int, rates: Rates) -> list[Phase]:
         ).write(attempt.settings)  # fmt: skip
         steps: list[Callable[[], Phase]] = [
             lambda: save(root, ranks),
-            lambda: resume(root, ranks, rates),
+            lambda: resume(root, ranks),
+            lambda: validate(attempt, ranks, rates),
             lambda: heartbeats(attempt, ranks),
             lambda: hang(attempt, ranks),
             lambda: failure(attempt, ranks),
@@ -241,7 +288,8 @@ def main() -> None:
     for ranks in arguments.sizes:
         for phase in measure(ranks, rates):
             seconds = phase.seconds(rates)
-            rows.append(asdict(phase) | {"seconds": round(seconds, 3)})
+            waiting = phase.waiting_seconds(rates)
+            rows.append(asdict(phase) | {"waiting_seconds": round(waiting, 3), "seconds": round(seconds, 3)})
             print(
                 f"{ranks:>6} {phase.name:<12} {phase.operations:>11,} {phase.operations / ranks:>9.1f} "
                 f"{phase.busiest:>13,} {phase.received + phase.login + phase.storage:>9.2g} {seconds:>8.2f}",

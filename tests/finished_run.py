@@ -1,13 +1,14 @@
 """The folder of a run that is ready to be pushed, without a training: files with known content and their receipts."""
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
 from shardmake.core.manifest import read_folder
-from shardmake.run.attempt import Attempt, AttemptDir, NodeExit
+from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.evaluation import EvaluationResult, LengthScore, ModelScore, Sample, TaskScore
 from shardmake.run.metrics import MetricsLine
@@ -295,3 +296,11 @@ def make_data_receipt(digest: str) -> DataReceipt:
         digest=digest, layout=1, tokenizer="t", sources={}, settings=settings, pad_token_id=0, format="text",
         columns={"text": "text"}, loss_on_assistant=False, repeated=0, train=split, eval=split,
     )  # fmt: skip
+
+
+def publish_heartbeat(folder: AttemptDir, phase: str, step: int, median_step_seconds: float = 0.0) -> None:
+    """Write the copy of rank 0's heartbeat as the worker of its node does."""
+    beat = Heartbeat(
+        rank=0, host="c1", pid=1, phase=phase, step=step, time=time.time(), median_step_seconds=median_step_seconds
+    )
+    NodeHeartbeats(beats=[beat]).write(folder.node_heartbeats(0))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from shardmake.config.models import Strategy
-from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, RequestedStop
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Heartbeat, RequestedStop, heartbeat_file
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.trained_engine import TrainedEngine
@@ -170,7 +170,7 @@ def test_trainer_stops_on_request_and_resumes(programs: Programs) -> None:
     assert codes == [0, 0], log(rundir)
     assert RequestedStop.read(folder.stopped).step == 1
     assert [path.name for path in rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
-    beat = folder.beat(1)
+    beat = Heartbeat.read_if_exists(heartbeat_file(folder.heartbeats, 1))
     assert beat and (beat.phase, beat.step) == (USER_SCRIPT_PHASE, 1)
     rundir.stop_file.unlink()
     _, _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)

@@ -176,12 +176,15 @@ def is_intact(record: CheckpointRecord, checkpoint: Path, name: str) -> bool:
 
 def _file_problem(path: Path, expected: FileEntry, checksums: bool = True) -> str:
     try:
-        if not path.is_file():
-            return f"{path} is missing"
-        if (size := path.stat().st_size) != expected.size:
-            return f"{path} has {size} bytes instead of {expected.size}"
+        found = path.stat()
+        if not stat.S_ISREG(found.st_mode):
+            return f"{path} is not a file"
+        if found.st_size != expected.size:
+            return f"{path} has {found.st_size} bytes instead of {expected.size}"
         if checksums and fingerprint(path).crc32 != expected.crc32:
             return f"{path} is damaged (its checksum differs)"
+    except FileNotFoundError:
+        return f"{path} is missing"
     except PermissionError as error:
         raise _permission_denied(error) from None
     except OSError as error:

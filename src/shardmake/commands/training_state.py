@@ -28,7 +28,7 @@ from shardmake.run.receipts import DataReceipt
 from shardmake.run.training_settings import ScriptProgram, TrainingSettings
 
 _TAIL_BYTES = 1 << 16
-_FRESH_SECONDS = 30.0
+_FRESH_SECONDS = 45.0
 _DRIVER = re.compile(r"process (\d+) on (\S+)")
 
 
@@ -115,7 +115,7 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> TrainingS
     name = f"job {job.id} (attempt {job.attempt})"
     if status.state is JobState.PENDING:
         return _pending(job, status, name)
-    beat = AttemptDir(rundir.attempts / f"{job.attempt:03d}").beat(0)
+    beat = next(iter(AttemptDir(rundir.attempts / f"{job.attempt:03d}").node_beats(0)), None)
     is_alive = beat is not None and time.time() - beat.time < _FRESH_SECONDS  # as on another machine than this one
     if status.state in (JobState.ENDED, JobState.GONE) and not is_alive:
         advice = "A driver that is running records why; if there is none, run the same command again."

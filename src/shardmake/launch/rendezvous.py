@@ -21,6 +21,8 @@ from shardmake.run.record import RunRecord
 
 _EPHEMERAL = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_SECONDS = 0.1
+_LONGEST_PAUSE = 2.0
+"""Seconds between two looks of a node for the address that node 0 publishes."""
 
 
 class RendezvousError(RuntimeError):
@@ -193,11 +195,13 @@ def interface_of(address: str) -> str | None:
 
 
 def _wait_for_file(file: Path, deadline: float) -> Rendezvous:
+    pause = _POLL_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
             list(file.parent.iterdir())  # makes NFS refresh the folder
             return Rendezvous.model_validate_json(file.read_text())
-        time.sleep(_POLL_SECONDS)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
     message = f"{socket.gethostname()} timed out waiting for {file}: node 0 did not publish its address."
     raise RendezvousError(message, absent=0)
 

@@ -82,6 +82,6 @@ def _archive(folder: AttemptDir, start: int) -> None:
     archive = folder.root / f"start-{start}"
     archive.mkdir(exist_ok=True)
     records = [folder.errors, folder.hang, folder.hung, folder.stacks, folder.stopped, folder.stop_file]
-    for path in [*records, folder.heartbeat(0).parent, *folder.root.glob("node-*.json")]:
+    for path in [*records, folder.heartbeats, *folder.root.glob("node-*.json")]:
         if path.exists():
             path.replace(archive / path.name)

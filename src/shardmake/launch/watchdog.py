@@ -1,8 +1,9 @@
 """Detect a hang from the ranks' heartbeats, collect the stacks of all ranks, and find the rank that caused it.
 
 In a training that hangs, one rank is stuck and all others wait for it until their libraries time out. Each node's
-worker reads the heartbeats of its own ranks. The first worker that misses one creates the attempt's ``HUNG`` file. The
-workers of all nodes then collect the stacks of their ranks and end them, so that the run can be resumed.
+worker reads the heartbeats of its own ranks on the node, and copies them to one shared file now and then. The first
+worker that misses one creates the attempt's ``HUNG`` file. The workers of all nodes then collect the stacks of their
+ranks and end them, so that the run can be resumed.
 """
 
 import contextlib
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -23,7 +23,18 @@ from shardmake.core.build_locks import build_locks
 from shardmake.core.process import wait_for_output
 from shardmake.core.units import numbered
 from shardmake.launch.flight_recorder import analyse_dumps, is_dumped, request_dump
-from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Hang, Heartbeat, ProcessStates
+from shardmake.run.attempt import (
+    USER_SCRIPT_PHASE,
+    AttemptDir,
+    Hang,
+    Heartbeat,
+    NodeHeartbeats,
+    NodeStates,
+    RankState,
+    heartbeat_file,
+    host_name,
+    replace_unsynced,
+)
 from shardmake.run.timeouts import PATIENCE
 
 MEDIAN_STEPS = 5
@@ -36,19 +47,26 @@ _ANSWER_SECONDS = 10.0
 _DUMP_SECONDS = 15.0
 """torch allows itself as long for a dump of the flight recorder, whose stacks need their symbols."""
 _OTHER_NODES_SECONDS = 30.0
+_PUBLISHED_PER_SECOND = 10
+"""Copies of heartbeats that all nodes together write, unless that makes them older than `_OLDEST_COPY`."""
+_OLDEST_COPY = 30.0
+_LONGEST_PAUSE = 2.0
+"""Seconds between two looks for files of other nodes."""
 _BUILD_LOCK = "torch/utils/file_baton.py"
 _IN_COLLECTIVE = re.compile(r"torch/distributed/|deepspeed/comm/|deepspeed/runtime/zero/|_engine_run_backward")
 
 
-@dataclass(frozen=True)
-class RankState:
-    """One rank at a hang."""
-
-    beat: Heartbeat
-    stack: str
-    """Text of its Python stacks; empty if the rank did not answer."""
-    process: str = ""
-    """State of its process, as `psutil` names it (running, sleeping, stopped, disk-sleep), or gone."""
+def rank_state(beat: Heartbeat, stack: str, process: str = "") -> RankState:
+    """Return the state of a rank at a hang from the text of its Python stacks; empty if it did not answer."""
+    return RankState(
+        rank=beat.rank,
+        host=beat.host,
+        step=beat.step,
+        process=process,
+        answered=bool(stack),
+        in_collective=bool(_IN_COLLECTIVE.search(stack)),
+        builds=_BUILD_LOCK in stack,
+    )
 
 
 def allowance(beat: Heartbeat, hang_seconds: float) -> float:
@@ -71,11 +89,11 @@ def overdue(beats: Sequence[Heartbeat], now: float, hang_seconds: float, awake_s
 
 def find_culprit(ranks: Sequence[RankState]) -> RankState | None:
     """Return the only rank that does not answer, is behind, or is outside a collective; None if several are."""
-    last_step = max(rank.beat.step for rank in ranks)
+    last_step = max(rank.step for rank in ranks)
     for odd_ones in (
-        [rank for rank in ranks if not rank.stack],
-        [rank for rank in ranks if rank.beat.step < last_step],
-        [rank for rank in ranks if not _IN_COLLECTIVE.search(rank.stack)],
+        [rank for rank in ranks if not rank.answered],
+        [rank for rank in ranks if rank.step < last_step],
+        [rank for rank in ranks if not rank.in_collective],
     ):
         if len(odd_ones) == 1:
             return odd_ones[0]
@@ -89,17 +107,18 @@ def describe_hang(missed: Heartbeat, ranks: Sequence[RankState], now: float) -> 
     if culprit is None:
         return Hang(rank=None, host=None, message=f"{where}. The stacks do not show which rank caused it.")
     state = f"does not answer (its process is {culprit.process or 'unreachable'})"
-    reason = "is not in the collective that the others are in" if culprit.stack else state
+    reason = "is not in the collective that the others are in" if culprit.answered else state
+    host = culprit.host or "a node that is not known"
     return Hang(
-        rank=culprit.beat.rank,
-        host=culprit.beat.host,
-        message=f"{where}: rank {culprit.beat.rank} on {culprit.beat.host} {reason}; the others wait for it.",
+        rank=culprit.rank,
+        host=culprit.host or None,
+        message=f"{where}: rank {culprit.rank} on {host} {reason}; the others wait for it.",
     )
 
 
 def describe_build_locks(ranks: Sequence[RankState], locks: Sequence[str]) -> str:
     """Return a sentence about ranks that wait for the build of a kernel by another process; empty without any."""
-    waiting = [rank.beat.rank for rank in ranks if _BUILD_LOCK in rank.stack]
+    waiting = [rank.rank for rank in ranks if rank.builds]
     if not waiting or not locks:
         return ""
     wait = "waits" if len(waiting) == 1 else "wait"
@@ -110,10 +129,16 @@ def describe_build_locks(ranks: Sequence[RankState], locks: Sequence[str]) -> st
 
 
 class Watchdog:
-    """Watches the heartbeats of one node's ranks."""
+    """Watches the heartbeats of one node's ranks, which are in the node-local folder ``beats``."""
 
-    def __init__(self, folder: AttemptDir, local_ranks: range, world_size: int, hang_seconds: float) -> None:
+    def __init__(
+        self, folder: AttemptDir, local_ranks: range, world_size: int, hang_seconds: float, beats: Path
+    ) -> None:
         self.folder = folder
+        self.beats = beats
+        self.nodes = world_size // len(local_ranks)
+        self.node_rank = local_ranks.start // len(local_ranks)
+        self.published = float("-inf")
         self.local_ranks = local_ranks
         self.world_size = world_size
         self.hang_seconds = hang_seconds
@@ -127,6 +152,8 @@ class Watchdog:
         if self.folder.hung.exists():
             return True
         self._detect_pause()
+        if time.monotonic() - self.published >= min(self.nodes / _PUBLISHED_PER_SECOND, _OLDEST_COPY):
+            self.publish()
         beats = [self._beat(rank) for rank in self.local_ranks]
         missed = overdue(beats, time.time(), self.hang_seconds, self.awake_since)
         if missed is None:
@@ -139,6 +166,14 @@ class Watchdog:
             self.missed = missed
         return True
 
+    def publish(self) -> None:
+        """Copy the heartbeats of this node's ranks to the shared folder, for `status` and for other nodes."""
+        self.published = time.monotonic()
+        found = [Heartbeat.read_if_exists(heartbeat_file(self.beats, rank)) for rank in self.local_ranks]
+        copied = NodeHeartbeats(beats=[beat for beat in found if beat])
+        with contextlib.suppress(OSError):  # on a full file system training continues without them
+            replace_unsynced(self.folder.node_heartbeats(self.node_rank), copied)
+
     def _detect_pause(self) -> None:
         before, self.checked_at = self.checked_at, _clocks()
         if any(now - then > PAUSE_SECONDS for then, now in zip(before, self.checked_at, strict=True)):
@@ -146,9 +181,9 @@ class Watchdog:
 
     def _can_write(self) -> bool:
         """Return whether heartbeats can be written: on a full file system training continues without them."""
-        probe = self.folder.heartbeat(self.local_ranks.start).with_name(f".probe-{self.local_ranks.start}.tmp")
+        probe = self.beats / f".probe-{self.local_ranks.start}.tmp"
         try:
-            probe.parent.mkdir(exist_ok=True)
+            probe.parent.mkdir(parents=True, exist_ok=True)
             probe.write_bytes(bytes(4096))
         except OSError:
             return False
@@ -164,8 +199,8 @@ class Watchdog:
 
     def _beat(self, rank: int) -> Heartbeat:
         """Return the last heartbeat of a rank, or the start of the watchdog for a rank without one."""
-        start = Heartbeat(rank=rank, host=os.uname().nodename, pid=0, phase="start", step=0, time=self.started)
-        return self.folder.beat(rank) or start
+        start = Heartbeat(rank=rank, host=host_name(), pid=0, phase="start", step=0, time=self.started)
+        return Heartbeat.read_if_exists(heartbeat_file(self.beats, rank)) or start
 
     def collect(self, pipes: Path, kernels: Path) -> None:
         """Write this node's stacks, and, on the node that detected the hang, the `Hang` of all nodes.
@@ -173,7 +208,7 @@ class Watchdog:
         ``pipes`` is the folder of `recorder_variables`, ``kernels`` the folder in which torch builds kernels.
         """
         beats = [self._beat(rank) for rank in self.local_ranks]
-        states = {beat.rank: _process_state(beat.pid) for beat in beats}
+        processes = [_process_state(beat.pid) for beat in beats]
         self.folder.stacks.mkdir(exist_ok=True)
         for beat in beats:
             _dump_stacks(self.folder, beat)
@@ -182,21 +217,16 @@ class Watchdog:
         _wait_for(lambda: all(is_dumped(self.folder, rank) for rank in recorded), _DUMP_SECONDS)
         for rank in self.local_ranks:
             _flush(self.folder.stack(rank))
-        waiting = any(_BUILD_LOCK in self._read_stack(rank) for rank in self.local_ranks)
-        locks = [str(lock) for lock in build_locks(kernels)] if waiting else []
-        states_file = self.folder.stacks / f"states-from-{self.local_ranks.start}.json"
-        ProcessStates(states=states, build_locks=locks).write(states_file)
+        pairs = zip(beats, processes, strict=True)
+        states = [rank_state(beat, self._read_stack(beat.rank), process) for beat, process in pairs]
+        locks = [str(lock) for lock in build_locks(kernels)] if any(state.builds for state in states) else []
+        NodeStates(ranks=states, build_locks=locks).write(self._states_file(self.node_rank))
         if self.missed is None:
             _wait_for(self.folder.hang.exists, _OTHER_NODES_SECONDS)
             return
-        nodes = self.world_size // len(self.local_ranks)
-        _wait_for(lambda: len(self._state_files()) + self.folder.count_exits() >= nodes, _OTHER_NODES_SECONDS)
-        found = [ProcessStates.read(path) for path in self._state_files()]
-        processes = {rank: state for node in found for rank, state in node.states.items()}
-        ranks = [
-            RankState(self._beat(rank), self._read_stack(rank), processes.get(rank, ""))
-            for rank in range(self.world_size)
-        ]
+        _wait_for(lambda: self._count_states() + self.folder.count_exits() >= self.nodes, _OTHER_NODES_SECONDS)
+        found = [self._read_states(node) for node in range(self.nodes)]
+        ranks = [rank for node in found for rank in node.ranks]
         hang = describe_hang(self.missed, ranks, time.time())
         locks_message = describe_build_locks(ranks, sorted({lock for node in found for lock in node.build_locks}))
         hang = hang.model_copy(update={"message": hang.message + locks_message})
@@ -209,8 +239,21 @@ class Watchdog:
         path = self.folder.stack(rank)
         return path.read_text() if path.exists() else ""
 
-    def _state_files(self) -> list[Path]:
-        return list(self.folder.stacks.glob("states-from-*.json"))
+    def _states_file(self, node_rank: int) -> Path:
+        return self.folder.stacks / f"node-{node_rank}.json"
+
+    def _count_states(self) -> int:
+        return sum(1 for _ in self.folder.stacks.glob("node-*.json"))
+
+    def _read_states(self, node_rank: int) -> NodeStates:
+        """Return the states of a node's ranks; from its last copy of heartbeats if its worker wrote none."""
+        if found := NodeStates.read_if_exists(self._states_file(node_rank)):
+            return found
+        size = len(self.local_ranks)
+        beats = {beat.rank: beat for beat in self.folder.node_beats(node_rank)}
+        ranks = range(node_rank * size, (node_rank + 1) * size)
+        unknown = [RankState(rank=rank, host="", step=0) for rank in ranks if rank not in beats]
+        return NodeStates(ranks=[*(rank_state(beat, "") for beat in beats.values()), *unknown])
 
 
 def _clocks() -> tuple[float, float]:
@@ -219,9 +262,10 @@ def _clocks() -> tuple[float, float]:
 
 
 def _wait_for(condition: Callable[[], bool], seconds: float) -> None:
-    deadline = time.monotonic() + seconds
+    deadline, pause = time.monotonic() + seconds, 0.1
     while not condition() and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)
 
 
 def _process_state(pid: int) -> str:

@@ -32,7 +32,7 @@ from shardmake.launch.resume import prepare_restart, read_settings
 from shardmake.launch.resume_validation import DamagedCheckpointError, validate_share
 from shardmake.launch.watchdog import Watchdog
 from shardmake.render.stage import launch_command
-from shardmake.run.attempt import Attempt, AttemptDir, NodeExit, host_name, restarts
+from shardmake.run.attempt import HEARTBEATS_VARIABLE, Attempt, AttemptDir, NodeExit, host_name, restarts
 from shardmake.run.plan import Plan
 
 WATCH_SECONDS = 5.0
@@ -181,16 +181,17 @@ def _run_ranks(
     print(_heading(command, variables, rendezvous, attempt, node), file=log, flush=True)
     first = node.rank * attempt.processes_per_node
     ranks = range(first, first + attempt.processes_per_node)
-    watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds)
     _remove_local_files(folder, attempt)
     kernels = Path(variables["TORCH_EXTENSIONS_DIR"])
     for message in remove_stale_locks(kernels):
         print(message, file=log, flush=True)
     with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
         recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, Path(pipes))
+        beats = Path(pipes, "heartbeat")
+        watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats)
         process = subprocess.Popen(
             command,
-            env=_inherited_environment() | recorder | variables,
+            env=_inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)},
             stdout=log,
             stderr=subprocess.STDOUT,
             preexec_fn=_leave_signals_to_worker,
@@ -198,6 +199,7 @@ def _run_ranks(
         try:
             return _wait(process, watchdog, Path(pipes), kernels)
         finally:
+            watchdog.publish()
             _remove_local_files(folder, attempt)
 
 

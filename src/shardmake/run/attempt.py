@@ -1,8 +1,8 @@
 """One attempt at training: the driver's settings for workers and ranks, and the records that they write.
 
 An attempt's folder holds ``attempt.json`` (written by the driver before the job is submitted), the rendezvous, a log
-and an exit record per node, a report and a heartbeat per rank, the traceback of every rank that failed, and the stacks
-of all ranks if they hung.
+and an exit record per node, a report per rank, each node's copy of its ranks' heartbeats, the traceback of every rank
+that failed, and the stacks of all ranks if they hung.
 """
 
 import os
@@ -115,6 +115,8 @@ class RankError(RunRecord):
     step: int | None = Field(None, description="Step that failed, if the error names it.")
 
 
+HEARTBEATS_VARIABLE = "SHARDMAKE_HEARTBEATS"
+"""Names the folder on the node to which its ranks write their heartbeats."""
 USER_SCRIPT_PHASE = "script"
 """Phase of a rank that runs a user's script, which writes no further heartbeats."""
 
@@ -133,6 +135,12 @@ class Heartbeat(RunRecord):
     median_step_seconds: float = Field(0.0, description="Median seconds of the last steps; 0 while unknown.")
 
 
+class NodeHeartbeats(RunRecord):
+    """The last heartbeats of one node's ranks, which its worker copies to the shared file system now and then."""
+
+    beats: list[Heartbeat] = Field(description="By rank; ranks without a heartbeat are missing.")
+
+
 class RequestedStop(RunRecord):
     """``stopped.json``: the ranks saved and stopped because they were asked to; a user's script may leave it empty."""
 
@@ -140,10 +148,22 @@ class RequestedStop(RunRecord):
     time: float = Field(description="Unix time.")
 
 
-class ProcessStates(RunRecord):
-    """The state of each rank's process on one node when the ranks hung."""
+class RankState(RunRecord):
+    """One rank at a hang."""
 
-    states: dict[int, str] = Field(description="psutil's name of the state, by global rank; `gone` without a process.")
+    rank: int = Field(description="Global rank.")
+    host: str = Field(description="Host name; empty if unknown.")
+    step: int = Field(description="Optimizer steps done.")
+    process: str = Field("", description="psutil's name of its process's state; `gone` without one, empty if unknown.")
+    answered: bool = Field(False, description="It wrote its stacks.")
+    in_collective: bool = Field(False, description="Its stacks show a collective.")
+    builds: bool = Field(False, description="Its stacks show that it waits for the build of a kernel.")
+
+
+class NodeStates(RunRecord):
+    """The ranks of one node when the ranks hung."""
+
+    ranks: list[RankState] = Field(description="By rank.")
     build_locks: list[str] = Field(
         default_factory=list, description="Locks of kernel builds that ranks of this node wait for."
     )
@@ -192,6 +212,7 @@ class AttemptDir:
         "HUNG", "Created by the first worker that misses a heartbeat: all workers collect stacks and end their ranks."
     )
     hang = BelowRoot("hang.json", "The `Hang`, written by that worker.")
+    heartbeats = BelowRoot("heartbeat", "Folder of the nodes' copies of their ranks' heartbeats.")
     stacks = BelowRoot("stacks", "Folder of the ranks' stacks at a hang.")
     slurm = BelowRoot("slurm", "Submitit's folder: batch script, pickles, the step's output.")
 
@@ -207,13 +228,19 @@ class AttemptDir:
         """NCCL's messages of a rank, kept if the network check failed."""
         return self.stacks / f"nccl-debug-rank-{rank}.txt"
 
-    def heartbeat(self, rank: int) -> Path:
-        """The `Heartbeat` of a rank."""
-        return self.root / "heartbeat" / f"rank-{rank}.json"
+    def node_heartbeats(self, node_rank: int) -> Path:
+        """The `NodeHeartbeats` of a node."""
+        return self.heartbeats / f"node-{node_rank}.json"
+
+    def node_beats(self, node_rank: int) -> list[Heartbeat]:
+        """Return the last heartbeats that a node's worker copied; up to half a minute old, see the watchdog."""
+        found = NodeHeartbeats.read_if_exists(self.node_heartbeats(node_rank))
+        return found.beats if found else []
 
     def beat(self, rank: int) -> Heartbeat | None:
-        """Return the last heartbeat of a rank; None before its first."""
-        return Heartbeat.read_if_exists(self.heartbeat(rank))
+        """Return the last heartbeat of a rank of any node, as `node_beats`; None before its first."""
+        beats = self.node_beats(rank // self.read().processes_per_node)
+        return next((beat for beat in beats if beat.rank == rank), None)
 
     def is_superseded(self) -> bool:
         """Return whether a later attempt, or a restart of the job, has begun, after which this one must not write."""
@@ -287,8 +314,18 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
     record.write(folder.errors / f"rank-{rank}.json")
 
 
+def heartbeat_file(folder: Path, rank: int) -> Path:
+    """Return the path of a rank's `Heartbeat` in the ``folder`` of its node."""
+    return folder / f"rank-{rank}.json"
+
+
+def local_heartbeats(folder: AttemptDir) -> Path:
+    """Return the node-local folder that the worker names to its ranks; without a worker, one in the attempt."""
+    return Path(os.environ.get(HEARTBEATS_VARIABLE, folder.heartbeats))
+
+
 def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median_step_seconds: float = 0.0) -> None:
-    """Replace the heartbeat of ``rank`` atomically, without fsync: it is written every few seconds and read locally."""
+    """Replace the heartbeat of ``rank`` atomically, without fsync: only the worker of this node reads it."""
     beat = Heartbeat(
         rank=rank,
         host=host_name(),
@@ -298,10 +335,14 @@ def write_heartbeat(folder: AttemptDir, rank: int, phase: str, step: int, median
         time=time.time(),
         median_step_seconds=median_step_seconds,
     )
-    path = folder.heartbeat(rank)
+    replace_unsynced(heartbeat_file(local_heartbeats(folder), rank), beat)
+
+
+def replace_unsynced(path: Path, record: RunRecord) -> None:
+    """Replace a file that is written every few seconds, atomically but without fsync."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".rank-{rank}.tmp")
-    temporary.write_text(beat.model_dump_json())
+    temporary = path.with_name(f".{path.stem}.tmp")
+    temporary.write_text(record.model_dump_json())
     temporary.replace(path)
 
 

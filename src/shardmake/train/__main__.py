@@ -35,7 +35,14 @@ def main() -> None:
     rank = int(os.environ.get("RANK", "0"))
     configure_logging(rank=rank)
 
-    from shardmake.run.attempt import AttemptDir, record_error, write_heartbeat
+    from shardmake.run.attempt import (
+        AttemptDir,
+        Heartbeat,
+        heartbeat_file,
+        local_heartbeats,
+        record_error,
+        write_heartbeat,
+    )
 
     attempt = AttemptDir(folder)
     # The worker requests the stacks with SIGUSR1; faulthandler answers even from inside a call that never returns.
@@ -47,7 +54,7 @@ def main() -> None:
         load_program(folder)(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
-        last = attempt.beat(rank)
+        last = Heartbeat.read_if_exists(heartbeat_file(local_heartbeats(attempt), rank))
         write_heartbeat(attempt, rank, "failed", last.step if last else 0)  # the process may take long to end
         raise
     from shardmake.train.process_group import end_process

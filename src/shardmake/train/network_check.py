@@ -127,16 +127,18 @@ def _check(settings: CheckSettings) -> list[Finding]:
         _check_gpu(rank)
     store = _connect_store(deadline)
     store.set(f"joined-{rank}", "")
+    if store.add("joined", 1) == world_size:
+        store.set("all-joined", "")
     try:
         # NCCL may block beyond any deadline if a rank is absent.
-        store.wait([f"joined-{other}" for other in range(world_size)], timedelta(seconds=deadline))
+        store.wait(["all-joined"], timedelta(seconds=deadline))
         on_cpu, timeout = settings.on_cpu, timedelta(seconds=deadline)
         group = {"backend": "gloo"} if on_cpu else {"backend": "nccl", "device_id": device_of_rank(on_cpu)}
         dist.init_process_group(store=store, rank=rank, world_size=world_size, timeout=timeout, **group)
         findings = measure_network(store, settings)
     except Exception as error:
         explained = _explain(error, store, world_size)
-        _keep_store_open(store, rank, world_size)
+        _keep_store_open(store)
         raise explained from error
     dist.destroy_process_group()
     return findings
@@ -171,7 +173,7 @@ def _connect_store(deadline: float) -> Any:
 def _explain(error: Exception, store: Any, world_size: int) -> NetworkCheckError:
     """Return an error that says which of these failed: a rank, the store or the network."""
     try:
-        missing = [rank for rank in range(world_size) if not store.check([f"joined-{rank}"])]
+        missing = [] if store.add("joined", 0) == world_size else _missing_ranks(store, world_size)
     except dist.DistError:
         return NetworkCheckError(f"The store of node 0 cannot be reached: {error}")
     if missing:
@@ -179,14 +181,22 @@ def _explain(error: Exception, store: Any, world_size: int) -> NetworkCheckError
     return NetworkCheckError(f"All ranks joined, but the network check failed: {error}", host=host_name())
 
 
-def _keep_store_open(store: Any, rank: int, world_size: int) -> None:
+def _missing_ranks(store: Any, world_size: int) -> list[int]:
+    """Return the ranks that did not join. The first caller asks for each of them, and the others read its answer."""
+    if store.add("asking", 1) == 1:
+        missing = [rank for rank in range(world_size) if not store.check([f"joined-{rank}"])]
+        store.set("missing", " ".join(map(str, missing)))
+    store.wait(["missing"], timedelta(seconds=LINGER_SECONDS))
+    return [int(rank) for rank in store.get("missing").split()]
+
+
+def _keep_store_open(store: Any) -> None:
     """Wait on node 0 until all ranks that joined have read the store, which ends with node 0's ranks."""
     try:
-        store.set(f"explained-{rank}", "")
-        joined = [other for other in range(world_size) if store.check([f"joined-{other}"])]
+        store.add("explained", 1)
         give_up = time.monotonic() + LINGER_SECONDS
         while os.environ.get("GROUP_RANK", "0") == "0" and time.monotonic() < give_up:
-            if store.check([f"explained-{other}" for other in joined]):
+            if store.add("explained", 0) >= store.add("joined", 0):
                 return
             time.sleep(0.1)
     except dist.DistError:

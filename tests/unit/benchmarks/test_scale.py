@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from benchmarks.counting import PLACE, OperationCounter, run_on_nodes
-from benchmarks.scale import RANKS_PER_NODE, Phase, Rates, save
+from benchmarks.scale import RANKS_PER_NODE, Phase, Rates, measure, save
 
 
 def test_operations_are_counted_by_node_and_below_the_folder_only(tmp_path: Path) -> None:
@@ -33,6 +33,21 @@ def test_a_save_costs_each_rank_the_same_and_the_first_node_a_few_operations_per
     assert more_nodes[0] == 2 * more_nodes[1]
     assert large.busiest - middle.busiest <= 4 * 4
     assert large.received < 20 * large.ranks
+
+
+FIRST_NODE = {"save": 3, "resume": 6 * RANKS_PER_NODE, "hang": 2, "absent rank": RANKS_PER_NODE}
+"""What each further node costs the busiest one: the first, or at a resume the login node; 1 in other phases."""
+
+
+def test_a_larger_job_costs_each_rank_the_same_and_the_first_node_a_constant_per_node() -> None:
+    small, middle, large = ({phase.name: phase for phase in measure(ranks, Rates())} for ranks in (32, 64, 128))
+    for name in small:
+        per_rank = [phase[name].operations / phase[name].ranks for phase in (small, large)]
+        assert per_rank[1] <= 1.25 * per_rank[0], name
+        assert large[name].busiest - middle[name].busiest <= FIRST_NODE.get(name, 1) * 8, name
+        assert large[name].received <= 20 * large[name].ranks and large[name].login == 0, name
+    assert large["heartbeats"].busiest == small["heartbeats"].busiest
+    assert large["validate"].busiest <= small["validate"].busiest + 1
 
 
 def test_the_busiest_node_or_the_file_system_sets_the_pace() -> None:

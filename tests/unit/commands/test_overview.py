@@ -17,9 +17,9 @@ from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
 from shardmake.launch.jobs import job_name
 from shardmake.launch.slurm_states import parse_rows
-from shardmake.run.attempt import AttemptDir, SubmittedJob, write_heartbeat
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.paths import RunDir
-from tests.finished_run import make_run, make_rundir
+from tests.finished_run import make_run, make_rundir, publish_heartbeat
 from tests.unit.plans import make_cluster
 
 SLURM = make_cluster(executor="slurm")
@@ -46,7 +46,7 @@ def test_a_pending_job_has_its_reason_and_estimated_start(training: RunDir) -> N
 
 
 def test_a_row_has_progress_for_people_and_for_programs(training: RunDir) -> None:
-    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "train", 45, 2.0)
+    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 45, 2.0)
     queue = parse_rows(f"12|RUNNING|c[1-2]|{job_name(training.root)}|{START}\n")
     row = status_row(make_run(), SLURM, training, queue)
     assert row.cells()[1:8] == ("train", "training", "60/60", "0.15", "205", "0 s", "running c[1-2]")

@@ -20,13 +20,13 @@ from shardmake.config.models import Cluster, Config, Run
 from shardmake.core.permissions import UMASK
 from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
-from shardmake.run.attempt import AttemptDir, SubmittedJob, write_heartbeat
+from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.metrics import MetricsLine
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt, WeightsReceipt
 from shardmake.run.settings import current
-from tests.finished_run import make_data_receipt, make_plan, make_run, make_rundir
+from tests.finished_run import make_data_receipt, make_plan, make_run, make_rundir, publish_heartbeat
 from tests.unit.plans import make_cluster, make_training_settings
 
 SLURM = make_cluster(executor="slurm")
@@ -131,7 +131,7 @@ def test_a_plan_of_other_memory_is_not_done_until_the_run_is_trained(training: R
 def test_progress_while_training(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     answer(monkeypatch, training, "RUNNING", "c[1-2]")
     assert one_line(training) == "chat  starting"
-    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "train", 96, 0.5)
+    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96, 0.5)
     progress = "step 96 of 400 (24%), loss 6.4, 12,346 tokens/s, 0.5 s a step, about 2 min 32 s left"
     assert one_line(training) == f"chat  training: {progress}"
     text = describe(make_run(push=PUSH), SLURM, training)
@@ -163,7 +163,7 @@ def test_a_job_that_does_not_run(
 
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
-    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "save", 96)
+    publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)
     text = describe(make_run(push=PUSH), SLURM, training)
     assert "in phase save" in text and "Slurm does not answer." in text
 
@@ -224,7 +224,7 @@ def test_a_local_job_is_the_process(training: RunDir, driver: psutil.Process) ->
     assert summary(make_run(push=PUSH), LOCAL, training, None) == "starting"
     SubmittedJob(id="1@1", attempt=2, submitted=0).write(training.job)
     assert summary(make_run(push=PUSH), LOCAL, training, None).endswith("has ended")
-    write_heartbeat(AttemptDir(training.attempts / "002"), 0, "train", 96)
+    publish_heartbeat(AttemptDir(training.attempts / "002"), "train", 96)
     assert summary(make_run(push=PUSH), LOCAL, training, None) == "training", "on another machine"
 
 

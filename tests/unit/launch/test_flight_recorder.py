@@ -20,7 +20,7 @@ from shardmake.launch.flight_recorder import (
     request_dump,
 )
 from shardmake.launch.watchdog import Watchdog
-from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt import AttemptDir, heartbeat_file
 
 STATES = {"scheduled": (None, None), "started": (1, None), "completed": (1, 2)}
 
@@ -193,9 +193,11 @@ def test_the_hang_report_names_the_collective_from_real_dumps_that_arrive_late(t
     command = [sys.executable, "-c", RANK, str(tmp_path)]
     ranks = [subprocess.Popen(command, env={**os.environ, **variables, "RANK": str(rank)}) for rank in (0, 1)]
     try:
-        while not all(folder.beat(rank) for rank in (0, 1)) and all(rank.poll() is None for rank in ranks):
+        while not all(heartbeat_file(folder.heartbeats, rank).exists() for rank in (0, 1)) and all(
+            rank.poll() is None for rank in ranks
+        ):
             time.sleep(0.05)
-        watch = Watchdog(folder, range(2), 2, 0.1)
+        watch = Watchdog(folder, range(2), 2, 0.1, folder.heartbeats)
         time.sleep(0.5)
         assert watch.has_hung()
         watch.collect(tmp_path, tmp_path)

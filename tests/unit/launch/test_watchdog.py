@@ -13,14 +13,22 @@ import pytest
 
 from shardmake.launch import watchdog
 from shardmake.launch.watchdog import (
-    RankState,
     Watchdog,
     allowance,
     describe_hang,
     find_culprit,
     overdue,
+    rank_state,
 )
-from shardmake.run.attempt import AttemptDir, Heartbeat, NodeExit, write_heartbeat
+from shardmake.run.attempt import (
+    AttemptDir,
+    Heartbeat,
+    NodeExit,
+    NodeHeartbeats,
+    RankState,
+    heartbeat_file,
+    write_heartbeat,
+)
 from shardmake.run.timeouts import collective_timeout
 
 WAITING = 'File "torch/distributed/distributed_c10d.py", line 1 in all_reduce'
@@ -62,17 +70,17 @@ def test_the_rank_overdue_for_longest_is_found() -> None:
 @pytest.mark.parametrize(
     ("ranks", "named"),
     [
-        ([RankState(beat(0), WAITING), RankState(beat(1), "", "stopped")], 1),
-        ([RankState(beat(0), WAITING), RankState(beat(1, step=8), WAITING)], 1),
-        ([RankState(beat(0), BUSY), RankState(beat(1), WAITING), RankState(beat(2), WAITING)], 0),
-        ([RankState(beat(0), WAITING), RankState(beat(1), WAITING)], None),
-        ([RankState(beat(0), BUSY), RankState(beat(1), BUSY), RankState(beat(2), WAITING)], None),
+        ([rank_state(beat(0), WAITING), rank_state(beat(1), "", "stopped")], 1),
+        ([rank_state(beat(0), WAITING), rank_state(beat(1, step=8), WAITING)], 1),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), WAITING), rank_state(beat(2), WAITING)], 0),
+        ([rank_state(beat(0), WAITING), rank_state(beat(1), WAITING)], None),
+        ([rank_state(beat(0), BUSY), rank_state(beat(1), BUSY), rank_state(beat(2), WAITING)], None),
     ],
 )
 def test_the_culprit_is_found(ranks: list[RankState], named: int | None) -> None:
     found = find_culprit(ranks)
-    assert (found.beat.rank if found else None) == named
-    hang = describe_hang(ranks[0].beat, ranks, now=1700)
+    assert (found.rank if found else None) == named
+    hang = describe_hang(beat(), ranks, now=1700)
     assert hang.rank == named and "No progress for 700 s in phase 'train' after step 9" in hang.message
     assert hang.host == (None if named is None else f"c{named + 1}")
 
@@ -96,10 +104,13 @@ def test_two_nodes_collect_the_stacks_of_real_processes(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RANK, str(tmp_path)]
     ranks = [subprocess.Popen([*command, str(rank)]) for rank in (0, 1)]
     try:
-        while not all(folder.beat(rank) for rank in (0, 1)):
+        while not all(heartbeat_file(folder.heartbeats, rank).exists() for rank in (0, 1)):
             time.sleep(0.05)
         os.kill(ranks[1].pid, signal.SIGSTOP)
-        nodes = [Watchdog(folder, range(rank, rank + 1), 2, seconds) for rank, seconds in ((0, 0.1), (1, 600))]
+        nodes = [
+            Watchdog(folder, range(rank, rank + 1), 2, seconds, folder.heartbeats)
+            for rank, seconds in ((0, 0.1), (1, 600))
+        ]
         assert not nodes[1].has_hung()
         time.sleep(0.2)
         assert [node.has_hung() for node in nodes] == [True, True]
@@ -135,9 +146,9 @@ def test_a_hang_names_the_lock_of_a_kernel_that_ranks_wait_for(tmp_path: Path) -
     lock.touch()
     rank = subprocess.Popen([sys.executable, "-c", WAITING_RANK, str(folder.root), str(lock)])
     try:
-        while not folder.beat(0) and rank.poll() is None:
+        while not heartbeat_file(folder.heartbeats, 0).exists() and rank.poll() is None:
             time.sleep(0.05)
-        watch = Watchdog(folder, range(1), 1, 0.01)
+        watch = Watchdog(folder, range(1), 1, 0.01, folder.heartbeats)
         time.sleep(0.5)
         assert watch.has_hung()
         watch.collect(tmp_path, lock.parent.parent)
@@ -156,19 +167,19 @@ def test_stacks_are_synced_before_the_states_are_written(tmp_path: Path, monkeyp
         synced.append(Path(f"/proc/self/fd/{descriptor}").readlink())
 
     for rank in (0, 1):
-        beat(rank).write(folder.heartbeat(rank))
+        beat(rank).write(heartbeat_file(folder.heartbeats, rank))
     folder.stacks.mkdir()
     folder.stack(0).write_text("stuck_here")  # rank 1 does not answer
     folder.hang.touch()
     monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0.1)
     monkeypatch.setattr(watchdog.os, "fsync", sync)
-    monkeypatch.setattr(watchdog.ProcessStates, "write", lambda states, path: synced.append(path))
-    Watchdog(folder, range(2), 2, 600).collect(tmp_path, tmp_path)
-    assert synced == [folder.stack(0), folder.stacks / "states-from-0.json"]
+    monkeypatch.setattr(watchdog.NodeStates, "write", lambda states, path: synced.append(path))
+    Watchdog(folder, range(2), 2, 600, folder.heartbeats).collect(tmp_path, tmp_path)
+    assert synced == [folder.stack(0), folder.stacks / "node-0.json"]
 
 
 def test_a_rank_without_a_heartbeat_is_overdue_from_the_start(tmp_path: Path) -> None:
-    watch = Watchdog(AttemptDir(tmp_path), range(2), 2, hang_seconds=0.01)
+    watch = Watchdog(AttemptDir(tmp_path), range(2), 2, 0.01, tmp_path / "heartbeat")
     write_heartbeat(AttemptDir(tmp_path), 0, "load", 0)
     time.sleep(0.1)
     assert watch.has_hung() and watch.missed and watch.missed.phase in ("start", "load")
@@ -180,7 +191,7 @@ def test_a_pause_of_ranks_and_worker_is_not_a_hang(
 ) -> None:
     folder = AttemptDir(tmp_path)
     write_heartbeat(folder, 0, "train", 3)
-    watch = Watchdog(folder, range(1), 1, hang_seconds=600)
+    watch = Watchdog(folder, range(1), 1, 600, folder.heartbeats)
 
     def jump(seconds: float) -> None:
         for name in clocks:
@@ -197,7 +208,7 @@ def test_a_pause_of_ranks_and_worker_is_not_a_hang(
 
 
 def test_ranks_that_cannot_write_a_heartbeat_do_not_hang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watchdog(AttemptDir(tmp_path), range(1), 1, hang_seconds=0.05)
+    watch = Watchdog(AttemptDir(tmp_path), range(1), 1, 0.05, tmp_path / "heartbeat")
     time.sleep(0.4)
 
     def fill_up(path: Path, data: bytes) -> None:
@@ -215,7 +226,7 @@ def test_ranks_whose_peers_failed_on_another_node_are_abandoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = AttemptDir(tmp_path)
-    watch = Watchdog(folder, range(1, 2), 2, hang_seconds=600)
+    watch = Watchdog(folder, range(1, 2), 2, 600, folder.heartbeats)
     record = NodeExit(node_rank=0, host="c1", started=0, ended=1, phase="training", returncode=0, stop_signal=None)
     record.write(folder.exit_record(0))
     monkeypatch.setattr(watchdog, "ABANDONED_SECONDS", 0.2)
@@ -224,3 +235,44 @@ def test_ranks_whose_peers_failed_on_another_node_are_abandoned(
     assert not watch.is_abandoned(), "its own ranks may still report the cause"
     time.sleep(0.3)
     assert watch.is_abandoned()
+
+
+def test_a_node_copies_the_heartbeats_of_its_ranks_in_one_file_now_and_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, local, now = AttemptDir(tmp_path / "attempt"), tmp_path / "scratch", [100.0]
+    monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
+    dog = Watchdog(folder, range(8, 16), 512, 600, local)
+    for rank in (8, 9):
+        beat(rank, time=time.time()).write(heartbeat_file(local, rank))
+    assert not dog.has_hung()
+    assert [copied.rank for copied in folder.node_beats(1)] == [8, 9]
+    assert [path.name for path in folder.heartbeats.iterdir()] == ["node-1.json"]
+    beat(8, step=10, time=time.time()).write(heartbeat_file(local, 8))
+    seen = []
+    for _ in range(3):
+        now[0] += 5  # 64 nodes write ten files a second together: each waits 6.4 s
+        dog.has_hung()
+        seen.append(folder.node_beats(1)[0].step)
+    assert seen == [9, 10, 10]
+
+
+def test_a_node_without_states_is_described_by_its_last_copy_of_heartbeats(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its worker was killed. The rank of a node that never wrote anything has no known host."""
+    folder = AttemptDir(tmp_path)
+    monkeypatch.setattr(watchdog, "_OTHER_NODES_SECONDS", 0)
+    monkeypatch.setattr(watchdog, "_ANSWER_SECONDS", 0)
+    NodeHeartbeats(beats=[beat(1)]).write(folder.node_heartbeats(1))
+    folder.stacks.mkdir()
+    dog = Watchdog(folder, range(1), 2, 600, tmp_path / "scratch")
+    dog.missed = beat(0)
+    folder.stack(0).write_text(WAITING)
+    dog.collect(tmp_path, tmp_path)
+    found = folder.read_hang()
+    assert found and (found.rank, found.host) == (1, "c2") and "unreachable" in found.message
+    folder.node_heartbeats(1).unlink()
+    dog.collect(tmp_path, tmp_path)
+    found = folder.read_hang()
+    assert found and (found.rank, found.host) == (1, None) and "a node that is not known" in found.message

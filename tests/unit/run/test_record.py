@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.run.attempt import Heartbeat, ProcessStates, RequestedStop
+from shardmake.run.attempt import Heartbeat, NodeStates, RankState, RequestedStop
 from shardmake.run.record import read_record
 
 
@@ -19,8 +19,9 @@ def test_a_record_is_read_back_equal(beat: Heartbeat, tmp_path_factory: pytest.T
 
 
 def test_ranks_stay_numbers_through_json(tmp_path: Path) -> None:
-    ProcessStates(states={3: "stopped"}).write(tmp_path / "states.json")
-    assert ProcessStates.read(tmp_path / "states.json").states == {3: "stopped"}
+    states = NodeStates(ranks=[RankState(rank=3, host="c1", step=7, process="stopped")])
+    states.write(tmp_path / "states.json")
+    assert NodeStates.read(tmp_path / "states.json") == states
 
 
 def test_writing_the_same_record_again_changes_no_file(tmp_path: Path) -> None:

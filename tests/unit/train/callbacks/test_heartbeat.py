@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from transformers import TrainerControl, TrainerState
 
-from shardmake.run.attempt import AttemptDir, Heartbeat
+from shardmake.run.attempt import AttemptDir, Heartbeat, heartbeat_file
 from shardmake.train.callbacks import heartbeat as heartbeat_module
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
 from shardmake.train.callbacks.metrics import MetricsCallback
@@ -34,7 +34,7 @@ def fill_up(*args: object, **kwargs: object) -> None:
 
 
 def last(heartbeat: HeartbeatCallback) -> Heartbeat:
-    beat = heartbeat.folder.beat(heartbeat.rank)
+    beat = Heartbeat.read_if_exists(heartbeat_file(heartbeat.folder.heartbeats, heartbeat.rank))
     assert beat
     return beat
 

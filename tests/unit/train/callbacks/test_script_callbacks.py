@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, RequestedStop
+from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Heartbeat, RequestedStop, heartbeat_file
 from shardmake.run.paths import RunDir
 from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.callbacks.metrics import MetricsCallback
@@ -50,7 +50,7 @@ def test_heartbeats_have_phases_only_while_trainer_trains(tmp_path: Path, argume
     heartbeat, state, control = ScriptHeartbeat(AttemptDir(tmp_path), 1), TrainerState(), TrainerControl()
 
     def phase() -> str:
-        beat = AttemptDir(tmp_path).beat(1)
+        beat = Heartbeat.read_if_exists(heartbeat_file(AttemptDir(tmp_path).heartbeats, 1))
         assert beat
         return beat.phase
 
