@@ -77,6 +77,15 @@ def _describe_step(line: MetricsLine) -> str:
     return f"step {line.step:>6}  loss {line.loss:.4f}{rate}{speed}"
 
 
+def _describe_status(status: JobStatus) -> str:
+    """Return the state of a job in a sentence, with its nodes or the reason why it waits, if Slurm gives one."""
+    if status.state is JobState.UNKNOWN:
+        return "Slurm does not answer. The driver asks again; the job is not affected."
+    preposition = "on " if status.state is JobState.RUNNING else ""
+    known = "" if status.nodes in ("", "(None)") else f" {preposition}{status.nodes}"
+    return f"The job is {status.state.value}{known}."
+
+
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
     """Wait until ``job`` has ended, and return its last status."""
     progress = ProgressPrinter(training.rundir.metrics, training.attempt_dir(job.attempt).log(0))
@@ -87,13 +96,11 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
             if last is JobState.RUNNING and status.state is JobState.PENDING:
                 logger.info("Slurm put the job back into the queue. It will resume from its newest checkpoint.")
             if status.state is not last:
-                preposition = "on " if status.state is JobState.RUNNING else ""
-                nodes_or_reason = f" {preposition}{status.nodes}" if status.nodes else ""
-                logger.info("The job is %s%s.", status.state.value, nodes_or_reason)
+                logger.info(_describe_status(status))
             last = status.state
             if status.name == "PENDING" and pause >= LOW_MEMORY_WAIT_SECONDS:
                 # A pending job may wait for days: replace this process by one of little memory.
-                logger.info("The job is pending %s. The driver waits in low memory until it starts.", status.nodes)
+                logger.info("%s The driver waits in low memory until it starts.", _describe_status(status))
                 wait_until_started(job.id, training.lock, str(waiting_snapshot()))
             _report_progress(training, progress, training.attempt_dir(job.attempt), pause)
     except DriverStoppedError as signal_name:

@@ -5,12 +5,26 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.launch.monitor import ProgressPrinter
+from shardmake.launch.monitor import ProgressPrinter, _describe_status
+from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.metrics import parse_metrics
 
 
 def line(step: int, **values: object) -> str:
     return json.dumps({"step": step, "loss": 2.0, "learning_rate": 1e-3} | values) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (JobStatus(JobState.PENDING, nodes="(None)"), "The job is pending."),
+        (JobStatus(JobState.PENDING, nodes="(Priority)"), "The job is pending (Priority)."),
+        (JobStatus(JobState.RUNNING, nodes="c[1-2]"), "The job is running on c[1-2]."),
+        (JobStatus(JobState.UNKNOWN), "Slurm does not answer. The driver asks again; the job is not affected."),
+    ],
+)
+def test_states_are_described(status: JobStatus, sentence: str) -> None:
+    assert _describe_status(status) == sentence
 
 
 def test_lines_that_are_not_metrics_are_ignored(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
