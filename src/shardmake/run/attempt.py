@@ -239,6 +239,8 @@ class AttemptDir:
 
     def beat(self, rank: int) -> Heartbeat | None:
         """Return the last heartbeat of a rank of any node, as `node_beats`; None before its first."""
+        if not self.settings.exists():
+            return None
         beats = self.node_beats(rank // self.read().processes_per_node)
         return next((beat for beat in beats if beat.rank == rank), None)
 
