@@ -2,9 +2,8 @@
 
 Failures are drawn at published rates and handled by the code that drives real runs: `shardmake.launch.outcome.decide`
 decides what follows each end, with the same cap and attempt history. `Costs` holds everything that costs time, with its
-source; nothing of it was measured on such a cluster. It does not contain the check of a checkpoint on the login node
-before a resume, which grows with the checkpoint (`benchmarks.scale`). The checkpoint interval is that of
-``every_steps: auto``.
+source; nothing of it was measured on such a cluster. The file operations of saves and resumes, counted by
+`benchmarks.scale`, are added at the rates assumed there. The checkpoint interval is that of ``every_steps: auto``.
 
 Each training is simulated twice with the same failures. The first waits for its saves. The second has
 ``checkpoints: {asynchronous: true}``: it waits only until the checkpoint is on the nodes' scratch, and a failure loses
@@ -19,6 +18,7 @@ import math
 import random
 import statistics
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from shardmake.launch.outcome import Action, Outcome, RetryState, decide
 from shardmake.run.attempt_history import AttemptRecord, EndReason, failed_alike, failing_nodes, idle_attempts
 
 RESULTS = Path(__file__).parent / "results/goodput.json"
+SCALE = Path(__file__).parent / "results/scale.json"
 HOUR, DAY = 3600.0, 86400.0
 GPUS_PER_NODE = 8
 SIZES = (16, 128, 1024, 2048, 4096, 8192, 12288, 16384)
@@ -67,7 +68,7 @@ class Costs:
     local: float = 8.0
     """Training waits so long for an asynchronous save: the same 4 GB per GPU into the node's memory at 0.5 GB/s for
     each rank (results/saving.json says what was measured for ``/dev/shm``). The checkpoint counts ``save`` seconds
-    after that. With up to 16 s the ratio stays above 0.90 at 16,384 GPUs and Llama 3's rate of failures."""
+    after that."""
     drag: float = 0.02
     """Part of the speed that training loses while a checkpoint is on its way."""
     notice: float = 60.0
@@ -78,8 +79,20 @@ class Costs:
     """From the submission to the first step, without queueing: allocation, imports, loading, the first collective."""
     preflight: float = 5.0
     """Part of each start; a node that is still broken is found within it."""
+    validate: float = 30.0
+    """Before a resume the nodes read the checkpoint once, as fast as it was saved."""
+    operations: bool = True
+    """Add the file operations of a save, and of the choice and validation of a checkpoint (results/scale.json)."""
     still_broken: float = 0.3
     """Chance that a node that failed is handed out again and fails the preflight."""
+
+
+@cache
+def operation_seconds(gpus: int, *phases: str) -> float:
+    """Return the seconds of the phases' file operations, in proportion to those of the largest counted job."""
+    rows = [row for row in json.loads(SCALE.read_text())["phases"] if row["name"] in phases]
+    largest = max(row["ranks"] for row in rows)
+    return sum(row["waiting_seconds"] for row in rows if row["ranks"] == largest) * gpus / largest
 
 
 @dataclass
@@ -101,7 +114,10 @@ class Training:
     def __post_init__(self) -> None:
         self.story: list[AttemptRecord] = []
         self.mean = DAY / (self.rates.per_node_day * self.nodes)
-        waits, upload = (self.costs.local, self.costs.save) if self.asynchronous else (self.costs.save, 0.0)
+        gpus, counts = self.nodes * GPUS_PER_NODE, self.costs.operations
+        save = self.costs.save + (operation_seconds(gpus, "save") if counts else 0.0)
+        self.validate = self.costs.validate + (operation_seconds(gpus, "resume", "validate") if counts else 0.0)
+        waits, upload = (self.costs.local, save) if self.asynchronous else (save, 0.0)
         self.every = interval_seconds(waits, self.mean, waits + upload if upload else 0.0)
         self.cycle = self.every + waits + self.costs.drag * upload
         """From the start of a save to that of the next."""
@@ -150,9 +166,9 @@ class Training:
             self.story.clear()
         else:
             self.story[-1] = self.story[-1].model_copy(update={"next_fallback": 0})
-        self.wall += self.costs.start
+        self.wall += self.costs.start + self.validate
         if action is Action.RESUME and self.chance.random() < self.costs.still_broken:
-            self.wall += self.costs.preflight - self.costs.start + self.costs.notice
+            self.wall += self.costs.preflight - self.costs.start - self.validate + self.costs.notice
             self._answer(Outcome(EndReason.PREFLIGHT, "simulated", host=outcome.host))
 
     def _log(self, outcome: Outcome) -> None:

@@ -2,11 +2,11 @@
 
 import pytest
 
-from benchmarks.goodput import GPUS_PER_NODE, RATES, Costs, simulate
+from benchmarks.goodput import GPUS_PER_NODE, RATES, Costs, operation_seconds, simulate
 from shardmake.checkpoint.interval import interval_seconds, lost_share
 
 LLAMA, _ = RATES
-SAVES_ALONE = Costs(drag=0, notice=0, hang=0, start=0, preflight=0, still_broken=0)
+SAVES_ALONE = Costs(drag=0, notice=0, hang=0, start=0, preflight=0, still_broken=0, validate=0, operations=False)
 
 
 @pytest.mark.parametrize("gpus", [1024, 4096])
@@ -18,6 +18,11 @@ def test_where_only_saves_and_lost_steps_cost_time_the_loss_is_youngs(gpus: int)
         late = SAVES_ALONE.save / mtbf if saving == "asynchronous" else 0  # what was still on its way is lost, too
         found = row[saving]
         assert 1 - found["ratio"] == pytest.approx(lost + late, abs=4 * found["standard_error"] + lost**2)
+
+
+def test_file_operations_grow_with_the_job() -> None:
+    assert operation_seconds(4096, "save", "resume") == pytest.approx(4 * operation_seconds(1024, "save", "resume"))
+    assert operation_seconds(1024, "save") < operation_seconds(1024, "save", "validate")
 
 
 def test_more_gpus_train_for_less_of_their_time_and_asynchronous_saves_for_more() -> None:

@@ -36,7 +36,7 @@ def test_a_save_costs_each_rank_the_same_and_the_first_node_a_few_operations_per
 
 
 FIRST_NODE = {"save": 3, "resume": 6 * RANKS_PER_NODE, "hang": 2, "absent rank": RANKS_PER_NODE}
-"""What each further node costs the busiest one: the first, or at a resume the login node; 1 in other phases."""
+"""Operations that each further node costs the busiest one: the first, or at a resume the login node; 1 in other phases."""
 
 
 def test_a_larger_job_costs_each_rank_the_same_and_the_first_node_a_constant_per_node() -> None:
