@@ -17,7 +17,7 @@ module shardmake:
     config:
         config["training"]
     prefix:
-        "tuned"
+        "tuned runs"
 
 
 use rule * from shardmake as shardmake_*
@@ -30,7 +30,7 @@ rule summary:
     output:
         "summary.txt",
     shell:
-        "cat {{input}} > {{output}}"
+        "cat {{input:q}} > {{output}}"
 """
 
 
@@ -50,8 +50,8 @@ def test_another_workflow_uses_the_rules_with_a_prefix(tmp_path: Path, inputs: P
     lab = make_lab(tmp_path / "the lab's folder", inputs)
     done = lab("snakemake", "--cores", "1")
     assert "demo: estimating memory" in done.stdout
-    assert json.loads((lab.root / "tuned/runs/demo/plan/plan.json").read_text())["run"] == "demo"
-    assert (lab.root / "summary.txt").exists() and (lab.root / "tuned/logs/demo/plan.log").exists()
+    assert json.loads((lab.root / "tuned runs/runs/demo/plan/plan.json").read_text())["run"] == "demo"
+    assert (lab.root / "summary.txt").exists() and (lab.root / "tuned runs/logs/demo/plan.log").exists()
     assert not (lab.root / "runs").exists() and not (lab.root / "logs").exists()
     assert "Nothing to be done" in lab("snakemake", "--cores", "1").stdout
 

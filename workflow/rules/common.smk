@@ -4,6 +4,7 @@ import ast
 import functools
 import json
 import os
+import shlex
 import sys
 from contextlib import redirect_stderr
 from io import StringIO
@@ -113,7 +114,9 @@ CONFIG, CLUSTER = checked(read_configuration)
 
 # The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
 # default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
-PROGRAMS = f"set -euo pipefail; export PATH={Path(sys.executable).parent}:$PATH; "
+# The folder's name may have any character, also those that the shell or Snakemake would replace.
+FOLDER_OF_PROGRAMS = shlex.quote(str(Path(sys.executable).parent)).replace("{", "{{").replace("}", "}}")
+PROGRAMS = f"set -euo pipefail; export PATH={FOLDER_OF_PROGRAMS}:$PATH; "
 shell.prefix(PROGRAMS if workflow.is_main_process else job_shell_prefix(CLUSTER) + PROGRAMS)
 RUNS = CONFIG.runs
 PATHS = RunDir(Path("runs/{run}"))  # the paths of every run, for inputs and outputs of rules

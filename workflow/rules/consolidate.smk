@@ -14,4 +14,4 @@ rule consolidate_run:
     message:
         "{wildcards.run}: merging the sharded checkpoint into a model folder that from_pretrained loads"
     shell:
-        "shardmake consolidate {wildcards.run} --workers {threads} 2>&1 | tee -i {log}"
+        "shardmake consolidate {wildcards.run} --workers {threads} 2>&1 | tee -i {log:q}"

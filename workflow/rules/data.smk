@@ -15,4 +15,4 @@ rule data_run:
     message:
         "{wildcards.run}: tokenizing and packing the data once, so that no rank waits for it"
     shell:
-        "shardmake data {wildcards.run} --cpus {threads} 2>&1 | tee -i {log}"
+        "shardmake data {wildcards.run} --cpus {threads} 2>&1 | tee -i {log:q}"

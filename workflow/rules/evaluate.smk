@@ -15,4 +15,4 @@ rule evaluate_run:
     message:
         "{wildcards.run}: measuring loss and perplexity of the base model and the tuned model, and sampling from both"
     shell:
-        "shardmake evaluate {wildcards.run} 2>&1 | tee -i {log}"
+        "shardmake evaluate {wildcards.run} 2>&1 | tee -i {log:q}"

@@ -11,7 +11,7 @@ rule fetch_run:
     message:
         "{wildcards.run}: fetching the data and the model's description, pinned to their commits"
     shell:
-        "shardmake fetch {wildcards.run} --part description 2>&1 | tee -i {log}"
+        "shardmake fetch {wildcards.run} --part description 2>&1 | tee -i {log:q}"
 
 
 # After the plan, so that no weights are downloaded for a run that does not fit.
@@ -29,4 +29,4 @@ rule fetch_weights_run:
     message:
         "{wildcards.run}: fetching the base model's weights, so that no job needs the internet"
     shell:
-        "shardmake fetch {wildcards.run} --part weights 2>&1 | tee -i {log}"
+        "shardmake fetch {wildcards.run} --part weights 2>&1 | tee -i {log:q}"

@@ -13,4 +13,4 @@ rule plan_run:
     message:
         "{wildcards.run}: estimating memory and choosing the fastest strategy that fits, before anything is queued"
     shell:
-        "shardmake plan {wildcards.run} 2>&1 | tee -i {log}"
+        "shardmake plan {wildcards.run} 2>&1 | tee -i {log:q}"

@@ -12,4 +12,4 @@ rule push_run:
     message:
         "{wildcards.run}: pushing the model and reading it back to verify it"
     shell:
-        "shardmake push {wildcards.run} 2>&1 | tee -i {log}"
+        "shardmake push {wildcards.run} 2>&1 | tee -i {log:q}"

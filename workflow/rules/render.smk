@@ -15,4 +15,4 @@ rule render_run:
     message:
         "{wildcards.run}: rendering the Accelerate and DeepSpeed files and checking them with the libraries' own parsers"
     shell:
-        "shardmake render {wildcards.run} 2>&1 | tee -i {log}"
+        "shardmake render {wildcards.run} 2>&1 | tee -i {log:q}"

@@ -18,4 +18,4 @@ rule train_run:
     message:
         "{wildcards.run}: training; the driver adopts a running job or submits one, and resumes it until it is done{SUBMISSION:{wildcards.run}}"
     shell:
-        "shardmake train {wildcards.run} 2>&1 | tee -i {log}"
+        "shardmake train {wildcards.run} 2>&1 | tee -i {log:q}"
