@@ -47,7 +47,7 @@ EFFECTS: Final = (
         reads=(),
         keys=(
             *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
-            *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora."),
+            *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora.", "dpo."),
             *("script", "script_args", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
     ),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-DataFormat = Literal["chat", "sharegpt", "alpaca", "prompt-completion", "text"]
+DataFormat = Literal["chat", "sharegpt", "alpaca", "prompt-completion", "text", "preference"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
     "alpaca": FormatSpec({"instruction": "instruction", "output": "output"}, {"input": "input", "system": "system"}),
     "prompt-completion": FormatSpec({"prompt": "prompt", "completion": "completion"}, {"tools": "tools"}, _MESSAGE),
     "text": FormatSpec({"text": "text"}),
+    "preference": FormatSpec(
+        {"chosen": "chosen", "rejected": "rejected"}, {"prompt": "prompt", "tools": "tools"}, _MESSAGE
+    ),
 }
 
 DATA_SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet")

@@ -17,6 +17,7 @@ from shardmake.config.attention import Attention
 from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.config.preferences import check_preferences
 from shardmake.config.script_variables import check_variables
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (
@@ -67,6 +68,9 @@ TORCH_DTYPES: Final[dict[Precision, str]] = {"bf16": "bfloat16", "fp16": "float1
 Optimizer = Literal["adamw", "adamw8bit", "adafactor", "sgd"]
 Method = Literal["full", "lora", "qlora"]
 Loss = Literal["plain", "fused", "chunked"]
+DpoLoss = Literal[
+    "sigmoid", "hinge", "ipo", "nca_pair", "sppo_hard", "apo_zero", "apo_down", "discopop", "sigmoid_norm"
+]
 
 
 FREE_TEXT: Final = ("script_args",)
@@ -102,9 +106,11 @@ class Columns(Section):
     )
     tools: str | None = Field(None, description="List of tools for the chat template, also as JSON text.")
     system: str | None = Field(None, description="Text of the system message, for sharegpt and alpaca.")
-    prompt: str | None = Field(None, description="Prompt, for prompt-completion.")
+    prompt: str | None = Field(None, description="Prompt, for prompt-completion and preference.")
     completion: str | None = Field(None, description="Completion, for prompt-completion.")
     text: str | None = Field(None, description="Text, for text.")
+    chosen: str | None = Field(None, description="Preferred answer, for preference.")
+    rejected: str | None = Field(None, description="Other answer, for preference.")
     instruction: str | None = Field(None, description="Instruction, for alpaca.")
     input: str | None = Field(None, description="Input to the instruction, for alpaca.")
     output: str | None = Field(None, description="Answer, for alpaca.")
@@ -171,8 +177,9 @@ class Data(Section):
         "auto",
         description="`chat`: `messages`, each with `role` and `content` (text, or a list of text parts, which are "
         "joined); `sharegpt`: `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an "
-        "optional `input`, as a conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; `auto`: "
-        "the only one of these that the columns fit.",
+        "optional `input`, as a conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; "
+        "`preference`, for `objective: dpo`: `chosen`, `rejected` and `prompt`, which may be left out if both begin "
+        "with it; `auto`: the only one of these that the objective learns from and the columns fit.",
     )
     columns: Columns = Field(Columns(), description="Names of the columns, if they are other ones.")
     loss_on: Literal["auto", "assistant", "all"] = Field(
@@ -253,6 +260,19 @@ class Lora(Section):
     dropout: Annotated[float, Field(ge=0, lt=1), AsNumber] = Field(0.0, description="Dropout on the adapters' input.")
     targets: list[str] | Literal["all-linear"] = Field(
         "all-linear", description="Names of the layers that get adapters, such as `[q_proj, v_proj]`, or `all-linear`."
+    )
+
+
+class Dpo(Section):
+    """Direct preference optimization, for `objective: dpo`, with the names and defaults of TRL's `DPOConfig`."""
+
+    beta: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
+        0.1, description="Strength with which the model is held near the reference, which is the base model."
+    )
+    loss_type: Annotated[list[DpoLoss], Field(min_length=1)] = Field(
+        ["sigmoid"],
+        description="Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does "
+        "not depend on the micro batch.",
     )
 
 
@@ -411,7 +431,12 @@ class Run(Section):
         "`chunked`: torch's, for the Llama, Mistral, Qwen and Gemma families; it holds the logits of some tokens at a "
         "time.",
     )
-    objective: Objective = Field("sft", description="What training optimizes; `sft`: supervised fine-tuning.")
+    objective: Objective = Field(
+        "sft",
+        description="What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization "
+        "(docs/how-to/preferences.md).",
+    )
+    dpo: Dpo | None = Field(None, description="Settings of `objective: dpo`. Without it, the defaults.")
     method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
     strategy: Strategy | Literal["auto"] = Field(
@@ -505,7 +530,13 @@ class Run(Section):
                 raise ValueError(
                     f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
                 )
+        check_preferences(self)
         return self
+
+    @property
+    def dpo_settings(self) -> Dpo | None:
+        """Return the settings of `objective: dpo`, None for another objective."""
+        return (self.dpo or Dpo()) if self.objective == "dpo" else None
 
     @model_validator(mode="after")
     def _check_order(self) -> "Run":

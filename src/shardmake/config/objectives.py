@@ -15,4 +15,8 @@ class ObjectiveSpec:
     """Formats that ``data.format: auto`` may recognize."""
 
 
-OBJECTIVES: Final = {"sft": ObjectiveSpec("supervised fine-tuning", tuple(FORMATS))}
+_PREFERENCE: Final[DataFormat] = "preference"
+OBJECTIVES: Final = {
+    "sft": ObjectiveSpec("supervised fine-tuning", tuple(name for name in FORMATS if name != _PREFERENCE)),
+    "dpo": ObjectiveSpec("direct preference optimization", (_PREFERENCE,)),
+}

@@ -127,6 +127,8 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
         "outcome": datasets.Value("string"),
         "dropped": datasets.Value("string"),
     }
+    if settings["encoder"].layout.format == "preference":
+        features["rejected_ids"] = datasets.List(datasets.Value("int32"))
     return rows.map(
         _encode_batch,
         batched=True,

@@ -52,7 +52,8 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         if split == "train" or len(parts["train"]) > 1:
             encoders.append(make_encoder(part.run, tokenizer, part.source, rows))
         encoded = encode_rows(rows, encoders[-1], run.sequence_length, part.source)
-        largest = max([largest, *(max(ids) for ids in encoded["input_ids"] if ids)])
+        token_lists = [*encoded["input_ids"], *encoded.get("rejected_ids", [])]
+        largest = max([largest, *(max(ids) for ids in token_lists if ids)])
         dropped = [place for place in encoded["dropped"] if place]
         if len(rows) < limit or len(dropped) < limit:  # else later rows may have something to learn
             outcomes = count_outcomes(encoded["outcome"])

@@ -5,7 +5,8 @@ token, and in a packed sequence it would be predicted from the end of another ex
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -54,23 +55,75 @@ class Encoder:
             return encode_text(self.tokenizer, example["text"])
         if "messages" in example:
             return self._chat(example["messages"], 0, example.get("tools"), place)
+        if "chosen" in example:
+            pair = self._pair(example, place)
+            return [*pair.prompt, *pair.chosen], [False] * len(pair.prompt) + [True] * len(pair.chosen)
         prompt, completion = example["prompt"], example["completion"]
         if isinstance(prompt, str):
             return encode_completion(self.tokenizer, prompt, completion)
         return self._chat([*prompt, *completion], len(prompt), example.get("tools"), place)
 
-    def _chat(self, messages: list[Message], learn_from: int, tools: Any, place: str) -> Tokens:
-        from jinja2 import TemplateError
+    def pair(self, example: Mapping[str, Any], place: str) -> "TokenPair":
+        """Return the tokens of an example of the format preference; the errors are those of a call."""
+        return self._pair(self.layout.standardize(example, place), place)
 
-        try:
+    def _pair(self, example: Mapping[str, Any], place: str) -> "TokenPair":
+        prompt, answers = example["prompt"], (example["chosen"], example["rejected"])
+        if isinstance(prompt, str):
+            start = list(self.tokenizer(prompt, verbose=False)["input_ids"])
+            whole = [encode_text(self.tokenizer, prompt + answer)[0] for answer in answers]
+            return split_pair(start, whole, place)
+        tools = example.get("tools")
+        with _naming(place):
+            start = apply_template(self.tokenizer, prompt, tools, header=True)
+            whole = [apply_template(self.tokenizer, [*prompt, *answer], tools) for answer in answers]
+        return split_pair(start, whole, place)
+
+    def _chat(self, messages: list[Message], learn_from: int, tools: Any, place: str) -> Tokens:
+        with _naming(place):
             if self.assistant_only:
                 return encode_chat(self.tokenizer, messages, learn_from, tools)
             ids = apply_template(self.tokenizer, messages, tools)
             return ids, [True] * len(ids)
-        except (TemplateError, TypeError) as error:
-            raise DataError(f"{place}: the tokenizer's chat template rejects this conversation: {error}") from None
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from None
+
+
+@contextmanager
+def _naming(place: str) -> Iterator[None]:
+    """Raise the errors of a chat template as a `DataError` that names the example at ``place``."""
+    from jinja2 import TemplateError
+
+    try:
+        yield
+    except (TemplateError, TypeError) as error:
+        raise DataError(f"{place}: the tokenizer's chat template rejects this conversation: {error}") from None
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from None
+
+
+@dataclass(frozen=True)
+class TokenPair:
+    """Token ids of a prompt and of two answers to it."""
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int]
+
+
+def split_pair(prompt: list[int], answered: Sequence[list[int]], place: str) -> TokenPair:
+    """Split the two in ``answered``, which begin with ``prompt``, where the first of them differs from it.
+
+    This is TRL's rule (`DPOTrainer._prepare_dataset`). Raises `DataError` if no token of the prompt is left.
+    """
+    from trl.data_utils import common_prefix_length
+
+    chosen, rejected = answered
+    start = min(common_prefix_length(prompt, ids) for ids in answered)
+    if start == 0:
+        raise DataError(
+            f"{place}: the prompt has no tokens that both answers follow. Write a prompt, or take a chat template "
+            "that renders it in the same way when an answer follows."
+        )
+    return TokenPair(prompt[:start], chosen[start:], rejected[start:])
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:

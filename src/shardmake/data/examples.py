@@ -13,7 +13,7 @@ from shardmake.core.errors import DataError, ModelError
 from shardmake.core.units import plural
 from shardmake.data.encode import Encoder, loss_on_assistant
 from shardmake.data.layout import Layout, check_named, recognize
-from shardmake.data.packing import columns_of, fit
+from shardmake.data.packing import columns_of, columns_of_pairs, fit, fit_pair
 from shardmake.data.sources import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
@@ -121,6 +121,10 @@ def encode_rows(
     rows: Sequence[Mapping[str, Any]], encoder: Encoder, length: int, source: Source
 ) -> dict[str, list[Any]]:
     """Return the pieces of ``rows`` as columns of a data set, each at most ``length`` tokens long."""
+    if encoder.layout.format == "preference":
+        places = [place_of(row, source) for row in rows]
+        pairs = [encoder.pair(example_in(row), place) for row, place in zip(rows, places, strict=True)]
+        return columns_of_pairs([fit_pair(pair, length) for pair in pairs], places)
     pieces, places = [], []
     for row in rows:
         place = place_of(row, source)
@@ -144,6 +148,8 @@ def check_learned(part: str, counts: Mapping[str, int], dropped: Sequence[str], 
     if not dropped:
         return
     roles = " Only messages with the role assistant are learned." if encoder.assistant_only else ""
+    if encoder.layout.format == "preference":
+        roles = " Pairs are learned whose answers differ before sequence_length."
     count = counts["dropped_without_loss"] + counts["dropped_loss_truncated"]
     if count < counts["examples"]:
         logger.warning(

@@ -1,7 +1,8 @@
 """Layout of the examples: their format, and the columns that it reads.
 
 `recognize` determines the layout once, from the configuration and the first rows. The layout then converts each example
-into one of three standard forms: messages with role and content, prompt and completion, or text.
+into one of four standard forms: messages with role and content, prompt and completion, prompt with a chosen and a
+rejected answer, or text.
 """
 
 import json
@@ -42,7 +43,7 @@ class Layout:
         return f"{self.format} ({required})"
 
     def standardize(self, example: Example, place: str) -> dict[str, Any]:
-        """Return ``example`` with the columns messages and tools, prompt and completion, or text.
+        """Return ``example`` as messages and tools, prompt and completion, prompt, chosen and rejected, or text.
 
         ``place`` names the example in errors. Raises `DataError` for a missing column and for a value of another type.
         """
@@ -57,6 +58,8 @@ class Layout:
         if self.format == "alpaca":
             return {"messages": self._instruction(example, place)}
         tools = _tools(example.get(self.columns["tools"]), f"{place}: {self.columns['tools']}")
+        if self.format == "preference":
+            return {**self._pair(example, place), "tools": tools}
         if self.format == "prompt-completion":
             return {**self._prompt_and_completion(example, place), "tools": tools}
         messages = self._messages(example, "messages", place)
@@ -97,6 +100,19 @@ class Layout:
             return {column: self._text(example, column, place) for column in columns}
         return {column: self._messages(example, column, place) for column in columns}
 
+    def _pair(self, example: Example, place: str) -> dict[str, Any]:
+        """Return prompt, chosen and rejected, all text or all messages; a prompt of their own is their common start."""
+        columns = ["chosen", "rejected"]
+        if example.get(self.columns["prompt"]) is not None:
+            columns.insert(0, "prompt")
+        kinds = {self.columns[column]: isinstance(example[self.columns[column]], str) for column in columns}
+        if len(set(kinds.values())) > 1:
+            described = ", ".join(f"{name} is {'text' if text else 'not text'}" for name, text in kinds.items())
+            raise DataError(f"{place}: {described}. Write all of them as text, or all as lists of messages.")
+        read = self._text if all(kinds.values()) else self._messages
+        found = {column: read(example, column, place) for column in columns}
+        return found if "prompt" in found else split_prompt(found["chosen"], found["rejected"], place)
+
     def _messages(self, example: Example, column: str, place: str) -> list[Message]:
         name = self.columns[column]
         role, content = self.columns["role"], self.columns["content"]
@@ -125,6 +141,21 @@ class Layout:
         if role not in _ROLES:
             raise DataError(f"{place} is {role!r}.{nearest(role, _ROLES)} Allowed: {', '.join(_ROLES)}.")
         return _ROLES[role]
+
+
+def split_prompt(chosen: Any, rejected: Any, place: str) -> dict[str, Any]:
+    """Return the common beginning of two texts or two conversations as the prompt, and the rest of each.
+
+    If one is the beginning of the other, its last character or message is an answer. A space before the answers belongs
+    to them, as in TRL, because most tokenizers join it with the next word. Raises `DataError` if nothing is common.
+    """
+    limit = min(len(chosen), len(rejected))
+    length = next((i for i in range(limit) if chosen[i] != rejected[i]), limit)
+    if length == limit or (length > 0 and chosen[length - 1] == " "):
+        length -= 1
+    if length <= 0:
+        raise DataError(f"{place}: chosen and rejected have no common beginning, so there is no prompt. Add a prompt.")
+    return {"prompt": chosen[:length], "chosen": chosen[length:], "rejected": rejected[length:]}
 
 
 def _join(content: Any, place: str) -> str:

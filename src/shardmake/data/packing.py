@@ -9,7 +9,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from shardmake.data.encode import Tokens
+from shardmake.data.encode import TokenPair, Tokens
 
 if TYPE_CHECKING:
     import datasets
@@ -37,6 +37,31 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     if split:
         return [(piece, "continued" if i else "split") for i, piece in enumerate(pieces) if any(piece[1])]
     return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
+
+
+def fit_pair(pair: TokenPair, length: int) -> tuple[TokenPair, Outcome]:
+    """Cut both answers so that each is at most ``length`` tokens long with the prompt.
+
+    Pairs with equal answers, from the start or after the cut, have nothing to learn. TRL cuts and drops in the same way
+    but keeps equal answers, whose gradient is zero.
+    """
+    room = length - len(pair.prompt)
+    cut = TokenPair(pair.prompt, pair.chosen[: max(room, 0)], pair.rejected[: max(room, 0)])
+    empty = TokenPair([], [], [])
+    if pair.chosen == pair.rejected:
+        return empty, "dropped_without_loss"
+    if room <= 0 or cut.chosen == cut.rejected:
+        return empty, "dropped_loss_truncated"
+    return cut, "whole" if cut == pair else "truncated"
+
+
+def columns_of_pairs(pairs: list[tuple[TokenPair, Outcome]], places: list[str]) -> dict[str, list[Any]]:
+    """Return pairs as the columns of a data set: prompt and chosen answer as one sequence, and ``rejected_ids``."""
+    pieces: list[tuple[Tokens, Outcome]] = [
+        (([*pair.prompt, *pair.chosen], [False] * len(pair.prompt) + [True] * len(pair.chosen)), outcome)
+        for pair, outcome in pairs
+    ]
+    return {**columns_of(pieces, places), "rejected_ids": [pair.rejected for pair, _ in pairs]}
 
 
 def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":
@@ -72,6 +97,8 @@ def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
         ids, mask = batch.column("input_ids").flatten(), batch.column("loss_mask").flatten()
         totals.update(tokens=len(ids), loss_tokens=pc.sum(mask).as_py() or 0)
         largest = max(largest, pc.max(ids).as_py() or 0)
+        if "rejected_ids" in batch.schema.names:
+            largest = max(largest, pc.max(batch.column("rejected_ids").flatten()).as_py() or 0)
     return {**totals, "largest_token_id": largest}
 
 

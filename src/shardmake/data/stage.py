@@ -48,6 +48,7 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction", "order"})
         | {"columns": run.data.columns.named}
         | run.model_dump(include={"sequence_length", "packing", "seed"})
+        | ({} if run.objective == "sft" else {"objective": run.objective})
         | _mix_settings(run),
     }
     receipt = _current(rundir, inputs)

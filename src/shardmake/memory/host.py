@@ -87,7 +87,7 @@ def _load(scenario: Scenario) -> int:
         threads = 1 if scenario.method == "qlora" else LOADING_THREADS
         largest = sorted((tensor.numel for tensor in scenario.model.tensors), reverse=True)[:threads]
         return scenario.ranks_per_node * (held * sum(largest) + _flattened(scenario))
-    size = held * scenario.model.parameters
+    size = held * scenario.model.parameters * (2 if scenario.reference_weights else 1)
     return size if scenario.gathers_parameters else scenario.ranks_per_node * size
 
 

@@ -59,6 +59,7 @@ class Scenario:
     nodes: int
     ranks_per_node: int
     micro_batch: int
+    """Sequences of one forward pass; a pair of answers is two."""
     sequence_length: int
     sequence_parallel: int = 1
     """Ranks that share each sequence; outside of attention, each has its part of the tokens."""
@@ -87,6 +88,10 @@ class Scenario:
     """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
     loads_on_gpu: bool = False
     """Each rank loads the whole model to its GPU, tensor by tensor, and not to host RAM first."""
+    reference_forward: bool = False
+    """A second forward pass, without gradients, computes what a reference model predicts."""
+    reference_weights: bool = False
+    """The reference is a second model on every rank, not the trained one without its adapters."""
     gpu_memory: int | None = None
     """Memory of a GPU in bytes, if it is known."""
     behavior: LibraryBehavior = LibraryBehavior()

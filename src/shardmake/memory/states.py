@@ -41,6 +41,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "weights": _weights(scenario),
         "frozen weights": _frozen(scenario),
         "quantization scales": scale_bytes(scenario),
+        "reference model": _reference(scenario),
         "second shard of the weights": _second_shard(scenario),
         "gradients": _gradient_partition(scenario),
         "master weights": _masters(scenario),
@@ -51,6 +52,11 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "cuBLAS workspaces": 0 if scenario.on_cpu else CUBLAS,
     }
     return {name: size for name, size in terms.items() if size}
+
+
+def _reference(scenario: Scenario) -> int:
+    """Return the bytes of a reference model, which is loaded in the data type of the trained weights under DDP."""
+    return BYTES[scenario.weights] * scenario.model.parameters if scenario.reference_weights else 0
 
 
 def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:

@@ -136,7 +136,7 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
     if run.sequence_parallel > 1:
         specs = {name: spec for name, spec in specs if spec.sequence_parallel}.items()
     if settings.hardware.is_cpu:
-        return [name for name, spec in specs if spec.cpu]
+        return [name for name, spec in specs if spec.cpu and not unsuitable(run, name)]
     sharded = {
         name: spec
         for name, spec in specs

@@ -87,6 +87,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         _check_cpu(run)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     _check_length(run, model)
+    _check_preferences(run, hardware, model)
     abilities = find_abilities(model, run)
     check_settings(run, abilities)
     precision = _precision(run, hardware)
@@ -111,6 +112,23 @@ def _check_length(run: Run, model: Model) -> None:
         raise ConfigError(
             f"sequence_length is {run.sequence_length}, but {model.architecture} has only {model.max_positions} "
             "positions (max_position_embeddings). Lower sequence_length."
+        )
+
+
+def _check_preferences(run: Run, hardware: Hardware, model: Model) -> None:
+    """Raise a `ConfigError` if ``run`` learns from preferences where that is not supported yet."""
+    if run.objective != "dpo":
+        return
+    if not hardware.is_cpu:
+        raise ConfigError(
+            f"objective: dpo is not supported on GPUs yet, and the cluster file has accelerator: "
+            f"{hardware.accelerator.name}. Its estimate of GPU memory has not been compared with measurements. Use a "
+            "cluster file with accelerator: cpu, or train with objective: sft."
+        )
+    if "router_aux_loss_coef" in model.config:
+        raise ConfigError(
+            f"objective: dpo is not supported for {model.architecture}, a mixture of experts: the routers' loss would "
+            "depend on the micro batch. Use a dense model."
         )
 
 
@@ -172,6 +190,8 @@ def check_strategy(run: Run, strategy: Strategy) -> None:
 def unsuitable(run: Run, strategy: Strategy) -> str:
     """Return why ``strategy`` cannot train ``run`` and what to do, whatever the memory; empty if it can."""
     spec = STRATEGY_SPECS[strategy]
+    if run.objective != "sft" and not spec.is_ddp:
+        return f"objective: {run.objective} cannot train under {strategy} yet. Take strategy: ddp."
     if run.script and spec.uses_nvme:
         return (
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "

@@ -17,7 +17,7 @@ from shardmake.report.records import Records, public_name
 from shardmake.run.plan import Choice
 from shardmake.run.sources import PinnedSource
 from shardmake.run.trained_engine import TrainedEngine
-from shardmake.run.training_settings import AdapterMethod, ScriptProgram
+from shardmake.run.training_settings import AdapterMethod, ScriptProgram, TrainingSettings
 
 UNKNOWN: Final = "set by the script"
 _SCRIPTS_OWN: Final = "optimizer, schedule, weight decay, gradient clipping, sequence length, method, seed"
@@ -94,7 +94,7 @@ def _own_settings(records: Records) -> dict[str, str]:
     settings, choice = records.settings, records.used.choice
     values = settings.arguments
     return {
-        "Objective": OBJECTIVES[settings.objective].label,
+        "Objective": OBJECTIVES[settings.objective].label + _preferences(settings),
         "Method": _method(records),
         **_optimizer(records),
         "Learning rate": f"{values['learning_rate']:g} at its peak, {_words(values['lr_scheduler_type'])} schedule",
@@ -112,6 +112,14 @@ def _own_settings(records: Records) -> dict[str, str]:
         **_learned(records),
         **_own_files(records),
     }
+
+
+def _preferences(settings: TrainingSettings) -> str:
+    """Return beta, loss and reference of a training on preferences, empty for another one."""
+    dpo = settings.dpo
+    if dpo is None:
+        return ""
+    return f" with beta {dpo.beta:g} and the loss {' + '.join(dpo.loss_type)}; the reference is the base model"
 
 
 def _learned(records: Records) -> dict[str, str]:

@@ -43,6 +43,9 @@ class DataSettings(RunRecord):
     sequence_length: int = Field(description="Tokens per sequence.")
     packing: bool = Field(description="Sequences hold several examples.")
     seed: int = Field(description="Seed of the order.")
+    objective: str | None = Field(
+        None, exclude_if=operator.not_, description="Objective other than sft, which reads other formats."
+    )
     mix: list[dict[str, Any]] = Field(
         [],
         exclude_if=operator.not_,
@@ -107,6 +110,8 @@ class DataReceipt(RunRecord):
         """Return format, columns and learned tokens for readers."""
         columns = ", ".join(self.columns[column] for column in FORMATS[self.format].required)
         learned = "the assistant's tokens" if self.loss_on_assistant else "all tokens"
+        if self.format == "preference":
+            learned = "the difference of the two answers"
         several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
         return f"{several or f'{self.format} ({columns})'}, loss on {learned}"
 

@@ -49,6 +49,7 @@ def result_settings(
         "revision": settings.model.revision,
         "content of the model": model_digest,
         "objective": settings.objective,
+        **({} if settings.dpo is None else {f"dpo.{name}": value for name, value in settings.dpo.as_json().items()}),
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},
         **{name: settings.arguments.get(argument) for argument, name in _ARGUMENTS.items()},

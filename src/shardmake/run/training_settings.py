@@ -43,6 +43,13 @@ class AdapterMethod(RunRecord):
     targets: list[str] | str = Field(description="Layers that get adapters.")
 
 
+class DpoSettings(RunRecord):
+    """Direct preference optimization, by the names of TRL's `DPOConfig`."""
+
+    beta: float = Field(description="Strength with which the model is held near the base model.")
+    loss_type: list[str] = Field(description="Losses that are added up.")
+
+
 class OptimizerSettings(RunRecord):
     """An optimizer that the training arguments cannot name."""
 
@@ -118,6 +125,9 @@ class TrainingSettings(RunRecord):
     made_by: ClassVar[str] = "shardmake render NAME"
     model: BaseModelSettings = Field(description="The base model.")
     objective: Objective = Field(description="What training optimizes.")
+    dpo: DpoSettings | None = Field(
+        None, exclude_if=operator.not_, description="Settings of the objective dpo; None for another one."
+    )
     method: FullMethod | AdapterMethod = Field(description="Full fine-tuning or adapters.")
     arguments: dict[str, Any] = Field(
         description="Keyword arguments of `transformers.TrainingArguments`, without paths; the ranks add those."

@@ -2,7 +2,9 @@
 
 import importlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +61,24 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)
     prepare_trackers(attempt, arguments["report_to"])
-    made = TrainingArguments(
-        output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments
-    )
+    kind = TrainingArguments if context.settings.dpo is None else preference_arguments(context)
+    made = kind(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments)
     if made.fsdp_plugin_args is not None:
         made.fsdp_plugin_args["mixed_precision_policy"] = fsdp_policy(context.settings.expected)
     if made.device.type == "cuda" and context.plan.choice.spec.offload_optimizer:
         bind_to_gpu(made.device)
     return made
+
+
+def preference_arguments(context: RankContext) -> Callable[..., TrainingArguments]:
+    """Return TRL's class of training arguments with the planned preference settings."""
+    from trl import DPOConfig
+
+    settings = context.settings
+    assert settings.dpo is not None
+    length, checkpointing = context.plan.workload.sequence_length, settings.arguments["activation_checkpointing"]
+    # TRL turns checkpointing on under its old name, which it also reads.
+    return partial(DPOConfig, **settings.dpo.as_json(), max_length=length, gradient_checkpointing=checkpointing)
 
 
 def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
@@ -92,7 +104,8 @@ def make_callbacks(context: RankContext, heartbeat: HeartbeatCallback) -> Traini
     """Return the callbacks of one attempt on this rank."""
     attempt, plan, settings = context.attempt, context.plan, context.settings
     rundir, global_batch_size = attempt.rundir, plan.choice.global_batch_size
-    tokens_per_step = global_batch_size * plan.workload.sequence_length
+    sequences = global_batch_size * (1 if settings.dpo is None else 2)
+    tokens_per_step = sequences * plan.workload.sequence_length
 
     def describe(step: int) -> dict[str, Any]:
         return {

@@ -1,6 +1,6 @@
 """The table of objectives decides which examples a run may learn from."""
 
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -11,9 +11,44 @@ from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import make_run
 
 
-def test_supervised_fine_tuning_is_the_default_and_reads_every_format() -> None:
+def test_supervised_fine_tuning_is_the_default_and_reads_every_format_but_pairs() -> None:
     assert make_run().objective == "sft"
-    assert set(OBJECTIVES["sft"].data_formats) == set(get_args(DataFormat))
+    assert set(OBJECTIVES["sft"].data_formats) == set(get_args(DataFormat)) - {"preference"}
+
+
+def test_settings_of_dpo_have_the_defaults_of_trl() -> None:
+    from trl import DPOConfig
+
+    fields = DPOConfig.__dataclass_fields__
+    settings = make_run(objective="dpo", packing=False).dpo_settings
+    assert settings is not None and make_run().dpo_settings is None
+    assert (settings.beta, settings.loss_type) == (fields["beta"].default, fields["loss_type"].default_factory())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "sft", "dpo": {"beta": 0.2}}, "dpo has no effect with objective: sft"),
+        ({"packing": True}, "packing: true cannot be combined"),
+        ({"engine": "loop"}, "engine: loop cannot be combined"),
+        ({"script": "train.py"}, "script cannot be combined"),
+        ({"loss": "fused"}, "loss: fused cannot be combined"),
+        ({"loss": "chunked"}, "loss: chunked cannot be combined"),
+        ({"method": "qlora"}, "method: qlora is not supported"),
+        ({"torch_compile": True}, "torch_compile is not supported"),
+        ({"sequence_parallel": 2}, "sequence_parallel is not supported"),
+        ({"tensor_parallel": 2}, "tensor_parallel is not supported"),
+        ({"method": "lora", "lora": {"dropout": 0.1}}, r"lora\.dropout has no effect"),
+        ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
+        ({"data": {"train": "org/data", "loss_on": "all"}}, r"data\.loss_on: all has no effect"),
+        ({"data": {"train": "org/data", "format": "chat"}}, r"cannot learn from data\.format 'chat'\. Use preference"),
+        ({"dpo": {"loss_type": ["aot"]}}, "'aot' is not allowed"),
+        ({"dpo": {"loss_type": []}}, "loss_type"),
+    ],
+)
+def test_what_dpo_does_not_take_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(**{"objective": "dpo", "packing": False, **changes})
 
 
 def test_an_unknown_objective_is_rejected() -> None:

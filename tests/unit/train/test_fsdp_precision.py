@@ -13,7 +13,7 @@ from shardmake.config.models import Precision, Strategy
 from shardmake.render.training_file import expected_engine
 from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train.fsdp_precision import count_whole_tokens, fsdp_policy, set_script_policy
-from shardmake.train.trainer import ShardedTrainer
+from shardmake.train.sharded_trainer import ShardedTrainer
 from tests.unit.plans import make_plan
 
 

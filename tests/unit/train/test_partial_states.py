@@ -15,7 +15,7 @@ from shardmake.core.errors import CheckpointError
 from shardmake.train.checkpoint_files import load_weights, save_weights
 from shardmake.train.load_model import refuse_partial_states
 from shardmake.train.script_hooks import ScriptObserver
-from shardmake.train.trainer import ShardedTrainer
+from shardmake.train.sharded_trainer import ShardedTrainer
 from tests.mixtures import mixture_configs
 
 

@@ -1,0 +1,79 @@
+"""Pairs of answers: their forms, the split into prompt and answers, cuts, and broken rows."""
+
+from typing import Any
+
+import pytest
+from trl.data_utils import extract_prompt
+
+from shardmake.config.models import Data
+from shardmake.core.errors import DataError
+from shardmake.data.encode import Encoder, TokenPair
+from shardmake.data.layout import Layout, recognize, split_prompt
+from shardmake.data.packing import fit_pair
+from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
+
+PLACE = "f.jsonl, line 3"
+
+
+def layout_of(example: dict[str, Any]) -> Layout:
+    return recognize(Data(train="x"), "dpo", list(example), example, PLACE)
+
+
+def encoded(example: dict[str, Any]) -> list[str]:
+    tokenizer = make_tokenizer(PLAIN)
+    pair = Encoder(tokenizer, layout_of(example), True).pair(example, PLACE)
+    return ["".join(tokenizer.convert_ids_to_tokens(ids)) for ids in (pair.prompt, pair.chosen, pair.rejected)]
+
+
+@pytest.mark.parametrize(
+    ("example", "expected"),
+    [
+        ({"prompt": "a:", "chosen": " b", "rejected": " c"}, ["<s>a:", " b</s>", " c</s>"]),
+        ({"chosen": "a: b", "rejected": "a: c"}, ["<s>a:", " b</s>", " c</s>"]),
+        (
+            {"prompt": chat("u:a"), "chosen": chat("a:b"), "rejected": chat("a:c")},
+            ["<user>a</s><assistant>", "b</s>", "c</s>"],
+        ),
+        ({"chosen": chat("u:a", "a:b"), "rejected": chat("u:a", "a:c")}, ["<user>a</s><assistant>", "b</s>", "c</s>"]),
+    ],
+    ids=["text", "text with its prompt", "chat", "chat with its prompt"],
+)
+def test_a_pair_is_encoded(example: dict[str, Any], expected: list[str]) -> None:
+    assert encoded(example) == expected
+
+
+@pytest.mark.parametrize(("chosen", "rejected"), [("q: a", "q: b"), ("abc", "abd"), ("abc", "ab"), ("same", "same")])
+def test_the_prompt_is_that_of_trl(chosen: str, rejected: str) -> None:
+    example: dict[str, Any] = {"chosen": chosen, "rejected": rejected}
+    assert split_prompt(chosen, rejected, PLACE) == extract_prompt(example)
+
+
+@pytest.mark.parametrize(
+    ("example", "message"),
+    [
+        ({"chosen": "a", "rejected": "b"}, "no common beginning"),
+        ({"prompt": "p", "chosen": "a", "rejected": chat("a:b")}, "rejected is not text"),
+        ({"prompt": "p", "chosen": "a"}, "has no rejected"),
+        ({"prompt": "p", "chosen": 3, "rejected": 4}, "prompt is text, chosen is not text"),
+    ],
+)
+def test_a_broken_row_is_named(example: dict[str, Any], message: str) -> None:
+    layout = layout_of({"prompt": "p", "chosen": "a", "rejected": "b"})
+    with pytest.raises(DataError, match=f"line 3: .*{message}"):
+        layout.standardize(example, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("length", "chosen", "rejected", "outcome"),
+    [
+        (4, [3, 4], [3, 5], "whole"),
+        (3, [3, 4], [5], "truncated"),
+        (3, [3, 4], [3, 5], "dropped_loss_truncated"),
+        (2, [3], [4], "dropped_loss_truncated"),
+        (9, [3], [3], "dropped_without_loss"),
+    ],
+)
+def test_both_answers_are_cut(length: int, chosen: list[int], rejected: list[int], outcome: str) -> None:
+    pair, found = fit_pair(TokenPair([1, 2], chosen, rejected), length)
+    assert found == outcome
+    assert max(len(pair.prompt + pair.chosen), len(pair.prompt + pair.rejected)) <= length

@@ -1,0 +1,99 @@
+"""Training on preferences equals plain TRL on the same pairs, and resumes as if it had not stopped."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from shardmake.config.models import Cluster, Run
+from shardmake.run.paths import RunDir
+from shardmake.run.plan import Plan
+from tests.fork_server import free_port
+from tests.workflow.checkout import Checkout
+from tests.workflow.forked import Forked, branch, log
+
+pytestmark = pytest.mark.training
+SCRIPT = Path(__file__).with_name("scripts") / "trl_dpo.py"
+SETTINGS: dict[str, Any] = {
+    "objective": "dpo",
+    "packing": False,
+    "data": {"train": "pairs.jsonl", "eval": "held_out.jsonl", "order": "given"},
+    "sequence_length": 128,
+    "micro_batch_size": 3,
+    "max_steps": 4,
+    "epochs": None,
+    "learning_rate": 2e-3,
+    "warmup_ratio": 0.25,
+    "checkpoints": {"every_steps": 2},
+    "eval_every_steps": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def pairs(forked: Forked, tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Forked:
+    """A checkout with pairs: the answer of a conversation, and its words in reversed order."""
+    checkout = Checkout.create(tmp_path_factory.mktemp("pairs") / "checkout", inputs)
+    messages = [json.loads(line)["messages"] for line in (inputs / "train.jsonl").read_text().splitlines()[:60]]
+    lines = [json.dumps(_pair(question, answer)) for question, answer in messages]
+    (checkout.root / "pairs.jsonl").write_text("\n".join(lines[:48]))
+    (checkout.root / "held_out.jsonl").write_text("\n".join(lines[48:]))
+    checkout.configure({"processes_per_node": 2}, strategy="ddp", nodes=1, global_batch_size=12, **SETTINGS)
+    checkout("shardmake", "data", "demo")
+    return Forked(checkout, forked.server)
+
+
+def _pair(question: dict[str, str], answer: dict[str, str]) -> dict[str, Any]:
+    worse = " ".join(reversed(answer["content"].split()))
+    return {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": f"No: {worse}"}]}
+
+
+def planned(pairs: Forked, method: str) -> tuple[Plan, Run, Cluster]:
+    return pairs.plan("ddp", 2, method=method, **SETTINGS)
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_dpo_equals_plain_trl_and_resumes(pairs: Forked, tmp_path: Path, method: str) -> None:
+    """Losses, gradient norms and rewards of every step are TRL's; a second half from the checkpoint is the same."""
+    rundir = RunDir(tmp_path / "run")
+    assert pairs.train(rundir, planned(pairs, method)) == [0, 0], log(rundir)
+    ours = metrics(rundir)
+    theirs = plain_trl(pairs.checkout.root, method, tmp_path / "trl.json")
+    assert len(theirs) == 4
+    trained = [line for line in ours if "loss" in line]
+    for line, expected in zip(trained, theirs, strict=True):
+        assert line["loss"] == pytest.approx(expected["loss"], abs=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
+        for name, value in line["rewards"].items():
+            assert value == pytest.approx(expected[f"rewards/{name}"], abs=1e-4), name
+    assert trained[-1]["rewards"]["margins"] > trained[0]["rewards"]["margins"] == 0
+    assert [sorted(line["eval_rewards"]) for line in ours if "eval_loss" in line] == [
+        ["accuracies", "chosen", "margins", "rejected"]
+    ] * 2
+
+    again = branch(rundir, tmp_path / "again")
+    shutil.rmtree(again.checkpoints / "checkpoint-4")
+    assert pairs.train(again, planned(pairs, method), resume_from=again.checkpoints / "checkpoint-2") == [0, 0]
+    name = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
+    whole, resumed = (load_file(run.checkpoints / "checkpoint-4" / name) for run in (rundir, again))
+    assert sorted(whole) == sorted(resumed)
+    assert [name for name in whole if not whole[name].equal(resumed[name])] == []
+    assert not any(".ref." in name for name in whole)
+
+
+def metrics(rundir: RunDir) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
+
+
+def plain_trl(checkout: Path, method: str, out: Path) -> list[dict[str, Any]]:
+    """Return what TRL alone logs at each step."""
+    words = [SCRIPT, checkout / "resources/demo/base", checkout / "pairs.jsonl", method, out]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(out.parent / "hf")}
+    subprocess.run([*launcher, *map(str, words)], check=True, env=environment, timeout=240)
+    return [line for line in json.loads(out.read_text()) if "loss" in line]
