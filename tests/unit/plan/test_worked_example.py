@@ -32,7 +32,7 @@ def test_the_plan_takes_what_was_published(planned: ChosenRun) -> None:
     offloads = [item for item in planned.candidates if item.fits and item.choice.spec.offload_optimizer]
     assert min(item.step_seconds for item in offloads) > 2 * planned.chosen.step_seconds
     zero3 = next(item for item in planned.candidates if item.choice.strategy == "zero3" and item.fits)
-    assert zero3.headroom >= Headroom.TIGHT
+    assert planned.chosen.step_seconds < zero3.step_seconds < 1.25 * planned.chosen.step_seconds
 
 
 def test_the_page_has_the_figures_of_the_plan(planned: ChosenRun, page: str) -> None:

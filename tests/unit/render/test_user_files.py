@@ -309,7 +309,7 @@ REFUSED_DEEPSPEED: list[tuple[str, Any, str]] = [
     ("zero_allow_untested_optimizer", False, "True in the plan"),
     ("zero_force_ds_cpu_optimizer", True, "False in the plan"),
     ("tensor_parallel.autotp_size", 2, "1 in the plan"),
-    ("pipeline.stages", 2, "The dimensions that work are data (strategy, nodes) and tensor (tensor_parallel)"),
+    ("pipeline.stages", 2, "dimensions that work are data (strategy, nodes), tensor (tensor_parallel) and sequence"),
 ]
 
 
