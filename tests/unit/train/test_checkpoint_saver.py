@@ -174,7 +174,8 @@ def test_two_nodes_save_and_each_reads_only_what_it_wrote(tmp_path: Path, monkey
             (folder / "shards").mkdir(parents=True, exist_ok=True)
             (folder / f"shards/rank{rank}.pt").write_bytes(bytes([rank]) * (rank + 1))
             (folder / "config.json").write_bytes(b"{}")
-            if rank == 3:
+            if rank == 3:  # perhaps before the ranks of node 0 have made their folder
+                store.staged_path(tmp_path, 4).mkdir(parents=True, exist_ok=True)
                 (store.staged_path(tmp_path, 4) / "late.json").write_bytes(b"late")
 
     nodes.run(run)

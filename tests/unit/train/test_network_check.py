@@ -112,10 +112,10 @@ def test_no_messages_of_nccl_are_kept_after_a_check_that_passed_or_against_the_u
 
 
 class Joined:
-    """A store in which all ranks have joined."""
+    """A store in which two ranks have joined."""
 
-    def check(self, keys: list[str]) -> bool:
-        return True
+    def add(self, key: str, amount: int) -> int:
+        return 2
 
 
 def test_an_error_of_the_all_reduce_names_the_node_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
