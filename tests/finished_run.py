@@ -57,10 +57,10 @@ CHOICE = Choice(
     precision="bf16",
 )
 BUCKETS = [
-    LengthScore(up_to=128, loss=2.6, perplexity=13.5, tokens=1024),
-    LengthScore(up_to=None, loss=2.4, perplexity=11.0, tokens=3072),
+    LengthScore(up_to=128, loss=2.6, perplexity=13.5, tokens=1024, exact=0.0),
+    LengthScore(up_to=None, loss=2.4, perplexity=11.0, tokens=3072, exact=0.0),
 ]
-SCORES = ModelScore(loss=2.5, perplexity=12.18, tokens=4096, by_length=BUCKETS)
+SCORES = ModelScore(loss=2.5, perplexity=12.18, tokens=4096, exact=0.0, by_length=BUCKETS)
 
 
 def make_run(**changes: Any) -> Run:

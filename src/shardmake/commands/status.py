@@ -91,6 +91,10 @@ def _evaluation(evaluation: EvaluationResult) -> list[str]:
         f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, "
         f"perplexity {base.perplexity:,.1f} -> {tuned.perplexity:,.1f}."
     ]
+    if evaluation.has_exact:
+        lines.append(
+            f"Held-out examples that greedy decoding answers word for word: {base.exact:.1%} -> {tuned.exact:.1%}."
+        )
     if evaluation.samples:
         sample = evaluation.samples[0]
         lines += ["\nPrompt:", _indent(sample.prompt), "The tuned model:", _indent(sample.tuned)]

@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers.utils import ModelOutput
@@ -23,6 +23,13 @@ logger = logging.getLogger(__name__)
 _LOGITS = 2**27  # at once; with their fp32 copy and the softmax about 1.3 GiB
 _TOLERANCE = 0.02  # of the largest logit; bf16 rounds a product of other sizes differently by up to 0.004
 Inputs = Mapping[str, torch.Tensor]
+
+
+class TokenScores(NamedTuple):
+    """Losses (1-D, fp32), and if each token is the most likely one (1-D, bool)."""
+
+    losses: torch.Tensor
+    likeliest: torch.Tensor
 
 
 class LossPerToken:
@@ -42,8 +49,8 @@ class LossPerToken:
                 "once, which takes more memory."
             )
 
-    def __call__(self, inputs: Inputs, labels: torch.Tensor) -> torch.Tensor:
-        """Return the losses (1-D, fp32) of the labels after the first one that are not ignored, in their order.
+    def __call__(self, inputs: Inputs, labels: torch.Tensor) -> TokenScores:
+        """Return the scores of the labels after the first one that are not ignored, in their order.
 
         Each position of ``inputs`` predicts the label after it. All tensors are ``[sequences, tokens]``.
         """
@@ -51,13 +58,14 @@ class LossPerToken:
         targets = labels[:, 1:].to(self.network.device)[wanted]
         if not self.in_parts:
             logits = self.network(**inputs, use_cache=False).logits[:, :-1]
-            return _cross_entropy(logits[wanted.to(logits.device)], targets)
+            return _token_scores(logits[wanted.to(logits.device)], targets)
         decoder, output = _run_decoder(self.network, inputs)
         hidden = output.last_hidden_state[:, :-1]
         hidden = hidden[wanted.to(hidden.device)]
         with _head_alone(self.network, decoder, type(output)) as head:
             pairs = zip(hidden.split(self.part), targets.split(self.part), strict=True)
-            return torch.cat([_cross_entropy(head(states), labels) for states, labels in pairs])
+            parts = [_token_scores(head(states), labels) for states, labels in pairs]
+        return TokenScores(*(torch.cat(part) for part in zip(*parts, strict=True)))
 
     def _can_split(self, inputs: Inputs) -> bool:
         """Return if decoder and head apart give the logits of the whole network."""
@@ -74,8 +82,10 @@ class LossPerToken:
         return bool((apart - whole).abs().max() <= _TOLERANCE * whole.abs().max())
 
 
-def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.cross_entropy(logits.float(), targets.to(logits.device), reduction="none")
+def _token_scores(logits: torch.Tensor, targets: torch.Tensor) -> TokenScores:
+    targets = targets.to(logits.device)
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    return TokenScores(losses, logits.argmax(-1) == targets)
 
 
 def _run_decoder(network: "PreTrainedModel", inputs: Inputs) -> tuple[torch.nn.Module, Any]:

@@ -1,10 +1,10 @@
-"""Loss over tokens, in total, by the length of the example, and by its source."""
+"""Loss over tokens and exact answers, in total, by the length of the example, and by its source."""
 
 import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -35,15 +35,18 @@ class Examples(Protocol):
 
 @dataclass
 class Score:
-    """Sum of the loss over tokens, overall or of one bucket."""
+    """Sum of the loss over tokens, and the number of examples and of exact ones, overall or of one bucket."""
 
     loss: float = 0.0
     tokens: int = 0
+    examples: int = 0
+    exact: int = 0
 
     def means(self) -> dict[str, Any]:
-        """Return mean loss over tokens, its exponential, and the number of tokens."""
+        """Return mean loss over tokens, its exponential, the number of tokens, and the share of exact examples."""
         mean = self.loss / self.tokens
-        return {"loss": mean, "perplexity": math.exp(mean), "tokens": self.tokens}
+        share = self.exact / self.examples
+        return {"loss": mean, "perplexity": math.exp(mean), "tokens": self.tokens, "exact": share}
 
 
 @dataclass
@@ -79,9 +82,9 @@ class Scores:
 
 
 def add_up(scores: Iterable[Score]) -> Score:
-    """Return the sum of losses and tokens of ``scores``."""
-    losses, tokens = zip(*((score.loss, score.tokens) for score in scores), strict=True)
-    return Score(math.fsum(losses), sum(tokens))
+    """Return the sum of ``scores``."""
+    losses, *counts = zip(*map(astuple, scores), strict=True)
+    return Score(math.fsum(losses), *map(sum, counts))
 
 
 class PassOutOfMemoryError(RuntimeError):
@@ -168,12 +171,30 @@ def _losses(measure: "LossPerToken", batch: "dict[str, Tensor]", first_bins: "Te
 
     device, labels = measure.network.device, batch["labels"]
     inputs = {name: tensor.to(device) for name, tensor in batch.items() if name != "labels"}
-    losses = measure(inputs, labels).double().cpu()
+    losses, likeliest = measure(inputs, labels)
+    learned = labels[:, 1:] != IGNORED
     lengths = _example_lengths(batch["position_ids"])[:, 1:].contiguous()
-    places = (torch.bucketize(lengths, torch.tensor(BUCKETS)) + first_bins[:, None])[labels[:, 1:] != IGNORED]
-    sums = torch.bincount(places, losses, minlength=bins).tolist()
-    tokens = torch.bincount(places, minlength=bins).tolist()
-    return Scores([Score(loss, count) for loss, count in zip(sums, tokens, strict=True)])
+    places = (torch.bucketize(lengths, torch.tensor(BUCKETS)) + first_bins[:, None])[learned]
+    example_of = _example_numbers(batch["position_ids"])[:, 1:][learned]
+    examples, exact = _count_examples(places, example_of, likeliest.cpu(), bins)
+    sums = torch.bincount(places, losses.double().cpu(), minlength=bins)
+    tokens = torch.bincount(places, minlength=bins)
+    columns = (column.tolist() for column in (sums, tokens, examples, exact))
+    return Scores([Score(*values) for values in zip(*columns, strict=True)])
+
+
+def _count_examples(places: "Tensor", example_of: "Tensor", likeliest: "Tensor", bins: int) -> "tuple[Tensor, Tensor]":
+    """Return the number of examples by bin, and of those whose tokens are each the most likely one.
+
+    Greedy decoding answers such an example word for word: after a right token it sees what the loss was measured on.
+    All arguments have one value per token (1-D): its bin, the number of its example, and if it is the most likely one.
+    """
+    import torch
+
+    numbers, index = example_of.unique(return_inverse=True)
+    bin_of = torch.zeros_like(numbers).scatter(0, index, places)
+    wrong = torch.bincount(index[~likeliest], minlength=len(numbers))
+    return torch.bincount(bin_of, minlength=bins), torch.bincount(bin_of[wrong == 0], minlength=bins)
 
 
 def _batch(examples: Sequence[Example]) -> "dict[str, Tensor]":
@@ -188,6 +209,11 @@ def _batch(examples: Sequence[Example]) -> "dict[str, Tensor]":
         name: pad_sequence([example[name] for example in examples], batch_first=True, padding_value=padding)
         for name, padding in (("input_ids", 0), ("labels", IGNORED), ("position_ids", 0))
     }
+
+
+def _example_numbers(position_ids: "Tensor") -> "Tensor":
+    """Return for each token of ``[sequences, tokens]`` a number that its example alone has."""
+    return (position_ids == 0).flatten().cumsum(0).reshape(position_ids.shape)
 
 
 def _example_lengths(position_ids: "Tensor") -> "Tensor":

@@ -148,6 +148,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
         _column(runs, "base loss", lambda run: _score(run, "base", "loss"), "{:.4f}"),
         _column(runs, "evaluation loss", lambda run: _score(run, "tuned", "loss"), "{:.4f}", same_data),
         _column(runs, "perplexity", lambda run: _score(run, "tuned", "perplexity"), "{:,.2f}", same_data),
+        _column(runs, "exact answers, %", _exact, "{:.1f}", same_data and "highest"),
         *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
         _column(runs, "tokens/s", _speed, "{:,.0f}", "highest"),
         _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}", "lowest"),
@@ -202,6 +203,11 @@ def _score(run: ComparedRun, model: Literal["base", "tuned"], key: Literal["loss
         return None
     score = run.evaluation.base if model == "base" else run.evaluation.tuned
     return score.loss if key == "loss" else score.perplexity
+
+
+def _exact(run: ComparedRun) -> float | None:
+    """Return the percentage of held-out examples that the run's model answers word for word."""
+    return 100 * run.evaluation.tuned.exact if run.evaluation and run.evaluation.has_exact else None
 
 
 def _gib(size: int | None) -> float | None:

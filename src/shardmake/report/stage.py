@@ -71,6 +71,7 @@ def _tiles(records: Records) -> dict[str, str]:
     tiles = {
         "evaluation loss": f"{evaluation.base.loss:.3f} → {evaluation.tuned.loss:.3f}",
         "perplexity": f"{evaluation.base.perplexity:,.1f} → {evaluation.tuned.perplexity:,.1f}",
+        "exact answers": f"{evaluation.base.exact:.1%} → {evaluation.tuned.exact:.1%}" if evaluation.has_exact else "",
         "optimizer steps": "" if training.steps is None else f"{training.steps:,}",
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "",

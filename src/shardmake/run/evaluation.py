@@ -15,6 +15,7 @@ class LengthScore(RunRecord):
     loss: float = Field(description="Mean loss, nats per token with loss.")
     perplexity: float = Field(description="Its exponential.")
     tokens: int = Field(description="Tokens with loss.")
+    exact: float = Field(description="Share of the examples that greedy decoding answers word for word.")
 
 
 class SourceScore(RunRecord):
@@ -24,6 +25,7 @@ class SourceScore(RunRecord):
     loss: float = Field(description="Mean loss, nats per token with loss.")
     perplexity: float = Field(description="Its exponential.")
     tokens: int = Field(description="Tokens with loss.")
+    exact: float = Field(description="Share of the examples that greedy decoding answers word for word.")
 
 
 class ModelScore(RunRecord):
@@ -32,6 +34,7 @@ class ModelScore(RunRecord):
     loss: float = Field(description="Mean loss, nats per token with loss.")
     perplexity: float = Field(description="Its exponential.")
     tokens: int = Field(description="Tokens with loss.")
+    exact: float = Field(description="Share of the examples that greedy decoding answers word for word.")
     by_length: list[LengthScore] = Field(description="The same by the length of the example.")
     by_source: list[SourceScore] = Field(
         [], exclude_if=operator.not_, description="The same by the source of the examples, if there are several."
@@ -67,3 +70,8 @@ class EvaluationResult(RunRecord):
     tuned: ModelScore = Field(description="Scores of the tuned model.")
     samples: list[Sample] = Field(description="Prompts with both answers.")
     tasks: list[TaskScore] = Field(description="Tasks of lm_eval.")
+
+    @property
+    def has_exact(self) -> bool:
+        """Return if a model answers an example word for word; with long answers, none does."""
+        return max(self.base.exact, self.tuned.exact) > 0

@@ -73,13 +73,13 @@ def direct(network: Any) -> tuple[float, int]:
 def logged_sizes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list to which each cross entropy adds the number of its positions."""
     sizes: list[int] = []
-    plain = losses._cross_entropy
+    plain = losses._token_scores
 
-    def logging(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def logging(logits: torch.Tensor, targets: torch.Tensor) -> losses.TokenScores:
         sizes.append(logits.shape[0])
         return plain(logits, targets)
 
-    monkeypatch.setattr(losses, "_cross_entropy", logging)
+    monkeypatch.setattr(losses, "_token_scores", logging)
     return sizes
 
 
@@ -164,7 +164,7 @@ def test_a_pass_that_does_not_fit_is_named(
     def full(*_: Any) -> None:
         raise raised_on_gpu
 
-    monkeypatch.setattr(losses, "_cross_entropy", full)
+    monkeypatch.setattr(losses, "_token_scores", full)
     with pytest.raises(error) as raised:
         score(make_network(), EXAMPLES, [rows])
     if isinstance(raised.value, PassOutOfMemoryError):
@@ -177,7 +177,7 @@ def test_another_error_of_a_pass_is_not_changed(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: Any) -> None:
         raise RuntimeError("CUDA error: device-side assert triggered")
 
-    monkeypatch.setattr(losses, "_cross_entropy", fail)
+    monkeypatch.setattr(losses, "_token_scores", fail)
     with pytest.raises(RuntimeError, match="device-side assert"):
         score(make_network(), EXAMPLES, [[0, 2]])
 
@@ -186,3 +186,43 @@ def test_lengths_do_not_hide_behind_the_bucket_borders() -> None:
     found = score(make_network(), [make_example(length, 1) for length in (128, 129)], [[0, 1]])
     assert [bucket.tokens for bucket in found.bins[:2]] == [127, 128]
     assert scores.BUCKETS[0] == 128
+
+
+def greedy_example(network: Any, prompt: int, answer: int) -> dict[str, torch.Tensor]:
+    """Return an example whose answer is what greedy decoding gives."""
+    ids = make_example(prompt, 1)["input_ids"][None]
+    options = {"do_sample": False, "min_new_tokens": answer, "max_new_tokens": answer}
+    whole = network.generate(ids, attention_mask=torch.ones_like(ids), **options)[0]
+    labels = whole.clone()
+    labels[:prompt] = IGNORED
+    return {"input_ids": whole, "labels": labels, "position_ids": torch.arange(len(whole))}
+
+
+def with_another_token(example: dict[str, torch.Tensor], position: int) -> dict[str, torch.Tensor]:
+    changed = {name: tensor.clone() for name, tensor in example.items()}
+    other = (int(changed["labels"][position]) + 1) % VOCABULARY
+    changed["labels"][position] = changed["input_ids"][position] = other
+    return changed
+
+
+def pack(*examples: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: torch.cat([example[name] for example in examples]) for name in examples[0]}
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_exact_examples_are_those_that_greedy_decoding_answers(is_packed: bool) -> None:
+    network = make_network()
+    right, long = greedy_example(network, 6, 9), greedy_example(network, 4, 17)
+    wrong = [with_another_token(right, position) for position in (6, 10, 14)]
+    examples = [right, *wrong, long]
+    rows = [pack(right, wrong[0], wrong[1]), pack(wrong[2], long)] if is_packed else examples
+    found = score(network, rows, [list(range(len(rows)))])
+    assert (found.total.examples, found.total.exact) == (5, 2)
+    assert found.as_record().exact == pytest.approx(0.4)
+
+
+def test_exact_examples_are_counted_by_source() -> None:
+    network = make_network()
+    right = greedy_example(network, 6, 9)
+    found = score(network, [right, with_another_token(right, 14), right], [[2, 0], [1]], [2, 1])
+    assert [source.exact for source in found.as_record(["a", "b"]).by_source] == [0.5, 1.0]
