@@ -7,7 +7,8 @@ from typing import Any
 
 from shardmake.config.load import parse_config
 from shardmake.config.models import Run
-from shardmake.core.manifest import read_folder
+from shardmake.core.fingerprint import fingerprint
+from shardmake.core.manifest import read_files
 from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.evaluation import EvaluationResult, LengthScore, ModelScore, Sample, TaskScore
@@ -171,7 +172,7 @@ def write_model(rundir: RunDir, files: dict[str, bytes]) -> None:
         dtype="bfloat16",
         ties={},
         zero=[],
-        files=read_folder(rundir.model),
+        files=read_files(rundir.model, fingerprint),
     )
     MergeReceipt(
         checkpoint="train/checkpoints/checkpoint-60",

@@ -101,7 +101,7 @@ def make_pushed(rundir: RunDir, root: Path) -> None:
     for step in (10, 20):
         make_checkpoint(rundir, step, finished=True)
     model = json.loads(rundir.model_receipt.read_text())["verification"]["files"]
-    PushReceipt.model_validate({"destinations": [], "files": model}).write(rundir.push_receipt)
+    PushReceipt.model_validate({"destinations": [], "files": {}, "model": model}).write(rundir.push_receipt)
 
 
 def shorten(path: Path, lines: int) -> str:

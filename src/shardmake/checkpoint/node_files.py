@@ -12,8 +12,9 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from shardmake.checkpoint.record import FileEntry, add_mode, fingerprint, list_files, wait_visible
+from shardmake.checkpoint.record import add_mode, list_files, wait_visible
 from shardmake.core.atomic import fsync_directory, write_json
+from shardmake.core.fingerprint import FileEntry, fingerprint
 
 _LISTING = TypeAdapter(dict[str, FileEntry])
 

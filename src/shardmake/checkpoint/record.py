@@ -11,23 +11,12 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from isal.isal_zlib import crc32
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from shardmake.core.errors import CheckpointError
+from shardmake.core.fingerprint import FileEntry, fingerprint
 
 RECORD_NAME = "shardmake.json"
-BLOCK = 16 << 20
-"""Bytes that one read call asks for."""
-
-
-class FileEntry(BaseModel):
-    """Size and checksum of one file."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-    size: int = Field(description="Bytes.")
-    crc32: str = Field(description="CRC-32 of the content, eight hex digits.")
 
 
 def list_files(checkpoint: Path) -> list[str]:
@@ -44,18 +33,6 @@ def _walk(folder: Path) -> Iterator[Path]:
                 yield from _walk(Path(entry.path))
             elif entry.is_file():
                 yield Path(entry.path)
-
-
-def fingerprint(path: Path, *, sync: bool = False) -> FileEntry:
-    """Return size and CRC-32 of a file; with ``sync``, make its content durable first."""
-    checksum = size = 0
-    with path.open("rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        while block := file.read(BLOCK):
-            checksum = crc32(block, checksum)
-            size += len(block)
-    return FileEntry(size=size, crc32=f"{checksum:08x}")
 
 
 def wait_visible(path: Path, deadline_seconds: float = 60) -> Path:

@@ -23,7 +23,6 @@ from typing import Any
 from shardmake.checkpoint.record import (
     RECORD_NAME,
     CheckpointRecord,
-    FileEntry,
     add_mode,
     find_problems,
     is_intact,
@@ -32,6 +31,7 @@ from shardmake.checkpoint.record import (
 )
 from shardmake.core.atomic import fsync_directory, write_bytes, write_json
 from shardmake.core.errors import CheckpointError
+from shardmake.core.fingerprint import FileEntry
 
 logger = logging.getLogger(__name__)
 

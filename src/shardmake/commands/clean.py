@@ -64,8 +64,7 @@ def is_pushed(rundir: RunDir) -> bool:
     if not (rundir.train_receipt.exists() and rundir.model_receipt.exists() and rundir.push_receipt.exists()):
         return False
     model = MergeReceipt.read(rundir.model_receipt).verification.files
-    pushed = PushReceipt.read(rundir.push_receipt).files
-    return all(pushed.get(name) == entry for name, entry in model.items())
+    return PushReceipt.read(rundir.push_receipt).model == model
 
 
 def _removable(rundir: RunDir) -> Iterator[Removable]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from shardmake.checkpoint.formats.contents import Contents
 from shardmake.checkpoint.formats.registry import FORMATS
 from shardmake.core.errors import CheckpointError, ConfigError, ShardmakeError
-from shardmake.core.manifest import record
+from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt
 
@@ -98,12 +98,12 @@ def _foreign_files(folder: Path) -> Iterator[str]:
             continue
         if path.is_symlink() or name not in {MODEL_RECEIPT, *written}:
             yield name
-        elif name != MODEL_RECEIPT and not _is_unchanged(path, written[name].size, written[name].sha256):
+        elif name != MODEL_RECEIPT and not _is_unchanged(path, written[name]):
             yield f"{name} (changed)"
 
 
-def _is_unchanged(path: Path, size: int, sha256: str) -> bool:
-    return path.stat().st_size == size and (size > _SMALL or record(path).sha256 == sha256)
+def _is_unchanged(path: Path, written: FileEntry) -> bool:
+    return path.stat().st_size == written.size and (written.size > _SMALL or fingerprint(path) == written)
 
 
 def _list(names: list[str]) -> str:

@@ -16,16 +16,9 @@ from typing import Any
 
 from isal.isal_zlib import crc32, crc32_combine
 
-from shardmake.checkpoint.record import (
-    BLOCK,
-    RECORD_NAME,
-    CheckpointRecord,
-    FileEntry,
-    fingerprint,
-    is_unfinished,
-    read_record,
-)
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, is_unfinished, read_record
 from shardmake.core.errors import CheckpointError
+from shardmake.core.fingerprint import BLOCK, FileEntry, fingerprint
 
 _READ = 1 << 20
 """Bytes; smaller records of an archive are read, because the plan of the merge depends on them."""

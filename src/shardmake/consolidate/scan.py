@@ -1,24 +1,26 @@
 """Read the files of a merged model once: their checksums and, of weights, their values."""
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from isal.isal_zlib import crc32
+from isal.isal_zlib import crc32, crc32_combine
 
 from shardmake.checkpoint.formats import huggingface
 from shardmake.checkpoint.formats.contents import StoredTensor
 from shardmake.checkpoint.formats.dtypes import CONVERTIBLE
-from shardmake.consolidate.blocks import Block, page_aligned, read_into
+from shardmake.consolidate.blocks import page_aligned, read_into
 from shardmake.consolidate.values import infinite_rows, is_finite
 from shardmake.core.errors import CheckpointError
-from shardmake.core.manifest import FileRecord, record
+from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.run.paths import MODEL_RECEIPT
 
-_BLOCK = 4 << 20
+_BLOCK = 1 << 20
+"""Bytes of one read, which stay in the core's cache while they are checked."""
+_PART = 64 << 20
+"""Bytes that one thread checks before it takes others."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class FileScan:
     """The result of one pass over a file."""
 
     name: str
-    sums: FileRecord
+    sums: FileEntry
     tensors: Mapping[str, int] = field(default_factory=dict)
     """CRC-32 of the bytes of each tensor, by its name."""
     problems: tuple[str, ...] = ()
@@ -45,9 +47,9 @@ def scan(model: Path, workers: int, advance: Callable[[int], None] = lambda _: N
     weights = huggingface.shard_names(model)
     others = sorted(name for name in _visible_files(model) if name not in {*weights, MODEL_RECEIPT})
     with ThreadPoolExecutor(workers) as pool:
-        scanned = pool.map(lambda name: _scan_weights(model / name, advance), weights)
-        plain = pool.map(lambda name: FileScan(name, record(model / name)), others)
-        return [*scanned, *plain]
+        scanned = [_scan_weights(model / name, pool, advance) for name in weights]
+        plain = pool.map(lambda name: FileScan(name, fingerprint(model / name)), others)
+        return [*(file() for file in scanned), *plain]
 
 
 def _visible_files(folder: Path) -> Iterator[str]:
@@ -58,85 +60,106 @@ def _visible_files(folder: Path) -> Iterator[str]:
             yield from (str(path.relative_to(folder)) for path in files if not path.name.startswith("."))
 
 
-class _HashingReader:
-    """Reads a file in order; another thread hashes each block while the next one is read and checked."""
+@dataclass(frozen=True)
+class _Part:
+    """Bytes ``[begin, end)`` of a file: of a tensor, or between tensors."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.at = path, 0
-        self._file = os.open(path, os.O_RDONLY)
-        self._hash = hashlib.sha256()
-        self._buffers = [page_aligned(_BLOCK), page_aligned(_BLOCK)]
-        self._pool = ThreadPoolExecutor(1)
-        self._hashing = self._pool.submit(lambda: None)
+    begin: int
+    end: int
+    tensor: StoredTensor | None = None
 
-    def __enter__(self) -> "_HashingReader":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
-        os.close(self._file)
+@dataclass(frozen=True)
+class _PartScan:
+    """The result for one part; bytes between tensors count as finite and as zero."""
 
-    def blocks(self, end: int) -> Iterator[Block]:
-        """Yield the bytes up to ``end``; a block is valid until the second block after it."""
-        while self.at < end:
-            self._buffers.reverse()
-            got = read_into(self._buffers[0][: end - self.at], self._file, self.at)
+    crc: int
+    finite: bool
+    any_value: bool
+
+
+def _scan_weights(path: Path, pool: Executor, advance: Callable[[int], None]) -> Callable[[], FileScan]:
+    """Start to read the file in parts; return a function that waits for its result."""
+    tensors = sorted(huggingface.read_file(path), key=_start)
+    parts = list(_parts(tensors, path.stat().st_size))
+    found = pool.map(lambda part: _scan_part(path, part, advance), parts)
+    return lambda: _summary(path, tensors, list(zip(parts, found, strict=True)))
+
+
+def _parts(tensors: Iterable[StoredTensor], size: int) -> Iterator[_Part]:
+    """Divide a file of ``size`` bytes; bytes that two tensors share belong to the first."""
+    at = 0
+    for tensor in tensors:
+        start, end = max(at, _start(tensor)), max(at, _start(tensor) + tensor.nbytes)
+        yield from _split(at, start)
+        yield from _split(start, end, tensor)
+        at = end
+    yield from _split(at, size)
+
+
+def _split(begin: int, end: int, tensor: StoredTensor | None = None) -> Iterator[_Part]:
+    for at in range(begin, end, _PART):
+        yield _Part(at, min(at + _PART, end), tensor)
+
+
+def _scan_part(path: Path, part: _Part, advance: Callable[[int], None]) -> _PartScan:
+    buffer, at, crc, finite, any_value = page_aligned(_BLOCK), part.begin, 0, True, False
+    file = os.open(path, os.O_RDONLY)
+    try:
+        while at < part.end:
+            got = read_into(buffer[: part.end - at], file, at)
             if not got:
-                raise CheckpointError(f"{self.path} changed while it was read. Run the command again.")
-            block = self._buffers[0][:got]
-            self._hashing.result()
-            self._hashing = self._pool.submit(self._hash.update, block.data)
-            self.at += got
-            yield block
-
-    def skip(self, end: int) -> None:
-        """Hash the bytes up to ``end`` without returning them."""
-        for _ in self.blocks(end):
-            pass
-
-    def digest(self) -> FileRecord:
-        """Return size and checksum of all bytes so far."""
-        self._hashing.result()
-        return FileRecord(size=self.at, sha256=self._hash.hexdigest())
+                raise CheckpointError(f"{path} changed while it was read. Run the command again.")
+            block = buffer[:got]
+            crc, at = crc32(block.data, crc), at + got
+            if part.tensor is not None:
+                any_value = any_value or bool(block.any())
+                finite = finite and is_finite(block, part.tensor.dtype)
+    finally:
+        os.close(file)
+    advance(part.end - part.begin if part.tensor is not None else 0)
+    return _PartScan(crc, finite, any_value)
 
 
-def _scan_weights(path: Path, advance: Callable[[int], None]) -> FileScan:
+def _summary(path: Path, tensors: Sequence[StoredTensor], found: Sequence[tuple[_Part, _PartScan]]) -> FileScan:
+    by_tensor: dict[str, list[tuple[_Part, _PartScan]]] = {tensor.name: [] for tensor in tensors}
+    for part, result in found:
+        if part.tensor is not None:
+            by_tensor[part.tensor.name].append((part, result))
     problems: list[str] = []
-    zero: list[StoredTensor] = []
     infinite: dict[str, int] = {}
-    sums: dict[str, int] = {}
-    with _HashingReader(path) as file:
-        for tensor in sorted(huggingface.read_file(path), key=_start):
-            file.skip(_start(tensor))
-            finite, any_value, sums[tensor.name] = _scan_tensor(file, tensor)
-            advance(tensor.nbytes)
-            rows = 0 if finite else infinite_rows(path, _start(tensor), tensor)
-            if rows is None:
-                problems.append(f"{tensor.name} holds values that are not finite (NaN, or infinity outside of a row)")
-            elif rows:
-                infinite[tensor.name] = rows
-            if not any_value and tensor.numel and tensor.dtype in CONVERTIBLE:
-                zero.append(tensor)
-        file.skip(path.stat().st_size)
-        vectors = tuple(tensor.name for tensor in zero if len(tensor.shape) < 2)
-        matrices = tuple(tensor.name for tensor in zero if len(tensor.shape) > 1)
-        return FileScan(path.name, file.digest(), sums, tuple(problems), vectors, matrices, infinite)
+    for tensor in tensors:
+        finite = all(result.finite for _, result in by_tensor[tensor.name])
+        rows = 0 if finite else infinite_rows(path, _start(tensor), tensor)
+        if rows is None:
+            problems.append(f"{tensor.name} holds values that are not finite (NaN, or infinity outside of a row)")
+        elif rows:
+            infinite[tensor.name] = rows
+    zero = [tensor for tensor in tensors if _is_zero(tensor, by_tensor[tensor.name])]
+    return FileScan(
+        path.name,
+        FileEntry(size=found[-1][0].end, crc32=f"{_combined(found):08x}"),
+        {name: _combined(parts) for name, parts in by_tensor.items()},
+        tuple(problems),
+        tuple(tensor.name for tensor in zero if len(tensor.shape) < 2),
+        tuple(tensor.name for tensor in zero if len(tensor.shape) > 1),
+        infinite,
+    )
+
+
+def _is_zero(tensor: StoredTensor, parts: Sequence[tuple[_Part, _PartScan]]) -> bool:
+    """Return True if all values are zero; a tensor whose bytes all belong to another one is not judged."""
+    return bool(parts) and tensor.dtype in CONVERTIBLE and not any(result.any_value for _, result in parts)
+
+
+def _combined(parts: Iterable[tuple[_Part, _PartScan]]) -> int:
+    """Return the CRC-32 of consecutive parts."""
+    crc = 0
+    for part, result in parts:
+        crc = crc32_combine(crc, result.crc, part.end - part.begin)
+    return crc
 
 
 def _start(tensor: StoredTensor) -> int:
     """Return the offset of a tensor of one piece in its file, 0 if it is empty."""
     return tensor.pieces[0].record.offset + tensor.pieces[0].start if tensor.pieces else 0
-
-
-def _scan_tensor(file: _HashingReader, tensor: StoredTensor) -> tuple[bool, bool, int]:
-    """Return (all values are finite, any value is not zero, CRC-32).
-
-    Bytes that two tensors share count for the first.
-    """
-    finite, crc, end = True, 0, _start(tensor) + tensor.nbytes
-    any_value = file.at >= end
-    for block in file.blocks(end):
-        any_value = any_value or bool(block.any())
-        finite = finite and is_finite(block, tensor.dtype)
-        crc = crc32(block.data, crc)
-    return finite, any_value, crc

@@ -12,7 +12,7 @@ from shardmake.consolidate.compare import compare
 from shardmake.consolidate.loading import LoadingReport, check_loading
 from shardmake.consolidate.scan import FileScan, scan
 from shardmake.core.errors import ModelError
-from shardmake.core.manifest import FileRecord
+from shardmake.core.fingerprint import FileEntry
 from shardmake.run.paths import MODEL_RECEIPT
 from shardmake.run.receipts import MergeReceipt, Verification
 
@@ -114,7 +114,7 @@ def _stray_problems(model: Path) -> list[str]:
     return [f"{name} is not part of the model" for name in sorted(found - used - {"training_args.bin"})]
 
 
-def _receipt_problems(model: Path, found: dict[str, FileRecord]) -> list[str]:
+def _receipt_problems(model: Path, found: dict[str, FileEntry]) -> list[str]:
     if not (model / MODEL_RECEIPT).is_file():
         return []
     recorded = MergeReceipt.read(model / MODEL_RECEIPT).verification.files

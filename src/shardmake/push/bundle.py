@@ -1,13 +1,23 @@
 """Files of a push: the verified model, its card, and their checksums."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_bytes
 from shardmake.core.errors import PushError
-from shardmake.core.manifest import SUMS, FileRecord, Manifest, differences, format_sums, read_folder, record
+from shardmake.core.fingerprint import FileEntry
+from shardmake.core.manifest import (
+    SUMS,
+    FileRecord,
+    Manifest,
+    differences,
+    format_sums,
+    read_files,
+    record,
+    record_twice,
+)
 from shardmake.core.secrets import find_secrets, redact
 from shardmake.report.card import card_plots, render_card
 from shardmake.run.paths import RunDir
@@ -21,10 +31,14 @@ _LAST = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config
 
 @dataclass(frozen=True)
 class Bundle:
-    """Files to push, by their name at the destination, in the order in which they may appear there."""
+    """Files to push, by their name at the destination, in the order in which they may appear there.
+
+    ``model`` has the files of the merged model as its receipt lists them.
+    """
 
     paths: dict[str, Path]
     manifest: Manifest
+    model: Mapping[str, FileEntry]
 
     @property
     def size(self) -> int:
@@ -37,7 +51,7 @@ def make_bundle(run: Run, rundir: RunDir) -> Bundle:
 
     Raises `PushError` if the model was not verified or differs from what was verified.
     """
-    manifest = _verified_model(rundir)
+    model, manifest = _verified_model(rundir)
     paths = {name: rundir.model / name for name in manifest}
     folder = rundir.push_receipt.parent
     _refuse_secrets(paths)
@@ -45,7 +59,7 @@ def make_bundle(run: Run, rundir: RunDir) -> Bundle:
         _add(paths, manifest, folder, name, content)
     _add(paths, manifest, folder, SUMS, format_sums(manifest).encode())
     order = sorted(paths, key=lambda name: (_LAST.index(name) + 1 if name in _LAST else 0, name))
-    return Bundle({name: paths[name] for name in order}, {name: manifest[name] for name in order})
+    return Bundle({name: paths[name] for name in order}, {name: manifest[name] for name in order}, model)
 
 
 def _add(paths: dict[str, Path], manifest: dict[str, FileRecord], folder: Path, name: str, content: bytes) -> None:
@@ -69,15 +83,20 @@ def find_leaking(paths: Iterable[Path]) -> list[Path]:
     return [path for path in texts if find_secrets(path.read_text(errors="replace"))]
 
 
-def _verified_model(rundir: RunDir) -> dict[str, FileRecord]:
-    """Return the manifest of the model folder after comparing it with the receipt; hidden files are ignored."""
+def _verified_model(rundir: RunDir) -> tuple[dict[str, FileEntry], dict[str, FileRecord]]:
+    """Return the files of the model in its receipt and their manifest, after comparing them; hidden ones are ignored.
+
+    Every byte is read once, for the CRC-32 of the receipt and the SHA-256 of the manifest.
+    """
     again = f"Merge the model again: shardmake consolidate {rundir.name}"
     expected = MergeReceipt.read(rundir.model_receipt).verification.files
-    files = read_folder(rundir.model)
-    found = {
-        name: entry for name, entry in files.items() if not name.startswith(".") and name != rundir.model_receipt.name
+    files = {
+        name: both
+        for name, both in read_files(rundir.model, record_twice).items()
+        if not name.startswith(".") and name != rundir.model_receipt.name
     }
+    found = {name: entry for name, (_, entry) in files.items()}
     wrong = differences(expected, found) + [f"{name} is not in the receipt" for name in sorted(found.keys() - expected)]
     if wrong:
         raise PushError(f"Nothing was pushed: {rundir.model} differs from its receipt: {'; '.join(wrong)}.\n{again}")
-    return found
+    return found, {name: strong for name, (strong, _) in files.items()}

@@ -22,7 +22,7 @@ def push(run: Run, rundir: RunDir) -> PushReceipt:
 
     Safe to repeat: files that arrived are not sent again. All destinations are tried before an error is raised. The
     receipt is written last, after every destination was read back:
-    ``{"destinations": [{"to", ...}], "files": {name: {"size", "sha256"}}}``, sizes in bytes.
+    the destinations, size and SHA-256 of each pushed file, and the files of the model as the merge listed them.
     """
     if run.push is None:
         raise ConfigError(
@@ -41,7 +41,7 @@ def push(run: Run, rundir: RunDir) -> PushReceipt:
             problems.append(str(error))
     if problems:
         raise PushError("\n".join(problems))
-    receipt = PushReceipt(destinations=results, files=dict(bundle.manifest))
+    receipt = PushReceipt(destinations=results, files=dict(bundle.manifest), model=dict(bundle.model))
     receipt.write(rundir.push_receipt)
     return receipt
 

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 from pydantic import Field
 
 from shardmake.config.formats import FORMATS, DataFormat
+from shardmake.core.fingerprint import FileEntry
 from shardmake.core.manifest import FileRecord
 from shardmake.core.units import plural
 from shardmake.run.learning_settings import LearningSettings
@@ -153,7 +154,7 @@ class Verification(RunRecord):
     zero_matrices: list[str] = Field([], description="Matrices that are all zero.")
     infinite_rows: dict[str, int] = Field({}, description="Rows of -inf by tensor, as for banned tokens.")
     unexpected: list[str] = Field([], description="Tensors that the class does not have, kept on request.")
-    files: dict[str, FileRecord] = Field(description="Every file of the model.")
+    files: dict[str, FileEntry] = Field(description="Every file of the model.")
     compared_with: str | None = Field(None, description="The checkpoint that every bit was compared with.")
 
     def describe_types(self) -> str:
@@ -209,3 +210,4 @@ class PushReceipt(RunRecord):
     made_by: ClassVar[str] = "shardmake push NAME"
     destinations: list[PushedTo] = Field(description="In the order of the configuration.")
     files: dict[str, FileRecord] = Field(description="Pushed files.")
+    model: dict[str, FileEntry] = Field(description="The files of the model in the receipt of the merge.")

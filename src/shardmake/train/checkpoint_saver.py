@@ -26,17 +26,12 @@ from typing import Any
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.node_files import check_files, complete, move_files, node_path, read_listings
-from shardmake.checkpoint.record import (
-    RECORD_NAME,
-    CheckpointRecord,
-    FileEntry,
-    find_problems,
-    wait_visible,
-)
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, wait_visible
 from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.environment import library_versions
 from shardmake.core.errors import DiskFullError, ShardmakeError
+from shardmake.core.fingerprint import FileEntry
 from shardmake.core.units import format_bytes, format_duration
 from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (

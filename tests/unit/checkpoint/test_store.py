@@ -16,10 +16,11 @@ from safetensors.torch import save_file
 from shardmake.checkpoint import record as record_module
 from shardmake.checkpoint import store
 from shardmake.checkpoint.node_files import check_files
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, FileEntry, fingerprint, list_files, read_record
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, list_files, read_record
 from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import TRAINER_STATE, is_final
 from shardmake.core.errors import CheckpointError
+from shardmake.core.fingerprint import FileEntry, fingerprint
 
 
 def make_record(checkpoint: Path, step: int, eval_loss: float | None = None) -> CheckpointRecord:

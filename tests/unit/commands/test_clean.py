@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.checkpoint.record import CheckpointRecord, fingerprint
+from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.checkpoint.store import commit_in_place, committed
 from shardmake.commands.clean import clean
+from shardmake.core.fingerprint import fingerprint
 from shardmake.push.stage import push
 from shardmake.run.paths import RunDir
 from tests.finished_run import make_run, make_rundir, write_model

@@ -43,7 +43,7 @@ def finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     WeightsReceipt(files={}).write(rundir.weights_receipt)
     make_training_settings(max_steps=400).write(rundir.training)
     make_data_receipt("d").write(rundir.data_receipt)
-    PushReceipt(destinations=[PushedTo(to="file:published/chat")], files={}).write(rundir.push_receipt)
+    PushReceipt(destinations=[PushedTo(to="file:published/chat")], files={}, model={}).write(rundir.push_receipt)
     for stage in STAGES:
         current(stage, make_run(push=PUSH), LOCAL).write(rundir.stage_settings(stage))
     return rundir

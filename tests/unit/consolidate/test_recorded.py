@@ -8,10 +8,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, fingerprint, list_files
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, list_files
 from shardmake.consolidate import recorded
 from shardmake.consolidate.recorded import archive_crc32, check_recorded
 from shardmake.core.errors import CheckpointError
+from shardmake.core.fingerprint import fingerprint
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,11 @@ from typing import Any, ClassVar
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, fingerprint, list_files
+from shardmake.checkpoint.record import CheckpointRecord, list_files
 from shardmake.config.models import Run
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import DiskFullError, ShardmakeError, SlurmError, StopRequestedError
+from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import attempt_end, disk_wait, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, fingerprint, list_files
+from shardmake.checkpoint.record import CheckpointRecord, list_files
 from shardmake.core.atomic import write_json
+from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError

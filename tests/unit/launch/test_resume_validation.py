@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, FileEntry, fingerprint, share_of_files
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, share_of_files
+from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous

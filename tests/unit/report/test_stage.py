@@ -131,7 +131,7 @@ def test_report_names_no_path_or_host_of_this_machine(tmp_path: Path) -> None:
 def test_report_shows_the_push_target_after_the_push(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     places = [PushedTo(to="hub:lab/chat", commit="c0ffee"), PushedTo(to="file:x")]
-    PushReceipt(destinations=places, files={}).write(rundir.push_receipt)
+    PushReceipt(destinations=places, files={}, model={}).write(rundir.push_receipt)
     assert "hub:lab/chat, commit c0ffee file:x" in text_of(write_report(make_run(), rundir).read_text())
 
 

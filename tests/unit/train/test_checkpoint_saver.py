@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from shardmake.checkpoint import node_files, store
-from shardmake.checkpoint.record import FileEntry, find_problems, fingerprint
+from shardmake.checkpoint.record import find_problems
 from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import FreeSpace
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.train import checkpoint_saver
 from shardmake.train.checkpoint_saver import Saver
 from tests.unit.checkpoint.test_store import FILES, fail_rmtree, write

@@ -10,18 +10,12 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.formats import dcp
 from shardmake.checkpoint.formats.nvme_swap import rank_folder
 from shardmake.checkpoint.formats.universal import inner_folder, is_universal
-from shardmake.checkpoint.record import (
-    RECORD_NAME,
-    CheckpointRecord,
-    find_problems,
-    fingerprint,
-    list_files,
-    read_record,
-)
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, list_files, read_record
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.atomic import read_json, write_json
 from shardmake.core.disk import check_save
 from shardmake.core.errors import CheckpointError
+from shardmake.core.fingerprint import fingerprint
 
 if TYPE_CHECKING:
     from shardmake.checkpoint.reshard.states import States

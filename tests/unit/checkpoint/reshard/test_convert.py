@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, find_problems, fingerprint, read_record
+from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
 from shardmake.checkpoint.reshard import convert
+from shardmake.core.fingerprint import fingerprint
 
 
 @pytest.fixture(autouse=True)
