@@ -249,10 +249,15 @@ def gradients(scenario: Scenario) -> int:
 
 
 def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:
-    """Return the size of buffers during a backward pass: ZeRO-1/2's buckets, FSDP's reduce-scatter of one layer."""
+    """Return the size of buffers during a backward pass.
+
+    ZeRO-1/2 have buckets, ZeRO-3 a copy of its bucket (``reduce_scatter_coalesced``), FSDP reduce-scatters a layer.
+    """
     if scenario.zero_stage in (1, 2):
         copies = 2 if buckets.overlap_comm else 1
         return copies * scenario.compute * buckets.reduce_bucket_size
+    if scenario.zero_stage == 3:
+        return scenario.gradient * min(buckets.reduce_bucket_size, scenario.split.trainable)
     if scenario.is_fsdp and scenario.method == "full":
         return (scenario.compute + scenario.gradient) * scenario.model.largest_block
     return 0

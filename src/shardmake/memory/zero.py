@@ -9,9 +9,10 @@ from math import ceil
 from shardmake.memory import states
 from shardmake.memory.ddp import DdpMemory
 from shardmake.memory.states import EMBEDDING, HEAD, Unit, units
-from shardmake.memory.timeline import COMMUNICATION, Pending
+from shardmake.memory.timeline import COMMUNICATION, REDUCTION, Pending
 
 PENDING = 2  # fetches in flight (``PartitionedParameterCoordinator.__max_ongoing_fetch_events``)
+REDUCTIONS = 3  # reductions in flight (one more than ``max_param_reduce_events``)
 
 
 class ZeroMemory(DdpMemory):
@@ -115,6 +116,9 @@ class Zero3Memory(ZeroMemory):
         self._order: list[Unit] = [EMBEDDING, *sorted(u for u in self._units if isinstance(u, int)), HEAD]
         self._live: dict[Unit, int] = {}
         self._pending = Pending(self.timeline)
+        self._bucket: list[int] = []  # elements of the gradients that wait for the next reduction
+        self._large: int | None = None
+        self._reduced = Pending(self.timeline)
 
     def before_forward(self, block: int) -> None:
         """Gather the layer; drop the embedding after its use."""
@@ -138,12 +142,16 @@ class Zero3Memory(ZeroMemory):
         self._fetch(block)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
-        """Copy it into the bucket; one larger than the bucket is reduced in place, or in a copy in fp32.
+        """Copy it into the bucket; one larger than the bucket waits as it is until the next one is complete.
 
         With offloaded states, the norm of this rank's part is computed and the part goes to the host in fp32
         (``_offload_grad_partition_at_boundary``).
         """
-        copied = states.reduction_bytes(self.scenario, self.buckets, self.sizes[name])
+        numel = self.sizes[name]
+        if sum(self._bucket) + numel > self.buckets.reduce_bucket_size:
+            self._reduce()
+        self._bucket.append(numel)
+        copied = states.reduction_bytes(self.scenario, self.buckets, numel)
         self._allocate_briefly(copied, "gradients before reduction", COMMUNICATION)
         if self.scenario.offloads_optimizer:
             part = ceil(self.sizes[name] / self.scenario.shards)
@@ -153,10 +161,30 @@ class Zero3Memory(ZeroMemory):
             )
             self._allocate_briefly(4 * part, "gradients before reduction", COMMUNICATION)
             self.timeline.free(held)
-        return False
+        if key is None or numel <= self.buckets.reduce_bucket_size:
+            return False
+        self.timeline.rename(key, "gradients before reduction")
+        self._large = key
+        return True
+
+    def _reduce(self) -> None:
+        """Reduce the bucket, from a copy sorted by rank if it holds several gradients (``reduce_scatter_coalesced``).
+
+        A gradient outside the bucket's buffer is in use until its reduction ends on the GPU (`record_stream`).
+        """
+        if len(self._bucket) > 1:
+            size = self.scenario.gradient * sum(self._bucket)
+            self._allocate_briefly(size, "gradients before reduction", REDUCTION)
+        self._bucket.clear()
+        self._reduced.drain(REDUCTIONS - 1)
+        if self._large is not None:
+            self._reduced.add(self._large)
+            self._large = None
 
     def end_backward(self) -> None:
-        """Release all gathered weights."""
+        """Reduce the last bucket and release all gathered weights."""
+        self._reduce()
+        self._reduced.drain(0)
         for unit in list(self._live):
             self._release(unit)
         self._pending.drain(0)
