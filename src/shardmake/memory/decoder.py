@@ -288,13 +288,16 @@ class _DecoderStep:
         return self._cross_entropy(size_tensors.linear(hidden, head, self.shape.v, self.shape.h))
 
     def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
-        """Run ``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may keep the 16-bit logits."""
+        """Run ``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may keep the 16-bit logits.
+
+        Each step's tensor is a variable of the library's function as well, so that all live until the function returns.
+        """
         behavior = self.scenario.behavior
         wide = logits if behavior.keeps_logits_narrow else size_tensors.cast(logits, 4)
         if behavior.returns_wide_logits:
             logits = wide
-        shifted = size_tensors.copy(wide) if behavior.copies_shifted_logits else wide
-        del wide
-        if self.tape.autocast:
-            shifted = size_tensors.cast(shifted, 4)
-        return size_tensors.nll_of_log_softmax(shifted, self.tokens), logits
+        shifted = wide
+        if behavior.copies_shifted_logits:
+            shifted = size_tensors.without_last_row(wide, self.scenario.micro_batch)
+        scored = size_tensors.cast(shifted, 4) if self.tape.autocast else shifted
+        return size_tensors.nll_of_log_softmax(scored, self.tokens), logits

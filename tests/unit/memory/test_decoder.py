@@ -163,3 +163,14 @@ def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, wid
         return three.forward - two.forward
 
     assert input_bytes(LibraryBehavior()) - input_bytes(LibraryBehavior(widens_frozen=False)) == wider * 1024 * 2 * 512
+
+
+@pytest.mark.parametrize(("sequences", "copies"), [(1, 2), (2, 3)])
+def test_old_libraries_copy_shifted_logits_unless_there_is_one_sequence(sequences: int, copies: int) -> None:
+    behavior = LibraryBehavior(keeps_logits_narrow=True, copies_shifted_logits=True)
+    case = scenario(micro_batch=sequences, behavior=behavior)
+    assert case.model.decoder is not None
+    events = micro_step(case)
+    start, end = events.index(("loss",)), events.index(("backward",))
+    logits = case.compute * case.tokens * case.model.decoder.v
+    assert sum(event[0] == "alloc" and event[2] == logits for event in events[start:end]) == copies

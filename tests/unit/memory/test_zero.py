@@ -1,0 +1,50 @@
+from dataclasses import replace
+
+import pytest
+
+from shardmake.memory.timeline import REDUCTION, Timeline
+from shardmake.memory.zero import REDUCTIONS, Zero3Memory
+from tests.unit.memory.llama_8b import BUCKETS, MODEL, scenario
+
+LARGE = [tensor for tensor in MODEL.tensors if tensor.numel > BUCKETS.reduce_bucket_size]
+SMALL = [tensor for tensor in MODEL.tensors if tensor.kind == "norm"]
+
+
+@pytest.fixture
+def memory() -> Zero3Memory:
+    zero = Zero3Memory(scenario(), BUCKETS, Timeline())
+    zero.load()
+    return zero
+
+
+def waiting(memory: Zero3Memory) -> int:
+    return memory.timeline._terms.get("gradients before reduction", 0)
+
+
+def test_a_gradient_larger_than_the_bucket_stays_until_the_next_one(memory: Zero3Memory) -> None:
+    timeline, (first, second) = memory.timeline, LARGE[:2]
+    for tensor in (first, second):
+        key = timeline.alloc(2 * tensor.numel, "backward temporaries")
+        assert memory.gradient(tensor.name, 2 * tensor.numel, key)
+        assert waiting(memory) == 2 * tensor.numel
+    memory.end_backward()
+    assert waiting(memory) == 0
+
+
+def test_memory_of_reduced_gradients_is_reused_when_enough_others_follow(memory: Zero3Memory) -> None:
+    timeline = memory.timeline
+    keys = [timeline.alloc(2 * tensor.numel, "backward temporaries") for tensor in LARGE[: REDUCTIONS + 2]]
+    for tensor, key in zip(LARGE, keys, strict=False):
+        memory.gradient(tensor.name, 2 * tensor.numel, key)
+    assert [event[0] for event in timeline.events if event[1] < 0 and event[0] in keys] == keys[:1]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_several_gradients_are_copied_from_the_bucket_in_one_piece(memory: Zero3Memory, count: int) -> None:
+    memory.buckets = replace(BUCKETS, reduce_bucket_size=500_000_000)
+    for tensor in SMALL[:count]:
+        key = memory.timeline.alloc(2 * tensor.numel, "backward temporaries")
+        assert not memory.gradient(tensor.name, 2 * tensor.numel, key)
+    memory.end_backward()
+    copies = [size for _, size, stream in memory.timeline.events if stream == REDUCTION and size > 0]
+    assert copies == ([2 * 4096 * count] if count > 1 else [])
