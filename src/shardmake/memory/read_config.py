@@ -17,7 +17,8 @@ from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_re
 
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
-LARGEST_SIZE = 1 << 31
+LARGEST_SIZE = (1 << 31) - 1
+MOST_LAYERS = 10_000  # each has its own weights and events
 
 
 def read_model(source: str, *, revision: str | None = None, trust_remote_code: bool = False) -> Model:
@@ -89,8 +90,12 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
         value = config.get(field)
         if value is None or (isinstance(value, list | str) and kind not in FAMILIES):
             continue
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < LARGEST_SIZE:
-            raise ModelError(f"{source}: {field} is {value!r}. It must be a positive integer.")
+        largest = MOST_LAYERS if field == "num_hidden_layers" else LARGEST_SIZE
+        if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= largest:
+            raise ModelError(
+                f"{source}: {field} is {value!r}. It must be a whole number from 1 to {largest:,}. "
+                "Use the config.json that came with the weights."
+            )
     _check_sizes(config, source)
     if config.get("auto_map") and not trust_remote_code and not _is_known_to_transformers(config["model_type"]):
         raise ModelError(

@@ -29,6 +29,8 @@ BAD = [
     ({**SIZES, "model_type": "llama", "num_attention_heads": "4"}, "num_attention_heads is '4'"),
     ({**SIZES, "model_type": "llama", "num_key_value_heads": 0}, "num_key_value_heads is 0"),
     ({**SIZES, "model_type": "llama", "head_dim": "x"}, "head_dim is 'x'"),
+    ({**SIZES, "model_type": "llama", "hidden_size": 10**15}, "from 1 to 2,147,483,647"),
+    ({**SIZES, "model_type": "llama", "num_hidden_layers": 10**7}, "from 1 to 10,000"),
     ({**SIZES, "model_type": "llama", "max_position_embeddings": float("nan")}, "max_position_embeddings is nan"),
     ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
     ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
