@@ -33,6 +33,8 @@ class Fsdp2Memory(DdpMemory):
         self._flat: dict[Unit, int] = {}
         self._waiting: list[int] = []
         self._reducing: int | None = None
+        self._last = max(unit for unit in self._units if isinstance(unit, int))
+        self._begun = True
         if self.scenario.loads_on_gpu:  # 4-bit weights
             self._allocate_briefly(states.frozen_bytes(self.scenario), "weights during loading")
         self._load_states()
@@ -59,8 +61,13 @@ class Fsdp2Memory(DdpMemory):
         self._gather(HEAD)
         self._drop_flat()
 
+    def start_backward(self) -> None:
+        """Begin with the loss; the head has not begun."""
+        self._begun = False
+
     def before_backward(self, block: int) -> None:
         """Reduce the layer after this one, gather this one, and prefetch the one before it."""
+        self._begun = True
         self._reduce(block + 1 if block + 1 in self._units else HEAD)
         self._gather(block)
         self._drop_flat()
@@ -68,7 +75,10 @@ class Fsdp2Memory(DdpMemory):
             self._prefetch(block - 1)
 
     def gradient(self, name: str, size: int, key: int | None) -> bool:
-        """Keep it until the backward pass of its unit has ended."""
+        """Keep it until the backward pass of its unit has ended; the head prefetches the last layer."""
+        if not self._begun:
+            self._begun = True
+            self._prefetch(self._last)
         if key is None:
             return False
         self.timeline.rename(key, "gradients before reduction")
@@ -196,6 +206,10 @@ class Fsdp1Memory(Fsdp2Memory):
         if stays:
             self.timeline.alloc(compute * ceil(numel / self.scenario.shards), "weights")
         self.timeline.free(flat)
+
+    def start_backward(self) -> None:
+        """Prefetch the last layer: the root's hook runs at the loss (``_pre_backward_hook``)."""
+        self._gather(self._last)
 
     def before_backward(self, block: int) -> None:
         """Reduce the layer after this one; gather this one and the one before it."""

@@ -49,7 +49,7 @@ def trace(request: Mapping[str, Any]) -> list[Event]:
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        _materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened")))
+        materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened")))
         inputs = _inputs(model, request["micro_batch"], request["sequence_length"], request["masked"])
         _mark_blocks(model, recorder)
         _mark_gradients(model, recorder)
@@ -134,7 +134,7 @@ def _without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def _materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype, widened: torch.dtype) -> None:
+def materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype, widened: torch.dtype) -> None:
     """Replace meta parameters by fake ones on "cpu"; shared parameters stay shared.
 
     Frozen parameters get the type ``frozen``; of a model with 4-bit layers, those outside them get ``widened``.

@@ -27,7 +27,7 @@ FAMILY_ERRORS: Final[dict[str, FamilyError]] = {
     "unsharded": FamilyError("unsharded", 14, 0.0245, 0.089),
     "sharded": FamilyError("sharded", 14, 0.0475, 0.083),
     "quantized": FamilyError("quantized", 4, 0.039, 0.089),
-    "offloaded": FamilyError("offloaded", 3, 0.061, 0.288),
+    "offloaded": FamilyError("offloaded", 3, 0.058, 0.288),
 }
 """By family. Offload counts before quantization, quantization before sharding."""
 
