@@ -5,13 +5,17 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from shardmake.config.models import Cluster, Run
+from shardmake.config.models import Cluster, Run, Strategy
+from shardmake.consolidate.merge import consolidate
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests.fork_server import free_port
@@ -35,6 +39,18 @@ SETTINGS: dict[str, Any] = {
 }
 
 
+CASES = [("full", "ddp"), ("lora", "ddp"), ("full", "zero3"), ("lora", "zero3"), ("full", "fsdp")]
+OTHERS = [
+    *(
+        ("full", name)
+        for name in ("zero1", "zero2", "zero1-offload", "zero2-offload", "zero3-offload-optimizer", "zero3-offload")
+    ),
+    *(("full", name) for name in ("fsdp-grad-op", "fsdp-offload")),
+    *(("lora", name) for name in ("zero1", "zero2", "zero2-offload", "zero3-offload", "fsdp", "fsdp-offload")),
+]
+ON_DEMAND = pytest.mark.objectives
+
+
 @pytest.fixture(scope="module")
 def pairs(forked: Forked, tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Forked:
     """A checkout with pairs: the answer of a conversation, and its words in reversed order."""
@@ -48,22 +64,31 @@ def pairs(forked: Forked, tmp_path_factory: pytest.TempPathFactory, inputs: Path
     return Forked(checkout, forked.server)
 
 
+@pytest.fixture(scope="module")
+def plain(pairs: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+    """Return what TRL alone logs at each step under DDP, by method."""
+    folder = tmp_path_factory.mktemp("trl")
+    return cache(lambda method: plain_trl(pairs.checkout.root, method, folder / f"{method}.json"))
+
+
 def _pair(question: dict[str, str], answer: dict[str, str]) -> dict[str, Any]:
     worse = " ".join(reversed(answer["content"].split()))
     return {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": f"No: {worse}"}]}
 
 
-def planned(pairs: Forked, method: str) -> tuple[Plan, Run, Cluster]:
-    return pairs.plan("ddp", 2, method=method, **SETTINGS)
+def planned(pairs: Forked, method: str, strategy: Strategy) -> tuple[Plan, Run, Cluster]:
+    return pairs.plan(strategy, 2, method=method, **SETTINGS)
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
-def test_dpo_equals_plain_trl_and_resumes(pairs: Forked, tmp_path: Path, method: str) -> None:
+@pytest.mark.parametrize(("method", "strategy"), [*CASES, *(pytest.param(*case, marks=ON_DEMAND) for case in OTHERS)])
+def test_dpo_equals_plain_trl_and_resumes(
+    pairs: Forked, tmp_path: Path, method: str, strategy: Strategy, plain: Callable[[str], list[dict[str, Any]]]
+) -> None:
     """Losses, gradient norms and rewards of every step are TRL's; a second half from the checkpoint is the same."""
     rundir = RunDir(tmp_path / "run")
-    assert pairs.train(rundir, planned(pairs, method)) == [0, 0], log(rundir)
+    assert pairs.train(rundir, planned(pairs, method, strategy)) == [0, 0], log(rundir)
     ours = metrics(rundir)
-    theirs = plain_trl(pairs.checkout.root, method, tmp_path / "trl.json")
+    theirs = plain(method)
     assert len(theirs) == 4
     trained = [line for line in ours if "loss" in line]
     for line, expected in zip(trained, theirs, strict=True):
@@ -78,12 +103,18 @@ def test_dpo_equals_plain_trl_and_resumes(pairs: Forked, tmp_path: Path, method:
 
     again = branch(rundir, tmp_path / "again")
     shutil.rmtree(again.checkpoints / "checkpoint-4")
-    assert pairs.train(again, planned(pairs, method), resume_from=again.checkpoints / "checkpoint-2") == [0, 0]
-    name = "adapter_model.safetensors" if method == "lora" else "model.safetensors"
-    whole, resumed = (load_file(run.checkpoints / "checkpoint-4" / name) for run in (rundir, again))
+    codes = pairs.train(again, planned(pairs, method, strategy), resume_from=again.checkpoints / "checkpoint-2")
+    assert codes == [0, 0], log(again)
+    whole, resumed = (merged(run, tmp_path / f"merged-{run.root.name}", method) for run in (rundir, again))
     assert sorted(whole) == sorted(resumed)
     assert [name for name in whole if not whole[name].equal(resumed[name])] == []
     assert not any(".ref." in name for name in whole)
+
+
+def merged(rundir: RunDir, out: Path, method: str) -> dict[str, torch.Tensor]:
+    """Return the weights of the final model, or of the adapter alone, by name."""
+    consolidate(rundir.checkpoints / "checkpoint-4", out, adapter=method == "lora", workers=1)
+    return load_file(out / ("adapter_model.safetensors" if method == "lora" else "model.safetensors"))
 
 
 def metrics(rundir: RunDir) -> list[dict[str, Any]]:

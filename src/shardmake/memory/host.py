@@ -6,7 +6,15 @@ from shardmake.config.models import EvaluationBackend
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES, Scenario
-from shardmake.memory.states import Terms, frozen_bytes, largest_group, largest_trained, optimizer_bytes, trained_bytes
+from shardmake.memory.states import (
+    Terms,
+    frozen_bytes,
+    largest_group,
+    largest_trained,
+    optimizer_bytes,
+    reference_bytes,
+    trained_bytes,
+)
 
 PROCESS = int(1.5 * 2**30)  # imports, CUDA's host part and NCCL's pinned buffers: 0.9 to 1.5 GiB; the upper end
 WEIGHTS_FILE = 50 * 10**9  # the largest file of save_pretrained
@@ -27,6 +35,8 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     terms = {"processes": ranks * (CPU_PROCESS if scenario.on_cpu else PROCESS)}
     for name, size in offloaded(scenario, buckets).items():
         terms[name] = ranks * size
+    if scenario.offloads_parameters:
+        terms["reference model"] = ranks * reference_bytes(scenario)
     if scenario.checkpoint_in_memory:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]

@@ -55,8 +55,20 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
 
 
 def _reference(scenario: Scenario) -> int:
-    """Return the bytes of a reference model, which is loaded in the data type of the trained weights under DDP."""
-    return BYTES[scenario.weights] * scenario.model.parameters if scenario.reference_weights else 0
+    """Return the bytes of the reference model on the GPU."""
+    return 0 if scenario.offloads_parameters else reference_bytes(scenario)
+
+
+def reference_bytes(scenario: Scenario) -> int:
+    """Return the bytes of one rank's part of the reference model, wherever it is; 0 if the run needs none.
+
+    DeepSpeed casts it to the compute type and shards it under ZeRO-3 only (`prepare_deepspeed` of TRL's
+    ``models/utils.py``). FSDP shards it as the trained model, in fp32.
+    """
+    if not scenario.reference_weights:
+        return 0
+    held = scenario.compute if scenario.zero_stage else BYTES[scenario.weights]
+    return held * ceil(scenario.model.parameters / (scenario.shards if scenario.gathers_parameters else 1))
 
 
 def trained_tensors(scenario: Scenario) -> tuple[ParameterSpec, ...]:
@@ -157,7 +169,8 @@ def _persistent(scenario: Scenario, buckets: Buckets) -> int:
         return 0
     limit = buckets.stage3_param_persistence_threshold
     tensors = (*scenario.model.tensors, *scenario.split.adapters)
-    return scenario.compute * sum(tensor.numel for tensor in tensors if tensor.numel <= limit)
+    models = 2 if scenario.reference_weights else 1
+    return models * scenario.compute * sum(tensor.numel for tensor in tensors if tensor.numel <= limit)
 
 
 def _weights(scenario: Scenario) -> int:

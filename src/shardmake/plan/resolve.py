@@ -190,8 +190,10 @@ def check_strategy(run: Run, strategy: Strategy) -> None:
 def unsuitable(run: Run, strategy: Strategy) -> str:
     """Return why ``strategy`` cannot train ``run`` and what to do, whatever the memory; empty if it can."""
     spec = STRATEGY_SPECS[strategy]
-    if run.objective != "sft" and not spec.is_ddp:
-        return f"objective: {run.objective} cannot train under {strategy} yet. Take strategy: ddp."
+    if run.objective == "dpo" and (spec.uses_nvme or spec.hpz or spec.hybrid):
+        return f"objective: dpo is not tested under {strategy}. Take another strategy."
+    if run.objective == "dpo" and spec.is_fsdp and run.fsdp_version == 1:
+        return "objective: dpo is not tested under FSDP1. Take fsdp_version: 2, or a ZeRO strategy."
     if run.script and spec.uses_nvme:
         return (
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "

@@ -3,8 +3,12 @@
 from typing import Any
 
 import datasets
+import torch
+from accelerate import Accelerator
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from transformers import TrainerCallback, TrainingArguments
 from trl import DPOTrainer
+from trl.trainer import dpo_trainer
 
 from shardmake.data.pairs import PairCollator, Pairs
 from shardmake.run.training_settings import FullMethod
@@ -38,12 +42,21 @@ class PreferenceTrainer(ShardedTrainer, DPOTrainer):
         """Write nothing: the report stage writes the card."""
 
 
+def shard_reference(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
+    """Return ``model``, sharded by FSDP2 layer by layer and with the weights of rank 0, as accelerate shards a policy.
+
+    TRL's own function gathers the whole reference at once, and expects that every rank has loaded it.
+    """
+    return fsdp2_prepare_model(accelerator, model).eval()
+
+
 def make_preference_trainer(
     context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> PreferenceTrainer:
     """Return the trainer; the reference is the base model: the model without its adapters, or a second one."""
     settings, plan, folder = context.settings, context.plan, context.attempt.rundir.data
     is_full = isinstance(settings.method, FullMethod)
+    dpo_trainer.prepare_fsdp = shard_reference
     trainer = PreferenceTrainer(
         prepared={
             "train": WholeBatches(Pairs(folder, "train"), plan.choice.global_batch_size),

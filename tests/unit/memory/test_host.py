@@ -146,3 +146,10 @@ def test_safetensors_copies_a_whole_file_under_ddp() -> None:
     twice = from_config({**LLAMA_8B, "num_hidden_layers": 64})
     assert host.save_bytes(scenario(twice, strategy="ddp"), BUCKETS) == host.WEIGHTS_FILE
     assert host.save_bytes(scenario(strategy="ddp", method="lora"), BUCKETS) < P // 40
+
+
+@pytest.mark.parametrize(("strategy", "held"), [("zero3-offload", 2 * P), ("fsdp-offload", 4 * P)])
+def test_parameter_offload_keeps_the_reference_model_on_the_host(strategy: Any, held: int) -> None:
+    case = scenario(strategy=strategy, reference_weights=True)
+    terms = host.host_terms(case, BUCKETS)
+    assert terms["reference model"] == pytest.approx(held * case.ranks_per_node / case.world_size, abs=64)

@@ -137,3 +137,21 @@ def test_no_sub_group_of_zero3_is_larger_than_estimated(sizes: list[int], ranks:
     )
     assert largest <= estimated + len(sizes)
     assert sum(states.step_groups(scenario(model, ranks_per_node=ranks), BUCKETS)) == -(-sum(sizes) // ranks)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "held"),
+    [
+        ("ddp", 4 * P),  # in the type of the trained weights
+        ("zero2-offload", 2 * P),  # DeepSpeed casts it, and shards it under ZeRO-3 only
+        ("zero3", 2 * P / 8),
+        ("zero3-offload-optimizer", 2 * P / 8),
+        ("fsdp", 4 * P / 8),
+        ("zero3-offload", 0),
+        ("fsdp-offload", 0),
+    ],
+)
+def test_the_reference_model_is_where_the_trained_weights_are(strategy: str, held: float) -> None:
+    case = scenario(strategy=strategy, reference_weights=True)
+    assert states.resident(case, BUCKETS).get("reference model", 0) == pytest.approx(held, abs=16)
+    assert states.reference_bytes(case) > 0 == states.reference_bytes(scenario(strategy=strategy))

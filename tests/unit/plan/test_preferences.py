@@ -14,10 +14,12 @@ from tests.unit.plans import make_cluster, make_model, make_run
 DPO: dict[str, Any] = {"objective": "dpo", "packing": False}
 
 
-def test_only_ddp_trains_on_preferences() -> None:
+def test_strategies_that_train_on_preferences() -> None:
     run = make_run(**DPO)
-    assert [name for name in STRATEGIES if not unsuitable(run, name)] == ["ddp"]
-    assert unsuitable(run, "zero2") == "objective: dpo cannot train under zero2 yet. Take strategy: ddp."
+    refused = [name for name in STRATEGIES if unsuitable(run, name)]
+    assert refused == ["zero3-hpz", "zero3-nvme", "fsdp-hybrid"]
+    assert unsuitable(run, "zero3-nvme") == "objective: dpo is not tested under zero3-nvme. Take another strategy."
+    assert "Take fsdp_version: 2" in unsuitable(make_run(**DPO, fsdp_version=1), "fsdp")
 
 
 def test_gpus_and_mixtures_of_experts_are_refused() -> None:
