@@ -83,12 +83,33 @@ class _DecoderStep:
         loss, logits = self._loss(hidden)
         del hidden, mask
         tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps its saved tensors
+        if self.scenario.reference_forward:
+            self._reference_pass()
         if not self.scenario.behavior.keeps_output:
             logits = None
         tape.mark("backward")
         size_tensors.backward(tape, loss)
         del loss, logits, cosine_and_sine
         return tape.events
+
+    def _reference_pass(self) -> None:
+        """Run the reference model, or the base model without its adapters, without a graph."""
+        tape, trained = self.tape, self.weights
+        base = {t.name: trained.items[t.name] for t in self.scenario.model.tensors}
+        frozen = {name: Parameter(name, part.numel, part.item, trained=False) for name, part in base.items()}
+        self.weights = Weights(frozen, trained.shapes, quantized=trained.quantized)
+        tape.recording = False
+        cosine_and_sine, mask = self._positions(), self._mask()
+        hidden = size_tensors.embedding(tape, self._parameter("model.embed_tokens.weight"), self.tokens, self.shape.h)
+        hidden = size_tensors.scale(hidden) if self.shape.scaled_embedding else hidden
+        for index in range(self.shape.layers):
+            tape.mark("forward", index)
+            hidden = self._layer(hidden, index)
+            tape.mark("forward end", index)
+        self._loss(self._norm(hidden, "model.norm.weight"))
+        del hidden, mask, cosine_and_sine
+        tape.recording = True
+        self.weights = trained
 
     def _positions(self) -> SizeStorage:
         """Return cosine and sine of the rotary embedding, which the products save; one copy for all sequences."""
@@ -281,6 +302,8 @@ class _DecoderStep:
     def _loss(self, hidden: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         self.tape.mark("loss")
         head = self.weights.items.get("lm_head.weight") or self._parameter("model.embed_tokens.weight")
+        if self.scenario.reference_forward:
+            return size_tensors.tiled_log_probs(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         if self.scenario.loss == "fused":
             return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         if self.scenario.loss == "chunked":

@@ -540,6 +540,42 @@ def chunked_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: in
     return derive(SizeTensor(tape, rows, 4), [hidden], function, saved, trained=True)
 
 
+def tiled_log_probs(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
+    """Model TRL's log-probabilities of the answers, which make the logits of a tile in both passes.
+
+    The rows of the answers are copied; here all ``rows``, the upper bound. Gradients are added up in fp32. Source:
+    ``ChunkedLogProbFunction`` of TRL 1.16's ``kernels/chunked_logprob.py`` with its Triton kernels.
+    """
+    tape, item = hidden.tape, hidden.tape.autocast or hidden.item
+    chosen = copy(hidden)
+    tile, row = min(rows, TILE_ROWS) * TILE_WIDTH, new(hidden, rows, 4)
+
+    def function(grad: SizeTensor) -> list[SizeTensor | None]:
+        to_hidden = new(grad, rows * width, 4) if chosen_is_trained else None
+        head_grad = new(grad, vocabulary * width, 4) if head.trained else None
+        logits = new(grad, tile, item)
+        narrow = new(grad, min(TILE_WIDTH, vocabulary) * width, item) if head.item != item else None
+        del narrow
+        result = (
+            None if to_hidden is None else cast(SizeTensor(tape, to_hidden.numel, 4, None, to_hidden.storage), wide)
+        )
+        final = None if head_grad is None else _as(head_grad, head.item)
+        del logits, to_hidden, head_grad
+        _finish_gradient(head, final)
+        return [result]
+
+    wide, chosen_is_trained = hidden.item, chosen.node is not None
+    logits = new(hidden, tile, item)
+    narrow = new(hidden, min(TILE_WIDTH, vocabulary) * width, item) if head.item != item else None
+    statistics = [new(hidden, rows, 4) for _ in range(7)]
+    del logits, narrow, statistics
+    return derive(SizeTensor(tape, rows, 4), [chosen], function, [chosen.storage, row], trained=head.trained)
+
+
+TILE_ROWS, TILE_WIDTH = 4096, 32768
+"""Rows and columns of the logits that TRL makes at once."""
+
+
 def fused_chunk(rows: int, width: int, vocabulary: int) -> int:
     """Return the rows of logits per chunk: as many chunks as the vocabulary is wider than x (Liger)."""
     chunks = -(-vocabulary // width)

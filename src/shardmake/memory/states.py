@@ -42,6 +42,7 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
         "frozen weights": _frozen(scenario),
         "quantization scales": scale_bytes(scenario),
         "reference model": _reference(scenario),
+        "gathered reference": _gathered_reference(scenario),
         "second shard of the weights": _second_shard(scenario),
         "gradients": _gradient_partition(scenario),
         "master weights": _masters(scenario),
@@ -57,6 +58,17 @@ def resident(scenario: Scenario, buckets: Buckets) -> Terms:
 def _reference(scenario: Scenario) -> int:
     """Return the bytes of the reference model on the GPU."""
     return 0 if scenario.offloads_parameters else reference_bytes(scenario)
+
+
+def _gathered_reference(scenario: Scenario) -> int:
+    """Return the weights of the reference that FSDP gathers once and never frees, which a backward pass would do.
+
+    They are norm and head, or all weights with ``reshard_after_forward: false``.
+    """
+    if not (scenario.reference_weights and scenario.is_fsdp):
+        return 0
+    sizes = units(scenario)
+    return scenario.compute * (sizes.get(HEAD, 0) if scenario.spec.reshard_after_forward else sum(sizes.values()))
 
 
 def reference_bytes(scenario: Scenario) -> int:

@@ -119,16 +119,21 @@ def _check_preferences(run: Run, hardware: Hardware, model: Model) -> None:
     """Raise a `ConfigError` if ``run`` learns from preferences where that is not supported yet."""
     if run.objective != "dpo":
         return
-    if not hardware.is_cpu:
-        raise ConfigError(
-            f"objective: dpo is not supported on GPUs yet, and the cluster file has accelerator: "
-            f"{hardware.accelerator.name}. Its estimate of GPU memory has not been compared with measurements. Use a "
-            "cluster file with accelerator: cpu, or train with objective: sft."
-        )
     if "router_aux_loss_coef" in model.config:
         raise ConfigError(
             f"objective: dpo is not supported for {model.architecture}, a mixture of experts: the routers' loss would "
             "depend on the micro batch. Use a dense model."
+        )
+    if not hardware.is_cpu and model.decoder is None:
+        raise ConfigError(
+            f"objective: dpo is not supported on GPUs for {model.architecture}, because its memory cannot be "
+            "estimated. Use a model of the Llama, Mistral, Qwen2, Qwen3 or Gemma family, or a cluster file with "
+            "accelerator: cpu."
+        )
+    if run.attention in FLASH_KERNELS:
+        raise ConfigError(
+            f"attention: {run.attention} cannot be combined with objective: dpo, whose pairs are padded. Use sdpa, or "
+            "auto."
         )
 
 
@@ -368,6 +373,8 @@ def _attention(run: Run, hardware: Hardware, precision: Precision, abilities: Ab
     if run.attention == "auto":
         # A user's script loads its own model, so it does not know the kernel that Shardmake registers.
         left_out = {kernel for kernel, out in (("varlen", run.script), ("flash", not has_flash_attention_2())) if out}
+        if run.objective == "dpo":
+            left_out |= set(FLASH_KERNELS)
         available = (kernel for kernel in usable if kernel not in left_out)
         return abilities.best_attention(available, packing=run.packing and not run.script)
     if run.attention not in usable and not run.script:
@@ -380,6 +387,8 @@ def _why_not_varlen(run: Run, hardware: Hardware, precision: Precision, abilitie
     """Return why `auto` does not take varlen on a GPU; empty on CPU, and if the run or its script decides."""
     if run.attention != "auto" or run.script or hardware.is_cpu:
         return ""
+    if run.objective == "dpo":
+        return "varlen does not take the padded pairs of objective: dpo"
     if needed := _needed_for_flash(hardware, precision):
         return f"varlen needs {needed}"
     if abilities.varlen_limit:

@@ -5,10 +5,12 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.attention import KERNELS
 from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import from_cluster
-from shardmake.plan.resolve import _check_preferences, unsuitable
+from shardmake.plan.abilities import Abilities
+from shardmake.plan.resolve import _attention, _check_preferences, _why_not_varlen, unsuitable
 from tests.unit.plans import make_cluster, make_model, make_run
 
 DPO: dict[str, Any] = {"objective": "dpo", "packing": False}
@@ -22,12 +24,26 @@ def test_strategies_that_train_on_preferences() -> None:
     assert "Take fsdp_version: 2" in unsuitable(make_run(**DPO, fsdp_version=1), "fsdp")
 
 
-def test_gpus_and_mixtures_of_experts_are_refused() -> None:
+def test_what_the_plan_cannot_estimate_or_run_is_refused() -> None:
     run, model = make_run(**DPO), make_model()
     on_gpus, on_cpus = (from_cluster(make_cluster(accelerator=name)) for name in ("h100", "cpu"))
-    with pytest.raises(ConfigError, match=r"not supported on GPUs yet.*accelerator: h100"):
-        _check_preferences(run, on_gpus, model)
+    traced = replace(model, decoder=None)
+    with pytest.raises(ConfigError, match=r"not supported on GPUs for .* cannot be estimated"):
+        _check_preferences(run, on_gpus, traced)
     with pytest.raises(ConfigError, match="a mixture of experts"):
         _check_preferences(run, on_cpus, replace(model, config=model.config | {"router_aux_loss_coef": 0.1}))
-    _check_preferences(run, on_cpus, model)
-    _check_preferences(make_run(), on_gpus, model)
+    with pytest.raises(ConfigError, match="attention: varlen cannot be combined with objective: dpo"):
+        _check_preferences(make_run(**DPO, attention="varlen"), on_gpus, model)
+    _check_preferences(run, on_cpus, traced)
+    _check_preferences(run, on_gpus, model)
+    _check_preferences(make_run(attention="varlen"), on_gpus, traced)
+
+
+def test_padded_pairs_use_sdpa_on_gpus() -> None:
+    run, hardware, abilities = (
+        make_run(**DPO),
+        from_cluster(make_cluster(accelerator="h100")),
+        Abilities("any", KERNELS),
+    )
+    assert _attention(run, hardware, "bf16", abilities) == "sdpa"
+    assert "padded pairs" in _why_not_varlen(run, hardware, "bf16", abilities)

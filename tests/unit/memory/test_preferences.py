@@ -1,0 +1,127 @@
+"""The step of a training on preferences: the simulation matches a recording of TRL's own code on small tensors."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.closed_form import of_events, profile
+from shardmake.memory.decoder import micro_step
+from shardmake.memory.estimate import estimate_closed_form, estimate_simulated
+from shardmake.memory.scenario import Scenario
+from shardmake.memory.trace import _request
+from tests.unit.memory.test_decoder import LAYERS, figures, gradients, saved, scenario
+
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+DPO: dict[str, Any] = {"reference_forward": True, "sequence_length": 256, "micro_batch": 4}
+CASES: dict[str, Scenario] = {
+    "bf16": scenario(SMALL, **DPO),
+    "checkpointing": scenario(SMALL, checkpointing=True, **DPO),
+    "autocast": scenario(SMALL, strategy="ddp", **DPO),
+    "masked": scenario(SMALL, attention="sdpa", masked=True, **DPO),
+    "fp32": scenario(SMALL, precision="fp32", **DPO),
+    "lora with checkpointing": scenario(SMALL, method="lora", checkpointing=True, **DPO),
+    "lora under autocast": scenario(SMALL, method="lora", strategy="ddp", **DPO),
+    "tied": scenario({**SMALL, "tie_word_embeddings": True}, **DPO),
+}
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let nothing be allocated where TRL's Triton kernels, and CUDA's products into fp32, work in place."""
+    from trl.kernels import chunked_logprob
+
+    for name in ("_forward_tile", "_backward_tile", "_addmm_fp32"):
+        monkeypatch.setattr(chunked_logprob, name, lambda *_, **__: None)
+    yield
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulated_step_matches_the_recorded_one(name: str, tracer: Any, kernels: None) -> None:
+    case = CASES[name]
+    recorded, simulated = recorded_step(case, tracer), micro_step(case)
+    assert saved(simulated) == pytest.approx(saved(recorded), rel=5e-3)
+    ours, theirs = (figures(of_events(events, LAYERS)) for events in (simulated, recorded))
+    assert ours == pytest.approx(theirs, rel=0.03)
+    assert gradients(simulated) == gradients(recorded)
+
+
+def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
+    """Return the events of TRL's loss and its backward pass."""
+    import torch
+    from trl import DPOTrainer
+
+    request = {**_request(case), "layers": None}
+    tracer.emulate_gpu_kernels(request["softmax_saves_input"])
+    model, reference = prepared(request, tracer), None
+    if case.method == "full":
+        reference = prepared(request, tracer).requires_grad_(False)
+    trainer: Any = DPOTrainer.__new__(DPOTrainer)
+    settings = {
+        "model": model, "ref_model": reference, "accelerator": accelerator(), "precompute_ref_logps": False,
+        "aux_loss_enabled": False, "ld_alpha": None, "f_divergence_type": "reverse_kl", "loss_types": ["sigmoid"],
+        "loss_weights": [1.0], "label_smoothing": 0.0, "beta": 0.1, "use_weighting": False, "_tp_size": 1,
+        "_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0,
+        "args": SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": False}),
+    }  # fmt: skip
+    for key, value in settings.items():
+        setattr(trainer, key, value)
+    tokens = torch.zeros((case.micro_batch, case.sequence_length), dtype=torch.long)
+    inputs = {
+        "input_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),
+        "completion_mask": torch.ones_like(tokens),
+    }
+    recorder = tracer.Recorder()
+    with tracer._without_collector():
+        tracer._mark_blocks(model, recorder)
+        tracer._mark_gradients(model, recorder)
+        with recorder:
+            for _ in range(2):
+                recorder.start()
+                with tracer._autocast(request):
+                    loss = DPOTrainer._compute_loss(trainer, model, inputs, False)
+                recorder.mark("backward")
+                loss.backward()
+                del loss
+    return list(recorder.events)
+
+
+def prepared(request: dict[str, Any], tracer: Any) -> Any:
+    from trl.trainer.utils import add_fused_lm_head
+
+    model = tracer.prepare(request)
+    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened")))
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    add_fused_lm_head(base, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
+    return model
+
+
+def accelerator() -> Any:
+    import torch
+
+    same = lambda value: value  # noqa: E731
+    return SimpleNamespace(
+        device=torch.device("cpu"), gather=same, gather_for_metrics=same, unwrap_model=same, autocast=None
+    )
+
+
+def test_the_reference_pass_needs_less_than_a_second_training_pass() -> None:
+    """It saves nothing for a backward pass."""
+    case = CASES["bf16"]
+    assert saved(micro_step(case)) < 1.1 * saved(micro_step(replace(case, reference_forward=False)))
+
+
+@pytest.mark.parametrize("strategy", [name for name, spec in STRATEGY_SPECS.items() if not spec.uses_nvme])
+def test_every_strategy_has_an_estimate_of_the_reference(strategy: Any) -> None:
+    """The simulated step gathers the reference layer by layer; the closed form plans no less."""
+    case = scenario(SMALL, strategy=strategy, ranks_per_node=4, reference_weights=True, **DPO)
+    simulated = estimate_simulated(case, Buckets(4096), micro_step(case)).gpu
+    planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
+    assert planned.allocated >= 0.97 * simulated.allocated
+    assert ("gathered reference" in planned.terms) == case.is_fsdp
