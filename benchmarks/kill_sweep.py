@@ -1,10 +1,12 @@
 """Kill a rank at every write of one save, for three strategies and each rank, and count the trainings that recover.
 
-    python -m benchmarks.kill_sweep            # all points, 48 minutes on two busy cores
-    python -m benchmarks.kill_sweep fsdp       # one strategy
+    python -m benchmarks.kill_sweep                 # all points, about an hour on two busy cores
+    python -m benchmarks.kill_sweep fsdp            # one strategy
+    python -m benchmarks.kill_sweep --nodes 2       # the cases of two nodes, also with the names of strategies
 
-A case is a strategy and the rank that is killed. When a case is done, its rows replace those of the same case in
-results/kill_sweep.json.
+A case is a strategy, the rank that is killed, and the number of nodes. On two nodes the points are those that one node
+does not have: the writes of node 1, the merge of the listings, and a node's validation of its share. When a case is
+done, its rows replace those of the same case in results/kill_sweep.json.
 
 A training recovers if its newest committed checkpoint is complete and the resumed training ends as an uninterrupted
 one: with the same losses and, bit for bit, the same weights and optimizer states. The method is that of
@@ -12,8 +14,8 @@ tests/workflow/sweep.py.
 For comparison, Hugging Face's Trainer with ``resume_from_checkpoint=True`` recovers at 2 of 52 points.
 """
 
+import argparse
 import json
-import sys
 import tempfile
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -30,16 +32,19 @@ RESULTS = Path(__file__).parent / "results/kill_sweep.json"
 
 
 def main() -> None:
-    wanted = sys.argv[1:]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("strategies", nargs="*")
+    parser.add_argument("--nodes", type=int)
+    chosen = parser.parse_args()
+    cases = [case for case in CASES if case[0] in (chosen.strategies or case) and case[2] == (chosen.nodes or case[2])]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         make_inputs(root / "inputs")
         checkout = Checkout.create(root / "checkout", root / "inputs")
         checkout("shardmake", "data", "demo")
         server = ForkServer()
-        for case in CASES:
-            if not wanted or case[0] in wanted:
-                keep(list(swept(Sweep(Forked(checkout, server), root / "-".join(map(str, case)), *case))))
+        for case in cases:
+            keep(list(swept(Sweep(Forked(checkout, server), root / "-".join(map(str, case)), *case))))
         server.close()
 
 
@@ -58,14 +63,15 @@ def swept(sweep: Sweep) -> Iterator[dict[str, Any]]:
     sweep.prepare()
     for at, mode, what in sweep.points:
         found = sweep.survive(at, mode)
-        row = {"strategy": sweep.strategy, "rank": sweep.victim, "write": what, "mode": mode}
+        row = {"strategy": sweep.strategy, "rank": sweep.victim, "nodes": sweep.nodes, "write": what, "mode": mode}
         row |= {key: found[key] for key in ("killed", "left", "resumed_from", "recovered")}
         print(json.dumps(row), flush=True)
         yield row
 
 
 def case_of(row: dict[str, Any]) -> str:
-    return f"{row['strategy']} rank {row['rank']}"
+    nodes = row.get("nodes", 1)
+    return f"{row['strategy']} rank {row['rank']}" + (f" of {nodes} nodes" if nodes > 1 else "")
 
 
 def by_case(rows: list[dict[str, Any]]) -> dict[str, str]:

@@ -152,8 +152,9 @@ def _fork(request: dict[str, Any], rank: int, port: int) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ.update(request["environment"])
-        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        os.environ["WORLD_SIZE"] = str(request["ranks"])
+        local_rank = rank % int(os.environ.get("LOCAL_WORLD_SIZE", request["ranks"]))
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(request["ranks"])}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if request["program"] is None:
             _run_rank(Path(request["attempt"]), rank, request["kill"])
         else:

@@ -18,6 +18,7 @@ from shardmake.render.user_files import merge_own_files
 from shardmake.run.attempt import AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Choice, Plan
+from shardmake.run.training_settings import TrainingSettings
 from tests.fork_server import ForkServer, free_port, launched_environment
 from tests.workflow.checkout import Checkout
 
@@ -42,10 +43,11 @@ class Forked:
     def train(
         self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
         resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None, variables: dict[str, str] | None = None,
+        arguments: dict[str, Any] | None = None,
     ) -> list[int]:  # fmt: skip
         """Train one attempt in ``rundir`` with ``variables`` in the environment; return the exit statuses of its ranks.
 
-        ``deepspeed`` is merged into the sections of the DeepSpeed file.
+        ``deepspeed`` is merged into the sections of the DeepSpeed file, ``arguments`` into those of Trainer.
         """
         plan, run, cluster = planned
         number = len(list(rundir.attempts.glob("*"))) + 1
@@ -57,6 +59,9 @@ class Forked:
         files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
         plan.write(folder.plan)
         write_files(files, folder.root, model)
+        training = TrainingSettings.read(folder.training)
+        training = training.model_copy(update={"arguments": training.arguments | (arguments or {})})
+        training.write(folder.training)
         changes = {key: files.deepspeed.get(key, {}) | section for key, section in (deepspeed or {}).items()}
         write_json(folder.deepspeed, files.deepspeed | changes)
         path = str(resume_from) if resume_from else None
@@ -77,11 +82,14 @@ class Forked:
         return self.environments[key]
 
     def resume(
-        self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None
-    ) -> tuple[list[int], CheckpointRecord | None]:
+        self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
+        variables: dict[str, str] | None = None, arguments: dict[str, Any] | None = None,
+    ) -> tuple[list[int], CheckpointRecord | None]:  # fmt: skip
         """Call `train` from the checkpoint that the store recovers, as the driver does."""
         found = store.recover(rundir.checkpoints)
-        codes = self.train(rundir, planned, kill, resume_from=found[1] if found else None)
+        codes = self.train(
+            rundir, planned, kill, resume_from=found[1] if found else None, variables=variables, arguments=arguments
+        )
         return codes, found[0] if found else None
 
 

@@ -41,11 +41,13 @@ def test_killed_at_some_writes_of_a_save(forked: Forked, tmp_path: Path, strateg
 
 @pytest.mark.sweep
 @pytest.mark.timeout(7200)
-@pytest.mark.parametrize(("strategy", "victim"), CASES)
-def test_killed_at_every_write_of_a_save(forked: Forked, tmp_path: Path, strategy: Strategy, victim: int) -> None:
-    sweep = Sweep(forked, tmp_path, strategy, victim)
+@pytest.mark.parametrize(("strategy", "victim", "nodes"), CASES)
+def test_killed_at_every_write_of_a_save(
+    forked: Forked, tmp_path: Path, strategy: Strategy, victim: int, nodes: int
+) -> None:
+    sweep = Sweep(forked, tmp_path, strategy, victim, nodes)
     sweep.prepare()
-    assert len(sweep.points) > 10
+    assert sweep.points
     lost = {point: found for point in sweep.points if not (found := sweep.survive(*point[:2]))["recovered"]}
     assert not lost
 
