@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from accelerate.utils import (
     DistributedType,
     load_fsdp_model,
@@ -23,6 +24,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.training_args import ParallelMode
 
 from shardmake.checkpoint.training_receipt import TRAINER_STATE
+from shardmake.run.loss_window import LOSS_WINDOW, LossWindow, read_loss_window
 from shardmake.train import deepspeed_states
 from shardmake.train.load_model import model_configs
 
@@ -53,6 +55,7 @@ def save(loop: "Loop", folder: Path) -> None:
         if accelerator.scaler is not None:
             torch.save(accelerator.scaler.state_dict(), folder / "scaler.pt")
         loop.state.save_to_json(str(folder / TRAINER_STATE))
+    save_loss_window(accelerator, folder, loop.logged_step, loop.loss_sum)
 
 
 def load(loop: "Loop", folder: Path) -> None:
@@ -76,8 +79,25 @@ def load(loop: "Loop", folder: Path) -> None:
         accelerator.scaler.load_state_dict(torch.load(folder / "scaler.pt", weights_only=True))
     saved = TrainerState.load_from_json(str(folder / TRAINER_STATE))
     loop.state.global_step, loop.state.log_history = saved.global_step, saved.log_history
+    loop.logged_step = restore_loss_window(accelerator, folder, saved.global_step, loop.loss_sum)
     if (folder / _random_file(loop)).exists():  # a checkpoint of fewer ranks has none for the added ranks
         _set_random_states(folder / _random_file(loop))
+
+
+def save_loss_window(accelerator: Accelerator, folder: Path, logged_step: int, loss_sum: torch.Tensor) -> None:
+    """Write each rank's ``loss_sum``, a scalar, of the steps since ``logged_step``; every rank must take part."""
+    sums = accelerator.gather(loss_sum.detach().reshape(1)).tolist()
+    if accelerator.is_main_process:
+        LossWindow(logged_step=logged_step, sums=sums).write(folder / LOSS_WINDOW)
+
+
+def restore_loss_window(accelerator: Accelerator, folder: Path, step: int, loss_sum: torch.Tensor) -> int:
+    """Set ``loss_sum`` to this rank's losses that were not logged at ``step``, and return the last logged step."""
+    window = read_loss_window(folder)
+    if window is None:
+        return step
+    loss_sum.fill_(window.own_sum(accelerator.process_index, accelerator.num_processes))
+    return window.logged_step
 
 
 def save_weights(model: Any, folder: Path) -> None:

@@ -116,7 +116,8 @@ class Loop:
         trackers = get_reporting_integration_callbacks(arguments.report_to)
         ordered = [DefaultFlowCallback(), *trackers, *callbacks.callbacks]
         self.callbacks = CallbackHandler(ordered, model, tokenizer, optimizer, self.scheduler)
-        self.losses: list[torch.Tensor] = []
+        self.loss_sum = torch.zeros((), device=accelerator.device)
+        self.logged_step = 0
 
     def run(self, resume_from: Path | None) -> None:
         """Train to the last step, or until a callback requests a stop."""
@@ -166,7 +167,7 @@ class Loop:
         norm = accelerator.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm)
         self.optimizer.step()
         self.non_finite.set_norm(norm)
-        self.losses.append(loss_of_step)
+        self.loss_sum += loss_of_step
         return norm
 
     def count_tokens(self, batches: list[Batch]) -> torch.Tensor:
@@ -190,8 +191,9 @@ class Loop:
             self.scheduler.step()
         self.optimizer.zero_grad()
         if self.control.should_log:
-            loss = self.accelerator.gather(torch.stack(self.losses)).mean().item()
-            self.losses.clear()
+            loss = self.accelerator.gather(self.loss_sum).mean().item() / (self.state.global_step - self.logged_step)
+            self.loss_sum.zero_()
+            self.logged_step = self.state.global_step
             self.log({"loss": loss, "grad_norm": float(norm), "learning_rate": rate})
         if self.control.should_evaluate:
             self.log({"eval_loss": self.evaluate()})

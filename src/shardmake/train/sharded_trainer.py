@@ -8,7 +8,7 @@ from transformers import Trainer
 
 from shardmake.train import deepspeed_states
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
-from shardmake.train.checkpoint_files import load_weights, save_weights
+from shardmake.train.checkpoint_files import load_weights, restore_loss_window, save_loss_window, save_weights
 from shardmake.train.checkpoint_saver import Saver
 from shardmake.train.fsdp_precision import whole_tokens
 from shardmake.train.load_model import model_configs
@@ -65,6 +65,12 @@ class ShardedTrainer(Trainer):
             if folder is not None:
                 super()._save_checkpoint(model, trial)
                 deepspeed_states.note_sub_groups(self.model_wrapped, folder)
+                save_loss_window(self.accelerator, folder, self._globalstep_last_logged, self._tr_loss)
+
+    def restore_loss_window(self, checkpoint: Path) -> None:
+        """Restore the losses that were not logged at ``checkpoint``; Trainer itself starts the mean anew."""
+        step = self.state.global_step
+        self._globalstep_last_logged = restore_loss_window(self.accelerator, checkpoint, step, self._tr_loss)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:

@@ -91,7 +91,7 @@ def _share_data(trainer: ShardedTrainer, group_size: int) -> None:
 
 
 class EngineCheck(TrainerCallback):
-    """Compare the engine with the plan before the first step."""
+    """Compare the engine with the plan before the first step, and restore the losses that were not logged."""
 
     def __init__(self, context: RankContext, trainer: ShardedTrainer) -> None:
         self.context, self.trainer = context, trainer
@@ -117,3 +117,5 @@ class EngineCheck(TrainerCallback):
         elif isinstance(collate, Collator):
             dtype = getattr(torch, self.context.settings.expected.dtype)
             check_isolation(built.model, collate, args.device, dtype)
+        if resume_from := self.context.attempt.resume_from:  # Trainer has just emptied the window
+            self.trainer.restore_loss_window(Path(resume_from))

@@ -95,7 +95,7 @@ def make_loop(hooks: HookRecorder) -> Loop:
     loop.optimizer = torch.optim.SGD(loop.model.parameters())
     loop.arguments = SimpleNamespace(max_grad_norm=1.0, eval_batch_size=1, use_liger_kernel=False)
     loop.non_finite = SimpleNamespace(add_loss=lambda loss: None, set_norm=lambda norm: None)
-    loop.state, loop.control, loop.losses = None, None, []
+    loop.state, loop.control, loop.loss_sum = None, None, torch.zeros(())
     return loop
 
 
