@@ -98,8 +98,7 @@ def _on_audit_event(event: str, arguments: tuple[Any, ...]) -> None:
 class FakeGroup:
     """The collectives of `shardmake.train.collectives` among threads, one for the first rank of each node.
 
-    The other ranks of a node contribute None. ``received`` counts the bytes that each rank receives: all ranks' values,
-    each padded to the largest, as ``all_gather_object`` sends them.
+    ``received`` counts the bytes that each rank receives: eight for a reduction, and the object of a broadcast.
     """
 
     def __init__(self, nodes: int, ranks_per_node: int) -> None:
@@ -108,16 +107,25 @@ class FakeGroup:
         self.received = 0
         self._barrier = threading.Barrier(nodes)
         self._values: list[Any] = [None] * nodes
-        self._sizes = [0] * nodes
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return the value of each node's first rank."""
+    def largest(self, value: int) -> int:
+        """Return the largest value of all nodes."""
+        return int(max(self._exchange(value, 8)))
+
+    def first_found(self, value: Any) -> Any:
+        """Return the value of the first node that has one."""
+        found = next((each for each in self._exchange(value, 8) if each is not None), None)
+        if found is not None and PLACE.node == 0:
+            self.received += len(pickle.dumps(found))
+        return found
+
+    def _exchange(self, value: Any, received: int) -> list[Any]:
+        """Return the values of all nodes, and count the bytes that the real function receives for them."""
         self._values[PLACE.node] = value
-        self._sizes[PLACE.node] = len(pickle.dumps(value))
         self._barrier.wait()
         values = list(self._values)
         if PLACE.node == 0:
-            self.received += max(self._sizes) * self.nodes * self.ranks_per_node
+            self.received += received
         self._barrier.wait()
         return values
 
@@ -134,8 +142,9 @@ class FakeGroup:
     def replacements(self) -> dict[str, Callable[..., Any]]:
         """Return what replaces the functions of the same names."""
         return {
-            "gather": self.gather,
-            "barrier": lambda: self.gather(None) and None,
+            "largest": self.largest,
+            "first_found": self.first_found,
+            "barrier": lambda: self.largest(0) and None,
             "run_on_first_rank": self.run_on_first_rank,
             "get_rank": lambda: PLACE.node * self.ranks_per_node,
             "get_world_size": lambda: self.nodes * self.ranks_per_node,

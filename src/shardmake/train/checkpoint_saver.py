@@ -36,12 +36,13 @@ from shardmake.core.units import format_bytes, format_duration
 from shardmake.train.async_saver import MARGIN, ScratchFolder, upload_error
 from shardmake.train.collectives import (
     barrier,
-    gather,
+    first_found,
     get_node,
     get_node_size,
     get_rank,
     get_world_size,
     is_first_of_node,
+    largest,
     run_on_first_rank,
 )
 
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 _POLL_SECONDS = 0.1
 _ROOM_POLL_SECONDS = 1.0
 _WORKERS = 8
+_DONE, _RUNNING, _FAILED = range(3)
+"""States of a node's upload; the largest of all nodes counts."""
 _VISIBLE_SECONDS = 60.0
 """How long a network file system may take until a node sees what another has written."""
 Describe = Callable[[int], dict[str, Any]]
@@ -147,11 +150,15 @@ class Saver:
         if self.pending_upload is None:
             return
         staged, self.pending_upload = self.pending_upload, None
-        while None in (codes := gather(self.upload.poll() if self.upload else 0)) and not any(codes):
+        while (state := largest(self._upload_state())) == _RUNNING:
             time.sleep(_POLL_SECONDS)
-        if any(codes):
+        if state == _FAILED:
             self._raise_upload_error(staged)
         self.upload = None
+
+    def _upload_state(self) -> int:
+        code = self.upload.poll() if self.upload else 0
+        return _RUNNING if code is None else _FAILED if code else _DONE
 
     def _raise_upload_error(self, staged: Path) -> None:
         """Kill the uploads that still run, and raise the error of the first node whose upload failed."""
@@ -160,7 +167,8 @@ class Saver:
             self.upload.kill()
             self.upload.wait()
             self.upload = None
-        error = next(filter(None, gather(found)))
+        error = first_found(found)
+        assert error is not None
         with self._translate_full_disk(staged):
             raise RuntimeError(
                 f"Uploading {staged.name} from the node's scratch folder to {self.folder} failed: {error.strerror}. "
@@ -197,8 +205,7 @@ class Saver:
         """Return this node's scratch path for a checkpoint of ``size`` bytes; None for a direct save."""
         if self.scratch is None:
             return None
-        problems = gather(self.scratch.make_room(size) if is_first_of_node() else "")
-        if problem := next(filter(None, problems), ""):
+        if problem := first_found((self.scratch.make_room(size) if is_first_of_node() else "") or None):
             if get_rank() == 0 and not self._scratch_warning_logged:
                 logger.warning("checkpoint-%d is not saved asynchronously. %s", step, problem)
             self._scratch_warning_logged = True

@@ -1,9 +1,13 @@
-"""Small collective operations on Python objects; without a process group this process is the only rank."""
+"""Small collective operations, whose bytes per rank stay small at any number of ranks.
+
+Without a process group this process is the only rank.
+"""
 
 import os
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -42,15 +46,44 @@ def run_on_first_rank(function: Callable[[], T]) -> T:
     return result[0]
 
 
-def gather(value: T) -> list[T]:
-    """Return every rank's ``value``, by rank; wait until all ranks have called it."""
+def gather(value: float) -> list[float]:
+    """Return every rank's ``value``, by rank: eight bytes per rank."""
     if not dist.is_initialized():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
+    values = torch.empty(dist.get_world_size(), dtype=torch.float64, device=_device())
+    dist.all_gather_into_tensor(values, torch.tensor([value], dtype=torch.float64, device=_device()))
+    return values.tolist()
+
+
+def largest(value: int) -> int:
+    """Return the largest ``value`` of all ranks."""
+    if not dist.is_initialized():
+        return value
+    found = torch.tensor(value, dtype=torch.int64, device=_device())
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return int(found)
+
+
+def first_found(value: T | None) -> T | None:
+    """Return the ``value`` of the first rank that has one, on every rank; None if all are None.
+
+    Only that rank sends its object. A gather of objects would send one per rank, each padded to the longest.
+    """
+    if not dist.is_initialized():
+        return value
+    found = -largest(-get_rank() if value is not None else -get_world_size())
+    if found == get_world_size():
+        return None
+    result = [value]
+    dist.broadcast_object_list(result, src=found)
+    return result[0]
 
 
 def barrier() -> None:
     """Wait until all ranks have called it."""
-    gather(None)
+    largest(0)
+
+
+def _device() -> torch.device:
+    """Return the device on which the process group communicates."""
+    return torch.device(dist.distributed_c10d._get_object_coll_device())

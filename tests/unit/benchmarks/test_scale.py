@@ -32,7 +32,7 @@ def test_a_save_costs_each_rank_the_same_and_the_first_node_a_few_operations_per
     more_nodes = large.operations - middle.operations, middle.operations - small.operations
     assert more_nodes[0] == 2 * more_nodes[1]
     assert large.busiest - middle.busiest <= 4 * 4
-    assert large.received < 20 * large.ranks
+    assert large.received <= small.received + 8, "what a rank receives does not depend on the number of ranks"
 
 
 FIRST_NODE = {"save": 3, "resume": 6 * RANKS_PER_NODE, "hang": 2, "absent rank": RANKS_PER_NODE}

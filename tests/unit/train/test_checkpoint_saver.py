@@ -137,7 +137,8 @@ class Nodes:
 
     def replace(self, monkeypatch: pytest.MonkeyPatch) -> None:
         replaced = {
-            "gather": self.gather,
+            "largest": lambda value: max(self.gather(value)),
+            "first_found": lambda value: next((each for each in self.gather(value) if each is not None), None),
             "barrier": lambda: self.gather(None),
             "run_on_first_rank": lambda function: self.gather(function() if self.place.rank == 0 else None)[0],
             "get_rank": lambda: self.place.rank,
