@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
 from shardmake.render import parsers
+from shardmake.render.check_cache import ask_once
 from shardmake.render.comparison import Library, Settings
 from shardmake.render.settings_table import compare
 from shardmake.run.plan import Choice
@@ -71,9 +73,9 @@ def check_rendered(renderings: Sequence[Rendering], hidden_size: int, scratch: s
 def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scratch: str) -> list[list[str]]:
     """Return what the libraries' parsers refuse or understand differently, for each of ``renderings``.
 
-    One process reads all renderings of one world size. ``hidden_size`` is the model's, from which Trainer fills in
-    bucket sizes. ``scratch`` is the folder for compiled kernels: DeepSpeed builds one for the CPU as soon as it reads a
-    configuration.
+    One process reads all renderings of one world size, unless the same content was accepted before. ``hidden_size`` is
+    the model's, from which Trainer fills in bucket sizes. ``scratch`` is the folder for compiled kernels: DeepSpeed
+    builds one for the CPU as soon as it reads a configuration.
     """
     problems: dict[int, list[str]] = {}
     for world_size in sorted({rendering.choice.world_size for rendering in renderings}):
@@ -84,7 +86,8 @@ def read_with_libraries(renderings: Sequence[Rendering], hidden_size: int, scrat
             "renderings": _RENDERINGS.dump_python(list(group.values()), mode="json"),
         }
         deepspeed = any(one.files.deepspeed for one in group.values())
-        answers = ask_libraries("shardmake.render.check", request, world_size, deepspeed, scratch)
+        ask = partial(ask_libraries, "shardmake.render.check", request, world_size, deepspeed, scratch)
+        answers = ask_once("shardmake.render.check", request, ask)
         problems |= dict(zip(group, answers, strict=True))
     return [problems[number] for number in range(len(renderings))]
 
