@@ -108,13 +108,16 @@ class RankError(RunRecord):
     rank: int = Field(description="Global rank.")
     host: str = Field(description="Host name.")
     culprit: str | None = Field(None, description="Name of the node that caused it; None if unknown.")
-    time: float = Field(description="Unix time of the failure; the earliest error is usually the cause.")
+    time: float = Field(description="Unix time of the failure, by the node's clock.")
+    seconds: float = Field(0.0, description="Time since the ranks had met in the network check; 0 before that.")
     kind: str = Field(description="Name of the exception's class.")
     message: str = Field(description="Its text.")
     traceback: str = Field(description="The whole traceback.")
     step: int | None = Field(None, description="Step that failed, if the error names it.")
 
 
+_met: float | None = None
+"""Monotonic time at which the ranks had met, in the process of a rank."""
 HEARTBEATS_VARIABLE = "SHARDMAKE_HEARTBEATS"
 """Names the folder on the node to which its ranks write their heartbeats."""
 USER_SCRIPT_PHASE = "script"
@@ -285,9 +288,13 @@ class AttemptDir:
         return None
 
     def rank_errors(self) -> list[RankError]:
-        """Return the ranks' errors, earliest first."""
+        """Return the ranks' errors; the earliest, which is usually the cause, comes first.
+
+        All ranks leave the network check together. The time since then is measured by one clock each, so clocks of
+        nodes may differ. Errors of one time, and those before the check, are ordered by the nodes' clocks.
+        """
         errors = [RankError.read(path) for path in self.errors.glob("rank-*.json")]
-        return sorted(errors, key=lambda error: error.time)
+        return sorted(errors, key=lambda error: (error.seconds, error.time))
 
 
 def restarts() -> int:
@@ -300,6 +307,12 @@ def host_name() -> str:
     return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
+def mark_meeting() -> None:
+    """Note that all ranks have met in the network check at this moment."""
+    global _met
+    _met = time.monotonic()
+
+
 def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
     """Write the exception that ends ``rank``, for the driver."""
     text, host = "".join(traceback.format_exception(error)), host_name()
@@ -308,6 +321,7 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
         host=host,
         culprit=getattr(error, "host", host),
         time=time.time(),
+        seconds=0.0 if _met is None else time.monotonic() - _met,
         kind=type(error).__name__,
         message=str(error),
         traceback=text,

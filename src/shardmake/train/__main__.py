@@ -40,6 +40,7 @@ def main() -> None:
         Heartbeat,
         heartbeat_file,
         local_heartbeats,
+        mark_meeting,
         record_error,
         write_heartbeat,
     )
@@ -51,6 +52,7 @@ def main() -> None:
     try:
         write_heartbeat(attempt, rank, "start", 0)
         _check_network(attempt, rank)
+        mark_meeting()
         load_program(folder)(folder)
     except BaseException as error:
         record_error(attempt, rank, error)
