@@ -238,8 +238,8 @@ def _by_exit_status(exits: Sequence[NodeExit]) -> Outcome | None:
         return Outcome(EndReason.KILLED, f"The worker on {failed.host} could not start the ranks: {failed.message}")
     return Outcome(
         EndReason.KILLED,
-        f"The ranks on {failed.host} were killed: they ended with status {failed.returncode} and left no traceback. If "
-        "the node ran out of memory, the kernel killed them.",
+        f"The ranks on {failed.host} ended with status {failed.returncode} and left no traceback. Most likely they "
+        "were killed, by the kernel if the node ran out of memory.",
         host=failed.host,
     )
 

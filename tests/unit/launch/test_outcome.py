@@ -109,6 +109,14 @@ def test_who_cancelled_and_the_last_output_of_slurm_are_reported() -> None:
     assert "Task launch failed on node c2" in classify(evidence(last_output="Task launch failed on node c2")).message
 
 
+def test_a_kill_that_nobody_reported_is_an_assumption() -> None:
+    message = classify(evidence(exits=[node(), node(1, returncode=-9)], errors=[PEER_GONE])).message
+    assert message == (
+        "The ranks on c2 ended with status -9 and left no traceback. Most likely they were killed, by the kernel if the "
+        "node ran out of memory."
+    )
+
+
 def test_nodes_without_a_record_are_named() -> None:
     nodes = {"nodes": 3, "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]}
     assert classify(evidence(slurm_state="NODE_FAIL", **nodes)).message.endswith("No record came from c2.")
