@@ -10,13 +10,17 @@ EXTRA := not nvme and not trackers and not two_users and not faults and not swee
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
+.PHONY: demo demo-faults install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
         test-two-users test-faults test-sweep test-objectives gpu-check docs clean
 
 demo: install
 	$(BIN)/shardmake demo
 	$(BIN)/snakemake --profile profiles/local
-	$(BIN)/shardmake status docs-chat
+	$(BIN)/shardmake status sbatch-options
+
+# Trains the demo's run again, kills a rank and the driver on the way, and compares the models.
+demo-faults: demo
+	$(BIN)/python -m shardmake.demo.recovery
 
 # CUDA=cu126, cu130 or cpu names the build of torch; without it, the driver of this machine decides. TORCH_INDEX=ADDRESS
 # is a package index that has the build.
@@ -103,6 +107,7 @@ test-two-users: install-test
 
 # Every fault for every strategy on two three-node Slurms side by side: over an hour.
 test-faults: install-test
+	$(BIN)/pytest -m faults tests/workflow
 	$(PYTEST) -m faults tests/cluster --junit-xml=.venv/faults.xml
 	$(BIN)/python -m tools.fault_matrix .venv/faults.xml benchmarks/results/fault_matrix.txt
 

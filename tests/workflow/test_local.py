@@ -1,17 +1,16 @@
 """The whole workflow on one machine, with real processes."""
 
 import os
-import signal
 import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardmake.demo.recovery import kill_tree
 from tests.workflow.checkout import Checkout
 
 pytestmark = pytest.mark.training
@@ -112,17 +111,6 @@ def comment_edited(checkout: Checkout) -> None:
     for name in ("config/config.yaml", "config/cluster.yaml", "workflow/rules/train.smk"):
         with (checkout.root / name).open("a") as file:
             file.write("\n# a comment\n")
-
-
-def kill_tree(pid: int, spare: str) -> None:
-    """SIGKILL a process and its descendants, but for those whose command line holds ``spare``."""
-    root = psutil.Process(pid)
-    processes = [root, *root.children(recursive=True)]
-    spared = {p.pid for p in processes if spare in " ".join(p.cmdline())}
-    kept = spared | {child.pid for p in processes if p.pid in spared for child in p.children(recursive=True)}
-    for process in processes:
-        if process.pid not in kept:
-            os.kill(process.pid, signal.SIGKILL)
 
 
 def assert_result_is_complete(checkout: Checkout) -> None:

@@ -1,16 +1,21 @@
-"""Write the demo's inputs: real data, a real tokenizer and a model small enough to train on a laptop's CPU."""
+"""Write the demo's inputs: a data set, a tokenizer, and a model small enough to train on a laptop's CPU."""
 
 import json
 import logging
+import random
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from shardmake.core.atomic import write_bytes, write_text
-from shardmake.demo.docstrings import DocstringEntry, collect, split
+from shardmake.demo.requests import make_requests
 
 logger = logging.getLogger(__name__)
+Conversation = dict[str, list[dict[str, str]]]
+TRAINING, EVALUATION = 4000, 200
+"""Examples."""
 VOCABULARY_SIZE = 4096
+"""Rows of the embedding; the tokenizer needs fewer."""
 CONTEXT_LENGTH = 1024
 END_OF_TEXT, TURN_BEGINS, TURN_ENDS = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHAT_TEMPLATE = (
@@ -29,33 +34,35 @@ def make_inputs(folder: Path = Path("resources/demo"), seed: int = 0) -> None:
     """Write ``train.jsonl``, ``eval.jsonl`` and ``base`` (model and tokenizer) into ``folder``.
 
     The files are equal, byte for byte, for one seed and one version of Python and the libraries; unchanged files are
-    not rewritten. Raises `DataError` if the standard library's sources are not installed.
+    not rewritten.
     """
-    logger.info("demo: reading the docstrings of Python's standard library")
-    train, evaluation = split(collect(), seed)
+    rng = random.Random(seed)
+    conversations = [request.conversation(rng) for request in make_requests(TRAINING + EVALUATION, rng)]
+    train, evaluation = conversations[EVALUATION:], conversations[:EVALUATION]
     write_text(folder / "train.jsonl", _as_jsonl(train))
     write_text(folder / "eval.jsonl", _as_jsonl(evaluation))
-    logger.info(f"demo: {len(train):,} training and {len(evaluation):,} evaluation conversations in {folder}")
+    logger.info(f"demo: {TRAINING:,} training and {EVALUATION:,} evaluation conversations in {folder}")
     with tempfile.TemporaryDirectory() as temporary:
-        _make_tokenizer(train, Path(temporary))
+        tokens = _make_tokenizer(train, Path(temporary))
         parameters = _make_model(Path(temporary), seed)
         for path in sorted(Path(temporary).iterdir()):
             write_bytes(folder / "base" / path.name, path.read_bytes())
-    logger.info(f"demo: tokenizer of {VOCABULARY_SIZE:,} tokens in {folder / 'base'}")
+    logger.info(f"demo: tokenizer of {tokens:,} tokens in {folder / 'base'}")
     logger.info(f"demo: untrained Llama of {parameters / 1e6:.1f} million parameters in {folder / 'base'}")
 
 
-def _as_jsonl(entries: Iterable[DocstringEntry]) -> str:
-    return "".join(json.dumps(entry.conversation(), ensure_ascii=False) + "\n" for entry in entries)
+def _as_jsonl(conversations: Iterable[Conversation]) -> str:
+    return "".join(json.dumps(conversation) + "\n" for conversation in conversations)
 
 
-def _make_tokenizer(entries: Iterable[DocstringEntry], folder: Path) -> None:
-    """Train a byte-level BPE on the conversations and save it as a Hugging Face tokenizer."""
+def _make_tokenizer(conversations: Sequence[Conversation], folder: Path) -> int:
+    """Train a byte-level BPE whose tokens are words with a space before them, save it, and return its size."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    words = pre_tokenizers.Split(" ", "merged_with_next")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, pre_tokenizers.ByteLevel(False, use_regex=False)])
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY_SIZE,
@@ -63,8 +70,8 @@ def _make_tokenizer(entries: Iterable[DocstringEntry], folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = [message["content"] for entry in entries for message in entry.conversation()["messages"]]
-    tokenizer.train_from_iterator(texts, trainer)
+    messages = [message for conversation in conversations for message in conversation["messages"]]
+    tokenizer.train_from_iterator((text for message in messages for text in message.values()), trainer)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=TURN_ENDS,
@@ -73,6 +80,7 @@ def _make_tokenizer(entries: Iterable[DocstringEntry], folder: Path) -> None:
         chat_template=CHAT_TEMPLATE,
         model_max_length=CONTEXT_LENGTH,
     ).save_pretrained(folder)
+    return int(tokenizer.get_vocab_size())
 
 
 def _make_model(folder: Path, seed: int) -> int:

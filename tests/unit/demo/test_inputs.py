@@ -14,7 +14,7 @@ def test_the_model_loads_as_its_users_load_it(inputs: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(inputs / "base")
     model, info = AutoModelForCausalLM.from_pretrained(inputs / "base", output_loading_info=True)
     assert not any(info.values())
-    assert model.config.vocab_size == len(tokenizer) == 4096
+    assert len(tokenizer) <= model.config.vocab_size == 4096
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id == model.config.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id == model.config.pad_token_id
@@ -30,7 +30,7 @@ def test_conversations_survive_the_tokenizer_and_answers_are_marked(inputs: Path
         assert tokenizer.decode(learned) == f"{answer['content']}<|im_end|>"
         turns = f"<|im_start|>user\n{question['content']}<|im_end|>\n<|im_start|>assistant\n"
         assert tokenizer.decode(ids) == f"{turns}{answer['content']}<|im_end|>\n"
-        assert len(ids) <= 512
+        assert len(ids) <= 64
 
 
 def test_files_are_the_same_every_time_and_are_left_alone(inputs: Path) -> None:
