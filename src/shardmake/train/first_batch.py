@@ -1,10 +1,10 @@
-"""The rows that each rank trains on first: their number, a digest, and the comparison between the ranks."""
+"""The rows that each rank trains on first: their number, their digests, and the comparison between the ranks."""
 
 import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from itertools import combinations
 from typing import Any
 
 import torch
@@ -35,13 +35,22 @@ def count_rows(inputs: Any) -> int | None:
 
 
 def digest_rows(inputs: Any) -> str:
-    """Return a digest of all tensors in the inputs; empty if there are none with dimensions."""
+    """Return a digest of each row of the inputs, joined by commas; empty if there are no tensors with dimensions.
+
+    If the tensors have different first dimensions, all of them count as one row.
+    """
     found = [tensor.detach().cpu().contiguous() for tensor in tensors(inputs) if tensor.dim()]
+    if len({len(tensor) for tensor in found}) == 1:
+        return ",".join(_digest(row) for row in zip(*found, strict=True))
+    return _digest(found) if found else ""
+
+
+def _digest(found: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in found:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest() if found else ""
+    return digest.hexdigest()[:16]
 
 
 def exchange(text: str) -> list[str] | None:
@@ -59,12 +68,25 @@ def exchange(text: str) -> list[str] | None:
 
 
 def conflict(digests: Sequence[str], tensor_parallel: int) -> tuple[int, int] | None:
-    """Return two ranks whose rows are equal and must not be, or are different and must be equal; None if all are right.
+    """Return two ranks whose rows overlap and must not, or are different and must be equal; None if all are right.
 
-    Ranks of one tensor-parallel group, which follow each other, need the same rows, all others different ones.
+    Ranks of one tensor-parallel group, which follow each other, need the same rows, all others different ones. One row
+    that two ranks share may be in the data twice; so may several if a rank has one of its rows twice.
     """
-    for one, other in combinations(range(len(digests)), 2):
-        is_group = one // tensor_parallel == other // tensor_parallel
-        if (digests[one] == digests[other]) != is_group:
-            return one, other
+    holders: dict[str, list[int]] = {}
+    for leader in range(0, len(digests), tensor_parallel):
+        for member in range(leader + 1, leader + tensor_parallel):
+            if digests[member] != digests[leader]:
+                return leader, member
+        rows = digests[leader].split(",")
+        shared = Counter(other for row in set(rows) for other in holders.get(row, ()))
+        for other, count in sorted(shared.items()):
+            if digests[other] == digests[leader] or (count > 1 and _are_distinct(rows, digests[other].split(","))):
+                return other, leader
+        for row in set(rows):
+            holders.setdefault(row, []).append(leader)
     return None
+
+
+def _are_distinct(*ranks: Sequence[str]) -> bool:
+    return all(len(set(rows)) == len(rows) for rows in ranks)

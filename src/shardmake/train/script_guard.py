@@ -171,9 +171,10 @@ class ScriptGuard:
         if ranks is None:
             return
         one, other = ranks
-        if digests[one] == digests[other]:
+        if one // self.choice.tensor_parallel != other // self.choice.tensor_parallel:
+            what = "the same rows" if digests[one] == digests[other] else "some of the same rows"
             raise EngineMismatchError(
-                f"Ranks {one} and {other} got the same rows in their first batch. Nothing was trained. Every rank "
+                f"Ranks {one} and {other} got {what} in their first batch. Nothing was trained. Every rank "
                 "needs rows of its own: pass the data loader to accelerator.prepare, or give it a "
                 "torch.utils.data.DistributedSampler."
             )

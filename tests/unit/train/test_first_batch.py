@@ -23,6 +23,14 @@ def test_the_digest_depends_on_every_value_and_not_on_the_container() -> None:
     assert digest_rows({"count": torch.tensor(3), "use_cache": False}) == ""
 
 
+def test_each_row_has_a_digest_of_its_own() -> None:
+    first, second, third = digest_rows({"input_ids": ROWS, "labels": ROWS}).split(",")
+    assert digest_rows({"input_ids": ROWS[1:], "labels": ROWS[1:]}) == f"{second},{third}"
+    changed = {"input_ids": ROWS, "labels": ROWS + torch.tensor([[1], [0], [0]])}
+    assert digest_rows(changed).split(",")[1:] == [second, third] and digest_rows(changed).split(",")[0] != first
+    assert "," not in digest_rows({"input_ids": ROWS, "position": torch.zeros(7)})
+
+
 @pytest.mark.parametrize(
     ("digests", "tensor_parallel", "ranks"),
     [
@@ -32,6 +40,12 @@ def test_the_digest_depends_on_every_value_and_not_on_the_container() -> None:
         (["a", "a", "b", "b"], 2, None),
         (["a", "a", "a", "a"], 2, (0, 2)),
         (["a", "b", "c", "c"], 2, (0, 1)),
+        (["a,b,c", "d,e,f", "g,h,c", "i,j,k"], 1, None),
+        (["a,b,c", "d,e,f", "g,b,c", "i,j,k"], 1, (0, 2)),
+        (["a,b,b", "d,e,f", "g,a,b", "i,j,k"], 1, None),
+        (["a,b", "a,b", "b,c", "b,c"], 2, None),
+        (["a,b,c", "a,b,c", "b,c,d", "b,c,d"], 2, (0, 2)),
+        (["a,b", "b,a"], 2, (0, 1)),
     ],
 )
 def test_equal_rows_are_right_exactly_within_a_tensor_parallel_group(

@@ -140,6 +140,7 @@ def test_a_step_without_an_engine_is_refused_and_a_planned_one_is_recorded(tmp_p
     [
         (1, ["a", "b"], None),
         (1, ["a", "a"], "Ranks 0 and 1 got the same rows"),
+        (1, ["a,b,c", "b,c,d"], "Ranks 0 and 1 got some of the same rows"),
         (2, ["a", "a"], None),
         (2, ["a", "b"], "Ranks 0 and 1 of a tensor-parallel group got different rows"),
         (1, ["a", ""], None),
