@@ -1,0 +1,116 @@
+"""Write ``docs/reference/file-formats.md``, the fields of a run's JSON files: ``python -m tools.file_formats``."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic.json_schema import models_json_schema
+
+from shardmake.checkpoint.record import CheckpointRecord
+from shardmake.run.attempt import (
+    Attempt,
+    Hang,
+    NodeExit,
+    NodeHeartbeats,
+    NodeStates,
+    RankError,
+    RequestedStop,
+    SubmittedJob,
+)
+from shardmake.run.attempt_history import AttemptRecord
+from shardmake.run.evaluation import EvaluationResult
+from shardmake.run.learning_settings import LearningSettings
+from shardmake.run.loss_window import LossWindow
+from shardmake.run.metrics import MetricsLine
+from shardmake.run.plan import MemoryEstimates, Plan, RenderReceipt
+from shardmake.run.receipts import DataReceipt, MergeReceipt, PushReceipt, TrainingReceipt, WeightsReceipt
+from shardmake.run.settings import StageSettings
+from shardmake.run.sources import Sources
+from shardmake.run.trained_engine import TrainedEngine
+from shardmake.run.training_settings import TrainingSettings
+
+PAGE = Path("docs/reference/file-formats.md")
+RECORDS: Mapping[str, type] = {
+    "sources.json": Sources,
+    "fetched/weights.json": WeightsReceipt,
+    "plan/plan.json": Plan,
+    "plan/memory.json": MemoryEstimates,
+    "plan/rendered.json": RenderReceipt,
+    "plan/training.json": TrainingSettings,
+    "data/receipt.json": DataReceipt,
+    "settings/STAGE.json": StageSettings,
+    "train/job.json": SubmittedJob,
+    "train/metrics.jsonl, one line": MetricsLine,
+    "train/attempts/index.json, one entry": AttemptRecord,
+    "train/attempts/NNN/attempt.json": Attempt,
+    "train/attempts/NNN/learning.json": LearningSettings,
+    "train/attempts/NNN/trained.json": TrainedEngine,
+    "train/attempts/NNN/stopped.json": RequestedStop,
+    "train/attempts/NNN/node-I.json": NodeExit,
+    "train/attempts/NNN/errors/rank-N.json": RankError,
+    "train/attempts/NNN/heartbeat/node-I.json": NodeHeartbeats,
+    "train/attempts/NNN/hang.json": Hang,
+    "the ranks of a node at a hang": NodeStates,
+    "train/checkpoints/checkpoint-N/loss_window.json": LossWindow,
+    "train/checkpoints/checkpoint-N/shardmake.json": CheckpointRecord,
+    "train/receipt.json": TrainingReceipt,
+    "model/receipt.json": MergeReceipt,
+    "evaluation.json": EvaluationResult,
+    "push/receipt.json": PushReceipt,
+}
+HEAD = """# File formats
+
+Every JSON file that one process writes and another reads, by its path below `runs/NAME/`. Unknown fields are errors.
+This page is generated: `make docs`.
+"""
+
+
+def page() -> str:
+    """Return the whole page."""
+    references, schema = models_json_schema(
+        [(model, "serialization") for model in RECORDS.values()], ref_template="{model}"
+    )
+    parts: dict[str, Any] = schema["$defs"]
+    lines = [HEAD]
+    top = {references[model, "serialization"]["$ref"]: file for file, model in RECORDS.items()}
+    for name, file in top.items():
+        lines += _section(f"## {file}", parts[name])
+    lines += ["## Parts of these files", ""]
+    for name in sorted(parts.keys() - top):
+        lines += _section(f"### {name}", parts[name])
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    yield from (title, "")
+    first = str(schema.get("description", "")).split("\n\n")[0].replace("\n", " ").replace("``", "`")
+    if first:
+        yield from (first, "")
+    if "properties" not in schema:
+        yield from (f"One of {_kind(schema)}.", "")
+        return
+    yield from ("| field | type | meaning |", "|---|---|---|")
+    for name, field in schema["properties"].items():
+        meaning = str(field.get("description", "")).replace("\n", " ").replace("|", "\\|")
+        yield f"| `{name}` | {_kind(field)} | {meaning} |"
+    yield ""
+
+
+def _kind(schema: Mapping[str, Any]) -> str:
+    """Return the type of a JSON schema in words."""
+    if "$ref" in schema:
+        return str(schema["$ref"])
+    if "const" in schema or "enum" in schema:
+        return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
+    for key in ("anyOf", "oneOf"):
+        if key in schema:
+            return " or ".join(_kind(part) for part in schema[key])
+    if schema.get("type") == "array":
+        return f"list of {_kind(schema.get('items', {}))}"
+    if schema.get("type") == "object" and isinstance(schema.get("additionalProperties"), dict):
+        return f"object of {_kind(schema['additionalProperties'])} by name"
+    return str(schema.get("type", "any value"))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
