@@ -11,7 +11,7 @@ export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: demo demo-faults install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
-        test-two-users test-faults test-sweep test-objectives gpu-check docs clean
+        test-two-users test-faults test-sweep test-objectives gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
@@ -127,6 +127,13 @@ gpu-check: install
 
 docs: install
 	$(BIN)/python -m tools.config_reference
+	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
+	$(BIN)/python -m tools.file_formats
+
+# The documentation as a website, in build/site; a broken link is an error.
+site: install
+	$(BIN)/pip install -q -c constraints.txt -e ".[site]"
+	$(BIN)/mkdocs build -q --strict
 
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info
