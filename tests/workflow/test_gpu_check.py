@@ -45,6 +45,7 @@ def test_strategies_are_compared_with_ddp_and_a_killed_training_resumes(kit: Kit
     assert "| 2 x CPU of the test |" in kit.report.row() and "| ddp, zero2 |" in kit.report.row()
 
 
+@pytest.mark.faults  # test_local.py has a fallback that CI runs; this one takes minutes
 def test_out_of_memory_takes_a_fallback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error is raised by a program here; on a GPU PyTorch's allocator gets a limit."""
 

@@ -14,8 +14,10 @@ pytestmark = pytest.mark.training
 SHARDED = [strategy for strategy in STRATEGIES if strategy not in ("ddp", "zero3-nvme", "zero3-hpz", "fsdp-hybrid")]
 """NVMe is in test_nvme.py; hybrid sharding, which needs two nodes, in test_strategies.py."""
 METHODS: tuple[Method, ...] = ("full", "lora")
-LOSS, NORM = 2e-3, 3e-3
-"""Absolute difference of losses of about 8.5, and relative one of gradient norms: rounding of activations to bf16."""
+LOSS, NORM = 6e-3, 3e-3
+"""Absolute difference of losses of about 8.5, and relative one of gradient norms: rounding of activations to bf16.
+
+A step has about a hundred tokens with loss, so the rounding of single logits does not average out."""
 Steps = list[dict[str, float]]
 
 

@@ -39,14 +39,14 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-CASES = [("full", "ddp"), ("lora", "ddp"), ("full", "zero3"), ("lora", "zero3"), ("full", "fsdp")]
+CASES = [("full", "ddp"), ("lora", "ddp"), ("full", "zero3"), ("full", "fsdp")]
 OTHERS = [
     *(
         ("full", name)
         for name in ("zero1", "zero2", "zero1-offload", "zero2-offload", "zero3-offload-optimizer", "zero3-offload")
     ),
     *(("full", name) for name in ("fsdp-grad-op", "fsdp-offload")),
-    *(("lora", name) for name in ("zero1", "zero2", "zero2-offload", "zero3-offload", "fsdp", "fsdp-offload")),
+    *(("lora", name) for name in ("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp", "fsdp-offload")),
 ]
 ON_DEMAND = pytest.mark.objectives
 
