@@ -6,6 +6,8 @@ out, never guessed.
 """
 
 import argparse
+import contextlib
+import io
 import itertools
 import re
 import shlex
@@ -26,6 +28,15 @@ MODULES: Final = {
     "deepspeed.launcher.runner": "deepspeed",
 }
 """Modules that are launchers when they are started by ``python -m``."""
+_SHELLS: Final = ("bash", "sh", "dash", "zsh", "ksh")
+_FILE_OPTIONS: Final = ("--deepspeed", "--deepspeed_config", "--deepspeed_config_file", "--config_file", "--config")
+# fmt: off
+_OTHER_PROGRAMS: Final = {
+    "pip", "pip3", "git", "module", "echo", "printf", "which", "type", "hash", "grep", "pgrep", "pkill", "killall",
+    "ls", "cd", "cp", "mv", "rm", "mkdir", "cat", "tee", "tail", "source", ".", "export",
+}
+# fmt: on
+"""Programs that may name a launcher without starting it."""
 
 
 @dataclass
@@ -66,7 +77,7 @@ def read_script(name: str, text: str) -> list[Command]:
     commands = [
         command
         for number, line in lines
-        for words in _split(name, number, line)
+        for words in _commands(name, number, line, variables)
         if (command := _from_line(f"{name}, line {number}", words, variables)) is not None
     ]
     if not commands:
@@ -134,6 +145,24 @@ def _split(name: str, number: int, line: str) -> list[list[str]]:
     return [command for command in commands if command]
 
 
+def _commands(name: str, number: int, line: str, variables: dict[str, str]) -> Iterator[list[str]]:
+    """Yield the words of each simple command of a line, also of those in the text of ``bash -c``."""
+    for words in _split(name, number, line):
+        text = _shell_text(words)
+        if text is None:
+            yield words
+        else:
+            yield from _commands(name, number, _expand(text.replace(_SHELL, "$"), variables), variables)
+
+
+def _shell_text(words: Sequence[str]) -> str | None:
+    """Return the commands that a shell gets as a text, as in ``srun bash -lc "torchrun ..."``; None for others."""
+    for shell, option, text in zip(words, words[1:], words[2:], strict=False):
+        if Path(shell).name in _SHELLS and re.fullmatch(r"-\w*c", option):
+            return text
+    return None
+
+
 def _variables(lines: Sequence[tuple[int, str]]) -> dict[str, str]:
     """Return the variables that the script sets to one text only."""
     found: dict[str, set[str]] = {}
@@ -173,7 +202,7 @@ def _from_line(title: str, words: list[str], variables: dict[str, str]) -> Comma
     start = _start(expanded)
     if start is None:
         return None
-    kept, notes = _without_unknown(expanded[start:])
+    kept, notes = _without_unknown(expanded[start:], title)
     command = read_command([word.replace(_SHELL, "$") for word in kept], title)
     return None if command is None else _with_notes(command, notes)
 
@@ -183,7 +212,7 @@ def _with_notes(command: Command, notes: list[str]) -> Command:
     return command
 
 
-def _without_unknown(words: list[str]) -> tuple[list[str], list[str]]:
+def _without_unknown(words: list[str], title: str) -> tuple[list[str], list[str]]:
     """Return the words whose value is known, and a note for each option or word that was left out."""
     kept: list[str] = []
     notes = []
@@ -191,14 +220,23 @@ def _without_unknown(words: list[str]) -> tuple[list[str], list[str]]:
         if not _unknown(word):
             kept.append(word)
             continue
-        option = kept.pop() if kept and kept[-1].startswith("--") and "=" not in kept[-1] else ""
+        is_value = not word.startswith("--") and bool(kept) and kept[-1].startswith("--") and "=" not in kept[-1]
+        option = kept.pop() if is_value else ""
         written = f"{option} {word.translate(_SHOWN)}".strip()
+        if (option or word).partition("=")[0] in _FILE_OPTIONS:
+            raise ConfigError(
+                f"Cannot check {title}: {written} names a file that only a shell can find out. Write its path there, "
+                "or set the variable once in the script."
+            )
         notes.append(f"{written} is not compared: only a shell can evaluate it.")
     return kept, notes
 
 
 def _start(words: Sequence[str]) -> int | None:
     """Return the index of the word that names the launcher: wrappers such as srun and env may stand before it."""
+    program = next((Path(word).name for word in words if not _is_assignment(word)), "")
+    if program in _OTHER_PROGRAMS or "install" in words:
+        return None
     for index, word in enumerate(words):
         name = Path(word).name
         follows = words[index + 1] if index + 1 < len(words) else ""
@@ -263,6 +301,8 @@ def _torchrun(words: list[str], title: str) -> Command:
     read = _parse(get_args_parser(), words, title)
     command = Command(title, "torchrun", read.training_script, list(read.training_script_args))
     nodes, per_node = str(read.nnodes).rpartition(":")[2], str(read.nproc_per_node)
+    if re.fullmatch(r"-\d+|0+", per_node):
+        raise ConfigError(f"Cannot check {title}: --nproc_per_node {per_node}. Every node needs at least 1 process.")
     command.ranks = int(nodes) * int(per_node) if nodes.isdigit() and per_node.isdigit() else None
     return command
 
@@ -270,11 +310,14 @@ def _torchrun(words: list[str], title: str) -> Command:
 def _deepspeed(words: list[str], title: str) -> Command:
     from deepspeed.launcher import runner
 
+    output = io.StringIO()
     try:
-        read = runner.parse_args(words)
+        with contextlib.redirect_stderr(output):
+            read = runner.parse_args(words)
     except SystemExit:
+        reason = output.getvalue().strip().rpartition("error: ")[2]
         raise ConfigError(
-            f"Cannot read the command of {title}: the deepspeed launcher does not accept these options. Correct them."
+            f"Cannot read the command of {title}: {reason}. Correct the deepspeed launcher's options."
         ) from None
     ranks = read.num_gpus * max(1, read.num_nodes) if read.num_gpus > 0 else None
     return Command(title, "deepspeed", read.user_script, list(read.user_args), ranks=ranks)

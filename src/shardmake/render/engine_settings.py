@@ -535,6 +535,8 @@ def _fsdp_plugin(arguments: Mapping[str, Any] | None) -> Any:
         return None
     given = dict(arguments or {})
     version = given.get("fsdp_version", int(os.environ.get("FSDP_VERSION", "1")))
+    if version not in (1, 2):
+        raise ValueError(f"fsdp_version is {version}, and can be 1 or 2")
     # FSDP1's broadcast of the weights already needs a GPU at this point.
     on_gpu = {"sync_module_states": False, "cpu_ram_efficient_loading": False} if version == 1 else {}
     return FullyShardedDataParallelPlugin(**given | on_gpu)

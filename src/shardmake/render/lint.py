@@ -311,7 +311,9 @@ def format_report(report: Report, *, every_row: bool) -> str:
     lines += [f"error: {row.sentence(report.names)}" for row in report.comparison.contradictions]
     lines += [f"{problem.level}: {problem.sentence(report.names)}" for problem in report.comparison.problems]
     compared = len(report.comparison.rows)
-    lines.append(f"{plural(report.errors, 'error')}." if report.errors else f"No errors: {compared} settings agree.")
+    agree = f"{plural(compared, 'setting')} {'agrees' if compared == 1 else 'agree'}"
+    scope = " in what was compared" if report.notes else ""
+    lines.append(f"{plural(report.errors, 'error')}." if report.errors else f"No errors{scope}: {agree}.")
     return "\n".join(lines)
 
 

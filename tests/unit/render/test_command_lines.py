@@ -100,3 +100,46 @@ def test_a_script() -> None:
 def test_a_script_without_a_launcher_is_refused() -> None:
     with pytest.raises(ConfigError, match="no line of it starts accelerate"):
         read_script("train.sh", "#!/bin/sh\n$LAUNCHER train.py\n")
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f'srun bash -c "torchrun --nproc_per_node 2 {TRAIN}"',
+        f"srun --nodes 2 bash -lc 'cd /work && exec torchrun --nproc_per_node $RANKS {TRAIN}'",
+        f'sh -c "bash -c \\"torchrun --nproc_per_node 2 {TRAIN}\\""',
+        f'ssh node2 "echo torchrun"; bash -c "pip install torchrun && torchrun --nproc_per_node 2 {TRAIN}"',
+    ],
+)
+def test_commands_in_the_text_of_a_shell(line: str) -> None:
+    (found,) = read_script("train.sh", f"RANKS=2\n{line}\n")
+    assert (found.launcher, found.ranks, found.program) == ("torchrun", 2, "train.py")
+    assert read_arguments(found) == Arguments({"learning_rate": 1e-4, "bf16": True}, "ds.json")
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["pip install -U deepspeed==0.19", "python -m pip install deepspeed", "echo torchrun train.py", "which torchrun"],
+)
+def test_a_launcher_that_is_only_named_starts_nothing(line: str) -> None:
+    (found,) = read_script("train.sh", f"{line}\ntorchrun {TRAIN}\n")
+    assert found.title == "train.sh, line 2"
+
+
+@pytest.mark.parametrize("option", ["--deepspeed ${DS:-ds.json}", "--deepspeed=$DS", "--config $(ls *.yaml)"])
+def test_a_settings_file_that_only_a_shell_can_name_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"train\.sh, line 1: --(deepspeed|config).* names a file"):
+        read_script("train.sh", f"torchrun train.py --bf16 {option}\n")
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("deepspeed --num_gpus=two train.py", "--num_gpus.*invalid int value: 'two'"),
+        ("torchrun --nproc_per_node=-1 train.py", "--nproc_per_node -1. Every node needs"),
+        ("torchrun --nproc_per_node 0 train.py", "--nproc_per_node 0. Every node needs"),
+    ],
+)
+def test_options_that_a_launcher_refuses_are_named(line: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        command(line)
