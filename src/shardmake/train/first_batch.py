@@ -37,19 +37,40 @@ def count_rows(inputs: Any) -> int | None:
 def digest_rows(inputs: Any) -> str:
     """Return a digest of each row of the inputs, joined by commas; empty if there are no tensors with dimensions.
 
-    If the tensors have different first dimensions, all of them count as one row.
+    Positions that the attention mask (rows x length) excludes are left out, because a row is padded to the longest of
+    its batch. If the tensors have different first dimensions, all of them count as one row.
     """
-    found = [tensor.detach().cpu().contiguous() for tensor in tensors(inputs) if tensor.dim()]
-    if len({len(tensor) for tensor in found}) == 1:
-        return ",".join(_digest(row) for row in zip(*found, strict=True))
-    return _digest(found) if found else ""
+    found = [tensor.detach().cpu() for tensor in tensors(inputs) if tensor.dim()]
+    if len({len(tensor) for tensor in found}) != 1:
+        return _digest(found) if found else ""
+    mask = _attention_mask(inputs)
+    rows = zip(*found, strict=True)
+    if mask is None:
+        return ",".join(map(_digest, rows))
+    return ",".join(_digest(_unpadded(row, kept)) for row, kept in zip(rows, mask.detach().cpu().bool(), strict=True))
+
+
+def _attention_mask(inputs: Any) -> torch.Tensor | None:
+    """Return the first attention mask of rows x length in nested dictionaries and sequences."""
+    if isinstance(inputs, Mapping):
+        mask = inputs.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            return mask
+    values = inputs.values() if isinstance(inputs, Mapping) else inputs if isinstance(inputs, list | tuple) else ()
+    return next((mask for mask in map(_attention_mask, values) if mask is not None), None)
+
+
+def _unpadded(row: Iterable[torch.Tensor], kept: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a row; those with the length of ``kept`` only where that is True."""
+    for tensor in row:
+        yield tensor[kept] if tensor.dim() and len(tensor) == len(kept) else tensor
 
 
 def _digest(found: Iterable[torch.Tensor]) -> str:
     digest = hashlib.sha256()
     for tensor in found:
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -31,6 +31,23 @@ def test_each_row_has_a_digest_of_its_own() -> None:
     assert "," not in digest_rows({"input_ids": ROWS, "position": torch.zeros(7)})
 
 
+def test_a_row_is_the_same_with_more_padding_on_either_side() -> None:
+    mask, row = torch.ones(1, 4, dtype=torch.int64), ROWS[:1]
+
+    def batch(*sides: int) -> dict[str, torch.Tensor]:
+        pad = torch.nn.functional.pad
+        return {
+            "input_ids": pad(row, sides, value=9),
+            "attention_mask": pad(mask, sides),
+            "labels": pad(row, sides, value=-100),
+        }
+
+    assert digest_rows((batch(0, 0),)) == digest_rows((batch(0, 3),)) == digest_rows((batch(5, 1),))
+    hidden = batch(0, 3) | {"attention_mask": torch.ones(1, 7)}
+    assert digest_rows(hidden) != digest_rows(batch(0, 3))
+    assert digest_rows(batch(0, 0) | {"weight": torch.tensor([2.0])}) != digest_rows(batch(0, 0))
+
+
 @pytest.mark.parametrize(
     ("digests", "tensor_parallel", "ranks"),
     [

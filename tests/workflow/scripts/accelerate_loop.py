@@ -24,7 +24,7 @@ parser.add_argument("--die_after", type=int)
 parser.add_argument("--load_dtype", default="float32")
 parser.add_argument("--precision", help="mixed_precision of the Accelerator")
 parser.add_argument("--own_plugin", help="a DeepSpeed file for a plugin, with bf16")
-parser.add_argument("--own_loader", action="store_true", help="do not prepare the data loader")
+parser.add_argument("--own_loader", choices=["same", "reversed"], help="each rank reads all rows, in this order")
 parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
 
 
@@ -58,6 +58,8 @@ def main() -> None:
         done = int(newest[-1].name.removeprefix("step-"))
     losses: list[float] = []
     for batch in accelerator.skip_first_batches(loader, done * args.gradient_accumulation_steps):
+        if args.own_loader == "reversed" and accelerator.process_index:
+            batch = batch.flip(0)
         with accelerator.accumulate(model):
             loss = model(input_ids=batch, labels=batch).loss
             accelerator.backward(loss)
