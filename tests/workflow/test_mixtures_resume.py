@@ -1,4 +1,4 @@
-"""Every family of mixtures resumes bit for bit after a kill in a save, under the strategies that shard its experts."""
+"""Every family of mixtures trains as under DDP and resumes bit for bit after a kill in a save."""
 
 import json
 import shutil
@@ -17,25 +17,55 @@ from tests.workflow.forked import Forked, log
 from tests.workflow.test_saving import losses
 
 pytestmark = pytest.mark.training
-PAIRS: tuple[tuple[str, Strategy, str], ...] = (
+QUICK: tuple[tuple[str, Strategy, str], ...] = (
     ("qwen2_moe", "zero1", "trainer"),
     ("qwen3_moe", "zero2", "loop"),
     ("olmoe", "zero2-offload", "trainer"),
     ("gpt_oss", "zero3", "trainer"),
-    ("deepseek_v3", "zero3-offload", "loop"),
-    ("mixtral", "fsdp", "trainer"),
+    ("mixtral", "zero3-offload", "loop"),
+    ("deepseek_v3", "fsdp", "trainer"),
 )
 """Each family and each strategy once; test_mixtures.py has DDP."""
+FAMILIES = [family for family, _, _ in QUICK]
+STRATEGIES: tuple[Strategy, ...] = ("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "fsdp")
 
 
-@pytest.mark.parametrize(("family", "strategy", "engine"), PAIRS)
+@pytest.mark.parametrize(("family", "strategy", "engine"), QUICK)
 def test_resumes_bit_for_bit_after_a_kill_in_a_save(
     forked: Forked, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, strategy: Strategy, engine: str
 ) -> None:
-    """Rank 0 is killed when all shards of step 4 are written; they are what the resumed training has to write."""
     plan_in_this_process(monkeypatch)
-    base = save_mixture(family, forked.checkout.root / "resources/demo/base", tmp_path / "base")
-    rundir = RunDir(tmp_path / "run")
+    check_resume(forked, tmp_path, family, strategy, engine)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family_and_losses(
+    forked: Forked, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[str, dict[int, float]]:
+    """A family and its losses under DDP."""
+    with pytest.MonkeyPatch.context() as patch:
+        plan_in_this_process(patch)
+        return request.param, check_resume(forked, tmp_path_factory.mktemp("ddp"), request.param, "ddp", "trainer")
+
+
+@pytest.mark.mixtures
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_strategy_has_the_losses_of_ddp_and_resumes(
+    forked: Forked,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family_and_losses: tuple[str, dict[int, float]],
+    strategy: Strategy,
+) -> None:
+    plan_in_this_process(monkeypatch)
+    family, reference = family_and_losses
+    assert check_resume(forked, tmp_path, family, strategy, "trainer") == pytest.approx(reference, abs=2e-4)
+
+
+def check_resume(forked: Forked, folder: Path, family: str, strategy: Strategy, engine: str) -> dict[int, float]:
+    """Kill rank 0 when all shards of step 4 are written, which the resumed training has to write; return the losses."""
+    base = save_mixture(family, forked.checkout.root / "resources/demo/base", folder / "base")
+    rundir = RunDir(folder / "run")
     copy_unpacked(forked.checkout.run / "data", rundir.data)
     planned = forked.plan(
         strategy, 2, model=str(base), engine=engine, packing=False, learning_rate=2e-3, checkpoints={"every_steps": 2}
@@ -51,6 +81,7 @@ def test_resumes_bit_for_bit_after_a_kill_in_a_save(
     assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
     assert losses(rundir) == uninterrupted and len(uninterrupted) == 4
     assert states(read_record(rundir.checkpoints / "checkpoint-4")) == reference
+    return uninterrupted
 
 
 def copy_unpacked(source: Path, target: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from shardmake.config.models import Strategy
 from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Heartbeat, RequestedStop, heartbeat_file
@@ -56,8 +58,10 @@ class Programs:
     forked: Forked
     folder: Path
 
-    def train(self, strategy: Strategy, script: str, arguments: list[str]) -> tuple[RunDir, AttemptDir, list[int]]:
-        """Run ``script`` in a new run; return its folders and the exit statuses of the ranks."""
+    def train(
+        self, strategy: Strategy, script: str, arguments: list[str], **settings: Any
+    ) -> tuple[RunDir, AttemptDir, list[int]]:
+        """Run ``script`` in a new run with ``settings``; return its folders and the exit statuses of the ranks."""
         root = self.forked.checkout.root
         rows = self.folder / "rows"
         rows.mkdir(exist_ok=True)
@@ -69,7 +73,7 @@ class Programs:
         program = script if script.startswith("-m ") else str(SCRIPTS / script)
         changes = {"global_batch_size": 8, "micro_batch_size": 2, "script": program, "script_args": words}
         rundir = RunDir(self.folder / "lab")
-        codes = self.forked.train(rundir, self.forked.plan(strategy, 2, **changes))
+        codes = self.forked.train(rundir, self.forked.plan(strategy, 2, **changes | settings))
         return rundir, AttemptDir(rundir.attempts / "001"), codes
 
     def refusal(self, strategy: Strategy, script: str, arguments: list[str]) -> str:
@@ -145,7 +149,8 @@ def test_programs_train_as_planned(
             "found 32 sequences, 2 rank",
         ),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--load_dtype", "bfloat16"], "found bfloat16"),
-        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader"], "Ranks 0 and 1 got the same rows"),
+        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "same"], "Ranks 0 and 1 got the same rows"),
+        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "reversed"], "got some of the same rows"),
         ("zero2", "native_deepspeed.py", [*NATIVE[:8], "OWN_FILE", *NATIVE[9:]], "zero_stage: planned 2, found 3"),
         ("zero2", "native_deepspeed.py", [*NATIVE, "--batch_size", "4"], "found 16 sequences, 2 ranks x 4 x 2"),
         ("zero2", "plain_torch.py", TORCH, "engine: planned deepspeed, found ddp"),
@@ -160,6 +165,24 @@ def test_programs_that_train_something_else_are_refused(
     programs: Programs, strategy: Strategy, script: str, arguments: list[str], words: str
 ) -> None:
     assert re.search(words, programs.refusal(strategy, script, arguments))
+
+
+def test_the_ranks_of_a_tensor_parallel_group_train_on_the_same_rows(programs: Programs) -> None:
+    rundir, folder, codes = programs.train("zero2", "hf_trainer.py", TRAINER, tensor_parallel=2)
+    assert codes == [0, 0], log(rundir)
+    assert trained(folder) == expected("trainer", "deepspeed", 2) | {"gradient_accumulation_steps": 4}
+    rundir = rundir.root.rename(programs.folder / "groups")
+    alone, _, codes = programs.train("ddp", "hf_trainer.py", TRAINER)
+    assert codes == [0, 0], log(alone)
+    (found, saved), (losses, weights) = results(RunDir(rundir)), results(alone)
+    assert found == pytest.approx(losses, abs=2e-4)
+    assert saved.keys() - weights.keys() == {"lm_head.weight"}  # DeepSpeed's gathering stores a tied weight twice
+    torch.testing.assert_close({name: saved[name] for name in weights}, weights, atol=1e-4, rtol=1e-3)
+
+
+def results(rundir: RunDir) -> tuple[list[float | None], dict[str, torch.Tensor]]:
+    """Return the losses of the steps and the weights that the script saved."""
+    return [line.loss for line in read_metrics(rundir.metrics)], load_file(rundir.script_output / "model.safetensors")
 
 
 def test_trainer_stops_on_request_and_resumes(programs: Programs) -> None:

@@ -98,7 +98,7 @@ def _for_script(values: dict[str, Any]) -> dict[str, Any]:
     Accelerate and Trainer both fill these keys in.
     """
     zero = values["zero_optimization"]
-    if zero["stage"] == 3:
+    if zero["stage"] == 3 or "tensor_parallel" in values:  # DeepSpeed reads the key for both
         zero = zero | {"stage3_gather_16bit_weights_on_model_save": True}
     return values | dict.fromkeys(FILLED_BY_SCRIPT, "auto") | {"zero_optimization": zero}
 

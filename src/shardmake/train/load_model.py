@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from accelerate.utils import fsdp_utils
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, set_seed
 
 from shardmake.checkpoint.formats.hub_layout import check_all_loaded
@@ -22,6 +23,7 @@ from shardmake.run.model_class import ModelClass
 from shardmake.run.training_settings import ExpectedDeepSpeed, FullMethod, TrainingSettings
 from shardmake.train.checkpointed_adapters import name_checkpointed_adapters
 from shardmake.train.chunked_loss import use_chunked_loss
+from shardmake.train.fsdp_buffers import broadcast_saved_buffers
 
 
 def load_model(settings: TrainingSettings) -> PreTrainedModel:
@@ -144,6 +146,8 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
         options["device_map"] = {"": int(os.environ.get("LOCAL_RANK", "0"))}
     # Accelerate does not broadcast 4-bit weights, so every rank quantizes its own.
     receives = settings.expected.engine == FSDP and settings.method.kind != "qlora"
+    if receives:
+        broadcast_saved_buffers(fsdp_utils)
     if receives and os.environ.get("LOCAL_RANK", "0") != "0":
         return _empty_model(AutoConfig.from_pretrained(model.path, **source), options, model.model_class)
     base = model.model_class.load(model.path, **source, **options)

@@ -45,9 +45,8 @@ class BatchCheck(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Raise `EngineMismatchError` if they are not the planned ones."""
-        total = self.trainer.get_total_train_batch_size(args)
-        batch = Batch(self.trainer._train_batch_size, args.gradient_accumulation_steps, total)
-        self.guard.set_trainer_batch(args.world_size, batch)
+        sizes = (self.trainer._train_batch_size, args.gradient_accumulation_steps)
+        self.guard.set_trainer_batch(args.world_size, Batch.of(*sizes, self.guard.choice.data_parallel))
 
 
 class ScriptHeartbeat(HeartbeatCallback):

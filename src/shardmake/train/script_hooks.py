@@ -25,6 +25,7 @@ def install_hooks(context: RankContext) -> ImportHooks:
     hooks.after("torch.distributed.fsdp", observer.hook_fsdp)
     hooks.after("accelerate.accelerator", observer.hook_accelerator)
     hooks.after("accelerate.utils.dataclasses", observer.hook_fsdp_plugin)
+    hooks.after("accelerate.utils.fsdp_utils", hook_fsdp_loading)
     hooks.after("deepspeed", observer.hook_deepspeed)
     hooks.after("transformers.trainer", observer.hook_trainer)
     hooks.after("peft.tuners.tuners_utils", name_checkpointed_adapters)
@@ -47,6 +48,13 @@ def default_to_gloo(module: Any) -> None:
         start(state, cpu, backend=backend or "gloo", **kwargs)
 
     module.PartialState.__init__ = start_with_gloo
+
+
+def hook_fsdp_loading(module: Any) -> None:
+    """Let FSDP2 load models with saved buffers, as in Shardmake's own trainers."""
+    from shardmake.train.fsdp_buffers import broadcast_saved_buffers
+
+    broadcast_saved_buffers(module)
 
 
 class ScriptObserver:
@@ -87,6 +95,7 @@ class ScriptObserver:
             self.guard.check_accelerator(
                 self_.distributed_type.value, self_.num_processes, has_deepspeed_plugin=has_plugin
             )
+            self.share_rows(self_)
 
         def check_result(function: Callable[..., Any]) -> Callable[..., Any]:
             @wraps(function)
@@ -105,6 +114,13 @@ class ScriptObserver:
 
         accelerator.__init__ = check_accelerator
         accelerator.prepare, accelerator.prepare_model = check_result(prepare), check_result(prepare_model)
+
+    def share_rows(self, accelerator: Any) -> None:
+        """Let the ranks of a group of DeepSpeed's AutoTP read the same rows."""
+        if self.context.settings.expected.engine == DEEPSPEED:
+            from shardmake.train.row_groups import share_rows
+
+            share_rows(accelerator, self.context.plan.choice.tensor_parallel)
 
     def hook_fsdp_plugin(self, module: Any) -> None:
         """Let Accelerate use the planned data types of FSDP, unless the script sets its own."""

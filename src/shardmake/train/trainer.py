@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from transformers import TrainerCallback, TrainingArguments
 
 from shardmake.data.dataset import Collator, check_isolation, collator, load
@@ -15,6 +14,7 @@ from shardmake.train.learning_check import BuiltTraining
 from shardmake.train.load_model import load_model, load_tokenizer
 from shardmake.train.process_group import extend_timeouts, leave_together
 from shardmake.train.rank_context import RankContext
+from shardmake.train.row_groups import share_rows
 from shardmake.train.sequence_parallel import share_sequences
 from shardmake.train.sharded_trainer import ShardedTrainer
 from shardmake.train.training_setup import (
@@ -51,7 +51,7 @@ def _make_trainer(context: RankContext, heartbeat: HeartbeatCallback) -> tuple[S
 
         trainer = make_preference_trainer(context, arguments, callbacks.callbacks)
     trainer.non_finite, trainer.saver = callbacks.non_finite, callbacks.saver
-    _share_data(trainer, context.plan.choice.group_size)
+    share_rows(trainer.accelerator, context.plan.choice.group_size)
     return trainer, callbacks.stop
 
 
@@ -76,18 +76,6 @@ def _collator(context: RankContext) -> Collator | PartCollator:
     plan = context.plan
     whole, ranks = collator(context.attempt.rundir.data, plan.workload.attention), plan.choice.sequence_parallel
     return PartCollator(whole, context.rank % ranks, ranks) if ranks > 1 else whole
-
-
-def _share_data(trainer: ShardedTrainer, group_size: int) -> None:
-    """Give the ranks of a tensor-parallel or sequence-parallel group the same rows.
-
-    Accelerate's data loaders read this mesh, but Accelerate creates it only after them. Without it, each rank of a
-    group would silently get different data. They know a group by the name "tp" whatever it shares.
-    """
-    if group_size > 1:
-        shape = (trainer.args.world_size // group_size, group_size)
-        mesh = init_device_mesh(trainer.args.device.type, shape, mesh_dim_names=("dp", "tp"))
-        trainer.accelerator.state.ds_device_mesh = mesh
 
 
 class EngineCheck(TrainerCallback):

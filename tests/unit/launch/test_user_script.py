@@ -74,6 +74,9 @@ def test_a_script_chooses_its_own_batch_sizes_and_may_gather_its_weights(tmp_pat
     assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
     values = render_files(make_plan("zero2"), run, make_cluster(), make_model(), tmp_path).deepspeed
     assert "stage3_gather_16bit_weights_on_model_save" not in values["zero_optimization"]
+    plan = make_plan("zero2", tensor_parallel=2)
+    values = render_files(plan, run, make_cluster(), make_model(), tmp_path).deepspeed
+    assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is True
     values = render_files(make_plan("zero3"), make_run(), make_cluster(), make_model(), tmp_path).deepspeed
     assert values["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] is False
 

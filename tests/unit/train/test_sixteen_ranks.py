@@ -28,7 +28,7 @@ from shardmake.memory.model import split
 from shardmake.memory.scenario import Scenario
 from shardmake.render.accelerate_file import accelerate_config
 from shardmake.render.deepspeed_file import deepspeed_config
-from shardmake.train.trainer import _share_data
+from shardmake.train.row_groups import share_rows
 from tests.unit.plans import LLAMA, make_cluster, make_model, make_plan, make_run
 
 RANK, NODES, PER_NODE = 11, 2, 8
@@ -100,11 +100,8 @@ def test_a_tensor_parallel_group_is_within_a_node() -> None:
 
 def test_the_ranks_of_a_tensor_parallel_group_get_the_same_batches() -> None:
     state = SimpleNamespace()
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(world_size=NODES * PER_NODE, device=torch.device("cpu")),
-        accelerator=SimpleNamespace(state=state),
-    )
-    _share_data(trainer, 4)
+    accelerator: Any = SimpleNamespace(num_processes=NODES * PER_NODE, device=torch.device("cpu"), state=state)
+    share_rows(accelerator, 4)
     mesh = state.ds_device_mesh
     assert (mesh["dp"].get_local_rank(), mesh["tp"].get_local_rank()) == (2, 3)
     assert dist.get_process_group_ranks(mesh["tp"].get_group()) == [8, 9, 10, 11]
