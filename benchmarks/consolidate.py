@@ -1,14 +1,17 @@
 """Measure time and memory of merging against ``cp`` of the same bytes and every official tool, interleaved.
 
-    python benchmarks/consolidate.py FOLDER [--rounds 5] [--ranks 4] [--out benchmarks/results/consolidate.json]
+    python -m benchmarks.consolidate FOLDER [--rounds 5] [--ranks 4] [--out benchmarks/results/consolidate.json]
+    python -m benchmarks.consolidate FOLDER --large [--rounds 3]
 
-FOLDER needs about 14 GB. Every tool runs in its own process; its time includes the sync of its output. Each tool is
-compared with a ``cp`` that ran just before it, because the speed of a disk varies. Tools that read the DCP checkpoint
-are compared with a copy of it, all others with a copy of the merged fp32 model, which has the same size.
-``warm``: the page cache is emptied and the sources are read. ``cold``: the page cache is then emptied again. The caches
-of a hypervisor or storage server have thus read every source equally recently. Otherwise the file that is copied most
-often would be read several times as fast as the others. Memory is the sampled peak of the anonymous memory of the
-process and its children.
+FOLDER needs about 14 GB. With ``--large``, a ZeRO-3 checkpoint of 20 GB of weights, without Adam's states, is merged
+with a cold page cache and compared with ``cp`` alone; FOLDER then needs 40 GB.
+
+Every tool runs in its own process; its time includes the sync of its output. Each tool is compared with a ``cp`` that
+ran just before it, because the speed of a disk varies. Tools that read the DCP checkpoint are compared with a copy of
+it, all others with a copy of the merged fp32 model, which has the same size. ``warm``: the page cache is emptied and
+the sources are read. ``cold``: the page cache is then emptied again. The caches of a hypervisor or storage server have
+thus read every source equally recently. Otherwise the file that is copied most often would be read several times as
+fast as the others. Memory is the sampled peak of the anonymous memory of the process and its children.
 """
 
 import argparse
@@ -30,6 +33,7 @@ from typing import Any
 from benchmarks.synthetic import llama, shapes, write_zero3
 
 DROP_CACHES = "/proc/sys/vm/drop_caches"
+RESULTS = Path("benchmarks/results")
 CP = "cp of the fp32 model"
 CP_DCP = "cp of the DCP checkpoint"
 DEEPSPEED = """
@@ -79,16 +83,19 @@ def main() -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/consolidate.json"))
+    parser.add_argument("--out", type=Path)
     parser.add_argument("--tools", default="", help="measure only tools whose name matches this, and cp")
+    parser.add_argument("--large", action="store_true")
     options = parser.parse_args()
-    sources = make_sources(options.folder, options.ranks)
-    wanted = re.compile(f"^cp |{options.tools}")
+    options.out = options.out or RESULTS / ("consolidate_large.json" if options.large else "consolidate.json")
+    make = make_large_sources if options.large else make_sources
+    sources = make(options.folder, options.ranks)
+    wanted = re.compile(f"^cp |{'verified$' if options.large else options.tools}")
     tools = {name: tool for name, tool in make_tools(sources).items() if wanted.search(name)}
     runs: dict[str, list[dict[str, Any]]] = {}
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for done in range(1, options.rounds + 1):
-        for cache in ("cold", "warm"):
+        for cache in ("cold",) if options.large else ("cold", "warm"):
             measure(tools, options.folder / "out", cache, runs)
             result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs)}
             options.out.write_text(json.dumps(result, indent=2) + "\n")
@@ -117,6 +124,18 @@ def make_sources(folder: Path, ranks: int) -> dict[str, Any]:
         os.link(next(paths["hf"].iterdir()), paths["base"] / "model.safetensors")  # the base model has the same tensors
     size = sum(4 * shape.numel() for shape in names.values())
     return {**{kind: str(path) for kind, path in paths.items()}, "bytes": size, "names": list(names)}
+
+
+def make_large_sources(folder: Path, ranks: int) -> dict[str, Any]:
+    """Write a model of 20 GB as ZeRO-3, unless it exists; ``cp`` copies its files, which have the same bytes."""
+    config = llama("5B")
+    paths = {kind: folder / kind for kind in ("zero", "base")}
+    if not paths["zero"].exists():
+        write_zero3(paths["zero"], paths["base"], config, ranks, adam=False)
+    names = shapes(config)
+    size = sum(4 * shape.numel() for shape in names.values())
+    copied = {"hf": str(paths["zero"]), "dcp": ""}
+    return {**{kind: str(path) for kind, path in paths.items()}, **copied, "bytes": size, "names": list(names)}
 
 
 def save_dcp(dcp_folder: str, hf_folder: str) -> None:

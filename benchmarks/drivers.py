@@ -1,6 +1,6 @@
 """Memory of many drivers whose jobs wait in the queue, each under the shell that Snakemake starts it in.
 
-    python benchmarks/drivers.py [N]
+    python -m benchmarks.drivers [N]
 
 Prints MiB of proportional set size (shared pages are divided among those who share them), in all and for each driver.
 """

@@ -1,6 +1,6 @@
 """States and peak RSS of DeepSpeed over two real CPU processes, measured beside the estimate.
 
-    python benchmarks/memory_cpu.py [--strategy NAME ...]
+    python -m benchmarks.memory_cpu [--strategy NAME ...]
 
 Each rank trains a Llama of 134 M parameters in fp32 for three steps with the rendered settings, then counts the bytes
 of every live tensor's storage and reads its peak RSS from /proc.

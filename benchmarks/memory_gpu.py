@@ -1,6 +1,6 @@
 """Measured against estimated memory on a real GPU: a matrix of shapes, methods, kernels, lengths and engines.
 
-python benchmarks/memory_gpu.py [--cells N] [--output FILE]
+python -m benchmarks.memory_gpu [--cells N] [--output FILE]
 
 Every cell is a process of its own: a model with random weights, three steps, then the peaks that PyTorch counted
 (allocated, reserved) and what the driver reports (device). World size 1: what several ranks add is arithmetic.

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 SHAPES = {
     "0.2B": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 16, "vocab_size": 32000},
     "0.5B": {"hidden_size": 1536, "intermediate_size": 4096, "num_hidden_layers": 15, "vocab_size": 32000},
+    "5B": {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 27, "vocab_size": 32000},
     "70B": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "vocab_size": 128256},
     "405B": {"hidden_size": 16384, "intermediate_size": 53248, "num_hidden_layers": 126, "vocab_size": 128256},
 }
