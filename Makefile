@@ -111,7 +111,7 @@ test-faults: install-test
 	$(PYTEST) -m faults tests/cluster --junit-xml=.venv/faults.xml
 	$(BIN)/python -m tools.fault_matrix .venv/faults.xml benchmarks/results/fault_matrix.txt
 
-# A rank is killed at every write of a save: about an hour.
+# A rank is killed at every write of a save: half an hour.
 test-sweep: install-test
 	$(BIN)/pytest -m sweep tests/workflow
 

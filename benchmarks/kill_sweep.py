@@ -1,6 +1,6 @@
 """Kill a rank at every write of one save, for three strategies and each rank, and count the trainings that recover.
 
-    python -m benchmarks.kill_sweep                 # all points, about an hour on two busy cores
+    python -m benchmarks.kill_sweep                 # all points, a quarter of an hour on two quiet cores
     python -m benchmarks.kill_sweep fsdp            # one strategy
     python -m benchmarks.kill_sweep --nodes 2       # the cases of two nodes, also with the names of strategies
 
