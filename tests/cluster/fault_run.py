@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -120,7 +121,11 @@ class FaultRun:
 
     def configure(self, strategy: str, ranks_per_node: int = 1, **changes: Any) -> None:
         """Plan and render the run with ``strategy`` on two nodes, unless it is configured so already."""
-        run = {"strategy": strategy, "max_steps": self.steps, "checkpoints": {"every_steps": self.every}} | changes
+        run: dict[str, Any] = {
+            "strategy": strategy,
+            "max_steps": self.steps,
+            "checkpoints": {"every_steps": self.every},
+        } | changes
         wanted = run | {"ranks_per_node": ranks_per_node}
         if wanted == self.configured:
             return
@@ -259,6 +264,18 @@ class FaultRun:
         base = self.checkout.root / "resources/demo/base"
         consolidate(self.checkout.run / receipt["checkpoint"], out, base=base, workers=1)
         return load_file(out / "model.safetensors")
+
+
+def flip_a_bit(file: Path, chance: random.Random) -> None:
+    """Flip one bit of ``file``."""
+    content = bytearray(file.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+
+
+def cut_short(file: Path, chance: random.Random) -> None:
+    """Cut ``file`` somewhere."""
+    os.truncate(file, chance.randrange(file.stat().st_size))
 
 
 def make_fault_run(cluster: Cluster, root: Path, inputs: Path) -> FaultRun:

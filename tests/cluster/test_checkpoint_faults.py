@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults import cut_short, flip_a_bit
 from shardmake.checkpoint import store
 from shardmake.core.errors import STOPPED
 from shardmake.run.paths import RunDir
 from tests.cluster.baseline import STRATEGIES, BaselineRuns, Ends, assert_equals_baseline, recover_from
-from tests.cluster.fault_run import FaultRun, make_fault_run
+from tests.cluster.fault_run import FaultRun, cut_short, flip_a_bit, make_fault_run
 from tests.cluster.harness import STATE, Cluster
 from tests.cluster.test_faults import kill_node
 
