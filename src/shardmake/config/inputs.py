@@ -11,6 +11,8 @@ from shardmake.config.models import Data, Run
 from shardmake.config.script_file import script_file
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError
+from shardmake.core.secrets import public_url
+from shardmake.core.stores import is_url, protocol_problem
 
 _MODEL_TEXTS: Final = (".json", ".jinja", ".model", ".txt", ".tiktoken", ".py")
 """Suffixes of a model folder's config, tokenizer, chat template and code. Its weights are too large to compare."""
@@ -51,7 +53,9 @@ def _data_files(path: Path) -> list[Path]:
 
 
 def is_local(name: str) -> bool:
-    """Return True if the name of a model or of data is a path, not a hub id."""
+    """Return True if the name of a model or of data is a path, not a hub id or a URL."""
+    if is_url(name):
+        return False
     return Path(name).exists() or name.startswith((".", "/")) or name.count("/") > 1 or data_kind(name) is not None
 
 
@@ -70,6 +74,7 @@ def check_inputs(name: str, run: Run) -> None:
     if run.data.chat_template:
         read_template(Path(run.data.chat_template))
     read_user_files(run)
+    _check_urls(name, run)
     for file in local_files(run, "model", "data"):
         if Path(file).exists():
             continue
@@ -83,6 +88,23 @@ def check_inputs(name: str, run: Run) -> None:
         )
 
     _check_evaluation_data(name, run.data)
+
+
+def _check_urls(name: str, run: Run) -> None:
+    """Refuse a URL that cannot be fetched, as far as that is seen without the network."""
+    named = [("model", run.model), *(("data.train", one.source) for one in run.data.sources)]
+    for key, url in [*named, ("data.eval", run.data.eval or "")]:
+        if not is_url(url):
+            continue
+        if public_url(url) != url:
+            raise ConfigError(
+                f"runs.{name}.{key}: {public_url(url)} is written with a user or password, and this file is not "
+                "secret. Remove them, and give the credentials as the store's own tools take them."
+            )
+        if problem := protocol_problem(url):
+            raise ConfigError(f"runs.{name}.{key}: {url} cannot be fetched: {problem}")
+    if is_url(run.model) and run.revision:
+        raise ConfigError(f"runs.{name}.revision: a URL has no revisions. Remove it, or name a hub id as the model.")
 
 
 def _check_evaluation_data(name: str, data: Data) -> None:

@@ -124,7 +124,7 @@ class Columns(Section):
 class TrainSource(Section):
     """One of several sources of training examples."""
 
-    source: PathText = Field(description="A file, a folder or a hub data set, as for a single `train`.")
+    source: PathText = Field(description="A file, a folder, a hub data set or a URL, as for a single `train`.")
     name: str | None = Field(
         None,
         description="Name in the report and in the losses by source. Without it, that of the file, folder or data set.",
@@ -162,7 +162,8 @@ class Data(Section):
     train: PathText | list[TrainSource] = Field(
         description="A file, a folder of files of one kind, or a hub data set: `org/name` (its split `train`) or "
         "`org/name:split`. Files: `.jsonl`, `.json` (an array, or one object per line), `.csv`, `.tsv` with a header, "
-        "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). Or a list of sources, which are "
+        "`.parquet`; all but Parquet also compressed (`.gz`, `.bz2`, `.xz`, `.zst`). A file or folder may also be a "
+        "URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or a list of sources, which are "
         "mixed."
     )
     eval: PathText | None = Field(
@@ -371,7 +372,10 @@ class Notify(Section):
 class Run(Section):
     """One fine-tuning run: the model, the data, the training and the destination."""
 
-    model: PathText = Field(description="Base model: a hub id (`org/name`) or a folder with config.json and weights.")
+    model: PathText = Field(
+        description="Base model: a hub id (`org/name`), a folder with config.json and weights, or the URL of such a "
+        "folder (`s3://`, `gs://`, any protocol of fsspec), which is copied."
+    )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
     data: Data = Field(description="The examples.")

@@ -1,6 +1,7 @@
 """The fetch stage: copy hub repositories, pinned to commits, and record them in ``sources.json``.
 
-Fetching runs on a machine with internet access, the login node. Jobs then run with the hub's offline switches set. A
+Models and data at a URL (``s3://``, ``gs://``) are copied in the same way, and pinned by what the store lists. Fetching
+runs on a machine with internet access, the login node. Jobs then run with the hub's offline switches set. A
 plan needs only the small files of a model, so they come first; the weights follow the plan. Local paths are recorded
 and not copied. A run keeps its commits after the first fetch. To change to a newer one, set ``revision`` or remove
 ``sources.json``.
@@ -8,7 +9,7 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,7 +20,9 @@ from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import record
+from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
+from shardmake.fetch import store
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
@@ -43,7 +46,8 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
         raise ModelError(f"File not found: {rundir.sources}. Run first: shardmake fetch {rundir.name}")
     if part != "description":
         _fetch_weights(sources.model)
-        WeightsReceipt(files=sources.model.files).write(rundir.weights_receipt)
+        files = sources.model.files if sources.model.listing is None else store.records(sources.model)
+        WeightsReceipt(files=files).write(rundir.weights_receipt)
     return sources
 
 
@@ -55,14 +59,17 @@ def _fetch_weights(model: PinnedSource) -> None:
         logger.info(f"The weights of {model.name} are complete.")
         return
     size = sum(model.files[name].size for name in missing)
-    if is_offline_mode():
+    if is_offline_mode() and model.listing is None:
         raise ModelError(
             f"{len(missing)} files of {model.name} are missing ({', '.join(missing[:3])}), and HF_HUB_OFFLINE or "
             "TRANSFORMERS_OFFLINE is set. Unset it on a machine with internet access."
         )
     require_space(Path(model.path), size, f"The base model's weights need {format_bytes(size)}")
     logger.info(f"Fetching the weights of {model.name}: {len(missing)} files, {size / 1e9:,.1f} GB.")
-    fetch_weights(_connect(), model)
+    if model.listing is None:
+        fetch_weights(_connect(), model)
+    else:
+        store.fetch_weights(model)
 
 
 def _describe(run: Run, rundir: RunDir) -> Sources:
@@ -88,8 +95,11 @@ def _model(run: Run, before: PinnedSource | None) -> PinnedSource:
 
     if _is_current(before, run.model, run.revision):
         assert before is not None
-        logger.info(f"Model {run.model} is already here, at commit {before.commit}.")
+        logger.info(f"Model {run.model} is already here, at {_version(before)}.")
         return before
+    if is_url(run.model):
+        logger.info(f"Fetching config and tokenizer of {run.model}.")
+        return store.describe_model(run.model)
     if not is_hub_id(run.model):
         check_model_folder(Path(run.model))
         return PinnedSource(name=run.model, path=run.model, content=digest_of_model(run))
@@ -116,6 +126,8 @@ def _examples(name: str, data: Data, folder: Path, split: str, earlier: Mapping[
     """
     from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read_hub
 
+    if is_url(name):
+        return _examples_at_url(name, earlier.values())
     source = locate(name, data, EVAL_SPLITS if split == "eval" else TRAIN_SPLITS)
     if not isinstance(source, HubDataset):
         return PinnedSource(name=name, path=name)
@@ -140,11 +152,24 @@ def _examples(name: str, data: Data, folder: Path, split: str, earlier: Mapping[
     )
 
 
+def _examples_at_url(url: str, earlier: Iterable[PinnedSource]) -> PinnedSource:
+    before = next((source for source in earlier if _is_current(source, url, None)), None)
+    if before is not None:
+        logger.info(f"Data {url} are already here, at {_version(before)}.")
+        return before
+    logger.info(f"Fetching data {url}.")
+    return store.fetch_data(url)
+
+
+def _version(source: PinnedSource) -> str:
+    return f"commit {source.commit}" if source.commit else f"listing {source.listing}"
+
+
 def _is_current(before: PinnedSource | None, name: str, revision: str | None, subset: str | None = None) -> bool:
     """Return True if an earlier fetch of the same source is complete except for weights."""
     return (
         before is not None
-        and before.commit is not None
+        and (before.commit or before.listing) is not None
         and (before.name, before.revision, before.subset) == (name, revision, subset)
         and all(is_weights(name) for name in missing_files(before))
     )

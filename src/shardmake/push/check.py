@@ -5,8 +5,9 @@ from pathlib import Path
 
 from shardmake.config.models import Push
 from shardmake.consolidate.aux_files import find_aux_files
-from shardmake.core.errors import PushError, nearest
+from shardmake.core.errors import PushError
 from shardmake.core.secrets import public_url
+from shardmake.core.stores import protocol_problem
 from shardmake.push.bundle import find_leaking
 from shardmake.push.folder import refuse_foreign
 from shardmake.push.hub import connect
@@ -32,7 +33,7 @@ def check_destinations(push: Push | None) -> None:
         elif kind == "hub":
             connect(place)
         else:
-            _check_protocol(kind, destination)
+            _check_protocol(destination)
 
 
 def _check_writable(target: Path) -> None:
@@ -48,20 +49,7 @@ def _check_writable(target: Path) -> None:
         ) from None
 
 
-def _check_protocol(protocol: str, destination: str) -> None:
+def _check_protocol(destination: str) -> None:
     """Raise `PushError` if fsspec does not know the protocol, or needs a package that is not installed."""
-    import fsspec
-
-    try:
-        fsspec.get_filesystem_class(protocol)
-    except ValueError:
-        known = fsspec.available_protocols()
-        raise PushError(
-            f"Push to {public_url(destination)} is not possible: fsspec does not know the protocol {protocol}://."
-            f"{nearest(protocol, known)} Use file:, hub:, or a protocol of fsspec, such as s3://, gs:// or sftp://."
-        ) from None
-    except ImportError as error:
-        raise PushError(
-            f"Push to {public_url(destination)} is not possible: {error}. Install the package that fsspec needs for "
-            f"{protocol}:// (for s3:// it is s3fs)."
-        ) from None
+    if problem := protocol_problem(destination):
+        raise PushError(f"Push to {public_url(destination)} is not possible: {problem}")

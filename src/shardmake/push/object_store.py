@@ -16,6 +16,7 @@ from shardmake.core.errors import PushError, ShardmakeError
 from shardmake.core.hub import first_line, with_retries
 from shardmake.core.manifest import SUMS, FileRecord, parse_sums
 from shardmake.core.secrets import public_url, redact
+from shardmake.core.stores import missing_package
 from shardmake.push.bundle import Bundle
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ def _with_advice(url: str) -> Iterator[None]:
 
 def _advice(error: Exception, protocol: str) -> str:
     if isinstance(error, ImportError):
-        return f"Install the package that fsspec needs for {protocol}:// (for s3:// it is s3fs)."
+        return missing_package(protocol)
     if isinstance(error, PermissionError) or "credentials" in str(error).lower():
         return "Provide credentials with permission to list, read, write and delete; for s3:// run `aws configure`."
     if "quota" in str(error).lower() or getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT):

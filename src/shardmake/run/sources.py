@@ -24,10 +24,14 @@ class PinnedSource(RunRecord):
     name: str = Field(description="Name in the configuration.")
     subset: str | None = Field(None, description="Subset of a hub data set, from the configuration.")
     revision: str | None = Field(None, description="Branch, tag or commit, from the configuration.")
-    commit: str | None = Field(None, description="The hub's commit; None for a local path.")
+    commit: str | None = Field(None, description="The hub's commit; None for a local path and for a URL.")
+    listing: str | None = Field(
+        None, description="Digest of the names, sizes and versions of the files at a URL; None for anything else."
+    )
     path: str = Field(description="Local folder or file.")
     files: dict[str, FileRecord] = Field(
-        default_factory=dict, description="Files from the hub by name; empty for a local path."
+        default_factory=dict,
+        description="Files from the hub or a URL by name; empty for a local path. Weights at a URL have no digest.",
     )
     content: str | None = Field(None, description="Digest of a local model's config and code; None for the hub.")
 

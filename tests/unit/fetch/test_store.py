@@ -1,0 +1,154 @@
+"""Models and data are fetched from URLs as from the hub: pinned, whole, and with advice where that fails."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import boto3
+import fsspec
+import pytest
+import s3fs
+from moto.server import ThreadedMotoServer
+
+from shardmake.config.inputs import check_inputs, local_files
+from shardmake.core.errors import ShardmakeError
+from shardmake.fetch import store
+from shardmake.fetch.stage import fetch
+from shardmake.run.paths import RunDir
+from shardmake.run.receipts import WeightsReceipt
+from shardmake.run.sources import localize, missing_files
+from tests.finished_run import make_run
+
+MODEL = {"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": b"weights", "optimizer.pt": b"other"}
+ROWS = b'{"text": "one"}\n{"text": "two"}\n'
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    yield f"http://{host}:{port}"
+    moto.stop()
+
+
+@pytest.fixture
+def bucket(server: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """The bucket ``lab`` with a model and data, and an empty cache."""
+    for name, value in {
+        "AWS_ENDPOINT_URL": server,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", (0.0, 0.0))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    s3fs.S3FileSystem.clear_instance_cache()
+    found = boto3.resource("s3").create_bucket(Bucket="lab")
+    for name, content in MODEL.items():
+        found.put_object(Key=f"base/{name}", Body=content)
+    for name in ("a.jsonl", "b.jsonl", "README.md", ".hidden.jsonl"):
+        found.put_object(Key=f"talk/{name}", Body=ROWS)
+    yield found
+    found.objects.all().delete()
+    found.delete()
+
+
+RUN = make_run(model="s3://lab/base", data={"train": "s3://lab/talk", "eval": "s3://lab/talk/a.jsonl"})
+
+
+@pytest.fixture
+def rundir(tmp_path: Path) -> RunDir:
+    return RunDir(tmp_path / "runs/chat")
+
+
+def test_config_and_data_come_first_and_the_weights_after_the_plan(bucket: Any, rundir: RunDir) -> None:
+    sources = fetch(RUN, rundir, "description")
+    assert missing_files(sources.model) == ["model.safetensors"] and "optimizer.pt" not in sources.model.files
+    assert [sorted(source.files) for source in sources.train] == [["a.jsonl", "b.jsonl"]]
+    local = localize(RUN, rundir)
+    assert (Path(local.data.eval or "") / "a.jsonl").read_bytes() == ROWS
+    assert sorted(path.name for path in Path(str(local.data.train)).iterdir()) == ["a.jsonl", "b.jsonl"]
+
+    fetch(RUN, rundir, "weights")
+    assert (Path(local.model) / "model.safetensors").read_bytes() == b"weights"
+    assert all(len(record.sha256) == 64 for record in WeightsReceipt.read(rundir.weights_receipt).files.values())
+
+
+def test_a_fetched_run_keeps_its_files_when_the_store_changes(bucket: Any, rundir: RunDir) -> None:
+    first = fetch(RUN, rundir)
+    bucket.put_object(Key="talk/a.jsonl", Body=ROWS * 2)
+    bucket.put_object(Key="base/model.safetensors", Body=b"others!")
+    assert fetch(RUN, rundir) == first
+    assert (Path(first.model.path) / "model.safetensors").read_bytes() == b"weights"
+    rundir.sources.unlink()
+    second = fetch(RUN, rundir)
+    assert (Path(second.model.path) / "model.safetensors").read_bytes() == b"others!"
+    assert second.model.path != first.model.path and second.train[0].listing != first.train[0].listing
+
+
+def test_weights_that_changed_after_the_plan_are_refused(bucket: Any, rundir: RunDir) -> None:
+    fetch(RUN, rundir, "description")
+    bucket.put_object(Key="base/model.safetensors", Body=b"others!")
+    with pytest.raises(ShardmakeError, match=r"^s3://lab/base has changed since .* remove the run's sources\.json"):
+        fetch(RUN, rundir, "weights")
+
+
+def test_an_interrupted_copy_is_not_a_file(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def interrupt(self: Any, path: str, target: str, **_: Any) -> None:
+        Path(target).write_bytes(b"wei")
+
+    fetch(RUN, rundir, "description")
+    with monkeypatch.context() as patch, pytest.raises(ShardmakeError, match=r"arrived with 3 of 7 bytes\n.*again"):
+        patch.setattr("s3fs.S3FileSystem._get_file", interrupt)
+        s3fs.S3FileSystem.clear_instance_cache()
+        fetch(RUN, rundir, "weights")
+    s3fs.S3FileSystem.clear_instance_cache()
+    fetch(RUN, rundir, "weights")
+    assert not any(path.name.startswith(".partial") for path in Path(fetch(RUN, rundir).model.path).iterdir())
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"model": "s3://lab/talk"}, "No model at s3://lab/talk: there is no config.json"),
+        ({"model": "s3://lab/nothing"}, "No model at s3://lab/nothing"),
+        ({"data": {"train": "s3://lab/pictures"}}, r"No data at s3://lab/pictures: .*Use \.jsonl"),
+        ({"data": {"train": "s3://elsewhere/talk"}}, "(?s)Fetching s3://elsewhere/talk failed: .*Check the URL"),
+    ],
+)
+def test_what_is_not_there_is_named(bucket: Any, rundir: RunDir, changes: dict[str, Any], words: str) -> None:
+    bucket.put_object(Key="pictures/one.png", Body=b"")
+    with pytest.raises(ShardmakeError, match=words):
+        fetch(make_run(**{"model": "s3://lab/base", "data": {"train": "s3://lab/talk"}} | changes), rundir)
+
+
+def test_any_file_system_of_fsspec_serves(bucket: Any, rundir: RunDir) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe({"/lab/rows.jsonl": ROWS})
+    source = store.fetch_data("memory://lab/rows.jsonl")
+    assert json.loads((Path(source.path) / "rows.jsonl").read_text().splitlines()[1]) == {"text": "two"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"model": "s4://lab/base"},
+            r"^runs\.chat\.model: s4://lab/base cannot be fetched: fsspec does not know the protocol",
+        ),
+        (
+            {"data": {"train": "https://me:word@host/x.jsonl"}},
+            r"data\.train: https://host/x\.jsonl is written with a user",
+        ),
+        ({"model": "s3://lab/base", "revision": "main"}, r"runs\.chat\.revision: a URL has no revisions"),
+    ],
+)
+def test_urls_that_cannot_work_are_refused_with_the_configuration(changes: dict[str, Any], words: str) -> None:
+    run = make_run(**{"model": "s3://lab/base", "data": {"train": "s3://lab/talk"}} | changes)
+    with pytest.raises(ShardmakeError, match=words):
+        check_inputs("chat", run)
+    assert local_files(run, "model", "data") == []
