@@ -26,7 +26,6 @@ from tests.cluster import test_faults as faults
 from tests.cluster.baseline import STRATEGIES, Baseline, Ends, Fault
 from tests.cluster.fault_run import FaultRun, cut_short, flip_a_bit, make_fault_run
 from tests.cluster.harness import STATE, Cluster
-from tests.cluster.slurm_conf import NODES
 
 RESULTS = Path(__file__).parent / "results/faults.json"
 EVERY = 5
@@ -87,7 +86,7 @@ def disturb(run: FaultRun, count: int) -> tuple[list[dict[str, Any]], int]:
         fault = CHANCE.choice(FAULTS)
         ends = fault(run, before + 1)
         run.wait_for_ends(before + len(ends), fault.__name__)
-        repair_nodes(run)
+        run.cluster.repair_nodes()  # as the site's staff would do in the end
         seen = [record["end"] for record in run.history()[before:]]
         rows.append({"fault": fault.__name__, "after_step": newest, "ends": seen, "seconds": time.time() - started})
         print(f"{len(rows):4}  {json.dumps(rows[-1])}", flush=True)
@@ -108,14 +107,6 @@ def wait_for_checkpoint(run: FaultRun, step: int) -> int:
 
     run.cluster.wait_until(is_there, "a new checkpoint", timeout=600)
     return max(found, default=step)
-
-
-def repair_nodes(run: FaultRun) -> None:
-    """Connect and start every node, as the site's staff would do in the end."""
-    for node in NODES:
-        run.cluster.join(node)
-        if run.cluster.node_states()[node].startswith("down"):
-            run.cluster.start_node(node)
 
 
 def campaign(run: FaultRun, strategy: str, count: int) -> dict[str, Any]:

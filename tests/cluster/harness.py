@@ -311,11 +311,15 @@ class Cluster:
         """Bring the cluster back to how `up` left it: nodes running and connected, no jobs."""
         if not self._controller_answers():
             self.restart_controller()
-        for node in NODES:
-            self.join(node) if self._is_alive(node) else self.start_node(node)
+        self.repair_nodes()
         for options in ("--signal=KILL --full", ""):  # fails for a job that ends meanwhile; `wait_idle` is the check
             self.run(f"squeue --noheader --format=%A | xargs --no-run-if-empty scancel {options}", check=False)
         self.wait_idle()
+
+    def repair_nodes(self) -> None:
+        """Start every node that is off, and connect the others."""
+        for node in NODES:
+            self.join(node) if self._is_alive(node) else self.start_node(node)
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
