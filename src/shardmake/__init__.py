@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from shardmake.consolidate.verify import verify
 
 __all__ = ["EstimateRequest", "__version__", "consolidate", "estimate", "verify"]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "EstimateRequest": "shardmake.commands.estimate",

@@ -13,6 +13,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
+from shardmake import __version__
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
 from shardmake.config.inputs import check_inputs
@@ -65,10 +66,19 @@ MOST_PROCESSES = 1024
 MOST_RANKS = 1_000_000
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"shardmake {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
 def configure(
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Print debug messages as well.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print warnings, errors and results only.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
 ) -> None:
     """Configure logging for every command."""
     configure_logging(verbose=verbose, quiet=quiet)
