@@ -7,6 +7,8 @@ PYTEST := $(BIN)/pytest -n 2 --no-loadscope-reorder
 PYTEST_ALL := $(BIN)/pytest -n 3 --no-loadscope-reorder
 # The tests that `make test` and `make test-all` leave out; each has a command of its own below.
 EXTRA := not nvme and not trackers and not two_users and not faults and not sweep and not objectives and not mixtures and not gpu
+# JUnit reports, from which `make docs` writes docs/evidence.md.
+REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -68,11 +70,11 @@ words: install-test
 
 # Unit tests, one path through every stage, one test of each family of process tests, one Slurm run.
 test: check
-	$(PYTEST) -m "not full and $(EXTRA)"
+	$(PYTEST) -m "not full and $(EXTRA)" --junit-xml=$(REPORTS)/test.xml
 
 # The other tests of CI.
 test-all: install-test test-fake-cuda .venv/bitsandbytes
-	$(PYTEST_ALL) -m "full and $(EXTRA)"
+	$(PYTEST_ALL) -m "full and $(EXTRA)" --junit-xml=$(REPORTS)/test-all.xml
 
 unit: install-test
 	$(PYTEST) tests/unit
@@ -93,7 +95,7 @@ test-fake-cuda: install-test .venv/cuda-build/installed
 
 # DeepSpeed first compiles its asynchronous I/O and its Adam for several minutes.
 test-nvme: install-test
-	$(BIN)/pytest -m nvme tests/workflow
+	$(BIN)/pytest -m nvme tests/workflow --junit-xml=$(REPORTS)/nvme.xml
 
 # W&B and trackio install packages that nothing else here needs; trackio also needs another version of pillow.
 test-trackers: install-test
@@ -108,20 +110,20 @@ test-two-users: install-test
 # Every fault for every strategy on two three-node Slurms side by side: over an hour.
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/workflow
-	$(PYTEST) -m faults tests/cluster --junit-xml=.venv/faults.xml
-	$(BIN)/python -m tools.fault_matrix .venv/faults.xml benchmarks/results/fault_matrix.txt
+	$(PYTEST) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml
+	$(BIN)/python -m tools.fault_matrix $(REPORTS)/faults.xml benchmarks/results/fault_matrix.txt
 
 # A rank is killed at every write of a save: half an hour.
 test-sweep: install-test
-	$(BIN)/pytest -m sweep tests/workflow
+	$(BIN)/pytest -m sweep tests/workflow --junit-xml=$(REPORTS)/sweep.xml
 
 # Training on preferences under every other strategy: a quarter of an hour.
 test-objectives: install-test
-	$(BIN)/pytest -m objectives tests/workflow
+	$(BIN)/pytest -m objectives tests/workflow --junit-xml=$(REPORTS)/objectives.xml
 
 # Every family of mixtures of experts under every strategy: a quarter of an hour.
 test-mixtures: install-test
-	$(BIN)/pytest -m mixtures tests/workflow
+	$(BIN)/pytest -m mixtures tests/workflow --junit-xml=$(REPORTS)/mixtures.xml
 
 # On a node with GPUs: ten minutes on one, more on several. ACCELERATOR=a100-80gb names a GPU that is not recognized.
 # The first call installs pytest, for which a node needs internet access; call it on the login node before.
@@ -133,6 +135,7 @@ docs: install
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
 	$(BIN)/python -m tools.file_formats
+	$(BIN)/python -m tools.evidence $(wildcard $(REPORTS)/*.xml)
 
 # The documentation as a website, in build/site; a broken link is an error.
 site: install

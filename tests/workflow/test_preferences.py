@@ -80,6 +80,7 @@ def planned(pairs: Forked, method: str, strategy: Strategy) -> tuple[Plan, Run, 
     return pairs.plan(strategy, 2, method=method, **SETTINGS)
 
 
+@pytest.mark.proves("fp32", "resumed", "opened", objective="dpo")
 @pytest.mark.parametrize(("method", "strategy"), [*CASES, *(pytest.param(*case, marks=ON_DEMAND) for case in OTHERS)])
 def test_dpo_equals_plain_trl_and_resumes(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy, plain: Callable[[str], list[dict[str, Any]]]

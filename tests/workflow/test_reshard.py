@@ -57,6 +57,7 @@ def train_further(
     return newest_of(rundir)
 
 
+@pytest.mark.proves("resharded", strategy=lambda params: [strategy for strategy, _ in params["setups"]])
 @pytest.mark.parametrize(
     "setups",
     [
