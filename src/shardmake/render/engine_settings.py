@@ -299,7 +299,39 @@ def _usable(given: Mapping[str, Any], found: EngineSettings) -> dict[str, Any]:
         if key in WRITTEN_BY_ACCELERATE_CONFIG and value not in (None, *WRITTEN_BY_ACCELERATE_CONFIG[key]):
             effect = "Accelerate ignores the key in a file. Write it on the command line."
             found.problems.append(Problem("Accelerate", key, value, "warning", effect))
+    refuse_counts(values, found)
     return values
+
+
+_SMALLEST: Final = {"num_processes": 1, "num_machines": 1, "machine_rank": 0, "main_process_port": 0}
+
+
+def refuse_counts(values: dict[str, Any], found: EngineSettings) -> None:
+    """Record and remove counts with which the launcher starts other ranks than the file says, or stops after all."""
+
+    def refuse(key: str, effect: str) -> None:
+        found.refuse("Accelerate", key, values.pop(key), effect)
+
+    for key, smallest in _SMALLEST.items():
+        value = values.get(key)
+        number = int(value) if isinstance(value, str) and value.strip().lstrip("-").isdigit() else value
+        if key in values and (not isinstance(number, int) or isinstance(number, bool) or number < smallest):
+            refuse(key, f"`accelerate launch` needs a whole number from {smallest} on.")
+        elif key in values:
+            values[key] = number
+    ranks, machines = values.get("num_processes"), values.get("num_machines", 1)
+    if values.get("machine_rank", 0) >= machines:
+        refuse("machine_rank", f"The machines are numbered from 0 to {machines - 1}.")
+    if values.get("main_process_port", 0) > _LARGEST_PORT:
+        refuse("main_process_port", f"The largest port is {_LARGEST_PORT}.")
+    if ranks is not None and ranks % machines:
+        effect = (
+            f"Each of the {machines} machines starts {ranks // machines}, silently. Write a multiple of {machines}."
+        )
+        refuse("num_processes", effect)
+
+
+_LARGEST_PORT: Final = 65535
 
 
 def _is_compound(key: str, value: Any) -> bool:
