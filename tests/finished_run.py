@@ -11,8 +11,8 @@ from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import read_files
 from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
-from shardmake.run.evaluation import EvaluationResult, LengthScore, ModelScore, Sample, TaskScore
-from shardmake.run.metrics import MetricsLine
+from shardmake.run.evaluation import EvaluationResult, LengthScore, ModelScore, PreferenceScore, Sample, TaskScore
+from shardmake.run.metrics import MetricsLine, Rewards
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import (
@@ -282,6 +282,14 @@ EVALUATED = EvaluationResult(
     tuned=SCORES,
     samples=[Sample(prompt="What does len do?", base="```", tuned="It returns the number of items.")],
     tasks=[TaskScore(task="sums", metric="acc", base=0.25, tuned=0.75)],
+)
+
+
+PREFERENCES = PreferenceScore(
+    pairs=1200,
+    base_accuracy=0.5,
+    tuned_accuracy=0.75,
+    rewards=Rewards(chosen=0.25, rejected=-1.0, margins=1.25, accuracies=0.875),
 )
 
 

@@ -1,4 +1,7 @@
-"""Training on preferences equals plain TRL on the same pairs, and resumes as if it had not stopped."""
+"""Training on preferences equals plain TRL on the same pairs, and resumes as if it had not stopped.
+
+The final model is the one that TRL saves, and its evaluation has the rewards that the training measured.
+"""
 
 import json
 import os
@@ -16,6 +19,7 @@ from safetensors.torch import load_file
 
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.consolidate.merge import consolidate
+from shardmake.evaluate.stage import evaluate
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests.fork_server import free_port
@@ -65,10 +69,15 @@ def pairs(forked: Forked, tmp_path_factory: pytest.TempPathFactory, inputs: Path
 
 
 @pytest.fixture(scope="module")
-def plain(pairs: Forked, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, Any]]]:
+def trl_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of what TRL alone writes."""
+    return tmp_path_factory.mktemp("trl")
+
+
+@pytest.fixture(scope="module")
+def plain(pairs: Forked, trl_models: Path) -> Callable[[str], list[dict[str, Any]]]:
     """Return what TRL alone logs at each step under DDP, by method."""
-    folder = tmp_path_factory.mktemp("trl")
-    return cache(lambda method: plain_trl(pairs.checkout.root, method, folder / f"{method}.json"))
+    return cache(lambda method: plain_trl(pairs.checkout.root, method, trl_models / f"{method}.json"))
 
 
 def _pair(question: dict[str, str], answer: dict[str, str]) -> dict[str, Any]:
@@ -110,6 +119,39 @@ def test_dpo_equals_plain_trl_and_resumes(
     assert sorted(whole) == sorted(resumed)
     assert [name for name in whole if not whole[name].equal(resumed[name])] == []
     assert not any(".ref." in name for name in whole)
+
+
+EVALUATED = [("full", "ddp"), *(pytest.param("full", name, marks=ON_DEMAND) for name in ("zero2", "zero3", "fsdp"))]
+
+
+@pytest.mark.proves("opened", objective="dpo")
+@pytest.mark.parametrize(("method", "strategy"), EVALUATED)
+def test_the_final_model_is_that_of_trl_and_has_the_rewards_of_the_training(
+    pairs: Forked,
+    tmp_path: Path,
+    method: str,
+    strategy: Strategy,
+    plain: Callable[[str], list[dict[str, Any]]],
+    trl_models: Path,
+) -> None:
+    rundir = RunDir(tmp_path / "run")
+    plan, run, cluster = planned(pairs, method, strategy)
+    assert pairs.train(rundir, (plan, run, cluster)) == [0, 0], log(rundir)
+    plain(method)
+    consolidate(rundir.checkpoints / "checkpoint-4", rundir.model, base=Path(run.model), workers=1)
+    ours, theirs = (
+        load_file(folder / "model.safetensors") for folder in (rundir.model, trl_models / f"{method}.json.model")
+    )
+    assert sorted(ours) == sorted(theirs)
+    for name, weight in theirs.items():
+        torch.testing.assert_close(ours[name], weight, rtol=0, atol=1e-5, msg=name)
+
+    plan.write(rundir.plan)
+    measured = metrics(rundir)[-1]["eval_rewards"]
+    preferences = evaluate(run, rundir).preferences
+    assert preferences is not None and preferences.pairs == 12
+    for name, value in preferences.rewards:
+        assert value == pytest.approx(measured[name], abs=1e-4), name
 
 
 def merged(rundir: RunDir, out: Path, method: str) -> dict[str, torch.Tensor]:

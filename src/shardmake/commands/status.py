@@ -95,6 +95,9 @@ def _evaluation(evaluation: EvaluationResult) -> list[str]:
         lines.append(
             f"Held-out examples that greedy decoding answers word for word: {base.exact:.1%} -> {tuned.exact:.1%}."
         )
+    if evaluation.preferences:
+        rewards = evaluation.preferences.rewards
+        lines.append(f"Held-out pairs: reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}.")
     if evaluation.samples:
         sample = evaluation.samples[0]
         lines += ["\nPrompt:", _indent(sample.prompt), "The tuned model:", _indent(sample.tuned)]

@@ -137,7 +137,7 @@ def score(
     with torch.inference_mode():
         measure = LossPerToken(network, examples[0]["input_ids"])
         for rows in passes:
-            batch = _batch([examples[row] for row in rows or [0]])
+            batch = pad_examples([examples[row] for row in rows or [0]])
             with smaller_after_out_of_memory(*batch["input_ids"].shape):
                 first_bins = torch.tensor([bisect_right(ends, row) * _WIDTH for row in rows or [0]])
                 found = _losses(measure, batch, first_bins, len(scores.bins))
@@ -197,7 +197,7 @@ def _count_examples(places: "Tensor", example_of: "Tensor", likeliest: "Tensor",
     return torch.bincount(bin_of, minlength=bins), torch.bincount(bin_of[wrong == 0], minlength=bins)
 
 
-def _batch(examples: Sequence[Example]) -> "dict[str, Tensor]":
+def pad_examples(examples: Sequence[Example]) -> "dict[str, Tensor]":
     """Pad sequences on the right and stack them as ``[sequences, tokens]``.
 
     Positions restart at 0 with each example of a packed sequence and with each padding token. Models treat these as

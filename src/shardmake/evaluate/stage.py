@@ -38,7 +38,7 @@ from shardmake.evaluate.scores import (
     plan_passes,
     score,
 )
-from shardmake.run.evaluation import EvaluationResult, Sample, TaskScore
+from shardmake.run.evaluation import EvaluationResult, PreferenceScore, Sample, TaskScore
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import planned_class
@@ -77,6 +77,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         EvaluationTask(run, rundir, str(rundir.model), model_class, None, prompts),
     ]
     base, tuned = _assess_with_retries(models, setup)
+    dpo = run.dpo_settings
     sources = [source.name for source in DataReceipt.read(rundir.data_receipt).eval.sources]
     result = EvaluationResult(
         sequences=len(examples),
@@ -85,6 +86,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         ranks=setup.ranks,
         base=base.scores.as_record(sources),
         tuned=tuned.scores.as_record(sources),
+        preferences=_compare_pairs(base, tuned, dpo.beta) if dpo else None,
         samples=_samples(tokenizer, prompts, base, tuned),
         tasks=[
             TaskScore(task=task, metric=metric, base=value, tuned=tuned.tasks[task, metric])
@@ -93,6 +95,9 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     )
     for name, found in {"base": result.base, "tuned": result.tuned}.items():
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, {found.tokens:,} tokens")
+    if result.preferences:
+        rewards = result.preferences.rewards
+        logger.info(f"reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}")
     result.write(rundir.evaluation)
     return result
 
@@ -133,11 +138,15 @@ class EvaluationTask:
 
 @dataclass(frozen=True)
 class Assessment:
-    """Scores of a model, its answers (token ids, by prompt), and its results by task and metric."""
+    """Scores of a model, its answers (token ids, by prompt), and its results by task and metric.
+
+    ``pairs`` has the log-probabilities of the answers of pairs, by `shardmake.evaluate.preferences.Answers`'s number.
+    """
 
     scores: Scores
     answers: list[list[int]]
     tasks: dict[tuple[str, str], float]
+    pairs: dict[int, float]
 
 
 def _assess_with_retries(tasks: list[EvaluationTask], setup: EvaluationSetup) -> list[Assessment]:
@@ -187,7 +196,14 @@ def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[
 
 def _combine(shares: list[Assessment]) -> Assessment:
     bins = zip(*(share.scores.bins for share in shares), strict=True)
-    return Assessment(Scores([add_up(scores) for scores in bins]), shares[0].answers, shares[0].tasks)
+    pairs = {number: value for share in shares for number, value in share.pairs.items()}
+    return Assessment(Scores([add_up(scores) for scores in bins]), shares[0].answers, shares[0].tasks, pairs)
+
+
+def _compare_pairs(base: Assessment, tuned: Assessment, beta: float) -> PreferenceScore:
+    from shardmake.evaluate.preferences import compare_answers
+
+    return compare_answers(base.pairs, tuned.pairs, beta)
 
 
 def _assess_share(tasks: list[EvaluationTask], setup: EvaluationSetup, rank: RankInfo) -> list[Assessment]:
@@ -214,18 +230,37 @@ def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) 
     )
     examples = load(task.rundir.data, "eval")
     together = rank.rendezvous is not None
-    passes = plan_passes(examples.lengths(), setup.batch_tokens, rank.world_size)
-    own = passes[rank.number :: rank.world_size]
-    if together:
-        own += [[] for _ in range(-(-len(passes) // rank.world_size) - len(own))]
+    own = _own_passes(examples.lengths(), setup, rank)
     sources = DataReceipt.read(task.rundir.data_receipt).eval.sources
     scores = score(network, examples, own, [source.sequences or 0 for source in sources])
+    pairs = _score_pairs(network, task, setup, rank) if task.run.dpo_settings else {}
     answers_here = together or rank.number == 0
     answers = [_answer(network, prompt, evaluation.max_new_tokens) for prompt in task.prompts if answers_here]
     results = measure_tasks(network, task.rundir.model, evaluation, setup.batch_tokens) if answers_here else {}
     del network
     torch.cuda.empty_cache()  # another process may load the next model on this GPU
-    return Assessment(scores, answers, results)
+    return Assessment(scores, answers, results, pairs)
+
+
+def _own_passes(lengths: list[int], setup: EvaluationSetup, rank: RankInfo) -> list[list[int]]:
+    """Return the passes of a rank; with empty ones at the end if all ranks must run equally many."""
+    passes = plan_passes(lengths, setup.batch_tokens, rank.world_size)
+    own = passes[rank.number :: rank.world_size]
+    if rank.rendezvous is not None:
+        own += [[] for _ in range(-(-len(passes) // rank.world_size) - len(own))]
+    return own
+
+
+def _score_pairs(
+    network: "PreTrainedModel", task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo
+) -> dict[int, float]:
+    """Return the log-probabilities of a rank's share of the answers of the held-out pairs, by number."""
+    from shardmake.data.pairs import Pairs
+    from shardmake.evaluate.preferences import Answers, score_answers
+
+    pairs = Pairs(task.rundir.data, "eval")
+    answers = Answers((pairs[number] for number in range(len(pairs))), task.run.sequence_length)
+    return score_answers(network, answers, _own_passes(answers.lengths(), setup, rank))
 
 
 def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples) -> list[list[int]]:

@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from shardmake.run.metrics import Rewards
 from shardmake.run.record import RunRecord
 
 
@@ -58,6 +59,17 @@ class TaskScore(RunRecord):
     tuned: float = Field(description="Value of the tuned model.")
 
 
+class PreferenceScore(RunRecord):
+    """Scores of held-out pairs of a training on preferences."""
+
+    pairs: int = Field(description="Pairs of answers.")
+    base_accuracy: float = Field(
+        description="Part of the pairs whose chosen answer the base model finds likelier, 0 to 1."
+    )
+    tuned_accuracy: float = Field(description="The same for the tuned model.")
+    rewards: Rewards = Field(description="Means over the pairs; the reference is the base model.")
+
+
 class EvaluationResult(RunRecord):
     """``evaluation.json``: the base and the tuned model on the evaluation split."""
 
@@ -68,6 +80,9 @@ class EvaluationResult(RunRecord):
     ranks: int = Field(description="Processes that shared the sequences.")
     base: ModelScore = Field(description="Scores of the base model.")
     tuned: ModelScore = Field(description="Scores of the tuned model.")
+    preferences: PreferenceScore | None = Field(
+        None, exclude_if=operator.not_, description="Scores of the pairs, for the objective dpo."
+    )
     samples: list[Sample] = Field(description="Prompts with both answers.")
     tasks: list[TaskScore] = Field(description="Tasks of lm_eval.")
 

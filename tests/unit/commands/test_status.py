@@ -26,7 +26,15 @@ from shardmake.run.metrics import MetricsLine
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt, WeightsReceipt
 from shardmake.run.settings import current
-from tests.finished_run import make_data_receipt, make_plan, make_run, make_rundir, publish_heartbeat
+from tests.finished_run import (
+    EVALUATED,
+    PREFERENCES,
+    make_data_receipt,
+    make_plan,
+    make_run,
+    make_rundir,
+    publish_heartbeat,
+)
 from tests.unit.plans import make_cluster, make_training_settings
 
 SLURM = make_cluster(executor="slurm")
@@ -254,3 +262,9 @@ def test_rows_of_squeue_are_of_the_runs_own_job(training: RunDir) -> None:
     foreign = {"12": JobStatus(JobState.RUNNING, "RUNNING", "c9", "another-job")}
     assert summary(make_run(push=PUSH), SLURM, training, foreign).endswith("has ended")
     assert parse_rows(f"12|PENDING|(Priority)|{job_name(training.root)}")["12"].state is JobState.PENDING
+
+
+def test_scores_of_pairs_are_shown(finished: RunDir) -> None:
+    EVALUATED.model_copy(update={"preferences": PREFERENCES}).write(finished.evaluation)
+    shown = describe(make_run(push=PUSH), LOCAL, finished)
+    assert "Held-out pairs: reward accuracy 87.5%, margin 1.2500." in shown

@@ -19,6 +19,7 @@ from tests.finished_run import (
     CHOICE,
     EVALUATED,
     PLOTS,
+    PREFERENCES,
     SETTINGS,
     TRAINED,
     make_attempt,
@@ -41,6 +42,19 @@ def test_card_and_report_describe_the_data_that_were_recognized(tmp_path: Path) 
     assert f"train.jsonl: {words.replace(chr(39), '&#39;')}</p>" in rundir.report.read_text()
     made.write(rundir.data_receipt)
     assert "| Data format | text (text), loss on all tokens |" in render_card(make_run(), rundir)
+
+
+def test_card_and_report_show_the_scores_of_pairs(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    assert "Reward" not in render_card(make_run(), rundir)
+    EVALUATED.model_copy(update={"preferences": PREFERENCES}).write(rundir.evaluation)
+    card = render_card(make_run(), rundir)
+    assert "| Pairs whose chosen answer is likelier | 50.0% | 75.0% |" in card
+    assert "| Reward accuracy | | 87.5% |\n| Reward margin | | 1.2500 |" in card
+    write_report(make_run(), rundir)
+    page = rundir.report.read_text()
+    assert "On 1,200 held-out pairs." in page
+    assert '<td>reward margin</td><td></td><td class="number">1.2500</td>' in page
 
 
 def test_values_of_own_files_are_stated_without_paths(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Train with TRL's DPOTrainer alone, on pairs as text; write the logged values as JSON."""
+"""Train with TRL's DPOTrainer alone, on pairs as text; write the logged values as JSON, and the model."""
 
 import json
 import sys
@@ -41,6 +41,7 @@ trainer = DPOTrainer(
     else None,
 )
 trainer.train()
+trainer.save_model(f"{out}.model")
 if trainer.accelerator.is_main_process:
     with Path(out).open("w") as file:
         json.dump(trainer.state.log_history, file)

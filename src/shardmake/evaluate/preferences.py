@@ -1,0 +1,87 @@
+"""Compare both answers of each held-out pair by their log-probabilities under the base and the tuned model."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+import torch
+
+from shardmake.data.pairs import Pair
+from shardmake.evaluate.losses import LossPerToken
+from shardmake.evaluate.scores import IGNORED, Example, pad_examples, smaller_after_out_of_memory
+from shardmake.run.evaluation import PreferenceScore
+from shardmake.run.metrics import Rewards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class Answers:
+    """Each answer as an example: number 2n is the chosen answer of pair n, number 2n + 1 the rejected one."""
+
+    def __init__(self, pairs: Iterable[Pair], sequence_length: int) -> None:
+        """Cut prompt and answer to ``sequence_length`` tokens, as the training does."""
+        self._examples = [
+            (pair["prompt_ids"], pair[answer][: max(0, sequence_length - len(pair["prompt_ids"]))])
+            for pair in pairs
+            for answer in ("chosen_ids", "rejected_ids")
+        ]
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, number: int) -> Example:
+        """Return prompt and answer; the tokens of the answer have labels."""
+        prompt, answer = self._examples[number]
+        ids = torch.tensor([*prompt, *answer])
+        labels = torch.tensor([*[IGNORED] * len(prompt), *answer])
+        return {"input_ids": ids, "labels": labels, "position_ids": torch.arange(len(ids))}
+
+    def lengths(self) -> list[int]:
+        """Return the tokens of each prompt with its answer."""
+        return [len(prompt) + len(answer) for prompt, answer in self._examples]
+
+
+def score_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Return the log-probability of each answer in ``passes``, in nats and by number, summed over its tokens.
+
+    Passes without answers and errors are those of `shardmake.evaluate.scores.score`.
+    """
+    found: dict[int, float] = {}
+    with torch.inference_mode():
+        measure = LossPerToken(network, answers[0]["input_ids"])
+        for numbers in passes:
+            batch = pad_examples([answers[number] for number in numbers or [0]])
+            labels = batch.pop("labels")
+            inputs = {name: tensor.to(network.device) for name, tensor in batch.items()}
+            with smaller_after_out_of_memory(*labels.shape):
+                losses = measure(inputs, labels).losses.double().cpu()
+            rows = (labels[:, 1:] != IGNORED).nonzero()[:, 0]
+            sums = torch.bincount(rows, losses, minlength=len(labels)).neg().tolist()
+            found.update(zip(numbers, sums, strict=False))  # a pass without answers has the sum of a stand-in
+    return found
+
+
+def compare_answers(base: Mapping[int, float], tuned: Mapping[int, float], beta: float) -> PreferenceScore:
+    """Return the scores of pairs from the log-probabilities of their answers under both models.
+
+    A reward is ``beta * (tuned - base)``, that of Rafailov et al. (2023), with the base model as the reference.
+    """
+    rewards = {number: beta * (value - base[number]) for number, value in tuned.items()}
+    chosen, rejected = ([rewards[number] for number in range(first, len(rewards), 2)] for first in (0, 1))
+    return PreferenceScore(
+        pairs=len(chosen),
+        base_accuracy=_accuracy(base),
+        tuned_accuracy=_accuracy(tuned),
+        rewards=Rewards(
+            chosen=fmean(chosen),
+            rejected=fmean(rejected),
+            margins=fmean(chosen) - fmean(rejected),
+            accuracies=_accuracy(rewards),
+        ),
+    )
+
+
+def _accuracy(values: Mapping[int, float]) -> float:
+    """Return the part of the pairs whose chosen answer has the larger value."""
+    return fmean(values[number] > values[number + 1] for number in range(0, len(values), 2))

@@ -1,0 +1,47 @@
+"""Log-probabilities of both answers of a pair against the model's own logits, and the scores made from them."""
+
+import pytest
+import torch
+
+from shardmake.evaluate.preferences import Answers, compare_answers, score_answers
+from shardmake.evaluate.scores import plan_passes
+from tests.unit.evaluate.test_losses import make_network
+
+PAIRS = [
+    {"prompt_ids": [5, 6, 7], "chosen_ids": [8, 9], "rejected_ids": [10, 11, 12, 13]},
+    {"prompt_ids": [20, 21], "chosen_ids": [22, 23, 24, 25, 26, 27], "rejected_ids": [28]},
+    {"prompt_ids": [30, 31, 32, 33], "chosen_ids": [34], "rejected_ids": [35, 36]},
+]
+LENGTH = 7
+
+
+def test_answers_alternate_and_are_cut_as_in_training() -> None:
+    answers = Answers(PAIRS, LENGTH)
+    assert len(answers) == 6
+    assert answers.lengths() == [5, 7, 7, 3, 5, 6]
+    assert answers[2]["input_ids"].tolist() == [20, 21, 22, 23, 24, 25, 26]
+    assert answers[3]["labels"].tolist() == [-100, -100, 28]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_log_probabilities_are_those_of_each_answer_alone(ranks: int) -> None:
+    network, answers = make_network(), Answers(PAIRS, LENGTH)
+    passes = plan_passes(answers.lengths(), 16, ranks)
+    found: dict[int, float] = {}
+    for rank in range(ranks):
+        found |= score_answers(network, answers, [*passes[rank::ranks], []])
+    assert sorted(found) == list(range(6))
+    for number in range(6):
+        ids, labels = answers[number]["input_ids"], answers[number]["labels"]
+        with torch.inference_mode():
+            probable = network(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        chosen = probable.gather(1, ids[1:, None])[:, 0][labels[1:] != -100]
+        assert found[number] == pytest.approx(chosen.sum().item(), abs=1e-4)
+
+
+def test_scores_of_pairs() -> None:
+    base = {0: -4.0, 1: -3.0, 2: -5.0, 3: -6.0}
+    tuned = {0: -2.0, 1: -5.0, 2: -7.0, 3: -7.0}
+    score = compare_answers(base, tuned, beta=0.5)
+    assert (score.pairs, score.base_accuracy, score.tuned_accuracy) == (2, 0.5, 0.5)
+    assert score.rewards.model_dump() == {"chosen": 0.0, "rejected": -0.75, "margins": 0.75, "accuracies": 0.5}
