@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from shardmake.commands.estimate import EstimateRequest, EstimateResult
+from shardmake.commands.estimate_terms import DISK_TERMS, GPU_TERMS, HOST_TERMS, NVME_TERMS
 from shardmake.config.accelerators import find_accelerator
 from shardmake.core.units import GIB, format_count
 from shardmake.plan.candidates import Candidate
@@ -14,34 +15,6 @@ if TYPE_CHECKING:
 
 SLOW: Final = 2.0
 """A candidate that takes this many times the seconds of the choice is marked."""
-
-EXPLANATIONS = {
-    "weights": "trained weights: 2 bytes in DeepSpeed (without its fp32 master weights), 4 in DDP and FSDP; "
-    "divided by the ranks under ZeRO-3 and FSDP",
-    "frozen weights": "weights of the base model under adapters: 2 bytes per element. QLoRA: 0.5 in NF4 "
-    "(Dettmers et al. 2023), and 4 for the rest without DeepSpeed (prepare_model_for_kbit_training)",
-    "quantization scales": "scales of the 4-bit weights, 0.016 bytes per weight with double quantization; whole on "
-    "every rank, also under FSDP (Linear4bit.quant_state)",
-    "gradients": "one per trained weight: 2 bytes in DeepSpeed, 4 in FSDP; divided by the ranks from ZeRO-2 on",
-    "master weights": "DeepSpeed's fp32 copy of the trained weights (Rajbhandari et al. 2020, section 3.1)",
-    "optimizer states": "AdamW: two moments, fp32 in DeepSpeed, else in the weights' type; created in the first step",
-    "optimizer temporaries": "temporary tensors of torch's foreach optimizer in a step",
-    "communication buffers": "DDP's reducer buckets (a copy of the gradients), ZeRO's reduce bucket, FSDP's flat "
-    "input of the reduce-scatter",
-    "gathered weights": "full weights of layers in use under ZeRO-3 and FSDP: the layer, prefetched weights, and "
-    "weights that are kept because their next use is near (stage3_max_reuse_distance)",
-    "persistent weights": "weights below stage3_param_persistence_threshold, which ZeRO-3 does not shard",
-    "weights during loading": "a full tensor or unit before it is sharded at the start",
-    "activations": "tensors saved by the forward pass for the backward pass, or one input per layer with checkpointing",
-    "logits and loss": "logits in fp32, log-softmax, and its gradient: 12 bytes x tokens x vocabulary at the peak",
-    "backward temporaries": "gradients of activations, and one recomputed layer with checkpointing",
-    "gradients before reduction": "the full gradients of a layer until they are reduced",
-    "flat gradients": "ZeRO flattens its part of the gradients for the step, ZeRO-3 sub_group_size at a time",
-    "fp32 gradients": "ZeRO casts its part of the gradients to fp32 for the step, ZeRO-3 sub_group_size at a time",
-    "gradient norm": "a copy in fp64 of the largest gradient, or of its part, for the norm (get_norm_dtype)",
-    "model buffers": "buffers of the model, such as the rotary embedding's frequencies",
-    "cuBLAS workspaces": "one for the forward and one for the backward thread, 8.1 MiB each",
-}
 
 
 def print_table(result: EstimateResult, explain: bool = False) -> None:
@@ -139,7 +112,11 @@ def _print_terms(console: "Console", rows: Iterable[Candidate]) -> None:
             f"\n{row.choice.strategy} {checkpointing} checkpointing: the peak is in the phase {row.memory.gpu.phase!r}"
         )
         for term, size in sorted(row.memory.gpu.terms.items(), key=lambda item: -item[1]):
-            console.print(f"  {size / GIB:9.3f} GiB  {term}: {EXPLANATIONS.get(term, '')}")
-        for place, terms in (("host", row.memory.host), ("NVMe", row.memory.nvme), ("disk", row.memory.disk)):
+            console.print(f"  {size / GIB:9.3f} GiB  {term}: {GPU_TERMS[term]}")
+        for place, terms, meaning in (
+            ("host", row.memory.host, HOST_TERMS),
+            ("NVMe", row.memory.nvme, NVME_TERMS),
+            ("disk", row.memory.disk, DISK_TERMS),
+        ):
             for term, size in terms.items():
-                console.print(f"  {size / GIB:9.3f} GiB  {place}: {term}")
+                console.print(f"  {size / GIB:9.3f} GiB  {place}: {term}: {meaning[term]}")

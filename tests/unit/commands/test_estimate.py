@@ -6,13 +6,18 @@ from typing import Literal
 import pytest
 
 from shardmake.commands.estimate import EstimateRequest, estimate, resolve_request
-from shardmake.commands.estimate_table import EXPLANATIONS, mark, print_table
-from shardmake.config.models import STRATEGIES, Cluster, Run, Strategy
+from shardmake.commands.estimate_table import mark, print_table
+from shardmake.commands.estimate_terms import DISK_TERMS, GPU_TERMS, HOST_TERMS, NVME_TERMS
+from shardmake.config.models import STRATEGIES, Cluster, GradientDtype, Method, Run, Strategy
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
+from shardmake.memory import closed_form
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.host import host_terms
 from shardmake.plan.stage import make_plan
 from shardmake.plan.verdict import Headroom
+from tests.unit.memory.llama_8b import scenario
 from tests.unit.plan.test_choose import candidate as make_candidate
 
 CONFIG = {
@@ -67,9 +72,23 @@ def test_a_deepspeed_file_gives_stage_and_sizes(model: str, tmp_path: Path) -> N
         estimate(EstimateRequest(model, deepspeed_config=str(own)))
 
 
-def test_every_term_is_explained(model: str) -> None:
-    for row in estimate(EstimateRequest(model, method="lora")).rows + estimate(EstimateRequest(model)).rows:
-        assert set(row.memory.gpu.terms) <= set(EXPLANATIONS)
+@pytest.mark.parametrize("method", ["full", "lora", "qlora"])
+@pytest.mark.parametrize("gradient_dtype", ["auto", "fp32"])
+def test_every_term_is_explained(model: str, method: Method, gradient_dtype: GradientDtype) -> None:
+    rows = estimate(EstimateRequest(model, method=method, gradient_dtype=gradient_dtype)).rows
+    for memory in (row.memory for row in rows):
+        assert set(memory.gpu.terms) <= set(GPU_TERMS)
+        assert set(memory.host) <= set(HOST_TERMS)
+        assert set(memory.nvme) <= set(NVME_TERMS)
+        assert set(memory.disk) <= set(DISK_TERMS)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_term_beside_a_reference_model_is_explained(strategy: Strategy) -> None:
+    setup = scenario(strategy=strategy, reference_weights=True, gathers_on_save=True, checkpoint_in_memory=True)
+    phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1))
+    assert {term for terms in phases.values() for term in terms} <= set(GPU_TERMS)
+    assert set(host_terms(setup, Buckets())) <= set(HOST_TERMS)
 
 
 def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +103,7 @@ def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFix
         "312 TFLOP/s",
     ):
         assert words in shown
+    assert "host: processes: 1.5 GiB per rank" in shown and "disk: checkpoints: those kept" in shown
     assert "12.5 GB/s between nodes" in shown and "error of sharded trainings: " in shown
 
 
