@@ -280,9 +280,11 @@ def plan(
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
     from shardmake.evaluate.stage import check_prompts
+    from shardmake.launch.expected_start import expected_starts
     from shardmake.launch.submission_check import check_submission
     from shardmake.plan.stage import describe, describe_checkpoints, plan_offline, plan_run
     from shardmake.push.check import check_push
+    from shardmake.run.plan import MemoryEstimates
     from shardmake.train.trackers import check_trackers
 
     if offline:
@@ -304,6 +306,8 @@ def plan(
         made = plan_run(run, cluster, rundir, lambda plan: check_submission(plan, run, cluster, rundir))
     typer.echo(describe(made, rundir))
     typer.echo(describe_checkpoints(made, run, cluster, rundir))
+    if starts := expected_starts(made, MemoryEstimates.read(rundir.memory), cluster, rundir):
+        typer.echo(f"  {starts}")
 
 
 @app.command()

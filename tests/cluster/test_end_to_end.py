@@ -35,7 +35,8 @@ def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterChec
 @pytest.mark.proves("slurm", "merged", "opened", strategy="zero3")
 def test_two_nodes_from_config_to_pushed_model_with_the_head_killed(checkout: ClusterCheckout) -> None:
     checkout.configure_cluster(max_steps=30, checkpoints={"every_steps": 10})
-    checkout.on_login_node("snakemake", *SLURM, "plan")
+    planned = checkout.on_login_node("snakemake", *SLURM, "plan")
+    assert "2 nodes: would start at once" in planned
     assert not (checkout.run / "train").exists(), "the plan submits no job"
 
     head = checkout.cluster.popen(checkout.command("snakemake", *SLURM), cwd=checkout.root)

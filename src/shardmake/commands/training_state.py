@@ -10,12 +10,12 @@ import socket
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import psutil
 
 from shardmake.core.units import format_duration
+from shardmake.launch.expected_start import parse_start
 from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
@@ -134,24 +134,17 @@ def _with_job(rundir: RunDir, job: SubmittedJob, status: JobStatus) -> TrainingS
 def _pending(job: SubmittedJob, status: JobStatus, name: str) -> TrainingState:
     """Return the state of a training whose job waits."""
     starts = parse_start(status.expected_start)
-    estimate = (
-        "" if starts is None else f" Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
-    )
+    if starts is None:
+        estimate = "Slurm does not know when it will start."
+    else:
+        estimate = f"Slurm expects to start it in {format_duration(max(0, starts - time.time()))}."
     waited = format_duration(time.time() - job.submitted)
     return TrainingState(
         f"waits in the queue: {status.nodes}",
-        (f"Submitted {waited} ago as {name}.{estimate}",),
+        (f"Submitted {waited} ago as {name}. {estimate}",),
         queue=_queue(status),
         starts=starts,
     )
-
-
-def parse_start(text: str) -> float | None:
-    """Return the Unix time of a start as squeue prints it, in this machine's time zone; None for ``N/A``."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except ValueError:
-        return None
 
 
 def _queue(status: JobStatus) -> str:

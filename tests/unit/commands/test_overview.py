@@ -12,9 +12,10 @@ from shardmake.commands import overview
 from shardmake.commands.last_event import last_event
 from shardmake.commands.overview import RunRow, list_runs, status_row, status_rows
 from shardmake.commands.text_table import plain_table
-from shardmake.commands.training_state import Progress, parse_start
+from shardmake.commands.training_state import Progress
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError
+from shardmake.launch.expected_start import parse_start
 from shardmake.launch.jobs import job_name
 from shardmake.launch.slurm_states import parse_rows
 from shardmake.run.attempt import AttemptDir, SubmittedJob

@@ -169,6 +169,13 @@ def test_a_job_that_does_not_run(
     assert one_line(training) == f"chat  {line}"
 
 
+def test_a_start_that_slurm_does_not_know(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = f"12|PENDING|(Priority)|{job_name(training.root)}|N/A\n"
+    monkeypatch.setattr(training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 0, rows, ""))
+    text = describe(make_run(push=PUSH), SLURM, training)
+    assert "as job 12 (attempt 2). Slurm does not know when it will start." in text
+
+
 def test_without_an_answer_of_slurm_the_heartbeat_is_shown(training: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(training_state, "run_slurm", lambda *_: subprocess.CompletedProcess([], 127, "", "no squeue"))
     publish_heartbeat(AttemptDir(training.attempts / "002"), "save", 96)
