@@ -56,10 +56,16 @@ class Sweep:
     victim: int
     nodes: int = 1
     points: list[Point] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Settings of the run beside those of its checkpoints."""
 
     @property
     def planned(self) -> Any:
-        return self.forked.plan(self.strategy, RANKS, checkpoints={"every_steps": 2, "keep": 1})
+        return self._plan(keep=1)
+
+    def _plan(self, keep: int) -> Any:
+        settings = self.settings | {"checkpoints": {"every_steps": 2, "keep": keep}}
+        return self.forked.plan(self.strategy, RANKS, **settings)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -68,8 +74,7 @@ class Sweep:
     def prepare(self) -> None:
         """Run the uninterrupted training, and list the points at which to kill the rank."""
         started = RunDir(self.root / "started")
-        longer = self.forked.plan(self.strategy, RANKS, checkpoints={"every_steps": 2, "keep": 2})
-        assert self.forked.train(started, longer, variables=self.variables) == [0] * RANKS, log(started)
+        assert self.forked.train(started, self._plan(keep=2), variables=self.variables) == [0] * RANKS, log(started)
         store.remove(started.checkpoints / "checkpoint-4")
         started.train_receipt.unlink()
         complete = branch(started, self.root / "uninterrupted")

@@ -25,6 +25,7 @@ from shardmake.run.plan import Plan
 from tests.fork_server import free_port
 from tests.workflow.checkout import Checkout
 from tests.workflow.forked import Forked, branch, log
+from tests.workflow.sweep import Sweep
 
 pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).with_name("scripts") / "trl_dpo.py"
@@ -121,7 +122,7 @@ def test_dpo_equals_plain_trl_and_resumes(
     assert not any(".ref." in name for name in whole)
 
 
-EVALUATED = [("full", "ddp"), *(pytest.param("full", name, marks=ON_DEMAND) for name in ("zero2", "zero3", "fsdp"))]
+EVALUATED = [("full", "ddp"), *(pytest.param("full", name, marks=ON_DEMAND) for name in ("zero3", "fsdp"))]
 
 
 @pytest.mark.proves("opened", objective="dpo")
@@ -152,6 +153,47 @@ def test_the_final_model_is_that_of_trl_and_has_the_rewards_of_the_training(
     assert preferences is not None and preferences.pairs == 12
     for name, value in preferences.rewards:
         assert value == pytest.approx(measured[name], abs=1e-4), name
+
+
+KILLED = [("full", "zero2"), ("full", "zero3"), ("full", "fsdp"), ("lora", "fsdp")]
+
+
+@pytest.mark.proves("killed", objective="dpo")
+@pytest.mark.objectives
+@pytest.mark.parametrize(("method", "strategy"), KILLED)
+def test_killed_in_a_save_dpo_resumes_bit_for_bit(
+    pairs: Forked, tmp_path: Path, method: str, strategy: Strategy
+) -> None:
+    """Rank 0 is killed halfway through a file of states, and before the rename that commits the checkpoint."""
+    sweep = Sweep(pairs, tmp_path, strategy, victim=0, settings=SETTINGS | {"method": method})
+    sweep.prepare()
+    halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
+    moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/checkpoint-4"]
+    chosen = [halves[len(halves) // 2], *moved]
+    assert len(chosen) == 2, sweep.points
+    for at, mode in chosen:
+        found = sweep.survive(at, mode)
+        assert found["recovered"], (at, mode, found)
+
+
+@pytest.mark.proves("resumed", objective="dpo")
+@pytest.mark.objectives
+@pytest.mark.parametrize(("method", "strategy"), [("full", "ddp"), ("lora", "fsdp")])
+def test_a_stop_file_saves_dpo_and_training_resumes_bit_for_bit(
+    pairs: Forked, tmp_path: Path, method: str, strategy: Strategy
+) -> None:
+    whole, stopped = RunDir(tmp_path / "whole"), RunDir(tmp_path / "stopped")
+    training = planned(pairs, method, strategy)
+    assert pairs.train(whole, training) == [0, 0], log(whole)
+    stopped.train.mkdir(parents=True)
+    stopped.stop_file.touch()
+    assert pairs.train(stopped, training) == [0, 0], log(stopped)
+    stopped.stop_file.unlink(missing_ok=True)
+    codes, resumed = pairs.resume(stopped, training)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 1, log(stopped)
+    expected, found = (merged(run, tmp_path / f"merged-{run.root.name}", method) for run in (whole, stopped))
+    assert sorted(found) == sorted(expected)
+    assert [name for name in expected if not expected[name].equal(found[name])] == []
 
 
 def merged(rundir: RunDir, out: Path, method: str) -> dict[str, torch.Tensor]:
