@@ -279,6 +279,7 @@ def plan(
     from shardmake.data import check_first_rows, check_sources
     from shardmake.evaluate.backends import check_backend
     from shardmake.evaluate.harness import prepare_tasks
+    from shardmake.evaluate.serving import check_serving
     from shardmake.evaluate.stage import check_prompts
     from shardmake.launch.expected_start import expected_starts
     from shardmake.launch.submission_check import check_submission
@@ -300,6 +301,7 @@ def plan(
         check_push(run.push, Path(run.model))
         check_backend(run.evaluation.backend, cluster.nvme_path)
         prepare_tasks(run.evaluation)
+        check_serving(run.evaluation)
         check_sources(run)
         check_first_rows(run)
         check_prompts(run)

@@ -332,6 +332,10 @@ class Evaluation(Section):
     )
     lm_eval_path: PathText | None = Field(None, description="Folder with your own `lm_eval` task files.")
     lm_eval_limit: Steps | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
+    serve: Literal["vllm"] | None = Field(
+        None,
+        description="`vllm`: the final model must also load and answer the prompts in vLLM, which has to be installed.",
+    )
 
 
 class Push(Section):

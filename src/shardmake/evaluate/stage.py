@@ -38,6 +38,7 @@ from shardmake.evaluate.scores import (
     plan_passes,
     score,
 )
+from shardmake.evaluate.serving import as_record, check_serving, serve
 from shardmake.run.evaluation import EvaluationResult, PreferenceScore, Sample, TaskScore
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
@@ -66,10 +67,13 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
 
     run = localize(run, rundir)
     prepare_tasks(run.evaluation)
+    check_serving(run.evaluation)
     examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
     prompts = _prompts(run, tokenizer, examples)
-    setup = _choose_setup(run, rundir, this_machine(cluster.nvme_path if cluster else None))
+    machine = this_machine(cluster.nvme_path if cluster else None)
+    setup = _choose_setup(run, rundir, machine)
+    served = serve(run, rundir.model, prompts, machine) if run.evaluation.serve else None
     logger.info(f"Measuring the base and the tuned model on {len(examples):,} sequences, {setup}.")
     model_class = planned_class(run, rundir)
     models = [
@@ -92,6 +96,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
             TaskScore(task=task, metric=metric, base=value, tuned=tuned.tasks[task, metric])
             for (task, metric), value in sorted(base.tasks.items())
         ],
+        served=as_record(run.evaluation.serve, served, tuned.answers) if run.evaluation.serve and served else None,
     )
     for name, found in {"base": result.base, "tuned": result.tuned}.items():
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, {found.tokens:,} tokens")
