@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import CheckpointRecord, is_unfinished
+from shardmake.checkpoint.record import CheckpointRecord, find_problems, is_unfinished
 from shardmake.checkpoint.store import Retention
 from shardmake.core.disk import tree_size
 from shardmake.core.errors import ConfigError
-from shardmake.core.units import format_bytes
+from shardmake.core.fingerprint import fingerprint
+from shardmake.core.manifest import differences
+from shardmake.core.units import format_bytes, plural
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import MergeReceipt, PushReceipt
 from shardmake.run.training_settings import TrainingSettings
@@ -30,24 +32,30 @@ class Removable:
 def clean(runs: Path, *, remove: bool) -> list[Removable]:
     """Log the removable folders below ``runs`` with their sizes, remove them with ``remove``, and return them.
 
-    A folder that cannot be removed is reported and skipped, for example one of another user.
+    Before the first removal of a run, every byte of its model and of the checkpoint that stays is compared with the
+    record. A folder that cannot be removed is reported and skipped, for example one of another user.
     """
-    found = sorted(find_removable(runs), key=lambda item: -item.size)
+    found = sorted(find_removable(runs, verify=remove), key=lambda item: -item.size)
+    left = 0
     for item in found:
         logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
-        if remove:
-            store.remove(item.path)
+        if remove and not store.remove(item.path):
+            left += 1
     if not found:
         logger.info("Nothing to remove: no pushed run in %s has old checkpoints or caches.", runs)
         return found
     total = format_bytes(sum(item.size for item in found))
-    outcome = "Removed." if remove else "Nothing was removed. Use --remove to remove these folders."
+    removed = f"{plural(left, 'folder')} of them could not be removed." if left else "Removed."
+    outcome = removed if remove else "Nothing was removed. Use --remove to remove these folders."
     logger.info("%10s in total. %s", total, outcome)
     return found
 
 
-def find_removable(runs: Path) -> Iterator[Removable]:
-    """Yield old checkpoints, caches and incomplete files of runs whose model was pushed."""
+def find_removable(runs: Path, *, verify: bool = False) -> Iterator[Removable]:
+    """Yield old checkpoints, caches and incomplete files of runs whose model was pushed.
+
+    With ``verify``, a run whose model or kept checkpoint is not whole is reported and left out. So are links.
+    """
     if not runs.is_dir():
         raise ConfigError(
             f"No folder of runs: {runs.absolute()}. No run has started here, or the working directory is another one. "
@@ -55,8 +63,31 @@ def find_removable(runs: Path) -> Iterator[Removable]:
         )
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         rundir = RunDir(folder)
-        if is_pushed(rundir):
-            yield from _removable(rundir)
+        if not is_pushed(rundir):
+            continue
+        found = [item for item in _removable(rundir) if not _is_link(item.path, rundir)]
+        problems = _problems_of_kept(rundir, {item.path for item in found}) if verify and found else []
+        for problem in problems:
+            logger.warning("Nothing of %s is removed: %s.", rundir.root, problem)
+        yield from () if problems else found
+
+
+def _is_link(path: Path, rundir: RunDir) -> bool:
+    """Return whether ``path`` or a folder above it in the run is a link: what it leads to belongs to somebody."""
+    inside = [folder for folder in (path, *path.parents) if folder.is_relative_to(rundir.root)]
+    if not any(folder.is_symlink() for folder in inside):
+        return False
+    logger.warning("%s is a link, or below one, and stays. Remove what it leads to by hand.", path)
+    return True
+
+
+def _problems_of_kept(rundir: RunDir, removed: set[Path]) -> list[str]:
+    """Compare every byte of the model, and of the newest checkpoint that stays, with the records."""
+    expected = MergeReceipt.read(rundir.model_receipt).verification.files
+    present = {name: rundir.model / name for name in expected if (rundir.model / name).is_file()}
+    problems = differences(expected, {name: fingerprint(path) for name, path in present.items()})
+    kept = [path for _, path in store.committed(rundir.checkpoints) if path not in removed]
+    return [f"the model's {problem}" for problem in problems] + (find_problems(kept[0]) if kept else [])
 
 
 def is_pushed(rundir: RunDir) -> bool:

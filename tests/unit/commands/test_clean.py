@@ -86,6 +86,36 @@ def test_the_newest_checkpoint_and_the_model_are_kept(rundir: RunDir) -> None:
     assert listed(rundir.root.parent) == set()
 
 
+def test_a_link_and_what_it_leads_to_stay(rundir: RunDir, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    push(RUN, rundir)
+    archived = tmp_path / "archive/checkpoint-10"
+    archived.parent.mkdir()
+    (rundir.checkpoints / "checkpoint-10").rename(archived)
+    (rundir.checkpoints / "checkpoint-10").symlink_to(archived)
+    files = sorted(archived.iterdir())
+    assert "checkpoint-10" not in listed(rundir.root.parent, remove=True)
+    assert "checkpoint-10" in names(rundir) and sorted(archived.iterdir()) == files
+    assert "is a link, or below one, and stays" in caplog.text
+
+
+@pytest.mark.parametrize("damaged", ["checkpoint", "model"])
+def test_nothing_is_removed_beside_a_damaged_copy(
+    rundir: RunDir, damaged: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    push(RUN, rundir)
+    before = names(rundir)
+    file = (
+        rundir.checkpoints / "checkpoint-40/shard.bin"
+        if damaged == "checkpoint"
+        else next(rundir.model.glob("*.safetensors"))
+    )
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert listed(rundir.root.parent, remove=True) == set() and names(rundir) == before
+    assert "Nothing of" in caplog.text
+
+
 def test_permanent_checkpoints_and_the_best_are_kept(rundir: RunDir) -> None:
     configure(rundir, best=True, every_steps=10)
     make_checkpoint(rundir, 14, finished=True, eval_loss=1.0)
