@@ -5,13 +5,22 @@ import os
 import re
 from collections.abc import Iterable
 
-_NAMES = re.compile(r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|ACCESS_KEY|API_KEY|CREDENTIAL", re.IGNORECASE)
+_NAMES = re.compile(
+    r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|PGPASS|CREDENTIAL|(?:^|_)KEY(?:_|$)|(?:ACCESS|API)_?KEY",
+    re.IGNORECASE,
+)
 _SHAPES = re.compile(
-    r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bAKIA[0-9A-Z]{16}\b|\bsk-[A-Za-z0-9_-]{20,}"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}"
+    r"|\bA[KS]IA[0-9A-Z]{16}\b|\bsk-[A-Za-z0-9_-]{20,}|\bxox[a-z]-[\w-]{10,}"
+    r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 _SHORTEST = 12
-_USER = re.compile(r"(?<=://)[^/@\s]+@")
+_USER = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*|[^/@\s]+)@")
+"""User and password of a URL; a password may have slashes."""
+_PASSWORD = re.compile(
+    r"""(\b(?:password|passwd|pwd|secret|(?:access|api)[_-]?key)["']?\s*[=:]\s*["']?)([^\s"',;]{6,})""", re.IGNORECASE
+)
+"""A password in running text; shorter values are most likely words about passwords."""
 _ASSIGNED = re.compile(
     r"""([\w-]*(?:token(?!s|iz|_id)|secret|passw(?:or)?d|(?:access|api|wandb)[_-]?key|credential|signature)[\w-]*"""
     r"""(?:["']?\s*[=:,]\s*["']?|\s+))([^\s"',;&]+)""",
@@ -34,7 +43,7 @@ def redact(text: str) -> str:
     """Return ``text`` with each secret replaced."""
     for secret in find_secrets(text):
         text = text.replace(secret, "[removed]")
-    return text
+    return _PASSWORD.sub(r"\1[removed]", _USER.sub("[removed]@", text))
 
 
 def public_url(url: str) -> str:

@@ -17,7 +17,6 @@ from shardmake.commands import training_state
 from shardmake.commands.overview import RunRow, status_row, status_rows
 from shardmake.commands.status import describe
 from shardmake.config.models import Cluster, Config, Run
-from shardmake.core.permissions import UMASK
 from shardmake.launch.jobs import LocalJobs, _process_id, job_name
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
 from shardmake.run.attempt import AttemptDir, SubmittedJob
@@ -259,7 +258,7 @@ def test_nothing_is_written(finished: RunDir) -> None:
     def files() -> dict[Path, tuple[int, int]]:
         return {path: (path.stat().st_mtime_ns, path.stat().st_mode) for path in finished.root.rglob("*")}
 
-    before, umask = files(), os.umask(UMASK)
+    before, umask = files(), os.umask(0o002)
     os.umask(umask)
     describe(make_run(push=PUSH), make_cluster(shared=True), finished)
     assert files() == before

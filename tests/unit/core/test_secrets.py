@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.errors import ShardmakeError
-from shardmake.core.secrets import find_secrets, mask, public_url, redact
+from shardmake.core.secrets import find_secrets, is_secret, mask, public_url, redact
 from shardmake.push.stage import push
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
@@ -71,11 +71,34 @@ def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -
         TOKEN,
         "AKIAIOSFODNN7EXAMPLE",
         "ghp_" + "a1" * 18,
+        "github_pat_" + "a1" * 20,
+        "glpat-" + "a1-B" * 5,
+        "ASIAIOSFODNN7EXAMPLE",
+        "xoxb-123456789012-abcdef",
+        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
         "-----BEGIN OPENSSH PRIVATE KEY-----",
     ],
 )
 def test_text_in_the_form_of_a_token_is_removed(text: str) -> None:
     assert find_secrets(f"before {text} after") and text not in redact(f"before {text} after")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("it says password=Plant77w! here", "it says password=[removed] here"),
+        ('{"api_key": "a-b-c-d-e"}', '{"api_key": "[removed]"}'),
+        ("see https://ada:pa/ss@host/x", "see https://[removed]@host/x"),
+        ("the password: any", "the password: any"),
+    ],
+)
+def test_passwords_in_running_text_are_removed(text: str, expected: str) -> None:
+    assert redact(text) == expected
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "SSH_KEY", "KEY_ID", "PGPASSWORD", "MY_SECRET_2"])
+def test_variables_that_hold_secrets_are_known_by_their_names(name: str) -> None:
+    assert is_secret(name) and not is_secret("KEYBOARD") and not is_secret("TOKENIZERS_PARALLELISM")
 
 
 @pytest.mark.parametrize("text", ["hf_hub_download", "the tokenizer", "sk-learn", "AKIA"])
@@ -87,7 +110,12 @@ def test_ordinary_words_are_not_removed(text: str, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     ("url", "public"),
-    [("sftp://ada:pw@host/x", "sftp://host/x"), ("s3://bucket/a@b", "s3://bucket/a@b"), ("hub:lab/x", "hub:lab/x")],
+    [
+        ("sftp://ada:pw@host/x", "sftp://host/x"),
+        ("s3://key:se/c+ret@bucket/x", "s3://bucket/x"),
+        ("s3://bucket/a@b", "s3://bucket/a@b"),
+        ("hub:lab/x", "hub:lab/x"),
+    ],
 )
 def test_user_and_password_are_removed_from_urls(url: str, public: str) -> None:
     assert public_url(url) == public
