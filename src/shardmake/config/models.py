@@ -347,6 +347,11 @@ class Push(Section):
         examples=["file:published/{run}", "hub:our-lab/docs-chat", "s3://our-bucket/docs-chat"],
     )
     private: bool = Field(True, description="Create a hub repository as private.")
+    samples: bool = Field(
+        False,
+        description="Show answers to the first evaluation examples, with these, in the pushed model card. Answers to "
+        "`evaluation.prompts` are always shown.",
+    )
     revision: str | None = Field(None, description="Branch of the hub repository. Without it, the main branch.")
     pull_request: bool = Field(False, description="Open a pull request on the hub instead of committing to the branch.")
 

@@ -7,14 +7,16 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shardmake.core.permissions import private_folder
+
 
 def kernel_caches(scratch: str) -> dict[str, str]:
     """Return environment variables with which DeepSpeed, Triton and Inductor keep their caches in ``scratch``.
 
     On a network file system nodes would write to the same cache at once. A folder shared between users would belong
-    to the first of them.
+    to the first of them. The libraries load code from these folders, so they are this user's alone.
     """
-    folder = Path(scratch) / f"shardmake-{os.getuid()}"
+    folder = private_folder(Path(scratch) / f"shardmake-{os.getuid()}")
     return {
         "TORCH_EXTENSIONS_DIR": str(folder / "torch_extensions"),
         "TRITON_CACHE_DIR": str(folder / "triton"),

@@ -1,14 +1,19 @@
-"""Folders shared in a lab: the group can read, replace and remove the files of every member."""
+"""Folders shared in a lab, whose files the group can read, replace and remove, and folders of one user alone."""
 
 import contextlib
 import getpass
+import logging
 import os
 import stat
+import tempfile
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 from shardmake.core.errors import SlurmError
 
-UMASK = 0o002
+logger = logging.getLogger(__name__)
+_GROUP_BITS = 0o070
 _FOLDER = stat.S_IRWXG | stat.S_ISGID
 _FILE = stat.S_IRGRP | stat.S_IWGRP
 
@@ -17,8 +22,10 @@ def share(*folders: Path) -> None:
     """Make new files of this process writable for the group, and create ``folders`` for the group.
 
     The set-group-id bit gives each file below them the group of the folder. A folder of another user keeps its mode.
+    The rights of others stay as the user's umask has them.
     """
-    os.umask(UMASK)
+    before = os.umask(0o077)
+    os.umask(before & ~_GROUP_BITS)
     for folder in folders:
         folder.mkdir(parents=True, exist_ok=True)
         _open_to_group(folder, _FOLDER)
@@ -35,11 +42,59 @@ def share_tree(root: Path) -> None:
 
 
 def _open_to_group(path: Path, mode: int) -> None:
-    """Add ``mode`` to ``path`` if this user owns it and it still exists."""
+    """Add ``mode`` to ``path`` if this user owns it and it still exists; a link is not followed."""
     with contextlib.suppress(FileNotFoundError):
         found = path.lstat()
-        if found.st_uid == os.getuid() and not stat.S_ISLNK(found.st_mode) and found.st_mode & mode != mode:
-            path.chmod(stat.S_IMODE(found.st_mode) | mode)
+        if found.st_uid != os.getuid() or stat.S_ISLNK(found.st_mode) or found.st_mode & mode == mode:
+            return
+        # The group may put a link in place of the path at any moment, so the mode is changed through what is open.
+        with contextlib.suppress(OSError), _opened(path) as descriptor:
+            found = os.fstat(descriptor)
+            if found.st_uid == os.getuid():
+                os.fchmod(descriptor, stat.S_IMODE(found.st_mode) | mode)
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@cache
+def private_folder(path: Path) -> Path:
+    """Create the folder ``path`` for this user alone and return it, or a new one if ``path`` cannot be trusted.
+
+    Programs load code from such a folder. In a folder that everybody may write to, another user can make ``path``
+    before, as a folder or as a link, and put code there. A path whose parent does not exist here is returned as it is.
+    """
+    if not path.parent.is_dir():
+        return path
+    with contextlib.suppress(OSError):
+        path.mkdir(mode=0o700)
+    if _belongs_to_us(path):
+        return path
+    try:
+        fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+    except OSError:
+        fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+    logger.warning("%s is not a folder of this user alone, so %s is used. Remove it if it is yours.", path, fresh)
+    return fresh
+
+
+def _belongs_to_us(path: Path) -> bool:
+    """Return whether ``path`` is a folder of this user that others could not write to; take the group's rights away."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & stat.S_IWOTH:
+        return False
+    if stat.S_IMODE(found.st_mode) != stat.S_IRWXU:
+        path.chmod(stat.S_IRWXU)
+    return True
 
 
 def refuse_job_of_others(owners: dict[str, str], run: str, stop_file: str) -> None:

@@ -4,12 +4,13 @@ A model that fits one GPU is fastest there, and several GPUs share the sequences
 every rank keeps a part of each layer, in GPU memory, host memory or on NVMe, and gathers a layer when it is needed.
 """
 
+import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory, gettempdir
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats.hub_layout import check_all_loaded
@@ -167,7 +168,14 @@ def _device_map(machine: Machine) -> dict[str, Any]:
     """Fill the GPUs, then host memory; further layers are read from the model's files in every pass."""
     limits: dict[int | str, int] = {gpu: int(INFERENCE_SHARE * machine.gpu_memory) for gpu in range(machine.gpus)}
     limits["cpu"] = int(_HOST_SHARE * machine.host_memory)
-    return {"device_map": "auto", "max_memory": limits, "offload_folder": machine.nvme or gettempdir()}
+    return {"device_map": "auto", "max_memory": limits, "offload_folder": _offload_folder(machine.nvme)}
+
+
+def _offload_folder(nvme: str | None) -> str:
+    """Return a new folder, removed when this process ends; transformers writes weights to it by their plain names."""
+    folder = TemporaryDirectory(prefix="shardmake-offload-", dir=nvme)
+    atexit.register(folder.cleanup)
+    return folder.name
 
 
 def _load_whole(model: str, model_class: ModelClass | None, options: dict[str, Any]) -> "PreTrainedModel":

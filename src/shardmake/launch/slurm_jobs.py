@@ -17,6 +17,7 @@ from shardmake.checkpoint import store
 from shardmake.config.models import Cluster, Slurm
 from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError
+from shardmake.core.permissions import private_folder
 from shardmake.launch.jobs import gpu_options, job_name
 from shardmake.launch.slurm_states import (
     JobState,
@@ -269,10 +270,7 @@ def _snapshot(name: str) -> Path:
     It is not below XDG_RUNTIME_DIR, which disappears at logout while drivers in tmux continue. Clusters differ in
     Slurm's configuration, also where containers of one machine keep it under one name.
     """
-    folder = Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        folder = Path(tempfile.mkdtemp(prefix="shardmake-queue-"))
+    folder = private_folder(Path(tempfile.gettempdir()) / f"shardmake-queue-{os.getuid()}")
     cluster = {variable: os.environ.get(variable) for variable in ("SLURM_CONF", "SLURM_CLUSTERS")}
     with contextlib.suppress(OSError):  # a cluster without files of configuration on its nodes
         cluster["content"] = Path(cluster["SLURM_CONF"] or "/etc/slurm/slurm.conf").read_text(errors="replace")

@@ -83,6 +83,8 @@ def _push_once(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dic
     ours = _names_of_last_push(place, head) if SUMS in remote else set()
     _refuse_foreign(repository, [name for name in changed if name in remote], ours)
     stale = sorted((ours & remote.keys()) - bundle.paths.keys())
+    if changed or stale:
+        _refuse_public(repository, push, api)  # as it is now, after a transfer of hours
     commit = _commit(bundle, place, head, changed, stale) if changed or stale else head
     _read_back(bundle, place, commit)
     return {"url": f"{api.endpoint}/{repository}/tree/{commit}", "commit": commit}
@@ -92,17 +94,21 @@ def _ensure_repository(repository: str, push: Push, api: "HfApi") -> None:
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        is_private = api.repo_info(repository).private
+        api.repo_info(repository)
     except RepositoryNotFoundError:
         api.create_repo(repository, private=push.private, exist_ok=True)
-        is_private = push.private
-    if push.private and not is_private:
+    _refuse_public(repository, push, api)
+    if push.revision is not None:
+        api.create_branch(repository, branch=push.revision, exist_ok=True)
+
+
+def _refuse_public(repository: str, push: Push, api: "HfApi") -> None:
+    """Raise a `PushError` if the hub says that a repository is public which has to be private."""
+    if push.private and not api.repo_info(repository).private:
         raise PushError(
             f"Push refused: hub:{repository} is public, but push.private requests a private repository. "
             "Make it private in its settings, or set `private: false` in push."
         )
-    if push.revision is not None:
-        api.create_branch(repository, branch=push.revision, exist_ok=True)
 
 
 def _place(repository: str, push: Push, api: "HfApi") -> _Place:

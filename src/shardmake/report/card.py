@@ -6,6 +6,7 @@ depends only on the run's receipts, so the same run gives the same card.
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,15 +17,16 @@ from shardmake.report.figures import length_name
 from shardmake.report.plots import plots
 from shardmake.report.records import Records, public_name, public_names
 from shardmake.report.training_facts import training_facts
-from shardmake.run.evaluation import EvaluationResult
+from shardmake.run.evaluation import EvaluationResult, Sample
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import localize
 
 if TYPE_CHECKING:
-    from huggingface_hub import ModelCardData
+    from huggingface_hub import EvalResult, ModelCardData
 
 TEMPLATE = Path(__file__).with_name("card.md.jinja")
-_LICENSE_KEYS = ("license", "license_name", "license_link")
+_CARRIED_KEYS = ("license", "license_name", "license_link", "language")
+"""Keys of the base model's card that hold for this model too."""
 
 
 def render_card(run: Run, rundir: RunDir) -> str:
@@ -46,12 +48,12 @@ def render_card(run: Run, rundir: RunDir) -> str:
         facts=training_facts(records),
         held_out=held_out(records),
         evaluation=evaluation,
-        samples=[{key: _fenced(text) for key, text in sample} for sample in evaluation.samples],
+        samples=[{key: _fenced(text) for key, text in sample} for sample in _public_samples(run, evaluation)],
         plots={name: plot.title for name, plot in shown.items()},
         place=_place(run),
         is_hub=_hub_name(run) is not None,
         has_chat_template=_has_chat_template(rundir.model),
-        prompt=json.dumps(_example_prompt(evaluation), ensure_ascii=False),
+        prompt=json.dumps(_example_prompt(_public_samples(run, evaluation)), ensure_ascii=False),
         buckets=list(zip(evaluation.base.by_length, evaluation.tuned.by_length, strict=True)),
         by_source=list(zip(evaluation.base.by_source, evaluation.tuned.by_source, strict=True)),
         length_name=length_name,
@@ -84,9 +86,24 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
         model_name=records.name,
         pipeline_tag="text-generation",
         tags=["shardmake"],
-        eval_results=[perplexity],
-        **{key: base[key] for key in _LICENSE_KEYS if base.get(key)},
+        eval_results=[perplexity, *_task_results(evaluation)],
+        **{key: base[key] for key in _CARRIED_KEYS if base.get(key)},
     )
+
+
+def _task_results(evaluation: EvaluationResult) -> "list[EvalResult]":
+    from huggingface_hub import EvalResult
+
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=result.task,
+            dataset_name=result.task,
+            metric_type=result.metric,
+            metric_value=round(result.tuned, 4),
+        )
+        for result in evaluation.tasks
+    ]
 
 
 def _base_metadata(model: Path) -> dict[str, Any]:
@@ -142,9 +159,17 @@ def _has_chat_template(model: Path) -> bool:
     )
 
 
-def _example_prompt(evaluation: EvaluationResult) -> str:
+def _public_samples(run: Run, evaluation: EvaluationResult) -> list[Sample]:
+    """Return the samples that may be published: answers to configured prompts, or all if the run says so.
+
+    Otherwise they are examples of the evaluation data, which may be private.
+    """
+    return evaluation.samples if run.evaluation.prompts or (run.push and run.push.samples) else []
+
+
+def _example_prompt(samples: Sequence[Sample]) -> str:
     """Return the shortest prompt of the samples, or a general one."""
-    return min((sample.prompt for sample in evaluation.samples if sample.prompt), key=len, default="Hello")
+    return min((sample.prompt for sample in samples if sample.prompt), key=len, default="Hello")
 
 
 def _fenced(text: str) -> str:

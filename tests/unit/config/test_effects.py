@@ -72,6 +72,7 @@ def test_settings_are_text_and_differences_name_key_and_both_values() -> None:
         'report_to: ["wandb"] -> []',
         "push.to: null -> file:out",
         "push.private: null -> true",
+        "push.samples: null -> false",
         "push.pull_request: null -> false",
         "cluster.hang_seconds: 600.0 -> 60.0",
     ]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.core.errors import SlurmError
-from shardmake.core.permissions import refuse_job_of_others, share, share_tree
+from shardmake.core.permissions import private_folder, refuse_job_of_others, share, share_tree
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +24,46 @@ def mode(path: Path) -> str:
 
 def test_shared_folders_and_new_files_belong_to_the_group(tmp_path: Path) -> None:
     share(tmp_path / "runs" / "chat")
-    assert mode(tmp_path / "runs" / "chat") == "drwxrwsr-x"
+    assert mode(tmp_path / "runs" / "chat") == "drwxrws---", "others get no rights that the umask denies them"
     (tmp_path / "runs" / "chat" / "plan.json").touch()
-    assert mode(tmp_path / "runs" / "chat" / "plan.json") == "-rw-rw-r--"
+    assert mode(tmp_path / "runs" / "chat" / "plan.json") == "-rw-rw----"
+
+
+@pytest.mark.parametrize(("umask", "expected"), [(0o022, "-rw-rw-r--"), (0o027, "-rw-rw----"), (0o002, "-rw-rw-r--")])
+def test_the_rights_of_others_stay_those_of_the_umask(tmp_path: Path, umask: int, expected: str) -> None:
+    os.umask(umask)
+    share(tmp_path)
+    (tmp_path / "plan.json").touch()
+    assert mode(tmp_path / "plan.json") == expected
+
+
+def test_a_private_folder_is_made_and_found_again(tmp_path: Path) -> None:
+    folder = tmp_path / "shardmake-1"
+    assert private_folder(folder) == folder and mode(folder) == "drwx------"
+    private_folder.cache_clear()
+    folder.chmod(0o775)
+    assert private_folder(folder) == folder and mode(folder) == "drwx------"
+    assert private_folder(tmp_path / "absent/shardmake-1") == tmp_path / "absent/shardmake-1"
+
+
+@pytest.mark.parametrize("trap", ["link", "open", "file", "foreign"])
+def test_a_folder_that_somebody_else_could_fill_is_not_used(
+    tmp_path: Path, trap: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "shardmake-1"
+    if trap == "link":
+        (tmp_path / "elsewhere").mkdir()
+        folder.symlink_to(tmp_path / "elsewhere")
+    elif trap == "file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if trap == "open" else 0o700)
+        if trap == "foreign":
+            os.chown(folder, 12345, 12345)
+    used = private_folder(folder)
+    assert used.parent == tmp_path and used.name.startswith("shardmake-1-") and mode(used) == "drwx------"
+    assert not any(used.iterdir()) and "is not a folder of this user alone" in caplog.text
 
 
 def test_private_files_become_accessible_to_the_group(tmp_path: Path) -> None:

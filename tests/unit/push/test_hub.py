@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import HfApi
 
 from shardmake.core.errors import ShardmakeError
 from shardmake.push.stage import push
@@ -209,6 +210,18 @@ def test_a_public_repository_is_refused_where_private_was_asked(hub: FakeHub, ru
         push(RUN, rundir)
     push(make_run(push={"to": "hub:lab/chat", "private": False}), rundir)
     assert contents(hub).keys() > MODEL.keys()
+
+
+def test_a_hub_that_makes_the_repository_public_gets_nothing(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    create = HfApi.create_repo
+    monkeypatch.setattr(
+        HfApi, "create_repo", lambda api, name, **given: create(api, name, **given | {"private": False})
+    )
+    with pytest.raises(ShardmakeError, match=r"is public.*private: false"):
+        push(RUN, rundir)
+    assert not contents(hub).keys() & MODEL.keys()
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,8 @@ from tests.finished_run import (
     write_history,
 )
 
+SAMPLES = {"to": "file:out", "samples": True}
+
 
 def test_card_and_report_describe_the_data_that_were_recognized(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
@@ -80,7 +82,12 @@ def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
                         "task": {"type": "text-generation"},
                         "dataset": {"type": "train.jsonl", "name": "train.jsonl (evaluation split)"},
                         "metrics": [{"type": "perplexity", "value": 12.18}],
-                    }
+                    },
+                    {
+                        "task": {"type": "text-generation"},
+                        "dataset": {"type": "sums", "name": "sums"},
+                        "metrics": [{"type": "acc", "value": 0.75}],
+                    },
                 ],
             }
         ],
@@ -153,19 +160,29 @@ def example_of(card: str) -> str:
     return block
 
 
-def test_the_example_generates_with_the_chat_template_if_there_is_one(tmp_path: Path) -> None:
+def test_evaluation_examples_are_published_only_if_asked(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
-    assert 'inputs = tokenizer("What does len do?", return_tensors="pt")' in example_of(render_card(make_run(), rundir))
+    for run in (make_run(), make_run(push={"to": "file:out"})):
+        card = render_card(run, rundir)
+        assert "What does len do?" not in card and "## Samples" not in card
+    prompts = make_run(evaluation={"prompts": ["What does len do?"]})
+    for run in (prompts, make_run(push=SAMPLES)):
+        assert "Prompt:\n\n```text\nWhat does len do?" in render_card(run, rundir)
+
+
+def test_the_example_generates_with_the_chat_template_if_there_is_one(tmp_path: Path) -> None:
+    run, rundir = make_run(push=SAMPLES), make_rundir(tmp_path)
+    assert 'inputs = tokenizer("What does len do?", return_tensors="pt")' in example_of(render_card(run, rundir))
     (rundir.model / "chat_template.jinja").write_text("{{ messages }}")
     messages = 'messages = [{"role": "user", "content": "What does len do?"}]'
-    assert messages in example_of(render_card(make_run(), rundir))
+    assert messages in example_of(render_card(run, rundir))
 
 
 def test_a_prompt_of_several_lines_with_quotes_is_valid_python(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     sample = Sample(prompt='Say "é"\n\\and ```stop```', base="", tuned="")
     EVALUATED.model_copy(update={"samples": [sample]}).write(rundir.evaluation)
-    assert r'tokenizer("Say \"é\"\n\\and' in render_card(make_run(), rundir)
+    assert r'tokenizer("Say \"é\"\n\\and' in render_card(make_run(push=SAMPLES), rundir)
 
 
 def test_the_gpus_are_named(tmp_path: Path) -> None:
@@ -184,7 +201,7 @@ def test_a_hub_data_set_is_named_by_its_id(tmp_path: Path) -> None:
 
 
 def test_a_sample_with_backticks_does_not_break_its_fence(tmp_path: Path) -> None:
-    assert "Base:\n\n````text\n```\n````\n" in render_card(make_run(), make_rundir(tmp_path))
+    assert "Base:\n\n````text\n```\n````\n" in render_card(make_run(push=SAMPLES), make_rundir(tmp_path))
 
 
 def test_the_same_run_gives_the_same_card(tmp_path: Path) -> None:
@@ -219,10 +236,11 @@ def test_a_base_card_that_states_no_licence_or_cannot_be_read_is_no_obstacle(tmp
 def test_a_local_base_passes_on_its_own_base_and_licence(tmp_path: Path) -> None:
     base = tmp_path / "base"
     base.mkdir()
-    header = "base_model: lab/origin\nlicense: other\nlicense_name: lab-1\nlicense_link: LICENSE"
+    header = "base_model: lab/origin\nlicense: other\nlicense_name: lab-1\nlicense_link: LICENSE\nlanguage: [de]"
     (base / "README.md").write_text(f"---\n{header}\n---\n")
     data = ModelCard(render_card(make_run(model=str(base)), make_rundir(tmp_path))).data.to_dict()
     assert (data["base_model"], data["license"], data["license_name"]) == ("lab/origin", "other", "lab-1")
+    assert (data["license_link"], data["language"]) == ("LICENSE", ["de"])
 
 
 def test_adapters_are_stated_with_their_settings(tmp_path: Path) -> None:
