@@ -11,6 +11,10 @@ import yaml
 _MAX_DIGITS: Final = 4300
 """Digits of the longest number that Python converts."""
 
+_LOW: Final = r"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_HALF_PAIR: Final = re.compile(rf"\\u[dD][89abAB][0-9a-fA-F]{{2}}(?!{_LOW})|(?<!\\u[dD][89abAB]..){_LOW}")
+"""The escape of half of a surrogate pair in JSON, or of text that looks like one behind a backslash."""
+
 
 class DuplicateKeyError(ValueError):
     """A key of a JSON object occurs twice."""
@@ -73,7 +77,7 @@ def parse_json(text: str) -> Any:
         json.JSONDecodeError: The text is not JSON, or it holds what Python cannot read.
     """
     try:
-        return json.loads(text, object_pairs_hook=_without_duplicates)
+        value = json.loads(text, object_pairs_hook=_without_duplicates)
     except (json.JSONDecodeError, DuplicateKeyError):
         raise
     except RecursionError:
@@ -81,6 +85,9 @@ def parse_json(text: str) -> Any:
     except ValueError:
         number = re.search(rf"\d{{{_MAX_DIGITS + 1},}}", text)
         raise json.JSONDecodeError("the number has too many digits", text, number.start() if number else 0) from None
+    if (half := _HALF_PAIR.search(text)) and _has_surrogate(json.dumps(value, ensure_ascii=False)):
+        raise json.JSONDecodeError("the text has half of a pair of Unicode surrogates", text, half.start())
+    return value
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
