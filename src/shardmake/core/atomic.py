@@ -5,6 +5,7 @@ modification time, so Snakemake does not rerun the rules that read it.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import json
 import os
@@ -12,6 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.core.errors import ShardmakeError
+
+_HERE = -100
+"""``AT_FDCWD``: relative paths start in the working directory."""
+_RENAME_EXCHANGE = 2
 
 
 def write_bytes(path: Path, content: bytes) -> bool:
@@ -59,6 +64,17 @@ def read_json(path: Path, made_by: str) -> Any:
         raise ShardmakeError(
             f"Cannot read {path}: it is not valid JSON ({error}). Write it again with: {made_by}"
         ) from None
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Let two existing paths of one file system change places at once; return False where that is not supported.
+
+    Linux' ``renameat2`` with ``RENAME_EXCHANGE``, for which Python has no function. NFS, for example, lacks it.
+    """
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    return bool(rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def fsync_directory(folder: Path) -> None:

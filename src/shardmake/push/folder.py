@@ -1,11 +1,11 @@
-"""Push to a folder: copy, verify, rename. A reader sees the old model or the new one."""
+"""Push to a folder: copy, verify, exchange. Where the file system can, the name always leads to a whole model."""
 
 import errno
 import os
 import shutil
 from pathlib import Path
 
-from shardmake.core.atomic import fsync_directory
+from shardmake.core.atomic import exchange, fsync_directory
 from shardmake.core.disk import free_space
 from shardmake.core.errors import DiskFullError, PushError
 from shardmake.core.manifest import SUMS, differences, parse_sums, read_folder
@@ -16,8 +16,12 @@ from shardmake.push.bundle import Bundle
 def push_to_folder(bundle: Bundle, target: Path) -> None:
     """Make ``target`` hold exactly ``bundle``; do not touch a target that already does.
 
+    A link stays, and the folder it leads to gets the model.
+
     Raises `PushError` if the target has files of somebody else or cannot be written.
     """
+    if target.is_symlink():
+        target = target.resolve()
     try:
         _recover_leftovers(target)
         refuse_foreign(target)
@@ -63,14 +67,21 @@ def _replace(bundle: Bundle, target: Path) -> None:
 
 
 def _exchange(staging: Path, target: Path) -> None:
-    """Replace ``target`` by ``staging``; if that fails, restore the old folder."""
+    """Replace ``target`` by ``staging``: at once where the file system can, otherwise by two renames.
+
+    Between two renames there is no target for a moment. If the second fails, the old folder is restored.
+    """
+    if target.exists() and exchange(staging, target):
+        fsync_directory(target.parent)
+        return
     retired = _temporary_name(target, "retired")
     if target.exists():
         target.rename(retired)
     try:
         staging.rename(target)
     except OSError:
-        retired.rename(target)
+        if retired.exists():
+            retired.rename(target)
         raise
     fsync_directory(target.parent)
     shutil.rmtree(retired, ignore_errors=True)

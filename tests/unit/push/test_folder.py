@@ -73,6 +73,41 @@ def test_a_new_model_replaces_the_old_one_whole(tmp_path: Path) -> None:
     assert [path.name for path in Path("published").iterdir()] == ["chat"]
 
 
+@pytest.mark.parametrize("supported", [True, False])
+def test_a_push_over_an_old_model_leaves_it_in_place_until_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, supported: bool
+) -> None:
+    renamed: list[str] = []
+    rename = Path.rename
+    monkeypatch.setattr(Path, "rename", lambda path, to: [renamed.append(path.name), rename(path, to)][1])
+    if not supported:
+        monkeypatch.setattr("shardmake.push.folder.exchange", lambda one, other: False)
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
+    renamed.clear()
+    push(RUN, rundir)
+    assert Path("published/chat/model.safetensors").read_bytes() == b"new"
+    assert [path.name for path in Path("published").iterdir()] == ["chat"]
+    assert ("chat" in renamed) is not supported, "without the exchange there is a moment without a model"
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_link_stays_and_the_folder_it_leads_to_gets_the_model(tmp_path: Path, exists: bool) -> None:
+    rundir = make_rundir(tmp_path)
+    storage = tmp_path / "large-disk" / "chat"
+    storage.mkdir(parents=True)
+    if not exists:
+        storage.rmdir()
+    Path("published").mkdir()
+    Path("published/chat").symlink_to(storage)
+    push(RUN, rundir)
+    write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
+    push(RUN, rundir)
+    assert Path("published/chat").is_symlink() and (storage / "model.safetensors").read_bytes() == b"new"
+    assert [path.name for path in storage.parent.iterdir()] == ["chat"]
+
+
 @pytest.mark.parametrize("foreign", ["notes.txt", "sub/results.csv", "config.json"])
 def test_a_folder_with_other_files_is_refused_and_stays(tmp_path: Path, foreign: str) -> None:
     file = tmp_path / "published" / "chat" / foreign
