@@ -98,6 +98,7 @@ TABLE: dict[str, Why | str] = {
     "data/examples.py:first_of": "cli.py:plan",
     "evaluate/backends.py:check_backend": "cli.py:plan",
     "evaluate/harness.py": "cli.py:plan",
+    "evaluate/scores.py:Score.means": R,
     "evaluate/scores.py:Scores.as_record": A,
     "evaluate/scores.py:smaller_after_out_of_memory": Why.RANKS,
     "evaluate/serving.py:check_serving": "cli.py:plan",

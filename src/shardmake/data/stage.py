@@ -117,11 +117,18 @@ def _workspace(rundir: RunDir) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
+def _is_written(receipt: DataReceipt, path: Path) -> bool:
+    try:
+        return bool(json.loads(path.read_bytes()) == receipt.as_json())
+    except (FileNotFoundError, ValueError):  # not there, or cut
+        return False
+
+
 def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:
     """Rename the splits into place, then write the receipt; remove an outdated receipt first."""
     rundir.data.mkdir(parents=True, exist_ok=True)
-    if rundir.data_receipt.is_file() and json.loads(rundir.data_receipt.read_bytes()) != receipt.as_json():
-        rundir.data_receipt.unlink()
+    if not _is_written(receipt, rundir.data_receipt):
+        rundir.data_receipt.unlink(missing_ok=True)
     for split in ("train", "eval"):
         shutil.rmtree(rundir.data / split, ignore_errors=True)
         (work / split).rename(rundir.data / split)

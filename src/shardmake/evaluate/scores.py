@@ -1,6 +1,7 @@
 """Loss over tokens and exact answers, in total, by the length of the example, and by its source."""
 
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,10 @@ class Examples(Protocol):
     def __getitem__(self, index: int, /) -> Example: ...
 
 
+_LARGEST_LOSS = math.log(sys.float_info.max)
+"""A perplexity of a larger loss, in nats, is no number."""
+
+
 @dataclass
 class Score:
     """Sum of the loss over tokens, and the number of examples and of exact ones, overall or of one bucket."""
@@ -43,8 +48,16 @@ class Score:
     exact: int = 0
 
     def means(self) -> dict[str, Any]:
-        """Return mean loss over tokens, its exponential, the number of tokens, and the share of exact examples."""
+        """Return mean loss over tokens, its exponential, the number of tokens, and the share of exact examples.
+
+        Raises `ModelError` if the loss is no number, or too large for a perplexity.
+        """
         mean = self.loss / self.tokens
+        if not mean < _LARGEST_LOSS:
+            raise ModelError(
+                f"Evaluation failed: the model's loss is {mean:.6g} per token. Its weights are damaged or the training "
+                "diverged. Look at the losses with shardmake status NAME, and train again with a lower learning_rate."
+            )
         share = self.exact / self.examples
         return {"loss": mean, "perplexity": math.exp(mean), "tokens": self.tokens, "exact": share}
 

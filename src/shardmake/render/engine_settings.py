@@ -699,7 +699,7 @@ def _check_batch(config: dict[str, Any], found: EngineSettings) -> None:
     if total is None and micro is None:
         names = "train_micro_batch_size_per_gpu nor train_batch_size"
         found.stops["train_micro_batch_size_per_gpu"] = (
-            f'DeepSpeed stops: its file has neither {names}, and nothing fills in a missing key. Write "auto".'
+            f"DeepSpeed stops: its file has a number for neither {names}, and nothing fills one in. Write the first."
         )
         config["train_micro_batch_size_per_gpu"] = 1
     elif all(isinstance(size, int) for size in (total, micro, accumulation)):

@@ -227,13 +227,14 @@ def _of_command(command: command_lines.Command, sources: Sequence[ConfigFile]) -
 
 
 def _add(training: Training, name: Any, library: Library, key: str, folder: Path) -> ConfigFile | None:
-    """Add the file ``name``, or a problem if it does not exist."""
+    """Add the file ``name``, or a problem if it is none."""
     for path in (Path(str(name)), folder / str(name)):
         if path.is_file():
             source = read_source(path)
             training.files[source.kind] = source
             return source
-    effect = "The file does not exist, and the run stops."
+    found = next((path for path in (Path(str(name)), folder / str(name)) if path.exists()), None)
+    effect = f"{f'{found} is no file' if found else 'The file does not exist'}, and the run stops."
     training.problems.append(Problem(library, key, name, "error", effect))
     return None
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Run
+from shardmake.core.atomic import read_json
 from shardmake.core.units import plural
 from shardmake.report import figures
 from shardmake.report.figures import length_name
@@ -155,7 +156,7 @@ def _place(run: Run) -> str:
 def _has_chat_template(model: Path) -> bool:
     settings = model / "tokenizer_config.json"
     return (model / "chat_template.jinja").is_file() or (
-        settings.is_file() and "chat_template" in json.loads(settings.read_text())
+        settings.is_file() and "chat_template" in read_json(settings, "shardmake consolidate NAME")
     )
 
 

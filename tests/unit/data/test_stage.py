@@ -78,6 +78,8 @@ def test_every_example_is_there_once_with_its_answer_learned(model: Path, tmp_pa
     expected = [f"<user>{r['messages'][0]['content']}</s><assistant>[{r['messages'][1]['content']}</s>]" for r in rows]
     assert sorted(decoded(model, rundir.data, "train")) == sorted(expected)
     assert sorted(decoded(model, rundir.data, "eval")) == sorted(expected[:5])
+    rundir.data_receipt.write_text("{")
+    assert prepare(make_run(model, data, packing=packing), rundir).as_json() == receipt, "a cut receipt is replaced"
     assert receipt == read_json(rundir.data_receipt, "test")
     words = sum(len(m["content"]) + 2 for r in rows for m in r["messages"])
     learned = sum(len(r["messages"][1]["content"]) + 1 for r in rows)

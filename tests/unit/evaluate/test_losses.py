@@ -226,3 +226,10 @@ def test_exact_examples_are_counted_by_source() -> None:
     right = greedy_example(network, 6, 9)
     found = score(network, [right, with_another_token(right, 14), right], [[2, 0], [1]], [2, 1])
     assert [source.exact for source in found.as_record(["a", "b"]).by_source] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e6])
+def test_a_diverged_model_has_no_perplexity(loss: float) -> None:
+    with pytest.raises(ModelError, match=r"the model's loss is .* per token.*lower learning_rate"):
+        scores.Score(loss=loss, tokens=10, examples=1).means()
+    assert scores.Score(loss=7000.0, tokens=10, examples=1).means()["perplexity"] > 1e300

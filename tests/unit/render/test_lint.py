@@ -282,3 +282,11 @@ def test_a_value_of_a_wrong_kind_is_one_error(folder: Path, name: str, content: 
     text = texts(check([name]))
     assert expected in text and "missing" not in text
     assert "1 error." in text
+
+
+def test_a_folder_in_place_of_a_file_is_named(folder: Path) -> None:
+    (folder / "configs").mkdir()
+    (folder / "own.yaml").write_text(
+        "deepspeed_config: {deepspeed_config_file: configs}\ndistributed_type: DEEPSPEED\n"
+    )
+    assert "configs is no file, and the run stops." in texts(check(["own.yaml"]))
