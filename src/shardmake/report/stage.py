@@ -1,6 +1,7 @@
 """The report stage: a self-contained ``report.html``, and its figures as files."""
 
 import statistics
+from datetime import UTC, datetime
 from pathlib import Path
 
 from shardmake.config.models import Run
@@ -12,6 +13,7 @@ from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
 from shardmake.report.plots import memory_of, missing_metrics, plots
 from shardmake.report.records import Records, public_name, public_names
+from shardmake.report.reproduce import configuration
 from shardmake.report.training_facts import training_facts
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt
@@ -42,7 +44,9 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    environment.filters.update(bucket=length_name, duration=format_duration, gib=lambda size: f"{size / GIB:.1f} GiB")
+    environment.filters.update(
+        bucket=length_name, duration=format_duration, gib=lambda size: f"{size / GIB:.1f} GiB", moment=_moment
+    )
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
     lengths = zip(records.evaluation.base.by_length, records.evaluation.tuned.by_length, strict=True)
     return environment.from_string(TEMPLATE.read_text()).render(
@@ -60,7 +64,13 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
         buckets=list(lengths),
         by_source=list(zip(records.evaluation.base.by_source, records.evaluation.tuned.by_source, strict=True)),
         pushed=pushed.destinations if pushed else [],
+        configuration=configuration(rundir.name, records.run),
     )
+
+
+def _moment(seconds: float) -> str:
+    """Return a Unix time as date and time of day, in UTC: reports of one run are equal on all machines."""
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _tiles(records: Records) -> dict[str, str]:

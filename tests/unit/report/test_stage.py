@@ -5,9 +5,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 
+from shardmake.config.load import parse_config
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import format_duration
+from shardmake.report.reproduce import configuration
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
 from shardmake.run.receipts import PushedTo, PushReceipt
@@ -57,6 +60,10 @@ def test_one_page_holds_everything(tmp_path: Path) -> None:
         "up to 128 tokens 1,024 2.6000 2.6000",
         "sums acc 0.2500 0.7500",
         "It returns the number of items.",
+        "Attempt Started Ran Ranks Device hours Steps that count Ended",
+        f"all {format_duration(1800)} 1.00",
+        "snakemake --profile slurm runs/chat/report.html",
+        "runs: chat: model: lab/base data: train: resources/demo/train.jsonl sequence_length: 256",
     ):
         assert sentence in text
 
@@ -147,3 +154,16 @@ def test_a_stage_that_has_not_run_is_named(tmp_path: Path) -> None:
 )
 def test_durations(seconds: float, text: str) -> None:
     assert format_duration(seconds) == text
+
+
+def test_the_settings_make_the_same_run_again(tmp_path: Path) -> None:
+    run = make_run(method="lora", lora={"rank": 4}, push={"to": "s3://lab/{run}"})
+    entry = yaml.safe_load(configuration("chat", run))["runs"]["chat"]
+    assert parse_config({"cluster": "c.yaml", "runs": {"chat": entry}}, "test").runs["chat"] == run
+
+
+def test_private_folders_are_not_in_the_settings() -> None:
+    run = make_run(model="/home/ada/base", push={"to": ["file:/scratch/ada/out", "s3://lab/a/b"]})
+    entry = yaml.safe_load(configuration("chat", run))["runs"]["chat"]
+    assert entry["model"] == ".../base" and entry["push"]["to"][1] == "s3://lab/a/b"
+    assert "ada" not in configuration("chat", run)
