@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from shardmake.core.units import GIB
+from shardmake.core.units import GIB, format_bytes
 from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
 from shardmake.run.evaluation import EvaluationResult, LengthScore
@@ -30,6 +30,9 @@ _STYLE = {
     "svg.fonttype": "none",
 }
 
+
+_CAPACITY_DRAWN = 4
+"""A GPU with more times the memory of the bars would make them too short to read."""
 
 Drawing = Callable[["Figure"], None]
 
@@ -110,22 +113,38 @@ def speed(history: TrainingHistory, used: Utilization | None) -> Drawing:
 
 
 def memory(found: Memory) -> Drawing:
-    """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity."""
+    """Draw the stacked terms of the estimate next to the measured peak and the GPU's capacity.
+
+    Terms too small to be seen are drawn as one. A capacity of several times the bars is stated, not drawn.
+    """
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
         left = 0.0
-        for name, size in found.terms.items():
-            axes.barh("predicted", size / GIB, left=left, label=name)
+        for name, size in _visible(found).items():
+            axes.barh("predicted", size / GIB, left=left, label=f"{name} {format_bytes(size)}")
             left += size / GIB
-        axes.barh("predicted", found.predicted / GIB - left, left=left, color="#d1d5db", label="allocator and context")
+        rest = found.predicted - sum(found.terms.values())
+        label = f"allocator and context {format_bytes(rest)}"
+        axes.barh("predicted", rest / GIB, left=left, color="#d1d5db", label=label)
         if found.measured is not None:
-            axes.barh("measured", found.measured / GIB, color=GREY)
-        axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label="memory of a rank")
+            axes.barh("measured", found.measured / GIB, color=GREY, label=f"measured {format_bytes(found.measured)}")
+        capacity = f"memory of a rank {format_bytes(found.capacity)}"
+        if found.capacity > _CAPACITY_DRAWN * max(found.predicted, found.measured or 0):
+            axes.plot([], [], " ", label=capacity)
+        else:
+            axes.axvline(found.capacity / GIB, color="black", linestyle="--", linewidth=1, label=capacity)
         axes.set_xlabel("GiB on the fullest rank")
         axes.legend(ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
     return draw
+
+
+def _visible(found: Memory) -> dict[str, int]:
+    """Return the terms, with those below a hundredth of the predicted memory as one."""
+    shown = {name: size for name, size in found.terms.items() if size * 100 >= found.predicted}
+    small = sum(found.terms.values()) - sum(shown.values())
+    return shown | ({"other" if "other" not in shown else "small terms": small} if small else {})
 
 
 def by_length(evaluation: EvaluationResult) -> Drawing:

@@ -1,0 +1,34 @@
+import re
+
+import pytest
+
+from shardmake.core.units import GIB
+from shardmake.report import figures
+from shardmake.report.figures import Memory
+
+TERMS = {"weights": 6 * GIB, "gradients": 2 * GIB, "layer inputs": GIB // 50, "logits": GIB // 40}
+
+
+def labels(memory: Memory) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", figures.as_svg("memory", figures.memory(memory)))
+
+
+def test_every_part_of_the_memory_is_named_with_its_size() -> None:
+    found = labels(Memory(TERMS, 9 * GIB, 16 * GIB, 10 * GIB))
+    for label in (
+        "weights 6.0 GiB",
+        "gradients 2.0 GiB",
+        "other 46 MiB",
+        "allocator and context 978 MiB",
+        "measured 10.0 GiB",
+    ):
+        assert label in found
+    assert not any("layer inputs" in label for label in found), "terms too small to be seen are one"
+    assert "memory of a rank 16.0 GiB" in found
+
+
+@pytest.mark.parametrize(("capacity", "drawn"), [(80, False), (16, True)])
+def test_a_capacity_far_above_the_bars_does_not_shrink_them(capacity: int, drawn: bool) -> None:
+    found = labels(Memory(TERMS, 9 * GIB, capacity * GIB, None))
+    ticks = [float(label) for label in found if re.fullmatch(r"[\d.]+", label)]
+    assert (max(ticks) >= 16) is drawn and f"memory of a rank {capacity}.0 GiB" in found
