@@ -27,7 +27,9 @@ def _no_jobs_left(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def test_all_nodes_are_idle(cluster: Cluster) -> None:
-    assert cluster.node_states() == dict.fromkeys(NODES, "idle")
+    # A star after the state means that Slurm waits for an answer of the node, which takes a while on a busy machine.
+    idle = dict.fromkeys(NODES, "idle")
+    cluster.wait_until(lambda: cluster.node_states() == idle, "three idle nodes", timeout=60)
 
 
 def test_a_step_runs_on_two_hosts(cluster: Cluster) -> None:
