@@ -129,7 +129,7 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"max_shard_size": "5 parsecs"}, ["max_shard_size: Cannot parse the size '5 parsecs'. Write a number and a unit, such as "
                                        "5GB, 500MB or 2GiB."]),
     ({"max_shard_size": "5"}, ["max_shard_size: '5' is not the size of a file. Write a size from 1KB to 1000TB, such as 5GB."]),
-    ({"push": "file:a"}, ["push: 'file:a' is not allowed. Allowed: the keys to, private, revision, pull_request."]),
+    ({"push": "file:a"}, ["push: 'file:a' is not allowed. Allowed: the keys to, private, samples, revision, pull_request."]),
 ]  # fmt: skip
 
 
