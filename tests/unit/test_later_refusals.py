@@ -49,6 +49,7 @@ TABLE: dict[str, Why | str] = {
     "checkpoint/formats/lora.py:split": "plan/inspect_model.py:_unmergeable",
     "checkpoint/formats/nvme_swap.py": R,
     "checkpoint/formats/pickle_machine.py": R,
+    "checkpoint/formats/pickle_names.py": R,
     "checkpoint/formats/pickle_objects.py": R,
     "checkpoint/formats/pickle_stack.py": R,
     "checkpoint/formats/registry.py": R,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
 from shardmake.checkpoint.record import CheckpointRecord
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Cluster, Run, Strategy
@@ -87,6 +88,8 @@ class Forked:
     ) -> tuple[list[int], CheckpointRecord | None]:  # fmt: skip
         """Call `train` from the checkpoint that the store recovers, as the driver does."""
         found = store.recover(rundir.checkpoints)
+        if found:
+            refuse_foreign_names(found[1], found[0].files)
         codes = self.train(
             rundir, planned, kill, resume_from=found[1] if found else None, variables=variables, arguments=arguments
         )

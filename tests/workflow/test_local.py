@@ -10,7 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from shardmake.checkpoint import store
+from shardmake.core.fingerprint import fingerprint
 from shardmake.demo.recovery import kill_tree
+from tests.unit.checkpoint.formats.test_unpickle import Hostile
 from tests.workflow.checkout import Checkout
 
 pytestmark = pytest.mark.training
@@ -172,6 +175,22 @@ def test_stop_file_saves_and_stops_and_training_resumes_from_there(checkout: Che
     assert driver.wait(timeout=120) == 3
     logged = [line["step"] for line in checkout.metrics()]
     assert logged == sorted(set(logged)), "no step is logged twice"
+    assert_a_replaced_file_runs_nothing(checkout)
+
+
+def assert_a_replaced_file_runs_nothing(checkout: Checkout) -> None:
+    """Replace a file of the newest checkpoint and its checksum with one that runs code, as a group member can."""
+    proof = checkout.root / "proof"
+    record, checkpoint = next(store.committed(checkout.run / "train/checkpoints"))
+    name = next(name for name in record.files if name.endswith("optim_states.pt"))
+    states = torch.load(checkpoint / name, weights_only=False)
+    torch.save(states | {"more": Hostile(os.mkdir, str(proof))}, checkpoint / name)
+    files = record.files | {name: fingerprint(checkpoint / name)}
+    store.commit_in_place(checkpoint, record.model_copy(update={"files": files}))
+    stopped = checkout("shardmake", "train", "demo", check=False)
+    assert f"{name} was not loaded. Its pickle would import posix.mkdir, which no training writes." in stopped.stdout
+    assert stopped.returncode == 2 and "Traceback" not in stopped.stdout
+    assert not proof.exists() and checkpoint.exists()
 
 
 SHORTAGE = """

@@ -4,6 +4,9 @@ All nodes read at once, before their ranks start. The ranks load nothing before 
 check, so a node with a finding keeps the others from loading a damaged checkpoint. The driver then reads the named
 files itself: if they are damaged, the checkpoint is set aside and the next attempt resumes from an older one. If they
 are not, the node that read them differently is at fault.
+
+DeepSpeed and torch import and call what a checkpoint's pickles name. A checkpoint with a name that no training wrote is
+therefore not loaded; the run stops, because a person must find out who wrote it.
 """
 
 import time
@@ -11,8 +14,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from shardmake.checkpoint import store
+from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
 from shardmake.checkpoint.record import RECORD_NAME, find_damaged, is_intact, read_record, share_of_files
+from shardmake.core.errors import CheckpointError
 from shardmake.core.units import GIB
+from shardmake.launch.preflight import PreflightError
 from shardmake.run.attempt import Attempt, AttemptDir
 
 _READERS = 8
@@ -31,6 +37,7 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
 
     Raises:
         DamagedCheckpointError: a file is not as recorded.
+        PreflightError: loading a file would import what no training wrote.
         CheckpointError: this user may not read a file.
     """
     if attempt.resume_from is None:
@@ -42,6 +49,10 @@ def validate_share(attempt: Attempt, node_rank: int, report: Callable[[str], Non
     names = share_of_files(record, node_rank, attempt.nodes)
     if problems := find_damaged(checkpoint, record, names, workers=_READERS):
         raise DamagedCheckpointError(problems)
+    try:
+        refuse_foreign_names(checkpoint, names)
+    except CheckpointError as error:
+        raise PreflightError([str(error).removesuffix(".")], blames_run=True) from None
     size = sum(record.files[name].size for name in names) / GIB
     seconds = time.monotonic() - started
     report(f"{checkpoint.name}: {len(names)} of {len(record.files)} files are intact ({size:.2f} GiB, {seconds:.1f} s)")

@@ -1,19 +1,23 @@
 """The nodes of a job validate their shares of its checkpoint; the driver reads what they report before it believes it."""
 
 import shutil
+from fractions import Fraction
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shardmake.checkpoint import store
-from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, share_of_files
+from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, read_record, share_of_files
 from shardmake.core.fingerprint import FileEntry, fingerprint
 from shardmake.launch import resume, worker
 from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.outcome import Action, Evidence, RetryState, classify, decide
 from shardmake.launch.rendezvous import Rendezvous
 from shardmake.launch.resume_validation import DamagedCheckpointError, confirm_damage, validate_share
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_history import EndReason
 from tests.unit.plans import make_cluster, make_plan, make_training_settings
 
 SHARDS = [f"optimizer/__{rank}_0.distcp" for rank in range(4)]
@@ -147,3 +151,37 @@ def test_a_record_that_only_a_node_cannot_read_costs_no_checkpoint(
     run_nodes(folder, monkeypatch)
     record.write_bytes(content)
     assert [node.damaged for node in folder.exits()] == [[RECORD_NAME]] * 2 and confirm_damage(folder) == ""
+
+
+def test_a_checkpoint_that_would_import_other_code_is_not_loaded(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group member can replace a file and its checksum. The run stops, and the checkpoint stays for inspection."""
+    checkpoint = Path(folder.read().resume_from or "")
+    record = read_record(checkpoint)
+    assert record is not None
+    torch.save(Fraction(1, 3), checkpoint / "scheduler.pt")
+    store.commit_in_place(
+        checkpoint,
+        record.model_copy(update={"files": record.files | {"scheduler.pt": fingerprint(checkpoint / "scheduler.pt")}}),
+    )
+    started = run_nodes(folder, monkeypatch)
+    (finder,) = [node for node in folder.exits() if node.phase == "run preflight"]
+    assert started == [1 - finder.node_rank] and not finder.damaged
+    assert "scheduler.pt was not loaded. Its pickle would import fractions.Fraction" in finder.message
+    outcome = classify(
+        Evidence(
+            finished=False,
+            stop_file=False,
+            stopped=False,
+            slurm_state="FAILED",
+            exits=folder.exits(),
+            errors=[],
+            nodes=2,
+        )
+    )
+    assert (
+        outcome.end is EndReason.PREFLIGHT
+        and decide(outcome, RetryState(idle_attempts=1, has_fallback=True)) is Action.STOP
+    )
+    assert confirm_damage(folder) == "" and checkpoint.exists()

@@ -70,6 +70,11 @@ class PickleMachine(PickleStack):
             raise PickleError(f"an operation at byte {self.at} fails ({type(error).__name__})") from None
         raise PickleError(f"it has more than {_MOST_OPERATIONS} operations")
 
+    @property
+    def names(self) -> set[str]:
+        """The classes and functions that the pickle has named so far, each as ``module.name``."""
+        return {str(name) for name in self._names.values()}
+
     def spend(self, elements: int) -> None:
         """Count work beside reading; raise `PickleError` if it is more than the pickle's length accounts for."""
         self._budget -= elements

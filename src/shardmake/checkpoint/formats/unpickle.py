@@ -122,6 +122,21 @@ def load_plain(path: Path) -> Any:
     return _run(read_small(path), path, refuse)
 
 
+def names_in(content: bytes, path: Path) -> set[str]:
+    """Return the classes and functions, each as ``module.name``, that loading the pickle ``content`` would import.
+
+    Args:
+        content: The pickle.
+        path: Its file, for messages.
+    """
+    machine = PickleMachine(content, _FUNCTIONS_OF_CONTAINERS, lambda _: None)
+    try:
+        machine.run()
+    except PickleError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}. Use an older checkpoint.") from None
+    return machine.names
+
+
 def locate(record: ZipRecord, dtype: str) -> ZipRecord:
     """Return the byte range inside the archive of a DCP ``record``; return any other record unchanged.
 
@@ -273,3 +288,5 @@ _FUNCTIONS: dict[tuple[str, str], Callable[..., Any]] = {
     ("_codecs", "encode"): _encode,
 }
 """Replacements of the functions and classes whose results are used; every other one yields an `Inert` placeholder."""
+_FUNCTIONS_OF_CONTAINERS = {name: call for name, call in _FUNCTIONS.items() if not name[0].startswith("torch")}
+"""Those without the ones of tensors, which need the storages."""

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from shardmake.checkpoint import store
 from shardmake.checkpoint.formats import dcp
 from shardmake.checkpoint.formats.nvme_swap import rank_folder
+from shardmake.checkpoint.formats.pickle_names import refuse_foreign_names
 from shardmake.checkpoint.formats.universal import inner_folder, is_universal
 from shardmake.checkpoint.record import RECORD_NAME, CheckpointRecord, find_problems, list_files, read_record
 from shardmake.config.strategies import STRATEGY_SPECS
@@ -79,6 +80,7 @@ def reshard(checkpoint: Path, out: Path, strategy: str | None, ranks: int) -> Ch
         raise CheckpointError(
             f"{checkpoint} is not a complete Shardmake checkpoint: {'; '.join(problems)}. Use an older checkpoint."
         )
+    refuse_foreign_names(checkpoint, record.files)
     strategy = strategy or record.strategy
     found = find_route(record, checkpoint, strategy, ranks)
     if found is Route.NATIVE:

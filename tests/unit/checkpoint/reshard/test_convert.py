@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardmake.checkpoint import store
 from shardmake.checkpoint.record import CheckpointRecord, find_problems, read_record
@@ -29,7 +30,7 @@ def write(folder: Path, strategy: str, ranks: int) -> Path:
     checkpoint.mkdir()
     names = ["rng_state.pth"] if ranks == 1 else [f"rng_state_{rank}.pth" for rank in range(ranks)]
     for name in names:
-        (checkpoint / name).write_text(name)
+        torch.save(name, checkpoint / name)
     record = CheckpointRecord(
         step=4, tokens=4, world_size=ranks, strategy=strategy, attempt=1, settings_digest="r", saved_at=0, save_seconds=0,
         versions={}, files={name: fingerprint(checkpoint / name) for name in names},
