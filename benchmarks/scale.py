@@ -6,6 +6,7 @@ are fake, and every operation on a file is counted. Seconds are not measured: th
 """
 
 import argparse
+import io
 import json
 import tempfile
 import time
@@ -13,9 +14,12 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
+
+import torch
 
 from benchmarks.counting import PLACE, FakeGroup, NodePool, OperationCounter, run_on_nodes
 from shardmake.checkpoint import node_files, record, store
@@ -87,12 +91,24 @@ def describe(step: int) -> dict[str, Any]:
 
 
 def write_shards(folder: Path, node: int) -> None:
-    """Write what the ranks of ``node`` write of a checkpoint under FSDP, with one byte instead of gigabytes each."""
+    """Write what the ranks of ``node`` write of a checkpoint under FSDP, with one byte instead of gigabytes each.
+
+    The states of the random generators are real: the validation reads which classes they name.
+    """
     (folder / "model").mkdir(parents=True, exist_ok=True)
     (folder / "optimizer").mkdir(exist_ok=True)
     for rank in range(node * RANKS_PER_NODE, (node + 1) * RANKS_PER_NODE):
-        for name in (f"model/__{rank}_0.distcp", f"optimizer/__{rank}_0.distcp", f"rng_state_{rank}.pth"):
-            (folder / name).write_bytes(b"x")
+        (folder / f"model/__{rank}_0.distcp").write_bytes(b"x")
+        (folder / f"optimizer/__{rank}_0.distcp").write_bytes(b"x")
+        (folder / f"rng_state_{rank}.pth").write_bytes(generator_state())
+
+
+@cache
+def generator_state() -> bytes:
+    """Return the content of a file with the state of a random generator."""
+    content = io.BytesIO()
+    torch.save({"cpu": torch.get_rng_state()}, content)
+    return content.getvalue()
 
 
 def save(folder: Path, ranks: int) -> Phase:
