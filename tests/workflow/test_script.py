@@ -55,6 +55,37 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     assert "Nothing to be done" in checkout("snakemake", "--profile", "profiles/local").stdout
 
 
+LEAKING = """
+import logging, os, sys
+print("password=" + "Plant77-printed")
+print("token:", os.environ["HF_TOKEN"], file=sys.stderr, flush=True)
+logging.getLogger("script").warning("id %s", os.environ["DATABASE_URL"])
+raise RuntimeError(f"no login with {os.environ['MY_PASSWORD']}")
+"""
+PLANTED = {
+    "HF_TOKEN": "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs",
+    "MY_PASSWORD": "correct-horse-4",
+    "DATABASE_URL": "postgres://ada:pa/ss-9@db/x",
+}
+
+
+def test_secrets_that_a_script_prints_and_raises_reach_no_file(
+    checkout: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = checkout.root / "leaking.py"
+    script.write_text(LEAKING)
+    for name, value in PLANTED.items():
+        monkeypatch.setenv(name, value)
+    checkout.configure(strategy="zero2", script=str(script), script_args=[])
+    failed = checkout("snakemake", "--profile", "profiles/local", check=False)
+    assert failed.returncode != 0 and "RuntimeError: no login with [removed]" in failed.stdout
+    assert "token: [removed]" in (checkout.run / "train/attempts/001/node-0.log").read_text()
+    secrets = [*PLANTED.values(), "pa/ss-9", "Plant77-printed"]
+    assert [value for value in secrets if value in failed.stdout] == []
+    files = [path for path in checkout.root.rglob("*") if path.is_file() and path != script]
+    assert [(path, value) for path in files for value in secrets if value.encode() in path.read_bytes()] == []
+
+
 def test_unplanned_engine_is_rejected(shared_checkout: Checkout, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("from accelerate import Accelerator\nAccelerator(cpu=True)\nprint('trained something else')\n")

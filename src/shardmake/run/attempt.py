@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from shardmake.core.atomic import digest, write_json
+from shardmake.core.secrets import redact
 from shardmake.run.paths import BelowRoot, RunDir
 from shardmake.run.record import RunRecord
 
@@ -314,8 +315,8 @@ def mark_meeting() -> None:
 
 
 def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
-    """Write the exception that ends ``rank``, for the driver."""
-    text, host = "".join(traceback.format_exception(error)), host_name()
+    """Write the exception that ends ``rank``, without secrets, for the driver."""
+    text, host = redact("".join(traceback.format_exception(error))), host_name()
     record = RankError(
         rank=rank,
         host=host,
@@ -323,7 +324,7 @@ def record_error(folder: AttemptDir, rank: int, error: BaseException) -> None:
         time=time.time(),
         seconds=0.0 if _met is None else time.monotonic() - _met,
         kind=type(error).__name__,
-        message=str(error),
+        message=redact(str(error)),
         traceback=text,
         step=getattr(error, "step", None),
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
+from shardmake.train.redacted_output import redact_output
 
 if TYPE_CHECKING:
     from shardmake.run.attempt import AttemptDir
@@ -33,6 +34,7 @@ def main() -> None:
         sys.exit("The rank was not started, because its launcher has ended.")
     folder = Path(sys.argv[1]).resolve()
     rank = int(os.environ.get("RANK", "0"))
+    redact_output()
     configure_logging(rank=rank)
 
     from shardmake.run.attempt import (
