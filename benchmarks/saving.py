@@ -42,7 +42,9 @@ class Alternate(TrainerCallback):
 
     def __init__(self, saver: Saver, attempt: Path, memory: Path) -> None:
         folders = [None, memory, attempt / "scratch"]
-        self.scratches = [folder and ScratchFolder(folder, attempt, node=0, nodes=1, share=1.0) for folder in folders]
+        self.scratches = [
+            folder and ScratchFolder(folder, folder, attempt, node=0, nodes=1, share=1.0) for folder in folders
+        ]
         self.saver = saver
         self.log = attempt / "saves.jsonl"
 

@@ -72,9 +72,7 @@ def private_folder(path: Path) -> Path:
     """
     if not path.parent.is_dir():
         return path
-    with contextlib.suppress(OSError):
-        path.mkdir(mode=0o700)
-    if _belongs_to_us(path):
+    if make_private(path):
         return path
     try:
         fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
@@ -82,6 +80,13 @@ def private_folder(path: Path) -> Path:
         fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
     logger.warning("%s is not a folder of this user alone, so %s is used. Remove it if it is yours.", path, fresh)
     return fresh
+
+
+def make_private(path: Path) -> bool:
+    """Create the folder ``path`` for this user alone; return whether it is one, without following a link."""
+    with contextlib.suppress(OSError):
+        path.mkdir(mode=0o700)
+    return _belongs_to_us(path)
 
 
 def _belongs_to_us(path: Path) -> bool:

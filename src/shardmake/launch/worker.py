@@ -24,6 +24,7 @@ from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.disk import remove_swap_files
 from shardmake.core.environment import kernel_caches
 from shardmake.core.failures import explain
+from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.preflight import PreflightError, check_node
@@ -206,7 +207,8 @@ def _run_ranks(
 def _remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     """Remove this run's node-local files, also those of an earlier worker that was killed."""
     remove_swap_files(read_json(folder.deepspeed, "shardmake train NAME"))
-    shutil.rmtree(attempt.saves, ignore_errors=True)
+    if make_private(attempt.private):
+        shutil.rmtree(attempt.saves, ignore_errors=True)
 
 
 def _wait(process: subprocess.Popen[bytes], watchdog: Watchdog, pipes: Path, kernels: Path) -> int:

@@ -69,7 +69,12 @@ class Attempt(RunRecord):
     def saves(self) -> Path:
         """Node-local folder of the run's checkpoints on their way to the shared one; nothing in it outlives a job."""
         name = f"{self.rundir.name}-{digest(self.run_folder)[:8]}"
-        return Path(self.scratch, f"shardmake-{os.getuid()}", "saves", name)
+        return self.private / "saves" / name
+
+    @property
+    def private(self) -> Path:
+        """Node-local folder that must belong to this user alone (`make_private`)."""
+        return Path(self.scratch, f"shardmake-{os.getuid()}")
 
 
 class SubmittedJob(RunRecord):

@@ -12,6 +12,7 @@ from typing import Any
 from shardmake.checkpoint.store import Retention
 from shardmake.core import disk
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.permissions import make_private
 from shardmake.core.units import MIB
 from shardmake.memory.scenario import BYTES
 from shardmake.run.plan import Choice
@@ -39,6 +40,8 @@ class ScratchFolder:
 
     folder: Path
     """Used by this node only; it is emptied before each save."""
+    private: Path
+    """The folder above it that must belong to this user alone."""
     attempt: Path
     """Folder of the attempt."""
     node: int
@@ -47,7 +50,12 @@ class ScratchFolder:
     """Result of `share_of_node`."""
 
     def make_room(self, size: int) -> str:
-        """Empty the folder; return an error message if this node's part of ``size`` bytes does not fit."""
+        """Empty the folder; return an error message if this node's part of ``size`` bytes does not fit.
+
+        Nothing is written where another user could read or replace it.
+        """
+        if not make_private(self.private):
+            return f"{self.private} is not a folder of this user alone. Remove it, or set another scratch folder"
         shutil.rmtree(self.folder, ignore_errors=True)
         try:
             self.folder.mkdir(parents=True)

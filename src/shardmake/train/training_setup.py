@@ -134,7 +134,9 @@ def _scratch_folder(context: RankContext) -> ScratchFolder:
     attempt = context.attempt
     node = context.rank // attempt.processes_per_node
     share = share_of_node(context.plan.choice, node)
-    return ScratchFolder(attempt.saves / f"node-{node}", context.folder.root, node, attempt.nodes, share)
+    return ScratchFolder(
+        attempt.saves / f"node-{node}", attempt.private, context.folder.root, node, attempt.nodes, share
+    )
 
 
 def check_ready(context: RankContext, built: BuiltTraining) -> None:

@@ -33,7 +33,7 @@ def make_saver(root: Path, node: int = 0, nodes: int = 1) -> Saver:
     """Return the saver of the first rank of a node with its own scratch folder."""
     attempt = root / "attempts/001"
     attempt.mkdir(parents=True, exist_ok=True)
-    scratch = ScratchFolder(root / f"scratch-{node}", attempt, node, nodes, 1 / nodes)
+    scratch = ScratchFolder(root / f"scratch/node-{node}", root / "scratch", attempt, node, nodes, 1 / nodes)
     return Saver(root / "checkpoints", describe, Retention(keep=2), scratch=scratch)
 
 
@@ -52,11 +52,11 @@ def steps(root: Path) -> list[int]:
 
 
 def test_next_save_waits_and_required_save_is_direct(tmp_path: Path) -> None:
-    leftover = tmp_path / "scratch-0/checkpoint-1/file of a killed attempt"
+    leftover = tmp_path / "scratch/node-0/checkpoint-1/file of a killed attempt"
     leftover.parent.mkdir(parents=True)
     leftover.touch()
     saver = make_saver(tmp_path)
-    assert save(saver, 1).is_relative_to(tmp_path / "scratch-0")
+    assert save(saver, 1).is_relative_to(tmp_path / "scratch/node-0")
     assert saver.pending_upload is not None and saver.upload_seconds == 0
     save(saver, 2)
     assert steps(tmp_path)[-1] == 1, "the next save waits for the upload"
@@ -68,7 +68,7 @@ def test_next_save_waits_and_required_save_is_direct(tmp_path: Path) -> None:
     assert saver.pending_upload is None and steps(tmp_path) == [3, 2]
     last = read_record(saver.folder / "checkpoint-3")
     assert last is not None and last.blocked_seconds is None
-    assert not list((tmp_path / "scratch-0").iterdir())
+    assert not list((tmp_path / "scratch/node-0").iterdir())
 
 
 def test_full_scratch_makes_saves_synchronous_with_one_warning(
@@ -82,7 +82,26 @@ def test_full_scratch_makes_saves_synchronous_with_one_warning(
     assert save(saver, 1).is_relative_to(saver.folder) and save(saver, 2).is_relative_to(saver.folder)
     assert steps(tmp_path) == [2, 1]
     assert caplog.text.count("is not saved asynchronously. The next checkpoint needs 64 MiB, and") == 1
-    assert "scratch-0 has 10 MiB left" in caplog.text
+    assert "node-0 has 10 MiB left" in caplog.text
+
+
+@pytest.mark.parametrize("trap", ["link", "open", "foreign"])
+def test_nothing_is_written_or_removed_where_somebody_else_could_write(
+    tmp_path: Path, trap: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    scratch, elsewhere = tmp_path / "scratch", tmp_path / "elsewhere"
+    (elsewhere / "node-0/theirs").mkdir(parents=True)
+    if trap == "link":
+        scratch.symlink_to(elsewhere)
+    else:
+        elsewhere.rename(scratch)
+        scratch.chmod(0o777 if trap == "open" else 0o700)
+        if trap == "foreign":
+            os.chown(scratch, 12345, 12345)
+    saver = make_saver(tmp_path)
+    assert save(saver, 1).is_relative_to(saver.folder) and steps(tmp_path) == [1]
+    assert "scratch is not a folder of this user alone. Remove it, or" in caplog.text
+    assert [path.name for path in (scratch / "node-0").iterdir()] == ["theirs"]
 
 
 @pytest.mark.parametrize(
@@ -104,7 +123,9 @@ def test_first_node_needs_space_for_unsharded_parts(
 
     size = 12 << 30
     monkeypatch.setattr(disk, "free_space", lambda folder: FreeSpace(int(first * size) + (63 << 20), "free"))
-    scratches = [ScratchFolder(tmp_path / str(node), tmp_path, node, 4, share_of_node(choice, node)) for node in (0, 1)]
+    scratches = [
+        ScratchFolder(tmp_path / str(node), tmp_path, tmp_path, node, 4, share_of_node(choice, node)) for node in (0, 1)
+    ]
     refused = [bool(scratch.make_room(size)) for scratch in scratches]
     assert refused == [True, first == second]
 
@@ -153,7 +174,7 @@ def in_two_ranks(root: Path, act: Callable[[Path, int], None]) -> None:
 def _save_on_two_nodes(root: Path, rank: int) -> None:
     saver = make_saver(root, node=rank, nodes=2)
     folders = [save(saver, step, rank=rank) for step in (1, 2)]
-    assert all(folder.is_relative_to(root / f"scratch-{rank}") for folder in folders)
+    assert all(folder.is_relative_to(root / f"scratch/node-{rank}") for folder in folders)
     saver.wait_for_upload()
     assert steps(root) == [2, 1]
     assert set(list_files(saver.folder / "checkpoint-2")) == {"latest", "rng_state_0.pth", "rng_state_1.pth"}

@@ -47,7 +47,10 @@ class Site:
         self.attempt = root / "attempts/001"
         self.shared = root / "checkpoints"
         self.staged = store.staged_path(self.shared, 4)
-        self.scratch = [ScratchFolder(root / f"scratch/node-{node}", self.attempt, node, 2, 0.5) for node in (0, 1)]
+        self.scratch = [
+            ScratchFolder(root / f"scratch/node-{node}", root / "scratch", self.attempt, node, 2, 0.5)
+            for node in (0, 1)
+        ]
 
     def save(self, files: dict[int, dict[str, bytes]] = FILES) -> "Site":
         self.attempt.mkdir(parents=True)
