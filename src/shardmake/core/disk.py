@@ -10,6 +10,7 @@ from typing import Any
 
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DiskFullError
+from shardmake.core.permissions import make_private
 from shardmake.core.units import format_bytes
 
 _QUOTA_SECONDS = 20
@@ -108,13 +109,18 @@ def swap_folder(nvme_path: str | None, run_name: str, folder: Path) -> str:
     return str(Path(nvme_path, f"shardmake-{os.getuid()}", name))
 
 
+def named_swap_folders(deepspeed: Mapping[str, Any]) -> set[Path]:
+    """Return the folders from `swap_folder` that DeepSpeed's settings name; other folders are the user's own choice."""
+    sections = deepspeed.get("zero_optimization", {})
+    named = (sections.get(section, {}).get("nvme_path", "") for section in ("offload_optimizer", "offload_param"))
+    return {Path(folder) for folder in named if Path(folder).parent.name == f"shardmake-{os.getuid()}"}
+
+
 def remove_swap_files(deepspeed: Mapping[str, Any]) -> None:
     """Remove the swap files of a training from this node's NVMe, because DeepSpeed does not.
 
-    Only a folder from `swap_folder` is removed.
+    Only a folder from `swap_folder` is removed, and none that another user could have put in its place.
     """
-    sections = deepspeed.get("zero_optimization", {})
-    for section in (sections.get("offload_optimizer", {}), sections.get("offload_param", {})):
-        folder = Path(section.get("nvme_path", ""))
-        if folder.parent.name == f"shardmake-{os.getuid()}":
+    for folder in named_swap_folders(deepspeed):
+        if make_private(folder.parent):
             shutil.rmtree(folder, ignore_errors=True)

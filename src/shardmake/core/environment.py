@@ -33,8 +33,12 @@ OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFL
 
 
 def hub_environment(cache: str | None, *, offline: bool) -> dict[str, str]:
-    """Return variables that the hub's libraries read at import: their cache, and whether they are offline."""
-    location = {"HF_HOME": str(Path(cache).absolute())} if cache else {}
+    """Return variables that the hub's libraries read at import: their cache, and whether they are offline.
+
+    The user's token stays where ``hf auth login`` puts it, and is not looked for in a cache that a lab shares.
+    """
+    token = os.environ.get("HF_TOKEN_PATH") or str(hub_cache(None) / "token")
+    location = {"HF_HOME": str(Path(cache).absolute()), "HF_TOKEN_PATH": token} if cache else {}
     return location | (OFFLINE if offline else {})
 
 

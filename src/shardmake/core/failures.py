@@ -104,7 +104,8 @@ def _keep_traceback(error: Exception) -> str:
     name = f"shardmake-error-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     for folder in (LOGS, Path(tempfile.gettempdir())):
         try:
-            (folder / name).write_text(text)
+            with (folder / name).open("x") as file:  # never through a link that another user made
+                file.write(text)
         except OSError:
             continue
         return f"The traceback is in {folder / name}."

@@ -1,5 +1,6 @@
 """Secrets: detect known secrets and text in the form of a token before files leave the cluster."""
 
+import contextlib
 import hashlib
 import os
 import re
@@ -62,9 +63,14 @@ def mask(text: str) -> str:
 
 def _known() -> Iterable[str]:
     """Return known secrets that are long and have a digit; a short or plain word occurs in any text."""
+    values = {_hub_token(), *(value for name, value in os.environ.items() if is_secret(name))}
+    return {value for value in values if len(value) >= _SHORTEST and any(c.isdigit() for c in value)}
+
+
+def _hub_token() -> str:
+    """Return the user's token for the hub; empty without one, or if its file belongs to somebody else."""
     from huggingface_hub import get_token
 
-    values = [value for name, value in os.environ.items() if is_secret(name)]
-    return {
-        value for value in [*values, get_token() or ""] if len(value) >= _SHORTEST and any(c.isdigit() for c in value)
-    }
+    with contextlib.suppress(OSError):
+        return get_token() or ""
+    return ""

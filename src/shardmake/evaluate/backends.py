@@ -172,7 +172,10 @@ def _device_map(machine: Machine) -> dict[str, Any]:
 
 
 def _offload_folder(nvme: str | None) -> str:
-    """Return a new folder, removed when this process ends; transformers writes weights to it by their plain names."""
+    """Return a new folder of this user alone, removed when this process ends.
+
+    Transformers writes weights by their plain names, and DeepSpeed by rank, the same for every user and model.
+    """
     folder = TemporaryDirectory(prefix="shardmake-offload-", dir=nvme)
     atexit.register(folder.cleanup)
     return folder.name
@@ -212,7 +215,7 @@ def _zero3_config(model: str, options: dict[str, Any], backend: EvaluationBacken
         zero["offload_param"] = {"device": device, "pin_memory": torch.cuda.is_available()}
     if device == "nvme":
         check_backend(backend, nvme)
-        zero["offload_param"] |= {"nvme_path": nvme}
+        zero["offload_param"] |= {"nvme_path": _offload_folder(nvme)}
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
     if torch.cuda.is_available():
         named = {key: options[key] for key in ("revision", "trust_remote_code")}

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,9 +22,11 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.record import RECORD_NAME
 from shardmake.config.attention import Attention
 from shardmake.config.strategies import STRATEGY_SPECS
-from shardmake.core.disk import check_save
+from shardmake.core.atomic import read_json
+from shardmake.core.disk import check_save, named_swap_folders
 from shardmake.core.environment import kernel_caches, library_versions
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.permissions import make_private
 from shardmake.core.process import wait_for_output
 from shardmake.core.units import GIB
 from shardmake.launch.compilers import check_compilers
@@ -83,6 +86,7 @@ def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Call
         # The job may request all memory of a node, which is never all free.
         *check_memory(psutil.virtual_memory().available, plan.host_memory),
         *check_scratch(Path(attempt.scratch)),
+        *check_swap_folders(read_json(folder.deepspeed, "shardmake train NAME")),
         *(f"{path} cannot be read here" for path in files if not os.access(path, os.R_OK)),
         *(f"{path} cannot be written here" for path in folders if not os.access(path, os.W_OK | os.X_OK)),
     ]
@@ -166,6 +170,16 @@ def check_scratch(scratch: Path) -> list[str]:
     if free >= SCRATCH_BYTES:
         return []
     return [f"the scratch folder {scratch} has {free / GIB:.2f} GiB free and needs {SCRATCH_BYTES / GIB:.0f} GiB"]
+
+
+def check_swap_folders(deepspeed: Mapping[str, Any]) -> list[str]:
+    """Return a finding for each folder on NVMe in which another user could read or replace what DeepSpeed swaps."""
+    parents = {folder.parent for folder in named_swap_folders(deepspeed)}
+    return [
+        f"the swap folder {parent} cannot be made, or is not a folder of this user alone"
+        for parent in sorted(parents)
+        if not make_private(parent)
+    ]
 
 
 def check_names(host: str) -> list[str]:

@@ -182,7 +182,7 @@ def _run_ranks(
     print(_heading(command, variables, rendezvous, attempt, node), file=log, flush=True)
     first = node.rank * attempt.processes_per_node
     ranks = range(first, first + attempt.processes_per_node)
-    _remove_local_files(folder, attempt)
+    remove_local_files(folder, attempt)
     kernels = Path(variables["TORCH_EXTENSIONS_DIR"])
     for message in remove_stale_locks(kernels):
         print(message, file=log, flush=True)
@@ -201,10 +201,10 @@ def _run_ranks(
             return _wait(process, watchdog, Path(pipes), kernels)
         finally:
             watchdog.publish()
-            _remove_local_files(folder, attempt)
+            remove_local_files(folder, attempt)
 
 
-def _remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
+def remove_local_files(folder: AttemptDir, attempt: Attempt) -> None:
     """Remove this run's node-local files, also those of an earlier worker that was killed."""
     remove_swap_files(read_json(folder.deepspeed, "shardmake train NAME"))
     if make_private(attempt.private):

@@ -16,7 +16,7 @@ SETTING = "import shardmake.cli, sys; print(*sorted({'huggingface_hub', 'torch',
 def test_the_cache_is_shared_and_nodes_are_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert hub_environment(None, offline=False) == {}
-    assert hub_environment("cache", offline=False) == {"HF_HOME": str(tmp_path / "cache")}
+    assert hub_environment("cache", offline=False)["HF_HOME"] == str(tmp_path / "cache")
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     assert hub_environment(None, offline=True) == offline
 
@@ -75,6 +75,24 @@ def test_each_user_has_a_cache_of_compiled_kernels(monkeypatch: pytest.MonkeyPat
 
     assert all(folder.startswith("/scratch/shardmake-42001/") for folder in folders(42001))
     assert folders(42001).isdisjoint(folders(42002))
+
+
+def test_the_token_of_a_login_is_found_also_with_a_cache_for_the_lab(tmp_path: Path) -> None:
+    """The library reads its variables when it is imported, so it is asked in a process of its own."""
+    home, lab = tmp_path / "home", tmp_path / "lab/cache"
+    for folder, token in ((home / ".cache/huggingface", "hf_of_this_user"), (lab, "hf_of_somebody_else")):
+        folder.mkdir(parents=True)
+        (folder / "token").write_text(token)
+    program = (
+        "import os; from shardmake.core.environment import hub_environment as variables\n"
+        f"for _ in range(2): os.environ.update(variables({str(lab)!r}, offline=False))\n"
+        "from huggingface_hub import constants, get_token; print(get_token(), constants.HF_HUB_CACHE)"
+    )
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean | {"HOME": str(home)}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["hf_of_this_user", f"{lab}/hub"]
 
 
 def test_a_commit_is_known_only_for_tracked_files(tmp_path: Path) -> None:

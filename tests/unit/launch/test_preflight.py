@@ -56,6 +56,7 @@ def node(tmp_path: Path, host_memory: int = GIB, **changes: object) -> tuple[Att
     make_training_settings(model=str(tmp_path / "base")).write(folder.training)
     write_json(tmp_path / "base/config.json", {})
     write_json(tmp_path / "data/receipt.json", {})
+    write_json(folder.deepspeed, {})
     attempt = attempt_settings(
         1, tmp_path, make_cluster(scratch=str(tmp_path)), plan, resume_from=None, settings_digest="r"
     ).model_copy(update=changes)
