@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Final, get_args
 
 from shardmake.config.file_contents import CONTENT_KEYS, RESULT_KEYS, TEMPLATE, TUNING_KEYS, file_contents
-from shardmake.config.models import Cluster, Run, Section
+from shardmake.config.models import OBJECTIVE_SECTIONS, Cluster, Run, Section
 from shardmake.core.secrets import mask
 
 STAGES: Final = ("fetch", "plan", "render", "data", "train", "consolidate", "evaluate", "push", "report")
@@ -47,7 +47,8 @@ EFFECTS: Final = (
         reads=(),
         keys=(
             *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
-            *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora.", "dpo."),
+            *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora."),
+            *(f"{name}." for name in OBJECTIVE_SECTIONS),
             *("script", "script_args", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
     ),

@@ -17,7 +17,7 @@ from shardmake.config.attention import Attention
 from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.config.objectives import OBJECTIVES
-from shardmake.config.preferences import check_preferences
+from shardmake.config.preferences import check_objective
 from shardmake.config.script_variables import check_variables
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (
@@ -275,6 +275,10 @@ class Dpo(Section):
         description="Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does "
         "not depend on the micro batch.",
     )
+
+
+OBJECTIVE_SECTIONS: Final[dict[str, type[Section]]] = {"dpo": Dpo}
+"""The section of each objective that has settings."""
 
 
 class Checkpoints(Section):
@@ -543,13 +547,14 @@ class Run(Section):
                 raise ValueError(
                     f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
                 )
-        check_preferences(self)
+        check_objective(self)
         return self
 
     @property
-    def dpo_settings(self) -> Dpo | None:
-        """Return the settings of `objective: dpo`, None for another objective."""
-        return (self.dpo or Dpo()) if self.objective == "dpo" else None
+    def objective_settings(self) -> Section | None:
+        """Return the section of the run's objective, with the defaults if it is left out; None if it has none."""
+        kind = OBJECTIVE_SECTIONS.get(self.objective)
+        return None if kind is None else getattr(self, self.objective) or kind()
 
     @model_validator(mode="after")
     def _check_order(self) -> "Run":

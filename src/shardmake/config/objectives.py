@@ -1,22 +1,55 @@
-"""The table of objectives: one row each. A new objective is one row here and the module that trains it."""
+"""The table of objectives: one row each. A new objective is one row here and the module that trains it.
 
+An objective other than sft has a section of a run of the same name, if it has settings.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 from shardmake.config.formats import FORMATS, DataFormat
+from shardmake.config.strategies import StrategySpec
 
 
 @dataclass(frozen=True)
 class ObjectiveSpec:
-    """One objective: its name for readers, and the examples that it learns from."""
+    """One objective: its name for readers, the examples that it learns from, and what it is proven with."""
 
     label: str
     data_formats: tuple[DataFormat, ...]
     """Formats that ``data.format: auto`` may recognize."""
+    trl: str | None = None
+    """How the names of TRL's classes that train it begin, as in `DPOTrainer` and `DPOConfig`; None: Trainer's own loss.
+
+    TRL's trainers pad the examples of a batch, have a loss of their own, and turn dropout off.
+    """
+    sequences: int = 1
+    """Sequences of one example in a training step."""
+    has_reference: bool = False
+    """A training step also runs the base model, without gradients."""
+    methods: tuple[str, ...] = ("full", "lora", "qlora")
+    head_adapter: str = ""
+    """Why an adapter of the layer lm_head has no effect; empty if it has one."""
+    is_proven: Callable[[StrategySpec], bool] = lambda spec: True
+    """Return whether training under a strategy is tested."""
+
+
+def _shards_evenly(spec: StrategySpec) -> bool:
+    """Return True for a strategy that treats all ranks alike and does not use NVMe."""
+    return not (spec.uses_nvme or spec.hpz or spec.hybrid)
 
 
 _PREFERENCE: Final[DataFormat] = "preference"
 OBJECTIVES: Final = {
     "sft": ObjectiveSpec("supervised fine-tuning", tuple(name for name in FORMATS if name != _PREFERENCE)),
-    "dpo": ObjectiveSpec("direct preference optimization", (_PREFERENCE,)),
+    "dpo": ObjectiveSpec(
+        "direct preference optimization",
+        (_PREFERENCE,),
+        trl="DPO",
+        sequences=2,
+        has_reference=True,
+        methods=("full", "lora"),
+        head_adapter="TRL reads the head's weights directly",
+        is_proven=_shards_evenly,
+    ),
 }

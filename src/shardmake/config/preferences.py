@@ -1,40 +1,56 @@
-"""The settings of a run that learning from preferences does not take."""
+"""The settings of a run that its objective does not take."""
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 
 if TYPE_CHECKING:
     from shardmake.config.models import Run
 
 
-def check_preferences(run: "Run") -> None:
-    """Raise `ValueError` for a section `dpo` without its objective, and for settings that `objective: dpo` refuses."""
-    if run.objective != "dpo":
-        if run.dpo is not None:
-            raise ValueError(f"dpo has no effect with objective: {run.objective}. Set objective: dpo, or remove dpo")
-        return
-    targets = run.lora.targets
-    refused = {
-        "packing: true cannot be combined with objective: dpo, which compares pairs. Set packing: false": run.packing,
-        "script cannot be combined with objective: dpo, which is an objective of Shardmake's own training. Remove one "
-        "of them": run.script is not None,
-        "engine: loop cannot be combined with objective: dpo, which TRL's trainer optimizes. Remove engine": run.engine
-        == "loop",
-        f"loss: {run.loss} cannot be combined with objective: dpo, which has a loss of its own. Remove loss": (
-            run.loss != "plain"
-        ),
-        "method: qlora is not supported with objective: dpo. Take lora or full": run.method == "qlora",
-        "torch_compile is not supported with objective: dpo. Remove it": run.torch_compile,
-        "tensor_parallel is not supported with objective: dpo. Remove it": run.tensor_parallel > 1,
-        "sequence_parallel is not supported with objective: dpo. Remove it": run.sequence_parallel > 1,
-        "lora.dropout has no effect with objective: dpo, for which TRL turns dropout off. Remove it": run.method
-        != "full"
-        and run.lora.dropout > 0,
-        "lora.targets: an adapter of lm_head has no effect with objective: dpo, because TRL reads the head's weights "
-        "directly. Remove lm_head": run.method != "full" and targets != "all-linear" and "lm_head" in targets,
-        "data.loss_on: all has no effect with objective: dpo, which learns from answers. Remove loss_on": (
-            run.data.loss_on == "all"
-        ),
-    }
-    for message, applies in refused.items():
-        if applies:
-            raise ValueError(message)
+def check_objective(run: "Run") -> None:
+    """Raise `ValueError` for the section of another objective, and for settings that the run's objective refuses."""
+    for name in OBJECTIVES:
+        if name != run.objective and getattr(run, name, None) is not None:
+            raise ValueError(
+                f"{name} has no effect with objective: {run.objective}. Set objective: {name}, or remove {name}"
+            )
+    spec = OBJECTIVES[run.objective]
+    if run.method not in spec.methods:
+        raise ValueError(
+            f"method: {run.method} is not supported with objective: {run.objective}. Take {' or '.join(spec.methods)}"
+        )
+    for message in _refused_by_trl(run, spec) if spec.trl else ():
+        raise ValueError(message)
+
+
+def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
+    """Yield a message for each setting of ``run`` that TRL's trainers do not take."""
+    objective, targets = f"objective: {run.objective}", run.lora.targets
+    if run.packing:
+        yield f"packing: true cannot be combined with {objective}, whose examples are padded. Set packing: false"
+    if run.script is not None:
+        yield (
+            f"script cannot be combined with {objective}, which is an objective of Shardmake's own training. Remove "
+            "one of them"
+        )
+    if run.engine == "loop":
+        yield f"engine: loop cannot be combined with {objective}, which TRL's trainer optimizes. Remove engine"
+    if run.loss != "plain":
+        yield f"loss: {run.loss} cannot be combined with {objective}, which has a loss of its own. Remove loss"
+    if run.torch_compile:
+        yield f"torch_compile is not supported with {objective}. Remove it"
+    if run.tensor_parallel > 1:
+        yield f"tensor_parallel is not supported with {objective}. Remove it"
+    if run.sequence_parallel > 1:
+        yield f"sequence_parallel is not supported with {objective}. Remove it"
+    if run.method != "full" and run.lora.dropout > 0:
+        yield f"lora.dropout has no effect with {objective}, for which TRL turns dropout off. Remove it"
+    if spec.head_adapter and run.method != "full" and targets != "all-linear" and "lm_head" in targets:
+        yield (
+            f"lora.targets: an adapter of lm_head has no effect with {objective}, because {spec.head_adapter}. "
+            "Remove lm_head"
+        )
+    if run.data.loss_on == "all":
+        yield f"data.loss_on: all has no effect with {objective}, which learns from answers. Remove loss_on"

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardmake.config.models import Cluster, EvaluationBackend, Run
+from shardmake.config.models import Cluster, Dpo, EvaluationBackend, Run
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import plural
 from shardmake.evaluate.backends import (
@@ -81,7 +82,6 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         EvaluationTask(run, rundir, str(rundir.model), model_class, None, prompts),
     ]
     base, tuned = _assess_with_retries(models, setup)
-    dpo = run.dpo_settings
     sources = [source.name for source in DataReceipt.read(rundir.data_receipt).eval.sources]
     result = EvaluationResult(
         sequences=len(examples),
@@ -90,7 +90,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         ranks=setup.ranks,
         base=base.scores.as_record(sources),
         tuned=tuned.scores.as_record(sources),
-        preferences=_compare_pairs(base, tuned, dpo.beta) if dpo else None,
+        preferences=_compare_pairs(run, base, tuned),
         samples=_samples(tokenizer, prompts, base, tuned),
         tasks=[
             TaskScore(task=task, metric=metric, base=value, tuned=tuned.tasks[task, metric])
@@ -205,10 +205,12 @@ def _combine(shares: list[Assessment]) -> Assessment:
     return Assessment(Scores([add_up(scores) for scores in bins]), shares[0].answers, shares[0].tasks, pairs)
 
 
-def _compare_pairs(base: Assessment, tuned: Assessment, beta: float) -> PreferenceScore:
+def _compare_pairs(run: Run, base: Assessment, tuned: Assessment) -> PreferenceScore | None:
+    """Return the scores of the held-out pairs; None for an objective that does not learn from pairs."""
     from shardmake.evaluate.preferences import compare_answers
 
-    return compare_answers(base.pairs, tuned.pairs, beta)
+    settings = run.objective_settings
+    return compare_answers(base.pairs, tuned.pairs, settings.beta) if isinstance(settings, Dpo) else None
 
 
 def _assess_share(tasks: list[EvaluationTask], setup: EvaluationSetup, rank: RankInfo) -> list[Assessment]:
@@ -238,7 +240,7 @@ def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) 
     own = _own_passes(examples.lengths(), setup, rank)
     sources = DataReceipt.read(task.rundir.data_receipt).eval.sources
     scores = score(network, examples, own, [source.sequences or 0 for source in sources])
-    pairs = _score_pairs(network, task, setup, rank) if task.run.dpo_settings else {}
+    pairs = _score_pairs(network, task, setup, rank) if OBJECTIVES[task.run.objective].has_reference else {}
     answers_here = together or rank.number == 0
     answers = [_answer(network, prompt, evaluation.max_new_tokens) for prompt in task.prompts if answers_here]
     results = measure_tasks(network, task.rundir.model, evaluation, setup.batch_tokens) if answers_here else {}

@@ -8,6 +8,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_file_keys import estimated_values
 from shardmake.core.atomic import write_json
 from shardmake.core.nested import overlay
@@ -136,15 +137,16 @@ class CachedPlanner(Planner):
 def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
     """Return the scenario of ``choice`` for the memory model."""
     run = settings.run
+    objective = OBJECTIVES[run.objective]
     return Scenario(
         model=settings.model,
         split=settings.split,
         strategy=choice.strategy,
         nodes=choice.nodes,
         ranks_per_node=choice.processes_per_node,
-        micro_batch=choice.micro_batch_size * (2 if run.objective == "dpo" else 1),
-        reference_forward=run.objective == "dpo",
-        reference_weights=run.objective == "dpo" and run.method == "full",
+        micro_batch=choice.micro_batch_size * objective.sequences,
+        reference_forward=objective.has_reference,
+        reference_weights=objective.has_reference and run.method == "full",
         sequence_length=run.sequence_length,
         sequence_parallel=choice.sequence_parallel,
         accumulation=choice.gradient_accumulation_steps,

@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, KERNELS, Attention
 from shardmake.config.models import Cluster, Precision, Run, Strategy
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.core.errors import ConfigError
@@ -87,7 +88,7 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
         _check_cpu(run)
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     _check_length(run, model)
-    _check_preferences(run, hardware, model)
+    _check_objective(run, hardware, model)
     abilities = find_abilities(model, run)
     check_settings(run, abilities)
     precision = _precision(run, hardware)
@@ -115,25 +116,25 @@ def _check_length(run: Run, model: Model) -> None:
         )
 
 
-def _check_preferences(run: Run, hardware: Hardware, model: Model) -> None:
-    """Raise a `ConfigError` if ``run`` learns from preferences where that is not supported yet."""
-    if run.objective != "dpo":
+def _check_objective(run: Run, hardware: Hardware, model: Model) -> None:
+    """Raise a `ConfigError` if TRL trains ``run`` and its objective is not supported with model or hardware yet."""
+    if OBJECTIVES[run.objective].trl is None:
         return
     if "router_aux_loss_coef" in model.config:
         raise ConfigError(
-            f"objective: dpo is not supported for {model.architecture}, a mixture of experts: the routers' loss would "
-            "depend on the micro batch. Use a dense model."
+            f"objective: {run.objective} is not supported for {model.architecture}, a mixture of experts: the routers' "
+            "loss would depend on the micro batch. Use a dense model."
         )
     if not hardware.is_cpu and model.decoder is None:
         raise ConfigError(
-            f"objective: dpo is not supported on GPUs for {model.architecture}, because its memory cannot be "
-            "estimated. Use a model of the Llama, Mistral, Qwen2, Qwen3 or Gemma family, or a cluster file with "
+            f"objective: {run.objective} is not supported on GPUs for {model.architecture}, because its memory cannot "
+            "be estimated. Use a model of the Llama, Mistral, Qwen2, Qwen3 or Gemma family, or a cluster file with "
             "accelerator: cpu."
         )
     if run.attention in FLASH_KERNELS:
         raise ConfigError(
-            f"attention: {run.attention} cannot be combined with objective: dpo, whose pairs are padded. Use sdpa, or "
-            "auto."
+            f"attention: {run.attention} cannot be combined with objective: {run.objective}, whose examples are "
+            "padded. Use sdpa, or auto."
         )
 
 
@@ -194,11 +195,11 @@ def check_strategy(run: Run, strategy: Strategy) -> None:
 
 def unsuitable(run: Run, strategy: Strategy) -> str:
     """Return why ``strategy`` cannot train ``run`` and what to do, whatever the memory; empty if it can."""
-    spec = STRATEGY_SPECS[strategy]
-    if run.objective == "dpo" and (spec.uses_nvme or spec.hpz or spec.hybrid):
-        return f"objective: dpo is not tested under {strategy}. Take another strategy."
-    if run.objective == "dpo" and spec.is_fsdp and run.fsdp_version == 1:
-        return "objective: dpo is not tested under FSDP1. Take fsdp_version: 2, or a ZeRO strategy."
+    spec, objective = STRATEGY_SPECS[strategy], OBJECTIVES[run.objective]
+    if not objective.is_proven(spec):
+        return f"objective: {run.objective} is not tested under {strategy}. Take another strategy."
+    if objective.trl and spec.is_fsdp and run.fsdp_version == 1:
+        return f"objective: {run.objective} is not tested under FSDP1. Take fsdp_version: 2, or a ZeRO strategy."
     if run.script and spec.uses_nvme:
         return (
             f"Strategy {strategy} is not for a script: its checkpoints, written by DeepSpeed alone, cannot be merged "
@@ -373,7 +374,7 @@ def _attention(run: Run, hardware: Hardware, precision: Precision, abilities: Ab
     if run.attention == "auto":
         # A user's script loads its own model, so it does not know the kernel that Shardmake registers.
         left_out = {kernel for kernel, out in (("varlen", run.script), ("flash", not has_flash_attention_2())) if out}
-        if run.objective == "dpo":
+        if OBJECTIVES[run.objective].trl:
             left_out |= set(FLASH_KERNELS)
         available = (kernel for kernel in usable if kernel not in left_out)
         return abilities.best_attention(available, packing=run.packing and not run.script)
@@ -387,8 +388,8 @@ def _why_not_varlen(run: Run, hardware: Hardware, precision: Precision, abilitie
     """Return why `auto` does not take varlen on a GPU; empty on CPU, and if the run or its script decides."""
     if run.attention != "auto" or run.script or hardware.is_cpu:
         return ""
-    if run.objective == "dpo":
-        return "varlen does not take the padded pairs of objective: dpo"
+    if OBJECTIVES[run.objective].trl:
+        return f"varlen does not take the padded examples of objective: {run.objective}"
     if needed := _needed_for_flash(hardware, precision):
         return f"varlen needs {needed}"
     if abilities.varlen_limit:

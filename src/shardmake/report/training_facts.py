@@ -94,7 +94,7 @@ def _own_settings(records: Records) -> dict[str, str]:
     settings, choice = records.settings, records.used.choice
     values = settings.arguments
     return {
-        "Objective": OBJECTIVES[settings.objective].label + _preferences(settings),
+        "Objective": _objective(settings),
         "Method": _method(records),
         **_optimizer(records),
         "Learning rate": f"{values['learning_rate']:g} at its peak, {_words(values['lr_scheduler_type'])} schedule",
@@ -114,12 +114,10 @@ def _own_settings(records: Records) -> dict[str, str]:
     }
 
 
-def _preferences(settings: TrainingSettings) -> str:
-    """Return beta, loss and reference of a training on preferences, empty for another one."""
-    dpo = settings.dpo
-    if dpo is None:
-        return ""
-    return f" with beta {dpo.beta:g} and the loss {' + '.join(dpo.loss_type)}; the reference is the base model"
+def _objective(settings: TrainingSettings) -> str:
+    """Return the objective with its settings, if it has any."""
+    section = settings.objective_settings
+    return OBJECTIVES[settings.objective].label + (f" with {section.describe()}" if section else "")
 
 
 def _learned(records: Records) -> dict[str, str]:

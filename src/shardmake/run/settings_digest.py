@@ -40,7 +40,7 @@ def result_settings(
     script = {} if not isinstance(program, ScriptProgram) else {
         "script": program.path, "script_args": program.args, "content of the script": program.sha256[:16],
     }  # fmt: skip
-    method = settings.method.as_json()
+    method, section = settings.method.as_json(), settings.objective_settings
     own_template = settings.model.chat_template
     template = {} if own_template is None else {"content of the chat template": digest(own_template)}
     values = {
@@ -49,7 +49,7 @@ def result_settings(
         "revision": settings.model.revision,
         "content of the model": model_digest,
         "objective": settings.objective,
-        **({} if settings.dpo is None else {f"dpo.{name}": value for name, value in settings.dpo.as_json().items()}),
+        **{f"{settings.objective}.{name}": value for name, value in (section.as_json() if section else {}).items()},
         "method": method.pop("kind"),
         **{f"lora.{name}": value for name, value in method.items()},
         **{name: settings.arguments.get(argument) for argument, name in _ARGUMENTS.items()},

@@ -43,11 +43,23 @@ class AdapterMethod(RunRecord):
     targets: list[str] | str = Field(description="Layers that get adapters.")
 
 
-class DpoSettings(RunRecord):
-    """Direct preference optimization, by the names of TRL's `DPOConfig`."""
+class ObjectiveSettings(RunRecord):
+    """The settings of an objective, by the names of TRL's training arguments."""
+
+    def describe(self) -> str:
+        """Return the settings as a part of a sentence, after "with"."""
+        raise NotImplementedError
+
+
+class DpoSettings(ObjectiveSettings):
+    """Direct preference optimization."""
 
     beta: float = Field(description="Strength with which the model is held near the base model.")
     loss_type: list[str] = Field(description="Losses that are added up.")
+
+    def describe(self) -> str:
+        """Return beta, loss and reference."""
+        return f"beta {self.beta:g} and the loss {' + '.join(self.loss_type)}; the reference is the base model"
 
 
 class OptimizerSettings(RunRecord):
@@ -142,6 +154,12 @@ class TrainingSettings(RunRecord):
         exclude_if=operator.not_,
         description="Values that the run's own DeepSpeed and Accelerate files add to the plan's or change, by key.",
     )
+
+    @property
+    def objective_settings(self) -> ObjectiveSettings | None:
+        """Return the settings of the objective; None if it has none."""
+        found: ObjectiveSettings | None = getattr(self, self.objective, None)
+        return found
 
     def with_arguments(self, **changes: Any) -> "TrainingSettings":
         """Return these settings with other training arguments."""

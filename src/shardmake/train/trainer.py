@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainingArguments
 
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.data.dataset import Collator, check_isolation, collator, load
 from shardmake.data.sequence_parts import PartCollator
 from shardmake.train.callbacks.heartbeat import HeartbeatCallback
@@ -44,12 +45,12 @@ def _make_trainer(context: RankContext, heartbeat: HeartbeatCallback) -> tuple[S
     arguments = training_arguments(context)
     callbacks = make_callbacks(context, heartbeat)
     trainer: ShardedTrainer
-    if context.settings.dpo is None:
+    if OBJECTIVES[context.settings.objective].trl is None:
         trainer = make_sft_trainer(context, arguments, callbacks.callbacks)
     else:
-        from shardmake.train.preferences import make_preference_trainer  # the import of TRL takes seconds
+        from shardmake.train.preferences import make_trl_trainer  # the import of TRL takes seconds
 
-        trainer = make_preference_trainer(context, arguments, callbacks.callbacks)
+        trainer = make_trl_trainer(context, arguments, callbacks.callbacks)
     trainer.non_finite, trainer.saver = callbacks.non_finite, callbacks.saver
     share_rows(trainer.accelerator, context.plan.choice.group_size)
     return trainer, callbacks.stop

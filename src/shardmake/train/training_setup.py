@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerState, TrainingArguments
 from shardmake.checkpoint import store
 from shardmake.checkpoint.store import Retention
 from shardmake.checkpoint.training_receipt import write_training_receipt
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import read_json
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.run.attempt import RequestedStop, rank_report
@@ -61,7 +62,7 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     if read_json(context.folder.deepspeed, "shardmake train NAME"):
         arguments["deepspeed"] = str(context.folder.deepspeed)
     prepare_trackers(attempt, arguments["report_to"])
-    kind = TrainingArguments if context.settings.dpo is None else preference_arguments(context)
+    kind = trl_arguments(context, trl) if (trl := OBJECTIVES[context.settings.objective].trl) else TrainingArguments
     made = kind(output_dir=str(attempt.rundir.checkpoints), run_name=attempt.rundir.name, project=PROJECT, **arguments)
     if made.fsdp_plugin_args is not None:
         made.fsdp_plugin_args["mixed_precision_policy"] = fsdp_policy(context.settings.expected)
@@ -70,15 +71,16 @@ def training_arguments(context: RankContext) -> TrainingArguments:
     return made
 
 
-def preference_arguments(context: RankContext) -> Callable[..., TrainingArguments]:
-    """Return TRL's class of training arguments with the planned preference settings."""
-    from trl import DPOConfig
+def trl_arguments(context: RankContext, name: str) -> Callable[..., TrainingArguments]:
+    """Return TRL's class of training arguments that begins with ``name``, with the settings of the objective."""
+    import trl
 
     settings = context.settings
-    assert settings.dpo is not None
+    section = settings.objective_settings
     length, checkpointing = context.plan.workload.sequence_length, settings.arguments["activation_checkpointing"]
     # TRL turns checkpointing on under its old name, which it also reads.
-    return partial(DPOConfig, **settings.dpo.as_json(), max_length=length, gradient_checkpointing=checkpointing)
+    planned = {**(section.as_json() if section else {}), "max_length": length, "gradient_checkpointing": checkpointing}
+    return partial(getattr(trl, f"{name}Config"), **planned)
 
 
 def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:
@@ -104,7 +106,7 @@ def make_callbacks(context: RankContext, heartbeat: HeartbeatCallback) -> Traini
     """Return the callbacks of one attempt on this rank."""
     attempt, plan, settings = context.attempt, context.plan, context.settings
     rundir, global_batch_size = attempt.rundir, plan.choice.global_batch_size
-    sequences = global_batch_size * (1 if settings.dpo is None else 2)
+    sequences = global_batch_size * OBJECTIVES[settings.objective].sequences
     tokens_per_step = sequences * plan.workload.sequence_length
 
     def describe(step: int) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import pytest
 
 from shardmake.config import objectives
 from shardmake.config.formats import DataFormat
+from shardmake.config.models import Dpo
 from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import make_run
@@ -20,8 +21,8 @@ def test_settings_of_dpo_have_the_defaults_of_trl() -> None:
     from trl import DPOConfig
 
     fields = DPOConfig.__dataclass_fields__
-    settings = make_run(objective="dpo", packing=False).dpo_settings
-    assert settings is not None and make_run().dpo_settings is None
+    settings = make_run(objective="dpo", packing=False).objective_settings
+    assert isinstance(settings, Dpo) and make_run().objective_settings is None
     assert (settings.beta, settings.loss_type) == (fields["beta"].default, fields["loss_type"].default_factory())
 
 

@@ -10,7 +10,7 @@ from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import from_cluster
 from shardmake.plan.abilities import Abilities
-from shardmake.plan.resolve import _attention, _check_preferences, _why_not_varlen, unsuitable
+from shardmake.plan.resolve import _attention, _check_objective, _why_not_varlen, unsuitable
 from tests.unit.plans import make_cluster, make_model, make_run
 
 DPO: dict[str, Any] = {"objective": "dpo", "packing": False}
@@ -29,14 +29,14 @@ def test_what_the_plan_cannot_estimate_or_run_is_refused() -> None:
     on_gpus, on_cpus = (from_cluster(make_cluster(accelerator=name)) for name in ("h100", "cpu"))
     traced = replace(model, decoder=None)
     with pytest.raises(ConfigError, match=r"not supported on GPUs for .* cannot be estimated"):
-        _check_preferences(run, on_gpus, traced)
+        _check_objective(run, on_gpus, traced)
     with pytest.raises(ConfigError, match="a mixture of experts"):
-        _check_preferences(run, on_cpus, replace(model, config=model.config | {"router_aux_loss_coef": 0.1}))
+        _check_objective(run, on_cpus, replace(model, config=model.config | {"router_aux_loss_coef": 0.1}))
     with pytest.raises(ConfigError, match="attention: varlen cannot be combined with objective: dpo"):
-        _check_preferences(make_run(**DPO, attention="varlen"), on_gpus, model)
-    _check_preferences(run, on_cpus, traced)
-    _check_preferences(run, on_gpus, model)
-    _check_preferences(make_run(attention="varlen"), on_gpus, traced)
+        _check_objective(make_run(**DPO, attention="varlen"), on_gpus, model)
+    _check_objective(run, on_cpus, traced)
+    _check_objective(run, on_gpus, model)
+    _check_objective(make_run(attention="varlen"), on_gpus, traced)
 
 
 def test_padded_pairs_use_sdpa_on_gpus() -> None:
@@ -46,4 +46,4 @@ def test_padded_pairs_use_sdpa_on_gpus() -> None:
         Abilities("any", KERNELS),
     )
     assert _attention(run, hardware, "bf16", abilities) == "sdpa"
-    assert "padded pairs" in _why_not_varlen(run, hardware, "bf16", abilities)
+    assert "padded examples" in _why_not_varlen(run, hardware, "bf16", abilities)
