@@ -115,6 +115,7 @@ def _import_libraries() -> None:
 
     import shardmake.train.loop
     import shardmake.train.trainer  # noqa: F401
+    import tests.activations_on_cpu
     import tests.fsdp_on_cpu  # noqa: F401
     from shardmake.core.environment import leave_collectives_to_gloo
 

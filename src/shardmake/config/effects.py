@@ -58,7 +58,7 @@ EFFECTS: Final = (
         reads=_TRAINING,
         keys=(
             *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes", "fsdp_version"),
-            *("gradient_checkpointing",),
+            *("gradient_checkpointing", "activation_offload"),
             *("attention", "loss", "gradient_dtype", "engine", "deepspeed_values", "torch_compile", "non_finite"),
             *("checkpoints.", "eval_every_steps", "report_to"),
             *("deepspeed_config", "accelerate_config", *TUNING_KEYS),

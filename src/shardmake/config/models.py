@@ -442,6 +442,11 @@ class Run(Section):
     gradient_checkpointing: bool | Literal["auto"] = Field(
         "auto", description="Recompute activations in the backward pass. `auto`: only if memory requires it."
     )
+    activation_offload: bool = Field(
+        False,
+        description="Hold the input of each layer, which gradient checkpointing keeps for the backward pass, in pinned "
+        "host memory (docs/how-to/sequence-parallel.md). For the Llama, Mistral, Qwen and Gemma families.",
+    )
     loss: Loss = Field(
         "plain",
         description="Cross entropy. `fused`: the fused linear cross entropy of Liger, which must be installed. "

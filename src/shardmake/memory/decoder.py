@@ -61,6 +61,12 @@ def weight_bytes(scenario: Scenario) -> int:
     return 4 if scenario.method == "full" else scenario.frozen
 
 
+def offloaded_inputs(scenario: Scenario) -> int:
+    """Return the bytes of each layer's input on a rank, which `Scenario.activation_offload` keeps in host RAM."""
+    assert scenario.model.decoder is not None
+    return scenario.tokens * scenario.model.decoder.h * weight_bytes(scenario)
+
+
 class _DecoderStep:
     """The parts of the model, in the order in which transformers runs them."""
 
@@ -132,6 +138,8 @@ class _DecoderStep:
         )
         if self.scenario.checkpointing and hidden.node is None:
             hidden = size_tensors.root(hidden)  # enable_input_require_grads
+            assert hidden.node is not None
+            hidden.node.saved = [hidden.storage]  # AccumulateGrad holds its variable
         return size_tensors.scale(hidden) if self.shape.scaled_embedding else hidden
 
     def _layer_with_marks(self, hidden: SizeTensor, index: int) -> SizeTensor:
@@ -146,23 +154,27 @@ class _DecoderStep:
         return out
 
     def _checkpointed(self, hidden: SizeTensor, index: int) -> SizeTensor:
-        """Keep only the input; the backward pass runs the layer again first (torch.utils.checkpoint)."""
+        """Keep only the input; the backward pass runs the layer again first (torch.utils.checkpoint).
+
+        With ``activation_offload`` the input is copied to the host, and back before the layer runs again
+        (``torch.autograd.graph.save_on_cpu``, which transformers and FSDP's ``offload_wrapper`` use).
+        """
         tape = self.tape
         tape.recording = False
         out = self._layer(hidden, index)
         tape.recording = True
-        kept: list[SizeTensor] = [hidden]
+        numel, item = hidden.numel, hidden.item
+        kept: list[SizeStorage | None] = [None if self.scenario.activation_offload else hidden.storage]
 
         def function(grad: SizeTensor) -> list[SizeTensor | None]:
             first = len(tape.nodes)
-            source = kept.pop()
-            entry = size_tensors.root(SizeTensor(tape, source.numel, source.item, storage=source.storage))
+            entry = size_tensors.root(SizeTensor(tape, numel, item, storage=kept.pop()))
             inner = entry.node
             again = self._layer(entry, index, stops_early=True)
             tape.casts.clear()
             assert again.node is not None and inner is not None
             again.node.grad = grad
-            del again, entry, source, grad
+            del again, entry, grad
             size_tensors.run_backward(tape, first)
             made, inner.grad = inner.grad, None
             return [made]

@@ -65,6 +65,8 @@ class Scenario:
     """Ranks that share each sequence; outside of attention, each has its part of the tokens."""
     accumulation: int = 1
     checkpointing: bool = False
+    activation_offload: bool = False
+    """The inputs of layers, which checkpointing keeps, are in host RAM."""
     attention: Attention = "flash"
     masked: bool = False
     precision: Precision = "bf16"

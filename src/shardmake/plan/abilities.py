@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from shardmake.config.attention import KERNELS, Attention, head_limit
-from shardmake.config.models import Run
+from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.memory.cache import cached_helper
 from shardmake.memory.model import Decoder, Model, inventory_request
@@ -170,6 +170,24 @@ def _check_chunked(run: Run, model: Model) -> None:
     for is_wrong, why in wrong:
         if is_wrong:
             raise ConfigError(f"loss: chunked cannot be used: {why}. Set loss: plain.")
+
+
+def check_activation_offload(run: Run, cluster: Cluster, model: Model) -> None:
+    """Raise a `ConfigError` if this run, cluster or model cannot hold the inputs of layers on the host."""
+    if not run.activation_offload:
+        return
+    wrong = [
+        (cluster.is_cpu, "with accelerator: cpu all activations are in host memory"),
+        (model.decoder is None, f"{model.architecture} is not of the Llama, Mistral, Qwen or Gemma family"),
+        (run.gradient_checkpointing is False, "it offloads what gradient checkpointing keeps"),
+        (run.script is not None, "a script sets up its own checkpointing"),
+        (run.objective != "sft", f"it is not tested with objective: {run.objective}"),
+        (run.tensor_parallel > 1, "it is not tested with tensor_parallel"),
+        (run.torch_compile, "it is not tested with torch_compile"),
+    ]
+    for is_wrong, why in wrong:
+        if is_wrong:
+            raise ConfigError(f"activation_offload: true cannot be used: {why}. Remove activation_offload.")
 
 
 def _fused_model_types() -> set[str] | None:

@@ -149,6 +149,8 @@ def _strategies(settings: ResolvedRun, nodes: int) -> Iterable[Strategy]:
 
 def _checkpointing(settings: ResolvedRun) -> list[bool]:
     wanted = settings.run.gradient_checkpointing
+    if settings.run.activation_offload:
+        return [True]
     if wanted != "auto":
         return [wanted]
     return [False, True] if settings.abilities.gradient_checkpointing else [False]

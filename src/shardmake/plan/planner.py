@@ -151,6 +151,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         sequence_parallel=choice.sequence_parallel,
         accumulation=choice.gradient_accumulation_steps,
         checkpointing=choice.gradient_checkpointing,
+        activation_offload=run.activation_offload,
         attention=settings.attention,
         masked=settings.attention == "sdpa" and settings.masked and choice.sequence_parallel == 1,
         precision=choice.precision,

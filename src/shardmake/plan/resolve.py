@@ -17,7 +17,14 @@ from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, has_own_class, split
 from shardmake.memory.read_config import read_model
 from shardmake.memory.scenario import LibraryBehavior
-from shardmake.plan.abilities import Abilities, check_loss, check_packing, check_settings, find_abilities
+from shardmake.plan.abilities import (
+    Abilities,
+    check_activation_offload,
+    check_loss,
+    check_packing,
+    check_settings,
+    find_abilities,
+)
 from shardmake.plan.sequence_parallel import check_sequence_parallel
 from shardmake.run.model_class import ModelClass
 from shardmake.run.own_files import check_refused
@@ -72,6 +79,7 @@ class ResolvedRun:
             optimizer=self.run.optimizer,
             attention=self.attention,
             loss=self.run.loss,
+            activation_offload=self.run.activation_offload,
             tf32=self.run.tf32,
         )
 
@@ -166,6 +174,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     check_packing(run, settings.abilities, settings.attention)
     _check_packages(run, optional=packages)
     check_loss(run, model)
+    check_activation_offload(run, cluster, model)
 
 
 def _check_gradient_dtype(settings: ResolvedRun, spec: StrategySpec | None) -> None:
@@ -216,6 +225,8 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
             f"optimizer: adamw8bit fails at the first step under {strategy}, because {why}. Take optimizer: adamw, or "
             f"one of the strategies {', '.join(others)}."
         )
+    if run.activation_offload and spec.is_fsdp and run.fsdp_version == 1:
+        return "activation_offload: true needs FSDP2: accelerate refuses it under FSDP1. Take fsdp_version: 2."
     if run.loss == "chunked" and spec.is_fsdp:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if run.method == "qlora" and not spec.qlora:

@@ -209,10 +209,12 @@ def describe(plan: Plan, rundir: RunDir) -> str:
     choice, asked = plan.choice, plan.resources["train"]
     below = "; ".join(describe_choice(fallback.choice) for fallback in plan.fallbacks)
     checkpointing = "with" if choice.gradient_checkpointing else "without"
+    place = ", whose activations are held on the host" if plan.workload.activation_offload else ""
     return "\n".join(
         [
             f"{plan.run}: {choice.strategy}, {plural(choice.nodes, 'node')} x "
-            f"{plural(choice.processes_per_node, 'rank')}, {plan.precision}, {checkpointing} gradient checkpointing",
+            f"{plural(choice.processes_per_node, 'rank')}, {plan.precision}, {checkpointing} gradient checkpointing"
+            f"{place}",
             f"  gradients are accumulated and reduced in {choice.gradients}",
             f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",

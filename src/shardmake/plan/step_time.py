@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from shardmake.config.accelerators import Accelerator
 from shardmake.core.units import GB
+from shardmake.memory.decoder import offloaded_inputs
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
@@ -50,7 +51,8 @@ def step_time(scenario: Scenario, hardware: Hardware) -> float:
         return compute + communication + own + _optimizer(scenario, hardware)
     # Communication hides behind compute in part, and never takes less than the links need.
     work = max(compute + EXPOSED * communication, communication)
-    return work + _offload(scenario, hardware) + _optimizer(scenario, hardware)
+    host = _offload(scenario, hardware) + _activation_transfers(scenario, hardware)
+    return work + host + _optimizer(scenario, hardware)
 
 
 def _generation(accelerator: Accelerator) -> str:
@@ -163,6 +165,14 @@ def _offload(scenario: Scenario, hardware: Hardware) -> float:
         per_node = scenario.split.trainable / scenario.nodes
         seconds += per_node * 2 * 12 / NVME_RATE + scenario.accumulation * 2 * per_node * scenario.compute / NVME_RATE
     return seconds
+
+
+def _activation_transfers(scenario: Scenario, hardware: Hardware) -> float:
+    """Return the seconds in which the inputs of layers go to the host and back, on the stream that computes."""
+    if not scenario.activation_offload:
+        return 0.0
+    moved = 2 * scenario.accumulation * len(scenario.model.blocks) * offloaded_inputs(scenario)
+    return moved / (hardware.accelerator.host_link * GB)
 
 
 def _optimizer(scenario: Scenario, hardware: Hardware) -> float:

@@ -51,6 +51,8 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
     if run.sequence_parallel == 1:
         ranks = settings.cluster.processes_per_node
         yield "sequence_parallel", [size for size in (2, 4, 8) if size <= ranks and ranks % size == 0]
+    if not run.activation_offload and run.gradient_checkpointing is not False:
+        yield "activation_offload", [True]
     if run.gradient_checkpointing is False:
         yield "gradient_checkpointing", ["auto"]
     if run.micro_batch_size != "auto":

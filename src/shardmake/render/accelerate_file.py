@@ -68,6 +68,8 @@ def fsdp_settings(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
         "activation_checkpointing": choice.gradient_checkpointing,
     }
     if run.fsdp_version == 2:
+        if run.activation_offload:
+            values["activation_checkpointing_offload"] = True
         return values | {"reshard_after_forward": spec.reshard_after_forward}
     return values | {
         # Accelerate prefers the first name; transformers knows only the second, which alone would be ignored.

@@ -205,7 +205,8 @@ def _memory_arguments(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
         }
     if not choice.gradient_checkpointing:
         return {"activation_checkpointing": False}
-    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": False}}
+    values = {"use_reentrant": False} | ({"offload": True} if run.activation_offload else {})
+    return {"activation_checkpointing": True, "activation_checkpointing_kwargs": values}
 
 
 def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
@@ -214,6 +215,7 @@ def _fsdp_config(choice: Choice, run: Run, model: Model) -> dict[str, Any]:
     values["cpu_offload"] = values.pop("offload_params")
     values["transformer_layer_cls_to_wrap"] = values["transformer_layer_cls_to_wrap"].split(",")
     values.pop("sharding_strategy", None)
+    values.pop("activation_checkpointing_offload", None)  # Trainer leaves it to accelerate's environment
     return values
 
 

@@ -120,6 +120,9 @@ class Workload(RunRecord):
     optimizer: Optimizer = Field(description="Optimizer.")
     attention: Attention = Field(description="Attention kernel.")
     loss: Loss = Field(description="Cross entropy: plain or fused.")
+    activation_offload: bool = Field(
+        False, exclude_if=operator.not_, description="The inputs of layers are held in host memory."
+    )
     tf32: bool = Field(False, exclude_if=operator.not_, description="Matrix products in fp32 run in TF32.")
 
 

@@ -254,7 +254,9 @@ def prepare_model(model: Any, tokenizer: Any, arguments: TrainingArguments) -> A
     if arguments.use_liger_kernel:
         apply_liger_kernel(model, arguments.liger_kernel_config)
     if arguments.activation_checkpointing:
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=arguments.activation_checkpointing_kwargs)
+        options = dict(arguments.activation_checkpointing_kwargs or {})
+        offload = options.pop("offload", False)
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options, offload=offload)
     return model
 
 

@@ -34,6 +34,15 @@ def test_offloaded_states_are_18_and_20_bytes_a_weight() -> None:
         assert held == pytest.approx(per_weight * P, rel=1e-6)
 
 
+def test_offloaded_activations_are_the_input_of_each_layer_on_each_rank() -> None:
+    """32 layers of 2,048 tokens of 4,096 elements in bf16; pinned memory comes in powers of two."""
+    sized = scenario(micro_batch=1, sequence_length=2048, checkpointing=True, activation_offload=True)
+    terms = host.host_terms(sized, BUCKETS)
+    assert terms["activations"] == sized.ranks_per_node * 32 * 2048 * 4096 * 2
+    longer = host.host_terms(replace(sized, sequence_length=2049), BUCKETS)
+    assert longer["activations"] == 2 * terms["activations"]
+
+
 def test_nvme_holds_the_swapped_states() -> None:
     terms = host.nvme_bytes(scenario(strategy="zero3-nvme", nodes=2))
     assert terms == {"optimizer states": 16 * P // 2, "parameters": 2 * P // 2}

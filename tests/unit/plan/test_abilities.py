@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,23 @@ def test_runs_for_which_the_loss_is_not_chunked(run: dict[str, Any], words: str)
         abilities.check_loss(make_run(loss="chunked", **run), make_model())
     with pytest.raises(ShardmakeError, match="LlamaForCausalLM is not of the Llama"):
         abilities.check_loss(make_run(loss="chunked"), replace(make_model(), decoder=None))
+
+
+def test_runs_that_hold_no_activations_on_the_host() -> None:
+    gpus = make_cluster(accelerator="h100")
+    offloads = partial(make_run, activation_offload=True)
+    abilities.check_activation_offload(offloads(gradient_checkpointing=True), gpus, make_model())
+    abilities.check_activation_offload(make_run(), make_cluster(), make_model())
+    wrong = [
+        (offloads(), make_cluster(accelerator="cpu"), make_model(), "all activations are in host memory"),
+        (offloads(), gpus, replace(make_model(), decoder=None), "LlamaForCausalLM is not of the Llama"),
+        (offloads(gradient_checkpointing=False), gpus, make_model(), "what gradient checkpointing keeps"),
+        (offloads(script="x.py"), gpus, make_model(), "a script sets up its own"),
+        (offloads(torch_compile=True), gpus, make_model(), "not tested with torch_compile"),
+    ]
+    for run, cluster, model, words in wrong:
+        with pytest.raises(ShardmakeError, match=rf"activation_offload: true cannot be used: .*{words}.*\. Remove"):
+            abilities.check_activation_offload(run, cluster, model)
 
 
 def test_a_shrunken_config_keeps_each_kind_of_layer_and_the_size_of_a_head() -> None:

@@ -7,7 +7,7 @@ import pytest
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.launch.stage_jobs import ON_GPUS
-from shardmake.plan.stage import make_plan, plan_run
+from shardmake.plan.stage import choose_run, make_plan, plan_run
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
 
@@ -375,3 +375,26 @@ def test_fsdp_without_gpus_is_rejected(
     (tmp_path / "train.py").write_text("")
     with pytest.raises(ShardmakeError, match=r"strategy: fsdp needs GPUs, .*Use ddp, a ZeRO strategy, or auto"):
         plan_run(run_of(folders["tiny"], strategy="fsdp", **settings), CPU, RunDir(tmp_path / "runs/run"))
+
+
+def test_activations_on_the_host_take_less_of_the_gpu_and_more_time(folders: dict[str, str]) -> None:
+    wanted = {
+        "sequence_length": 8192, "global_batch_size": 16, "micro_batch_size": 2, "strategy": "zero3", "loss": "chunked",
+        "nodes": 1,
+    }  # fmt: skip
+    kept, offloaded = (
+        choose_run(run_of(folders["eight"], gradient_checkpointing=True, activation_offload=offload, **wanted), gpus())
+        .chosen
+        for offload in (False, True)
+    )  # fmt: skip
+    inputs = 32 * 2 * 8192 * 4096 * 2
+    assert offloaded.memory.host["activations"] == 8 * inputs
+    less = kept.memory.gpu.allocated - offloaded.memory.gpu.allocated
+    assert inputs / 2 < less <= inputs, "the peak may be in another phase then"
+    assert offloaded.step_seconds > kept.step_seconds
+
+
+def test_activations_on_the_host_are_those_of_checkpointing(folders: dict[str, str]) -> None:
+    planned = plan(folders["eight"], gpus(), activation_offload=True)
+    choices = [planned.choice, *(fallback.choice for fallback in planned.fallbacks)]
+    assert all(choice.gradient_checkpointing for choice in choices)

@@ -72,6 +72,7 @@ def test_a_group_is_one_data_parallel_rank() -> None:
         ({"method": "qlora"}, {"ddp", "zero1", "zero2", "fsdp"}),
         ({"method": "qlora", "fsdp_version": 1}, {"ddp", "zero1", "zero2"}),
         ({"method": "lora"}, set(STRATEGIES)),
+        ({"activation_offload": True, "fsdp_version": 1}, {name for name in STRATEGIES if not name.startswith("fsdp")}),
         ({"loss": "chunked"}, {name for name in STRATEGIES if not name.startswith("fsdp")}),
         ({}, set(STRATEGIES)),
     ],

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from shardmake.config.models import STRATEGIES, Cluster
+from shardmake.core.units import GB
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import matrix_weights, split
 from shardmake.memory.read_config import from_config
@@ -127,6 +128,13 @@ def test_tf32_computes_at_half_the_rate_of_bf16() -> None:
     assert bf16 < tf32 < fp32 / 3
     assert seconds(precision="bf16", tf32=True) == bf16
     assert H100.flops("fp32", tf32=True) == H100.flops("bf16") / 2
+
+
+def test_offloaded_activations_take_the_link_to_the_host_twice() -> None:
+    case = scenario(checkpointing=True, accumulation=2)
+    moved = 2 * 2 * len(case.model.blocks) * case.tokens * case.model.hidden_size * 2
+    extra = step_time(replace(case, activation_offload=True), H100) - step_time(case, H100)
+    assert extra == pytest.approx(moved / (H100.accelerator.host_link * GB))
 
 
 def test_sharing_sequences_keeps_the_work_and_adds_exchanges() -> None:

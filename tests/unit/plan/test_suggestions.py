@@ -73,7 +73,11 @@ def test_a_fused_loss_is_the_cheapest_change_for_long_sequences(tmp_path: Path) 
     with pytest.raises(NothingFitsError) as caught:
         choose_run(run, gpus())
     kinds = list(levers(caught.value.settings))
-    assert kinds == [("loss", ["fused", "chunked"]), ("sequence_parallel", [2, 4, 8])]
+    assert kinds == [
+        ("loss", ["fused", "chunked"]),
+        ("sequence_parallel", [2, 4, 8]),
+        ("activation_offload", [True]),
+    ]
     first = suggest(caught.value.settings)[0]
     assert (first.setting, first.value) == ("loss", "fused")
     assert "GiB per GPU" in first.outcome and " s per step" in first.outcome

@@ -49,6 +49,8 @@ CASES: dict[str, tuple[Strategy, dict[str, Any], dict[str, Any], dict[str, Any]]
     "zero3-cpu": ("zero3", {"precision": "fp32"}, {}, {}),
     "zero1-tensor-parallel": ("zero1", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
     "fsdp-tensor-parallel": ("fsdp", {"tensor_parallel": 2, "gradient_accumulation_steps": 4}, {}, GPU),
+    "zero2-activation-offload": ("zero2", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
+    "fsdp-activation-offload": ("fsdp", {"gradient_checkpointing": True}, {"activation_offload": True}, GPU),
     "fsdp1-offload": ("fsdp-offload", {}, {"fsdp_version": 1}, GPU),
     "fsdp1-grad-op": ("fsdp-grad-op", {}, {"fsdp_version": 1}, GPU),
     "fsdp-qlora": ("fsdp", {}, {"method": "qlora"}, GPU),
