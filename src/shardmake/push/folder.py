@@ -1,8 +1,11 @@
 """Push to a folder: copy, verify, exchange. Where the file system can, the name always leads to a whole model."""
 
 import errno
+import logging
 import os
+import re
 import shutil
+import time
 from pathlib import Path
 
 from shardmake.core.atomic import exchange, fsync_directory
@@ -11,6 +14,10 @@ from shardmake.core.errors import DiskFullError, PushError
 from shardmake.core.manifest import SUMS, differences, parse_sums, read_folder
 from shardmake.core.units import format_bytes
 from shardmake.push.bundle import Bundle
+
+logger = logging.getLogger(__name__)
+_ABANDONED_SECONDS = 24 * 3600
+"""Age at which the copy of a push on another machine is taken for one that was killed."""
 
 
 def push_to_folder(bundle: Bundle, target: Path) -> None:
@@ -35,6 +42,8 @@ def push_to_folder(bundle: Bundle, target: Path) -> None:
 
 
 def _advice(error: OSError) -> str:
+    if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and error.filename2:
+        return "Another push wrote there at the same time: wait until it has ended"
     return "Free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "Make that folder writable"
 
 
@@ -113,16 +122,34 @@ def _check_space(bundle: Bundle, folder: Path) -> None:
 
 
 def _temporary_name(target: Path, what: str) -> Path:
-    return target.with_name(f".{target.name}.{os.uname().nodename}.{os.getpid()}.{what}")
+    """Return a hidden name beside ``target``, whose first three parts have no dots: purpose, machine, process."""
+    return target.with_name(f".{what}.{_this_machine()}.{os.getpid()}.{target.name}")
+
+
+def _this_machine() -> str:
+    return os.uname().nodename.replace(".", "-")
 
 
 def _recover_leftovers(target: Path) -> None:
-    """Clean up after killed pushes from this machine: restore the old model, remove partial copies."""
-    for path in sorted(target.parent.glob(f".{target.name}.{os.uname().nodename}.*")):
-        process, what = path.name.split(".")[-2:]
-        if Path("/proc", process).exists():
+    """Clean up after killed pushes: restore the old model, remove copies that no push writes any more."""
+    name = re.compile(rf"\.(pushing|retired)\.([^.]+)\.(\d+)\.{re.escape(target.name)}")
+    for path in sorted(target.parent.iterdir()) if target.parent.is_dir() else []:
+        if not (found := name.fullmatch(path.name)):
             continue
+        what, machine, process = found.groups()
         if what == "retired" and not target.exists():
             path.rename(target)
-        else:
-            shutil.rmtree(path)
+        elif not (_is_alive(machine, process) and _is_recent(path)):
+            logger.info("Removing %s, which a push that was killed on %s left behind.", path, machine)
+            shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_alive(machine: str, process: str) -> bool:
+    """Return whether a process may run: it does on this machine, and nothing is known about another one."""
+    return machine != _this_machine() or Path("/proc", process).exists()
+
+
+def _is_recent(folder: Path) -> bool:
+    """Return whether something below ``folder`` changed within a day; a push writes or reads it all the time."""
+    newest = max(path.lstat().st_mtime for path in (folder, *folder.rglob("*")))
+    return time.time() - newest < _ABANDONED_SECONDS

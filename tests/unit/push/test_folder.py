@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,13 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.core.manifest import read_folder
 from shardmake.push.stage import push
 from shardmake.run.receipts import PushedTo, PushReceipt
-from tests.finished_run import MODEL, PLOTS, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, MODEL, PLOTS, make_run, make_rundir, write_model
 
 
 @pytest.fixture(autouse=True)
 def in_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
 
 
 RUN = make_run(push={"to": "file:published/chat"})
@@ -40,7 +42,7 @@ def test_the_log_names_the_destination_and_the_verified_result(
 ) -> None:
     caplog.set_level("INFO", "shardmake")
     push(RUN, make_rundir(tmp_path))
-    assert re.fullmatch(r"Pushing 11 files, 0\.5 MB to file:published/chat\.", caplog.messages[0])
+    assert re.fullmatch(r"Pushing 11 files, 0\.\d MB to file:published/chat\.", caplog.messages[0])
     assert caplog.messages[1:] == ["file:published/chat has the model; every file was read back and compared."]
 
 
@@ -185,15 +187,76 @@ def _dead_process() -> int:
 def test_what_a_killed_push_left_is_settled(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     push(RUN, rundir)
-    stem = f".chat.{os.uname().nodename}.{_dead_process()}"
-    half = Path("published", f"{stem}.pushing")
+    half, retired = (leftover(what, os.uname().nodename, _dead_process()) for what in ("pushing", "retired"))
     half.mkdir()
     (half / "config.json").write_text("half")
-    Path("published/chat").rename(Path("published", f"{stem}.retired"))
-    inode = Path("published", f"{stem}.retired").stat().st_ino
+    Path("published/chat").rename(retired)
+    inode = retired.stat().st_ino
     push(RUN, rundir)
     assert [path.name for path in Path("published").iterdir()] == ["chat"]
     assert Path("published/chat").stat().st_ino == inode, "the old folder came back and needed no new copy"
+
+
+def leftover(what: str, machine: str, process: int = 1, name: str = "chat") -> Path:
+    """Return the name under which a push on ``machine`` keeps a copy."""
+    return Path("published", f".{what}.{machine.replace('.', '-')}.{process}.{name}")
+
+
+def make_old(folder: Path, hours: float) -> None:
+    """Create a copy in ``folder``, whose newest file was written ``hours`` ago."""
+    (folder / "sub").mkdir(parents=True)
+    (folder / "sub/config.json").write_text("half")
+    for path in (folder, folder / "sub"):
+        os.utime(path, (0, 0))
+    then = time.time() - 3600 * hours
+    os.utime(folder / "sub/config.json", (then, then))
+
+
+def test_what_a_push_killed_on_another_machine_left_is_settled(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    Path("published/chat").rename(leftover("retired", "login2.cluster"))
+    inode = leftover("retired", "login2.cluster").stat().st_ino
+    make_old(leftover("pushing", "login2.cluster"), hours=25)
+    push(RUN, rundir)
+    assert [path.name for path in Path("published").iterdir()] == ["chat"]
+    assert Path("published/chat").stat().st_ino == inode, "the old folder came back and needed no new copy"
+    make_old(leftover("retired", "login2.cluster", 2), hours=25)
+    push(RUN, rundir)
+    assert [path.name for path in Path("published").iterdir()] == ["chat"], "after a kill behind the second rename"
+
+
+def test_a_copy_that_another_push_may_still_write_stays(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    push(RUN, rundir)
+    here, process = os.uname().nodename, os.getpid()
+    of_others = [leftover("retired", "login2", name="x.chat"), leftover("pushing", "login2", name="chat.x")]
+    kept = [leftover("pushing", "login2"), leftover("pushing", here, process), leftover("retired", "login2")]
+    for paths, hours in ((kept, 23), (of_others, 25)):
+        for path in paths:
+            make_old(path, hours)
+    write_model(rundir, {"config.json": b"{}", "model.safetensors": b"new"})
+    push(RUN, rundir)
+    found = {path.name for path in Path("published").iterdir()}
+    kept.remove(leftover("pushing", here, process))  # the name that this process uses as well
+    assert found == {"chat", *(path.name for path in [*kept, *of_others])}
+
+
+def test_two_pushes_at_once_end_with_one_model_and_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other push creates the folder between the copy and the rename of this one."""
+    rundir, rename = make_rundir(tmp_path), Path.rename
+
+    def other_is_faster(path: Path, to: Path) -> Path:
+        if to == Path("published/chat"):
+            shutil.copytree(path, to)
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", other_is_faster)
+    with pytest.raises(ShardmakeError, match=r"Another push wrote there at the same time: wait .*, and push again"):
+        push(RUN, rundir)
+    monkeypatch.setattr(Path, "rename", rename)
+    push(RUN, rundir)
+    assert [path.name for path in Path("published").iterdir()] == ["chat"]
 
 
 def test_an_unverified_model_is_not_pushed(tmp_path: Path) -> None:
