@@ -25,8 +25,9 @@ from shardmake.run.receipts import MergeReceipt
 
 CARD = "README.md"
 _TEXTS = (".json", ".txt", ".jinja", ".py", ".md", ".yaml")
-# Loaders read these first, so on storage without commits they arrive after the weights.
-_LAST = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json", SUMS)
+LOADED_FIRST = ("model.safetensors.index.json", "pytorch_model.bin.index.json", "config.json")
+"""Loaders read these first, so on storage without commits they leave before the weights and arrive after them."""
+_LAST = (*LOADED_FIRST, SUMS)
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Push to an object store or any other place that fsspec reaches: ``s3://bucket/prefix``, ``gs://``, ``sftp://``.
 
-These stores have no rename, so the order of writes replaces it: a model is complete if ``SHA256SUMS`` exists. A push
-that changes anything first removes that file and writes a list of the files that it will write. It then sends the
-weights, then the files that loaders read first, reads everything back, and writes ``SHA256SUMS`` last.
+These stores have no rename, so the order of writes replaces it. A model is complete if ``SHA256SUMS`` exists, and
+loaders find one only if ``config.json`` does. A push that changes anything first writes a list of the files that it
+will write and removes ``SHA256SUMS``; if it changes the model, it also removes the files that loaders read first. It
+then sends the weights, then those files, reads each back, and writes ``SHA256SUMS`` last.
 """
 
 import errno
@@ -17,7 +18,7 @@ from shardmake.core.hub import first_line, with_retries
 from shardmake.core.manifest import SUMS, FileRecord, parse_sums
 from shardmake.core.secrets import public_url, redact
 from shardmake.core.stores import missing_package
-from shardmake.push.bundle import Bundle
+from shardmake.push.bundle import LOADED_FIRST, Bundle
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
@@ -112,14 +113,20 @@ def _write(bundle: Bundle, place: _Place, sizes: dict[str, int], missing: list[s
     planned = "".join(f"{entry.sha256}  {name}\n" for name, entry in bundle.manifest.items())
     planned += "".join(f"{'0' * 64}  {name}\n" for name in stale if name not in bundle.manifest)
     place.files.pipe_file(place.path(UNFINISHED), planned.encode())
-    if SUMS in sizes:
-        place.files.rm_file(place.path(SUMS))
-    for name in [name for name in missing if name != SUMS]:
-        _send(bundle, place, name)
-    for name in [name for name in stale if name != UNFINISHED]:
+    hidden = (SUMS, *reversed(LOADED_FIRST)) if _changes_model(bundle, missing, stale) else (SUMS,)
+    for name in [name for name in hidden if name in sizes]:
         place.files.rm_file(place.path(name))
+    for name in [name for name in stale if name not in (UNFINISHED, *hidden)]:
+        place.files.rm_file(place.path(name))
+    for name in [name for name in bundle.paths if name in {*missing, *hidden} and name != SUMS]:
+        _send(bundle, place, name)
     _send(bundle, place, SUMS)
     place.files.rm_file(place.path(UNFINISHED))
+
+
+def _changes_model(bundle: Bundle, missing: list[str], stale: list[str]) -> bool:
+    """Return whether a push changes more than the card and its plots."""
+    return any(name in bundle.model for name in missing) or stale not in ([], [UNFINISHED])
 
 
 def _send(bundle: Bundle, place: _Place, name: str) -> None:

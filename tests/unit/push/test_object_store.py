@@ -113,11 +113,49 @@ def test_a_push_that_was_cut_short_shows_no_checksums_and_goes_on(
         patch.setattr(object_store, "_send", cut)
         with pytest.raises(ShardmakeError, match=r"the network is gone\nUploaded files are kept.*Push again"):
             push(RUN, rundir)
-    assert "SHA256SUMS" not in contents(bucket)
-    assert (contents(bucket)["config.json"] == b"new") is False, "what loaders look at first comes after the weights"
+    assert not {"SHA256SUMS", "config.json"} & contents(bucket).keys(), "no loader takes it for a model"
     push(RUN, rundir)
     found = contents(bucket)
     assert found["config.json"] == b"new" and "SHA256SUMS" in found and object_store.UNFINISHED not in found
+
+
+def test_readers_find_a_whole_model_or_no_config_after_every_request(
+    bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loaders need config.json. The old and the new model have files of the same names and others."""
+    old = {**MODEL, "model.safetensors.index.json": b"old", "merges.txt": b"old"}
+    new = {**MODEL, **dict.fromkeys(WEIGHTS, b"new"), "config.json": b"new", "vocab.json": b"new"}
+    seen = []
+
+    def look(method: Any) -> Any:
+        def call(*given: Any, **options: Any) -> Any:
+            result = method(*given, **options)
+            found = contents(bucket)
+            model = {name: found[name] for name in found if name in {*old, *new}}
+            assert "config.json" not in found or model in (old, new), f"mixed after {method.__name__}: {given}"
+            assert "SHA256SUMS" not in found or model in (old, new)
+            seen.append("config.json" in found)
+            return result
+
+        return call
+
+    write_model(rundir, old)
+    push(RUN, rundir)
+    files = object_store._open(URL).files  # the one that the push gets from fsspec's cache
+    for name in ("put_file", "pipe_file", "rm_file"):
+        monkeypatch.setattr(files, name, look(getattr(files, name)))
+    write_model(rundir, new)
+    push(RUN, rundir)
+    assert {False, True} == {*seen} and len(seen) > len(WEIGHTS)
+
+
+def test_a_new_card_leaves_the_model_in_place(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    push(RUN, rundir)
+    before = written(bucket)
+    monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: {**DRAWN, "plots/loss.png": b"new"})
+    push(RUN, rundir)
+    changed = {key.removeprefix("models/chat/") for key, when in written(bucket).items() if before[key] != when}
+    assert contents(bucket)["plots/loss.png"] == b"new" and not changed & MODEL.keys()
 
 
 def test_a_damaged_upload_is_noticed(bucket: Any, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
