@@ -597,11 +597,14 @@ def show_config(name: Name, config: ConfigFiles = CONFIG) -> None:
 def clean(
     runs: Runs = RUNS,
     remove: Annotated[bool, typer.Option("--remove", help="Remove the folders. Default: only list them.")] = False,
+    config: Annotated[
+        list[Path] | None, typer.Option(help="Only the runs of this configuration. Default: all in the folder.")
+    ] = None,
 ) -> None:
     """List the folders that finished and pushed runs no longer need; never the only copy of anything."""
     from shardmake.commands.clean import clean as clean_runs
 
-    clean_runs(runs, remove=remove)
+    clean_runs(runs, remove=remove, names=set(load_config(*config).runs) if config else None)
 
 
 @app.command()

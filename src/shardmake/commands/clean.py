@@ -1,7 +1,7 @@
 """List and remove folders that runs no longer need: never the only copy, and nothing that a rerun would recreate."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,13 +29,15 @@ class Removable:
     reason: str
 
 
-def clean(runs: Path, *, remove: bool) -> list[Removable]:
+def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> list[Removable]:
     """Log the removable folders below ``runs`` with their sizes, remove them with ``remove``, and return them.
+
+    With ``names``, only these runs are looked at.
 
     Before the first removal of a run, every byte of its model and of the checkpoint that stays is compared with the
     record. A folder that cannot be removed is reported and skipped, for example one of another user.
     """
-    found = sorted(find_removable(runs, verify=remove), key=lambda item: -item.size)
+    found = sorted(find_removable(runs, verify=remove, names=names), key=lambda item: -item.size)
     left = 0
     for item in found:
         logger.info("%10s  %s  (%s)", format_bytes(item.size), item.path, item.reason)
@@ -51,7 +53,7 @@ def clean(runs: Path, *, remove: bool) -> list[Removable]:
     return found
 
 
-def find_removable(runs: Path, *, verify: bool = False) -> Iterator[Removable]:
+def find_removable(runs: Path, *, verify: bool = False, names: Container[str] | None = None) -> Iterator[Removable]:
     """Yield old checkpoints, caches and incomplete files of runs whose model was pushed.
 
     With ``verify``, a run whose model or kept checkpoint is not whole is reported and left out. So are links.
@@ -63,7 +65,7 @@ def find_removable(runs: Path, *, verify: bool = False) -> Iterator[Removable]:
         )
     for folder in sorted(path for path in runs.iterdir() if path.is_dir()):
         rundir = RunDir(folder)
-        if not is_pushed(rundir):
+        if (names is not None and folder.name not in names) or not is_pushed(rundir):
             continue
         found = [item for item in _removable(rundir) if not _is_link(item.path, rundir)]
         problems = _problems_of_kept(rundir, {item.path for item in found}) if verify and found else []

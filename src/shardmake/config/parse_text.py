@@ -76,6 +76,11 @@ def parse_json(text: str) -> Any:
         DuplicateKeyError: A key occurs twice; DeepSpeed refuses this, and other readers silently take the last.
         json.JSONDecodeError: The text is not JSON, or it holds what Python cannot read.
     """
+    if text.startswith("\ufeff"):
+        problem = (
+            "it starts with a byte order mark (BOM), which readers of JSON refuse. Save the file as UTF-8 without BOM"
+        )
+        raise json.JSONDecodeError(problem, text, 0)
     try:
         value = json.loads(text, object_pairs_hook=_without_duplicates)
     except (json.JSONDecodeError, DuplicateKeyError):

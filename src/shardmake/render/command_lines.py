@@ -202,20 +202,24 @@ def _from_line(title: str, words: list[str], variables: dict[str, str]) -> Comma
     start = _start(expanded)
     if start is None:
         return None
-    kept, notes = _without_unknown(expanded[start:], title)
+    kept, left_out = _without_unknown(expanded[start:], title)
     command = read_command([word.replace(_SHELL, "$") for word in kept], title)
-    return None if command is None else _with_notes(command, notes)
-
-
-def _with_notes(command: Command, notes: list[str]) -> Command:
+    if command is None:
+        return None
+    notes = [f"{written} is not compared: only a shell can evaluate it." for written in left_out]
     command.notes = [*notes, *command.notes]
+    if any(re.split("[ =]", written)[0].replace("-", "_") in _RANK_OPTIONS for written in left_out):
+        command.ranks = None
     return command
 
 
+_RANK_OPTIONS: Final = ("__nproc_per_node", "__nnodes", "__num_gpus", "__num_nodes", "__num_processes")
+
+
 def _without_unknown(words: list[str], title: str) -> tuple[list[str], list[str]]:
-    """Return the words whose value is known, and a note for each option or word that was left out."""
+    """Return the words whose value is known, and each option or word that was left out."""
     kept: list[str] = []
-    notes = []
+    left_out = []
     for word in words:
         if not _unknown(word):
             kept.append(word)
@@ -228,8 +232,8 @@ def _without_unknown(words: list[str], title: str) -> tuple[list[str], list[str]
                 f"Cannot check {title}: {written} names a file that only a shell can find out. Write its path there, "
                 "or set the variable once in the script."
             )
-        notes.append(f"{written} is not compared: only a shell can evaluate it.")
-    return kept, notes
+        left_out.append(written)
+    return kept, left_out
 
 
 def _start(words: Sequence[str]) -> int | None:
@@ -303,8 +307,21 @@ def _torchrun(words: list[str], title: str) -> Command:
     nodes, per_node = str(read.nnodes).rpartition(":")[2], str(read.nproc_per_node)
     if re.fullmatch(r"-\d+|0+", per_node):
         raise ConfigError(f"Cannot check {title}: --nproc_per_node {per_node}. Every node needs at least 1 process.")
-    command.ranks = int(nodes) * int(per_node) if nodes.isdigit() and per_node.isdigit() else None
+    if not per_node.isdigit() and per_node not in _BY_DEVICE:
+        words = ", ".join(_BY_DEVICE)
+        raise ConfigError(
+            f"Cannot check {title}: --nproc_per_node {per_node}. torchrun needs a number or one of {words}."
+        )
+    if not re.fullmatch(r"([1-9]\d*:)?[1-9]\d*", str(read.nnodes)):
+        raise ConfigError(
+            f"Cannot check {title}: --nnodes {read.nnodes}. torchrun needs a number from 1 on, or MIN:MAX."
+        )
+    command.ranks = int(nodes) * int(per_node) if per_node.isdigit() else None
     return command
+
+
+_BY_DEVICE: Final = ("auto", "cpu", "gpu", "xpu")
+"""Values of ``--nproc_per_node`` with which torchrun counts the devices of the node."""
 
 
 def _deepspeed(words: list[str], title: str) -> Command:

@@ -72,6 +72,13 @@ def test_it_only_lists_by_default(rundir: RunDir, caplog: pytest.LogCaptureFixtu
     assert len(names(rundir)) == 4
 
 
+def test_a_configuration_names_the_runs_that_are_looked_at(rundir: RunDir) -> None:
+    push(RUN, rundir)
+    folder = rundir.root.parent
+    assert clean(folder, remove=True, names={"another"}) == []
+    assert {item.path.name for item in clean(folder, remove=False, names={rundir.root.name})} >= {"checkpoint-10"}
+
+
 def test_the_newest_checkpoint_and_the_model_are_kept(rundir: RunDir) -> None:
     push(RUN, rundir)
     (rundir.root / ".model.partial").mkdir()

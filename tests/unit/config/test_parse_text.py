@@ -62,3 +62,9 @@ def test_half_of_a_surrogate_pair_in_json_is_an_error_of_its_line(half: str) -> 
 
 def test_whole_pairs_and_escaped_backslashes_in_json_are_text() -> None:
     assert parse_json('["\\ud83d\\ude00", "\\\\ud800"]') == ["\U0001f600", "\\ud800"]
+
+
+def test_a_byte_order_mark_is_an_error_of_json_alone() -> None:
+    assert parse_yaml("\ufeffseed: 1\n") == {"seed": 1}
+    with pytest.raises(json.JSONDecodeError, match=r"byte order mark \(BOM\).* Save the file as UTF-8 without BOM"):
+        parse_json('\ufeff{"seed": 1}')

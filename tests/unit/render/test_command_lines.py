@@ -133,11 +133,22 @@ def test_a_settings_file_that_only_a_shell_can_name_is_refused(option: str) -> N
 
 
 @pytest.mark.parametrize(
+    "options", ["--nproc_per_node $GPUS", "--nproc-per-node=$GPUS", "--nnodes $N --nproc-per-node 8"]
+)
+def test_a_number_of_ranks_that_only_a_shell_knows_is_not_one_rank(options: str) -> None:
+    (found,) = read_script("train.sh", f"torchrun {options} {TRAIN}\n")
+    assert found.ranks is None
+
+
+@pytest.mark.parametrize(
     ("line", "reason"),
     [
         ("deepspeed --num_gpus=two train.py", "--num_gpus.*invalid int value: 'two'"),
         ("torchrun --nproc_per_node=-1 train.py", "--nproc_per_node -1. Every node needs"),
         ("torchrun --nproc_per_node 0 train.py", "--nproc_per_node 0. Every node needs"),
+        ("torchrun --nproc-per-node eight train.py", "--nproc_per_node eight. torchrun needs a number or one of auto"),
+        ("torchrun --nnodes two train.py", "--nnodes two. torchrun needs a number from 1 on"),
+        ("torchrun --nnodes 1:0 train.py", "--nnodes 1:0. torchrun needs a number from 1 on"),
     ],
 )
 def test_options_that_a_launcher_refuses_are_named(line: str, reason: str) -> None:
