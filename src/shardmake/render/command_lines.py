@@ -308,9 +308,9 @@ def _torchrun(words: list[str], title: str) -> Command:
     if re.fullmatch(r"-\d+|0+", per_node):
         raise ConfigError(f"Cannot check {title}: --nproc_per_node {per_node}. Every node needs at least 1 process.")
     if not per_node.isdigit() and per_node not in _BY_DEVICE:
-        words = ", ".join(_BY_DEVICE)
+        devices = ", ".join(_BY_DEVICE)
         raise ConfigError(
-            f"Cannot check {title}: --nproc_per_node {per_node}. torchrun needs a number or one of {words}."
+            f"Cannot check {title}: --nproc_per_node {per_node}. torchrun needs a number or one of {devices}."
         )
     if not re.fullmatch(r"([1-9]\d*:)?[1-9]\d*", str(read.nnodes)):
         raise ConfigError(

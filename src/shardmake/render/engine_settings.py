@@ -8,6 +8,7 @@ the others.
 import copy
 import difflib
 import json
+import math
 import os
 import re
 from argparse import Namespace
@@ -505,9 +506,13 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
     values = {
         key: value for key in kept if (value := _typed(key, copy.deepcopy(given[key]), hints[key], found)) is not None
     }
-    for key, least in LEAST.items():
-        if not values.get(key, least) >= least:  # also NaN
-            found.refuse("Trainer", key, values.pop(key), f"Training stops: it needs at least {least}.")
+    for key, value in list(values.items()):
+        least, below = LIMITS.get(key, (None, None))
+        if isinstance(value, float) and value != value:
+            found.refuse("Trainer", key, values.pop(key), "NaN is not a number. Write one.")
+        elif least is not None and below is not None and not least <= value < below:
+            limits = f"at least {least}" + (f" and less than {below}" if below < math.inf else ", and a finite number")
+            found.refuse("Trainer", key, values.pop(key), f"Training stops or learns nothing: it needs {limits}.")
     return values
 
 
@@ -533,8 +538,13 @@ def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
     return value
 
 
-LEAST: Final = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 1, "learning_rate": 0}
-"""Numbers that transformers does not check; torch's data loader, the accumulation and torch's optimizers do."""
+LIMITS: Final = {
+    "per_device_train_batch_size": (1, math.inf),
+    "gradient_accumulation_steps": (1, math.inf),
+    **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), (0, math.inf)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), (0, 1)),
+}
+"""Smallest value and upper bound of numbers that transformers does not check: those of torch and of its optimizers."""
 PLAIN_TYPES: Final = {int, float, bool, str, type(None)}
 NOT_COMPARED: Final = ("deepspeed", "output_dir", "use_cpu", "ddp_backend", "local_rank", "no_cuda", "tf32")
 """Arguments of the machine and of paths; the check runs on a machine without a GPU."""

@@ -60,7 +60,9 @@ def test_a_wrong_number_that_auto_takes_from_the_arguments_is_one_error_of_the_a
     values = ARGUMENTS | {"deepspeed": "ds.json", "gradient_accumulation_steps": 0}
     (folder / "args.yaml").write_text(json.dumps(values))
     text = texts(check(["args.yaml"]))
-    assert "gradient_accumulation_steps is 0 in args.yaml. Training stops: it needs at least 1." in text
+    assert (
+        "gradient_accumulation_steps is 0 in args.yaml. Training stops or learns nothing: it needs at least 1." in text
+    )
     assert "1 error." in text and "ds.json." not in text
 
 
@@ -257,15 +259,19 @@ def test_a_yaml_file_that_contains_itself_is_refused(folder: Path) -> None:
 
 def test_numbers_that_training_cannot_use_are_errors(folder: Path) -> None:
     values = {"output_dir": "o", "per_device_train_batch_size": -3, "gradient_accumulation_steps": 0}
-    (folder / "args.json").write_text(json.dumps(values | {"learning_rate": float("nan")}))
+    values |= {"learning_rate": float("inf"), "adam_beta2": 1.0, "weight_decay": -0.1, "max_grad_norm": float("nan")}
+    (folder / "args.json").write_text(json.dumps(values))
     text = texts(check(["args.json"]))
-    for key, value, least in (
-        ("per_device_train_batch_size", "-3", 1),
-        ("gradient_accumulation_steps", "0", 1),
-        ("learning_rate", "NaN", 0),
+    for key, value, needed in (
+        ("per_device_train_batch_size", "-3", "it needs at least 1"),
+        ("gradient_accumulation_steps", "0", "it needs at least 1"),
+        ("learning_rate", "Infinity", "it needs at least 0, and a finite number"),
+        ("weight_decay", "-0.1", "it needs at least 0"),
+        ("adam_beta2", "1.0", "it needs at least 0 and less than 1"),
     ):
-        assert f"error: {key} is {value} in args.json. Training stops: it needs at least {least}." in text
-    assert "3 errors." in text and "DeepSpeed" not in text
+        assert f"error: {key} is {value} in args.json. Training stops or learns nothing: {needed}" in text
+    assert "error: max_grad_norm is NaN in args.json. NaN is not a number. Write one." in text
+    assert "6 errors." in text and "DeepSpeed" not in text
 
 
 @pytest.mark.parametrize(
