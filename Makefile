@@ -135,6 +135,9 @@ docs: install
 	$(BIN)/python -m tools.config_reference
 	$(BIN)/python -m tools.strategies_page > docs/reference/strategies.md
 	$(BIN)/python -m tools.file_formats
+	$(BIN)/python -m tools.command_options
+	$(BIN)/shardmake demo
+	$(BIN)/python -m tools.pictures
 	$(BIN)/python -m tools.evidence $(wildcard $(REPORTS)/*.xml)
 
 # The documentation as a website, in build/site; a broken link is an error.

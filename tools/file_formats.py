@@ -1,5 +1,9 @@
-"""Write ``docs/reference/file-formats.md``, the fields of a run's JSON files: ``python -m tools.file_formats``."""
+"""Write the fields of a run's JSON files: ``python -m tools.file_formats``.
 
+``docs/reference/file-formats.md`` is for readers, ``file-formats.schema.json`` beside it for programs.
+"""
+
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +34,7 @@ from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import TrainingSettings
 
 PAGE = Path("docs/reference/file-formats.md")
+SCHEMA = PAGE.with_suffix(".schema.json")
 RECORDS: Mapping[str, type] = {
     "sources.json": Sources,
     "fetched/weights.json": WeightsReceipt,
@@ -61,7 +66,8 @@ RECORDS: Mapping[str, type] = {
 HEAD = """# File formats
 
 Every JSON file that one process writes and another reads, by its path below `runs/NAME/`. Unknown fields are errors.
-This page is generated: `make docs`.
+The same as a JSON Schema, for programs that read these files: [file-formats.schema.json](file-formats.schema.json); its
+`files` names the definition of each file. Both are generated: `make docs`.
 """
 
 
@@ -79,6 +85,14 @@ def page() -> str:
     for name in sorted(parts.keys() - top):
         lines += _section(f"### {name}", parts[name])
     return "\n".join(lines).rstrip() + "\n"
+
+
+def schema() -> str:
+    """Return the JSON Schema of all files: ``$defs``, and the definition of each file by its path."""
+    references, found = models_json_schema([(model, "serialization") for model in RECORDS.values()])
+    files = {file: references[model, "serialization"]["$ref"] for file, model in RECORDS.items()}
+    dialect = {"$schema": "https://json-schema.org/draft/2020-12/schema"}
+    return json.dumps(dialect | {"files": files} | found, indent=1, sort_keys=True) + "\n"
 
 
 def _section(title: str, schema: Mapping[str, Any]) -> Iterator[str]:
@@ -114,3 +128,4 @@ def _kind(schema: Mapping[str, Any]) -> str:
 
 if __name__ == "__main__":
     PAGE.write_text(page())
+    SCHEMA.write_text(schema())

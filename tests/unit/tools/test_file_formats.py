@@ -1,15 +1,30 @@
 """The page of file formats is that of the records, and every record of a run is on it."""
 
 import importlib
+import json
 import pkgutil
+
+import jsonschema
+import pytest
 
 import shardmake.run
 from shardmake.run.record import RunRecord
-from tools.file_formats import PAGE, page
+from tests.unit.plans import make_plan
+from tools.file_formats import PAGE, SCHEMA, page, schema
 
 
 def test_the_page_is_current() -> None:
     assert PAGE.read_text() == page(), "run: make docs"
+    assert SCHEMA.read_text() == schema(), "run: make docs"
+
+
+def test_the_schema_accepts_a_file_and_refuses_an_unknown_field() -> None:
+    found = json.loads(schema())
+    wanted = {"$defs": found["$defs"], "$ref": found["files"]["plan/plan.json"]}
+    plan = json.loads(json.dumps(make_plan("zero2").as_json()))
+    jsonschema.validate(plan, wanted)
+    with pytest.raises(jsonschema.ValidationError, match="surprise"):
+        jsonschema.validate(plan | {"surprise": 1}, wanted)
 
 
 def test_every_record_is_on_the_page() -> None:
