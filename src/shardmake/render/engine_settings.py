@@ -507,11 +507,11 @@ def _usable_arguments(given: Mapping[str, Any], found: EngineSettings) -> dict[s
         key: value for key in kept if (value := _typed(key, copy.deepcopy(given[key]), hints[key], found)) is not None
     }
     for key, value in list(values.items()):
-        least, below = LIMITS.get(key, (None, None))
+        least, below = LIMITS.get(key, (-math.inf, math.inf))
         if isinstance(value, float) and value != value:
             found.refuse("Trainer", key, values.pop(key), "NaN is not a number. Write one.")
-        elif least is not None and below is not None and not least <= value < below:
-            limits = f"at least {least}" + (f" and less than {below}" if below < math.inf else ", and a finite number")
+        elif key in LIMITS and not least <= value < below:
+            limits = f"at least {least}" + (f" and less than {below}" if below < math.inf or value == math.inf else "")
             found.refuse("Trainer", key, values.pop(key), f"Training stops or learns nothing: it needs {limits}.")
     return values
 
@@ -538,7 +538,7 @@ def _typed(key: str, value: Any, hint: Any, found: EngineSettings) -> Any:
     return value
 
 
-LIMITS: Final = {
+LIMITS: Final[dict[str, tuple[float, float]]] = {
     "per_device_train_batch_size": (1, math.inf),
     "gradient_accumulation_steps": (1, math.inf),
     **dict.fromkeys(("learning_rate", "weight_decay", "adam_epsilon"), (0, math.inf)),
