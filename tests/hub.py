@@ -51,6 +51,8 @@ class Repository:
     refs: dict[str, str] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     """Titles of the pull requests, the first being number 1."""
+    authors: list[str] = field(default_factory=list)
+    """Names of the users who opened them."""
 
     def commit(self, ref: str, files: Mapping[str, Blob]) -> str:
         oid = hashlib.sha1(f"{len(self.commits)} {sorted(files)} {time.time()}".encode()).hexdigest()
@@ -70,6 +72,8 @@ class Fault:
     times: int
     status: int | None
     message: str
+    wait: int = 0
+    """Seconds of the header Retry-After."""
 
 
 @dataclass(frozen=True)
@@ -119,9 +123,9 @@ class FakeHub:
         self.server.server_close()
         self.thread.join()
 
-    def fail(self, pattern: str, times: int = 1, status: int = 503, message: str = "injected") -> None:
-        """Answer the next ``times`` requests ("METHOD /path") that match with ``status``."""
-        self.faults.append(Fault(re.compile(pattern), times, status, message))
+    def fail(self, pattern: str, times: int = 1, status: int = 503, message: str = "injected", wait: int = 0) -> None:
+        """Answer the next ``times`` requests ("METHOD /path") that match with ``status``; 200 comes with a web page."""
+        self.faults.append(Fault(re.compile(pattern), times, status, message, wait))
 
     def cut(self, pattern: str, times: int = 1) -> None:
         """Break the connection in the middle of the next ``times`` requests that match."""
@@ -213,7 +217,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.body = self._read_body()
         self._note(self.body)
         if fault is not None and fault.status is not None:
-            return self._send(Reply(fault.status, {"error": fault.message}, {"Retry-After": "0"}))
+            page = b"<!doctype html><title>Sign in to the network</title>" if fault.status == 200 else None
+            return self._send(Reply(fault.status, {"error": fault.message}, {"Retry-After": str(fault.wait)}, page))
         try:
             with self.hub.lock:
                 reply = self._dispatch(path)
@@ -351,15 +356,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     @route("GET", API + "/discussions")
     def discussions(self, kind: str, name: str) -> Reply:
-        titles = self._repository(kind, name).requests
+        repository = self._repository(kind, name)
         common = {
-            "author": {"name": "lab"},
             "createdAt": "2026-01-01T00:00:00.000Z",
             "status": "open",
             "repo": {"name": name, "type": "model"},
             "isPullRequest": True,
         }
-        found = [common | {"num": number, "title": title} for number, title in enumerate(titles, 1)]
+        opened = zip(repository.requests, repository.authors, strict=True)
+        found = [
+            common | {"num": number, "title": title, "author": {"name": author}}
+            for number, (title, author) in enumerate(opened, 1)
+        ]
         return Reply(value={"discussions": found, "count": len(found), "start": 0})
 
     # Commits
@@ -393,6 +401,7 @@ class _Handler(BaseHTTPRequestHandler):
         ref = revision
         if opens_request := "create_pr" in self.query:
             repository.requests.append(operations[0]["value"]["summary"])
+            repository.authors.append(self._role() or "")
             ref = f"refs/pr/{len(repository.requests)}"
         oid = repository.commit(ref, new)
         reply = {"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{name}/commit/{oid}"}

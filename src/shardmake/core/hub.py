@@ -6,8 +6,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from json import JSONDecodeError
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from shardmake.core.errors import HubError, ShardmakeError
 
@@ -17,6 +18,7 @@ logger = logging.getLogger(__name__)
 # Seconds before each further attempt. The client retries many single requests, but not all of them and not a whole
 # transfer.
 RETRY_WAITS = (2.0, 8.0, 30.0)
+_LONGEST_WAIT = 600.0  # seconds, if a server requests a longer one
 _PERMANENT = frozenset({400, 401, 402, 403, 404, 410, 413, 422, 451})
 
 
@@ -39,9 +41,16 @@ def with_retries(action: Callable[[], T]) -> T:
         except Exception as error:
             if not _is_temporary(error):
                 raise
-            logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), wait)
-            time.sleep(wait)
+            seconds = max(wait, _requested_wait(error))
+            logger.warning("The transfer was interrupted: %s. Retrying in %g s.", first_line(error), seconds)
+            time.sleep(seconds)
     return action()
+
+
+def _requested_wait(error: Exception) -> float:
+    """Return the seconds of the header Retry-After, 0 without it."""
+    value = getattr(_response_of(error), "headers", {}).get("Retry-After", "")
+    return min(float(value), _LONGEST_WAIT) if value.isdecimal() else 0.0
 
 
 def _is_temporary(error: Exception) -> bool:
@@ -50,7 +59,9 @@ def _is_temporary(error: Exception) -> bool:
 
     status = status_of(error)
     if status is not None:
-        return status not in _PERMANENT
+        return status not in _PERMANENT or _is_expired_address(error)
+    if isinstance(error, JSONDecodeError):  # the page of a proxy in place of the hub's answer
+        return True
     if type(error) in (PermissionError, FileNotFoundError):  # as file systems raise them; subclasses have other causes
         return False
     return isinstance(error, (HTTPError, OSError, RuntimeError))
@@ -58,12 +69,23 @@ def _is_temporary(error: Exception) -> bool:
 
 def status_of(error: BaseException | None) -> int | None:
     """Return the HTTP status of ``error`` or of its cause; None if no server answered."""
+    return getattr(_response_of(error), "status_code", None)
+
+
+def _response_of(error: BaseException | None) -> Any:
+    """Return the server's response in ``error`` or in its cause; None if no server answered."""
     while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status is not None:
-            return status
+        response = getattr(error, "response", None)
+        if getattr(response, "status_code", None) is not None:
+            return response
         error = error.__cause__
     return None
+
+
+def _is_expired_address(error: BaseException) -> bool:
+    """Return whether storage rejects an upload. Its address is signed for a time, and only there is PUT used."""
+    response = _response_of(error)
+    return status_of(error) == 403 and getattr(getattr(response, "request", None), "method", "") == "PUT"
 
 
 @contextmanager
@@ -89,13 +111,15 @@ def translate_hub_errors(what: str, advice: Mapping[int, str], otherwise: str) -
 
 def _status_to_explain(error: BaseException, reason: str) -> int:
     """Return the HTTP status, or 0. The hub sends 403 for a full account as well; this returns 402 for it."""
-    status = status_of(error) or 0
+    status = 0 if _is_expired_address(error) else status_of(error) or 0
     return 402 if status == 403 and "storage" in reason.lower() else status
 
 
 def first_line(error: BaseException) -> str:
     """Return the line that explains ``error``: the server's message, a whole `ValueError`, or the first line."""
     message = getattr(error, "server_message", None)
+    if isinstance(error, JSONDecodeError):
+        return "the answer is not JSON but a page, most likely of a proxy or of a login"
     if message is None and isinstance(error, ValueError):
         return " ".join(str(error).split())
     message = message or str(error.__cause__ or error)

@@ -5,6 +5,8 @@ partial model. Uploads are addressed by content: a rerun sends only what is miss
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from shardmake.config.models import Push
 from shardmake.core.errors import HubError, PushError
-from shardmake.core.hub import git_object_id, translate_hub_errors, with_retries
+from shardmake.core.hub import first_line, git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import SUMS, parse_sums
 from shardmake.push.bundle import CARD, Bundle
 
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoFile
 
 _TITLE = "Push model"
+_GROUP = 5
+"""Files that the client sends at once; each group has retries of its own, so a long push survives many cuts."""
 _ADVICE = {
     400: "The hub rejected the content. Its message above names the cause, usually in the base model's card.",
     401: "The hub rejected the token. Create a new one with write permission and run `hf auth login`.",
@@ -53,8 +57,24 @@ def push_to_hub(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> di
     """
     owner = repository.partition("/")[0]
     advice = {status: text.format(owner=owner) for status, text in _ADVICE.items()}
-    with translate_hub_errors(f"The push to hub:{repository}", advice, "Uploaded files are kept. Push again."):
+    otherwise = "Uploaded files are kept. Push again."
+    with translate_hub_errors(f"The push to hub:{repository}", advice, otherwise), _explain_xet(repository):
         return with_retries(lambda: _push_once(bundle, repository, push, api))
+
+
+@contextmanager
+def _explain_xet(repository: str) -> Iterator[None]:
+    """Raise a `HubError` with advice if the hub has no addresses of the protocol xet, which it offers for a file."""
+    try:
+        yield
+    except Exception as error:
+        reason = first_line(error)
+        if "404" not in reason or "/xet-" not in reason:
+            raise
+        raise HubError(
+            f"The push to hub:{repository} failed: {reason}\nThis hub does not support uploads with xet. "
+            "Set HF_HUB_DISABLE_XET=1 and push again."
+        ) from error
 
 
 def connect(repository: str) -> "HfApi":
@@ -81,7 +101,8 @@ def _push_once(bundle: Bundle, repository: str, push: Push, api: "HfApi") -> dic
     remote = _list_files(place, head)
     changed = [name for name in bundle.paths if not _holds(remote.get(name), bundle, name)]
     ours = _names_of_last_push(place, head) if SUMS in remote else set()
-    _refuse_foreign(repository, [name for name in changed if name in remote], ours)
+    overwritten = [name for name in changed if name in remote]
+    _refuse_foreign(place, head, remote, overwritten, ours)
     stale = sorted((ours & remote.keys()) - bundle.paths.keys())
     if changed or stale:
         _refuse_public(repository, push, api)  # as it is now, after a transfer of hours
@@ -112,11 +133,13 @@ def _refuse_public(repository: str, push: Push, api: "HfApi") -> None:
 
 
 def _place(repository: str, push: Push, api: "HfApi") -> _Place:
-    """Return the branch, the open pull request of an earlier push, or a new pull request."""
+    """Return the branch, the open pull request of an earlier push of this user, or a new pull request."""
     if not push.pull_request:
         return _Place(api, repository, push.revision)
     requests = api.get_repo_discussions(repository, discussion_type="pull_request", discussion_status="open")
-    ours = next((request.git_reference for request in requests if request.title == _TITLE), None)
+    alike = [request for request in requests if request.title == _TITLE]
+    me = api.whoami()["name"] if alike else ""
+    ours = next((request.git_reference for request in alike if request.author == me), None)
     return _Place(api, repository, ours or push.revision, opens_request=ours is None)
 
 
@@ -149,13 +172,22 @@ def _names_of_last_push(place: _Place, commit: str) -> set[str]:
         return {*parse_sums(Path(path).read_text()), SUMS}
 
 
-def _refuse_foreign(repository: str, overwritten: list[str], ours: set[str]) -> None:
-    """Raise `PushError` if a push would overwrite another model; a card made on the web may be replaced."""
-    if foreign := sorted(set(overwritten) - ours - {CARD}):
-        raise PushError(
-            f"Push refused: hub:{repository} contains files that no push of Shardmake wrote "
-            f"({', '.join(foreign[:3])}). Choose another name in push.to, or another push.revision."
-        )
+def _refuse_foreign(
+    place: _Place, head: str, remote: dict[str, "RepoFile"], overwritten: list[str], ours: set[str]
+) -> None:
+    """Raise `PushError` if a push would overwrite another model; a card made on the web may be replaced.
+
+    A hub may list a commit incompletely for a moment, so a listing counts if a second one equals it.
+    """
+    foreign = sorted(set(overwritten) - ours - {CARD})
+    if not foreign:
+        return
+    if _list_files(place, head) != remote:
+        raise PushDamagedError(f"the hub listed the files of commit {head[:12]} in two ways")
+    raise PushError(
+        f"Push refused: hub:{place.repository} contains files that no push of Shardmake wrote "
+        f"({', '.join(foreign[:3])}). Choose another name in push.to, or another push.revision."
+    )
 
 
 def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale: list[str]) -> str:
@@ -164,9 +196,8 @@ def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale:
 
     request = place.opens_request
     additions = [_addition(bundle, name) for name in changed]
-    place.api.preupload_lfs_files(
-        place.repository, additions, revision=place.revision, create_pr=request, free_memory=False
-    )
+    for start in range(0, len(additions), _GROUP):
+        _upload(place, additions[start : start + _GROUP])
     info = place.api.create_commit(
         place.repository,
         [*additions, *(CommitOperationDelete(name) for name in stale)],
@@ -176,6 +207,19 @@ def _commit(bundle: Bundle, place: _Place, head: str, changed: list[str], stale:
         create_pr=request,
     )
     return info.oid
+
+
+def _upload(place: _Place, additions: "list[CommitOperationAdd]") -> None:
+    """Send the large files among ``additions``; nobody sees them before a commit."""
+    with_retries(
+        lambda: place.api.preupload_lfs_files(
+            place.repository,
+            additions,
+            revision=place.revision,
+            create_pr=place.opens_request,
+            free_memory=False,
+        )
+    )
 
 
 def _addition(bundle: Bundle, name: str) -> "CommitOperationAdd":

@@ -2,6 +2,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from huggingface_hub import HfApi
@@ -189,6 +190,95 @@ def test_a_pull_request_is_opened_once_and_kept_up_to_date(hub: FakeHub, rundir:
     push(run, rundir)
     assert contents(hub, "refs/pr/1")["config.json"] == b"{}"
     assert hub.repositories["lab/chat"].requests == ["Push model"]
+
+
+def test_a_pull_request_of_somebody_else_stays_as_it_is(hub: FakeHub, rundir: RunDir) -> None:
+    commit = hub.add("lab/chat", {".gitattributes": b""}, private=True)
+    theirs = hub.repositories["lab/chat"]
+    theirs.requests.append("Push model")
+    theirs.authors.append("somebody")
+    theirs.refs["refs/pr/1"] = commit
+    run = make_run(push={"to": "hub:lab/chat", "pull_request": True})
+    first = push(run, rundir)
+    assert theirs.refs["refs/pr/1"] == commit and contents(hub, "refs/pr/2").keys() > MODEL.keys()
+    assert push(run, rundir) == first and len(theirs.requests) == 2
+
+
+def test_an_expired_address_of_an_upload_is_renewed(hub: FakeHub, rundir: RunDir) -> None:
+    """Storage signs addresses for hours; a slow link needs longer."""
+    hub.fail("PUT /put/", status=403, message="Request has expired")
+    push(RUN, rundir)
+    assert {name: contents(hub)[name] for name in MODEL} == MODEL
+
+
+def test_storage_that_always_rejects_is_not_explained_by_the_token(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardmake.core.hub.RETRY_WAITS", ())
+    hub.fail("PUT /put/", times=99, status=403, message="Request has expired")
+    with pytest.raises(ShardmakeError, match=r"403.*\nUploaded files are kept\. Push again"):
+        push(RUN, rundir)
+
+
+@pytest.mark.parametrize(
+    "request_", ["POST .*/commit/", "POST .*/preupload/", "GET .*/tree/", "POST /api/repos/create"]
+)
+def test_a_web_page_in_place_of_an_answer_is_retried(
+    hub: FakeHub, rundir: RunDir, request_: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.fail(request_, status=200)
+    push(RUN, rundir)
+    assert {name: contents(hub)[name] for name in MODEL} == MODEL
+    assert "not JSON but a page" in caplog.text
+
+
+def test_the_wait_that_the_hub_requests_is_kept(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr("shardmake.core.hub.time.sleep", waits.append)
+    hub.fail("POST /api/repos/create", status=429, wait=77)
+    hub.fail("POST .*/commit/", status=503, wait=5000)
+    push(RUN, rundir)
+    assert 77 in waits and 600 in waits, "not for hours"
+    assert {name: contents(hub)[name] for name in MODEL} == MODEL
+
+
+def test_every_group_of_files_has_its_own_retries(hub: FakeHub, rundir: RunDir) -> None:
+    """A push of hours is cut more often than one step is retried."""
+    shards = {f"model-{n:02}.safetensors": bytes([n]) * 1000 for n in range(20)}
+    write_model(rundir, {"config.json": b"{}", **shards})
+    for number in (1, 6, 11, 16):
+        sha256 = hashlib.sha256(shards[f"model-{number:02}.safetensors"]).hexdigest()
+        hub.fail(f"PUT /put/{sha256}", times=2, status=403, message="Request has expired")
+    push(RUN, rundir)
+    assert {name: contents(hub)[name] for name in shards} == shards
+
+
+def test_a_hub_without_xet_says_how_to_push(hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", False)
+    hub.transfer = "xet"
+    hub.fail("/xet-write-token/", times=99, status=404, message="Not found")
+    with pytest.raises(ShardmakeError, match=r"hub:lab/chat failed.*\n.*Set HF_HUB_DISABLE_XET=1 and push again"):
+        push(RUN, rundir)
+
+
+def test_an_incomplete_listing_is_not_taken_for_another_model(
+    hub: FakeHub, rundir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, the listing lacks the checksums and has an old file."""
+    push(RUN, rundir)
+    list_tree, calls = HfApi.list_repo_tree, iter([True])
+
+    def listed(api: HfApi, *given: Any, **options: Any) -> Any:
+        found = list(list_tree(api, *given, **options))
+        if next(calls, False):
+            found = [entry for entry in found if entry.path != "SHA256SUMS"]
+            next(entry for entry in found if entry.path == "config.json").blob_id = "0" * 40
+        return found
+
+    write_model(rundir, {**MODEL, "config.json": b"new"})
+    monkeypatch.setattr(HfApi, "list_repo_tree", listed)
+    push(RUN, rundir)
+    assert contents(hub)["config.json"] == b"new"
 
 
 def test_another_model_under_the_name_is_not_overwritten(hub: FakeHub, rundir: RunDir) -> None:
