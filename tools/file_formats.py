@@ -22,6 +22,7 @@ from shardmake.run.attempt import (
     SubmittedJob,
 )
 from shardmake.run.attempt_history import AttemptRecord
+from shardmake.run.driver_job import DriverState, EndedRun, Workflow
 from shardmake.run.evaluation import EvaluationResult
 from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.loss_window import LossWindow
@@ -62,6 +63,9 @@ RECORDS: Mapping[str, type] = {
     "model/receipt.json": MergeReceipt,
     "evaluation.json": EvaluationResult,
     "push/receipt.json": PushReceipt,
+    "../.driver/NNN/workflow.json": Workflow,
+    "../.driver/NNN/state.json": DriverState,
+    "../.driver/NNN/ended/RUN.json": EndedRun,
 }
 HEAD = """# File formats
 

@@ -27,6 +27,7 @@ from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
+from shardmake.run.driver_job import refuse_ended
 from shardmake.run.notification import notified
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RUNS, RunDir
@@ -105,6 +106,7 @@ def _stage(
 ) -> Iterator[tuple[Run, Cluster, RunDir]]:
     """Open a run as `_open`, record the settings of ``stage`` after its success, and notify of its end."""
     run, cluster, rundir = _open(name, files, runs, on_node=on_node)
+    refuse_ended(name)
     with notified(stage, run, rundir):
         if stage in ("fetch", "plan"):
             check_inputs(name, run)
@@ -396,6 +398,17 @@ def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
         drive(localize(run, rundir), cluster, rundir)
 
 
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def submit(context: typer.Context) -> None:
+    """Run Snakemake and the drivers in a small Slurm job, which submits itself again before its time limit.
+
+    All arguments are Snakemake's, such as targets, --configfile FILE or -n. The short stages run here first.
+    """
+    from shardmake.commands.submit import submit as submit_driver
+
+    submit_driver(context.args, RUNS)
+
+
 @app.command()
 def reshard(
     checkpoint: Annotated[Path, typer.Argument(help="Checkpoint: runs/NAME/train/checkpoints/checkpoint-N.")],
@@ -617,6 +630,7 @@ def status(
 ) -> None:
     """Show the state of a run or of all runs, of trainings and of results; changes nothing."""
     from shardmake.commands import overview
+    from shardmake.commands.driver_state import describe_drivers
     from shardmake.commands.status import describe
 
     read = load_config(*config)
@@ -632,6 +646,8 @@ def status(
         typer.echo(describe(run, cluster, RunDir(runs / name)))
     else:
         overview.print_status(overview.status_rows(read, cluster, runs))
+        if cluster.executor == "slurm":
+            typer.echo("\n".join(describe_drivers(runs, read.runs)), nl=False)
 
 
 @app.command("list")
@@ -685,11 +701,21 @@ def stop(name: OptionalName = "", sweep: Sweep = None, config: ConfigFiles = CON
 
 
 @app.command()
-def cancel(name: OptionalName = "", sweep: Sweep = None, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
+def cancel(
+    name: OptionalName = "",
+    sweep: Sweep = None,
+    config: ConfigFiles = CONFIG,
+    runs: Runs = RUNS,
+    driver: Annotated[bool, typer.Option("--driver", help="The driver job instead; trainings keep running.")] = False,
+) -> None:
     """Cancel the training job of a run or of a sweep at once; steps since the newest checkpoint may be lost."""
     from shardmake.commands.control import cancel as cancel_job
     from shardmake.commands.control import for_each
+    from shardmake.commands.driver_state import cancel_driver
 
+    if driver:
+        typer.echo(for_each([RunDir(runs / one) for one in _runs_of(name, sweep, config)], cancel_driver))
+        return
     opened = [_open(one, config, runs) for one in _runs_of(name, sweep, config)]
     typer.echo(for_each([rundir for _, _, rundir in opened], lambda rundir: cancel_job(rundir, opened[0][1])))
 
@@ -710,11 +736,16 @@ def logs(
     rank: Annotated[int | None, typer.Option(help="Only this rank: its lines and its error.", min=0)] = None,
     attempt: Annotated[int | None, typer.Option(help="Number of the attempt. Default: the last one.", min=1)] = None,
     lines: Annotated[int, typer.Option(help="Lines of each node.", min=1)] = 40,
+    driver: Annotated[bool, typer.Option("--driver", help="The output of the driver job instead.")] = False,
 ) -> None:
     """Print the end of the logs of a training's last attempt, or of another one."""
     from shardmake.commands.control import read_logs
+    from shardmake.commands.driver_state import read_driver_log
 
     get_run(load_config(*config), name)
+    if driver:
+        typer.echo(read_driver_log(RunDir(runs / name), lines))
+        return
     typer.echo(read_logs(RunDir(runs / name), rank, lines, attempt))
 
 

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.cluster.baseline import BaselineRuns
-from tests.cluster.fault_run import FaultRun, make_fault_run
+from tests.cluster.fault_run import ClusterCheckout, FaultRun, make_fault_run
 from tests.cluster.harness import REUSE, Cluster, available
 
 
@@ -51,3 +52,20 @@ def run(cluster: Cluster, inputs: Path) -> Iterator[FaultRun]:
 def baseline_run(run: FaultRun) -> BaselineRuns:
     """Return undisturbed trainings by strategy and settings."""
     return BaselineRuns(run)
+
+
+@pytest.fixture
+def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
+    """A checkout on the shared folder."""
+    cluster.reset()
+    checkout = ClusterCheckout.create(shared_folder / "checkout", inputs)
+    assert isinstance(checkout, ClusterCheckout)
+    checkout.cluster = cluster
+    profile = checkout.root / "profiles/slurm/config.yaml"
+    settings = yaml.safe_load(profile.read_text())
+    # Shorter waits, for one machine's own file system; nothing else differs from the profile.
+    settings["slurm-init-seconds-before-status-checks"] = 2
+    settings["latency-wait"] = 5
+    profile.write_text(yaml.safe_dump(settings))
+    checkout.configure_cluster()
+    return checkout

@@ -1,11 +1,9 @@
 """``snakemake --profile slurm``, literally, on the three-node cluster."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from tests.cluster.fault_run import ClusterCheckout
@@ -13,23 +11,6 @@ from tests.cluster.harness import Cluster
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training]
 SLURM = ("--profile", "slurm")
-
-
-@pytest.fixture
-def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
-    """A checkout on the shared folder."""
-    cluster.reset()
-    checkout = ClusterCheckout.create(shared_folder / "checkout", inputs)
-    assert isinstance(checkout, ClusterCheckout)
-    checkout.cluster = cluster
-    profile = checkout.root / "profiles/slurm/config.yaml"
-    settings = yaml.safe_load(profile.read_text())
-    # Shorter waits, for one machine's own file system; nothing else differs from the profile.
-    settings["slurm-init-seconds-before-status-checks"] = 2
-    settings["latency-wait"] = 5
-    profile.write_text(yaml.safe_dump(settings))
-    checkout.configure_cluster()
-    return checkout
 
 
 @pytest.mark.proves("slurm", "merged", "opened", strategy="zero3")

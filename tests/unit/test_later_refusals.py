@@ -108,6 +108,8 @@ TABLE: dict[str, Why | str] = {
     "evaluate/stage.py:check_prompts": "cli.py:plan",
     "launch/attempt_end.py:apply_decision": R,
     "launch/driver.py": C,
+    "launch/driver_script.py": N,
+    "launch/driver_script.py:refuse_login_node": Why.COMMAND,
     "launch/monitor.py:raise_on_signals.stop": C,
     "launch/jobs.py:_process_id": C,
     "launch/preflight.py": Why.NODE,

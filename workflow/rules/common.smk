@@ -19,14 +19,24 @@ from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
-from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE, check_executor, check_module, sections, write_merged
+from shardmake.config.invocation import (
+    RUNS_VARIABLE,
+    VARIABLE,
+    check_executor,
+    check_module,
+    sections,
+    use_merged,
+    write_merged,
+)
 from shardmake.config.load import load_cluster, load_config, parse_config, read_yaml
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
+from shardmake.launch.driver_script import refuse_login_node
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix
+from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.own_files import check_refused
 from shardmake.run.paths import RunDir
 from shardmake.run.settings import changed_settings, compared_keys, rerun_settings
@@ -48,8 +58,11 @@ def checked(function, *arguments):
         sys.exit(1)
 
 
-# The Snakemake that an executor starts for a job takes the configuration of the invocation that submitted the job.
-KEPT_CONFIG = None if workflow.is_main_process else os.environ.get(VARIABLE)
+# The Snakemake of a job takes the configuration of the invocation that submitted the job.
+IS_DRIVER_JOB = current_driver_dir() is not None
+KEPT_CONFIG = os.environ.get(VARIABLE) if IS_DRIVER_JOB or not workflow.is_main_process else None
+# The Slurm executor removes this variable before it starts jobs.
+IN_A_JOB = IS_DRIVER_JOB or "SLURM_JOB_ID" in os.environ
 
 # As a module of another workflow, the rules take the `config` and the `prefix` of the module. Snakemake adds the prefix to
 # the paths of rules. The commands and the functions below read files themselves, so they need it too.
@@ -91,7 +104,7 @@ def read_configuration():
     elif IS_MODULE:
         check_module(config)
         parsed = parse_config(config, "config of the module")
-        os.environ[VARIABLE] = str(write_merged(parsed, "config of the module").absolute())
+        use_merged(write_merged(parsed, "config of the module"))
         os.environ[RUNS_VARIABLE] = str(ROOT)
     else:
         overrides = ["--config"] if workflow.config_settings.config else []
@@ -100,7 +113,7 @@ def read_configuration():
         layers = [Layer(str(file), read_yaml(Path(file))) for file in workflow.configfiles]
         layers += [Layer("--config", workflow.config_settings.config) for _ in overrides]
         parsed = parse_config(config, source, layers)
-        os.environ[VARIABLE] = str(write_merged(parsed, source).absolute())
+        use_merged(write_merged(parsed, source))
     cluster = load_cluster(Path(parsed.cluster))
     if workflow.is_main_process:
         check_executor(cluster, parsed.cluster, executor_of(options))
@@ -236,3 +249,8 @@ class Submission:
 
 
 SUBMISSION = Submission()
+
+
+onstart:
+    if workflow.is_main_process and not IN_A_JOB:
+        checked(refuse_login_node, CLUSTER, {job.rule.name for job in workflow.dag.needrun_jobs()})

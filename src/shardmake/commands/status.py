@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping
 
+from shardmake.commands.driver_state import describe_drivers
 from shardmake.commands.training_state import TrainingState, query_queue, training_state
 from shardmake.config.models import Cluster, Run
 from shardmake.core.units import plural
@@ -28,6 +29,8 @@ def describe(run: Run, cluster: Cluster, rundir: RunDir) -> str:
         lines += [f"\nTraining: {training.headline}", *(f"  {line}" for line in training.details)]
         if any(stages[stage][0] == CHANGED for stage in ("plan", "render", "data")):
             lines.append("  It ran before the settings changed. If they change the result, training starts anew.")
+    if cluster.executor == "slurm":
+        lines += [f"\n{line}" for line in describe_drivers(rundir.root.parent, [rundir.name])]
     if rundir.train_receipt.exists():
         lines += _trained(TrainingReceipt.read(rundir.train_receipt), stages["train"][0])
     if rundir.evaluation.exists():

@@ -1,12 +1,14 @@
-"""Snakemake's messages about a training that a person stopped: without the words for a failed job.
+"""Snakemake's messages about a training that a person stopped, or whose driver ended: without the words for a failure.
 
 Snakemake knows only jobs that succeeded and jobs that failed. A training that saved and stopped must not count as done,
-so its job fails with an exit status of its own. This filter removes the report of that failure.
+so its job fails with an exit status of its own. So does a driver that a signal ended while the training's job
+continues. This filter removes the report of that failure.
 """
 
 import contextlib
 import logging
 import re
+import signal
 from pathlib import Path
 
 from shardmake.core.errors import STOPPED, ShardmakeError
@@ -14,7 +16,9 @@ from shardmake.run.attempt_history import EndReason, load_history
 from shardmake.run.paths import RUNS, RunDir
 
 _COMMAND = re.compile(r"\bshardmake train (\S+)")
-_FAILED = f"returned non-zero exit status {STOPPED}."
+_STATUS = re.compile(r"returned non-zero exit status (\d+)\.")
+_SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
+"""Exit statuses of a driver, also of one that waits in low memory, after a signal."""
 _HINTS = ("Exiting because a job execution failed", "Shutting down, this might take some time")
 _END = "At least one job did not complete successfully"
 
@@ -25,16 +29,17 @@ class StopFilter(logging.Filter):
     def __init__(self, runs: Path = RUNS) -> None:
         super().__init__()
         self.runs = runs
-        self.stopped: list[str] = []
-        """Names of the runs whose training was stopped on request."""
+        self.stopped: dict[str, int] = {}
+        """Exit statuses by the names of the runs whose training was stopped, or whose driver ended."""
         self.has_failures = False
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether Snakemake prints ``record``; the last error becomes the line that says how to resume."""
         text = record.getMessage()
         event = getattr(getattr(record, "event", None), "name", "")
-        if event == "ERROR" and (run := _COMMAND.search(text)) and _FAILED in text:
-            self.stopped.append(run[1])
+        run, status = _COMMAND.search(text), _STATUS.search(text)
+        if event == "ERROR" and run and status and int(status[1]) in (STOPPED, *_SIGNALLED):
+            self.stopped[run[1]] = int(status[1])
             return False
         if event == "JOB_ERROR":
             return self._is_failure(getattr(record, "shellcmd", "") or "")
@@ -53,6 +58,8 @@ class StopFilter(logging.Filter):
         return not is_stop
 
     def _message(self, run: str) -> str:
+        if self.stopped[run] != STOPPED:
+            return f"The driver of {run} ended. The training's job, if there is one, is not affected."
         with contextlib.suppress(ShardmakeError, OSError):
             history = load_history(RunDir(self.runs / run).attempt_history)
             if history and history[-1].end == EndReason.STOP_REQUESTED.value:

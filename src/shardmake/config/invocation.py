@@ -26,6 +26,8 @@ VARIABLE: Final = "SHARDMAKE_CONFIG"
 """Environment variable with the merged file. The parameters of a rule would rerun it for every other file."""
 RUNS_VARIABLE: Final = "SHARDMAKE_RUNS"
 """Environment variable with the folder of the runs, if the workflow is a module with a prefix."""
+NOTE_VARIABLE: Final = "SHARDMAKE_NOTE"
+"""Environment variable with a file in which the workflow leaves the name of the merged file, for `shardmake submit`."""
 FOLDER: Final = Path(".snakemake/shardmake")
 
 
@@ -47,6 +49,13 @@ def write_merged(config: Config, source: str, folder: Path = FOLDER) -> Path:
             f"Cannot write {path}: {error.strerror}. Run Snakemake in a folder that you can write to."
         ) from None
     return path
+
+
+def use_merged(path: Path) -> None:
+    """Let the commands of this Snakemake read the merged file ``path``."""
+    os.environ[VARIABLE] = str(path.absolute())
+    if note := os.environ.get(NOTE_VARIABLE):
+        write_text(Path(note), str(path.absolute()))
 
 
 def check_config_files(arguments: Sequence[str]) -> None:

@@ -619,6 +619,18 @@ class Slurm(Section):
     stage_time_limit: TimeLimit | None = Field(
         None, description="Time limit of the jobs of data, consolidate and evaluate. Without it, `time_limit`."
     )
+    driver: Literal["login", "job"] = Field(
+        "login",
+        description="Place of Snakemake and the drivers: the login node, or a small job without a GPU, for sites that "
+        "forbid long processes on login nodes. With `job`, `shardmake submit` starts it, and Snakemake on a login node "
+        "refuses stages that need jobs.",
+    )
+    driver_time_limit: TimeLimit | None = Field(
+        None,
+        description="Time limit of the driver job, which submits itself again before the limit. Without it, "
+        "`time_limit`. A stage other than training must fit into it, with its time in the queue.",
+    )
+    driver_memory_gib: HostMemory = Field(4, description="Memory of the driver job, GiB.")
     gpu_request: Literal["gres", "gpus-per-node", "gpus", "none"] = Field(
         "gres", description="Option with which this cluster requests GPUs."
     )

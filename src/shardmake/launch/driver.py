@@ -25,10 +25,13 @@ from shardmake.launch.submission import submit
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import EndReason
+from shardmake.run.driver_job import current_driver_dir
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.settings_digest import describe_changes
 
 logger = logging.getLogger(__name__)
+SECONDS_AFTER_A_NODE = 180.0
+"""How long a file server may keep the lock of a driver whose node failed; a driver job then starts on another node."""
 
 
 def train(run: Run, cluster: Cluster, rundir: RunDir) -> None:
@@ -72,7 +75,7 @@ def hold_driver_lock(rundir: RunDir) -> Iterator[int]:
     held = os.environ.pop(LOCK_VARIABLE, None)
     with open(int(held), "a+") if held else (rundir.train / "driver.lock").open("a+") as lock:  # noqa: PTH123
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(lock.fileno(), SECONDS_AFTER_A_NODE if current_driver_dir() else 0)
         except BlockingIOError:
             lock.seek(0)
             raise ShardmakeError(
@@ -87,6 +90,18 @@ def hold_driver_lock(rundir: RunDir) -> Iterator[int]:
         lock.truncate(0)
         print(f"process {os.getpid()} on {socket.gethostname()}", file=lock, flush=True)
         yield lock.fileno()
+
+
+def _lock(file: int, seconds: float) -> None:
+    """Lock ``file``; try for ``seconds`` before the `BlockingIOError` of the last attempt."""
+    give_up = time.monotonic() + seconds
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= give_up:
+                raise
+            time.sleep(1)
 
 
 def adopt(training: Training) -> SubmittedJob | None:

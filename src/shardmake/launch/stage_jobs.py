@@ -20,6 +20,8 @@ _OF_TRAINING: Final = {
     *("chdir", "clusters", "comment", "error", "export", "job-name", "open-mode", "output"),
 }
 """Options of `slurm.extra` that size the training's job, or that Snakemake's executor sets itself."""
+OF_GPU_JOBS: Final = {*_OF_TRAINING, "exclusive"}
+"""Options of `slurm.extra` that a job without GPUs leaves out."""
 
 
 def job_resources(stage: str, run: Run, cluster: Cluster) -> dict[str, str | int]:
@@ -37,7 +39,7 @@ def job_resources(stage: str, run: Run, cluster: Cluster) -> dict[str, str | int
         "constraint": slurm.constraint,
         **(_gpus(cluster, run.evaluation.processes or cluster.processes_per_node) if on_gpus else {}),
     }
-    left_out = _OF_TRAINING if on_gpus else {*_OF_TRAINING, "exclusive"}
+    left_out = _OF_TRAINING if on_gpus else OF_GPU_JOBS
     extra = {name: value for name, value in slurm.extra.items() if name.replace("_", "-") not in left_out}
     options = {
         "exclude": slurm.exclude,

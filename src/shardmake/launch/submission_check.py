@@ -7,9 +7,11 @@ import subprocess
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError
+from shardmake.launch.driver_script import PREFIX, batch_script
 from shardmake.launch.slurm_jobs import TRANSIENT, SlurmJobs, run_slurm
 from shardmake.launch.stage_jobs import ON_GPUS, sbatch_command
 from shardmake.run.attempt import AttemptDir
+from shardmake.run.driver_job import FOLDER, DriverDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 
@@ -20,7 +22,7 @@ _TEMPORARY = re.compile(r"\bbusy\b|not (available|usable) now|\(down, drained or
 
 
 def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> None:
-    """Let Slurm judge the training's job and those of the other stages, with their own parameters.
+    """Let Slurm judge the jobs of the driver, of the training and of the other stages, with their own parameters.
 
     A job that would wait is not refused. Without an answer, the plan continues.
 
@@ -30,6 +32,9 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     if cluster.executor != "slurm":
         return
     script = SlurmJobs(rundir.root, cluster).script(AttemptDir(rundir.attempts.absolute() / "NNN"), plan, excluded=[])
+    if cluster.slurm.driver == "job":
+        folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
+        _judge("the driver", run_slurm("sbatch", _TEST, stdin=batch_script(cluster, f"{PREFIX}NNN", folder)))
     _judge("train", run_slurm("sbatch", _TEST, stdin=script))
     for stage in ON_GPUS:
         command = shlex.split(sbatch_command(stage, run, cluster, plan.resources[stage]))

@@ -11,6 +11,7 @@ from shardmake.config.models import Run
 from shardmake.core.errors import StopRequestedError
 from shardmake.core.failures import explain
 from shardmake.core.secrets import public_url, redact
+from shardmake.run.driver_job import note_end
 from shardmake.run.paths import RunDir
 
 SECONDS = 60.0
@@ -24,16 +25,20 @@ logger = logging.getLogger(__name__)
 def notified(stage: str, run: Run, rundir: RunDir) -> Iterator[None]:
     """Notify if ``stage`` fails or is stopped on request, or if it is the last one and succeeds.
 
-    An attempt that ends and is resumed is not a failure of the stage. Neither is a driver that a person ended, because
+    In a driver job the end is recorded as well, so that the next driver job leaves the run as it is. An attempt that
+    ends and is resumed is not a failure of the stage. Neither is a driver that a person ended, because
     its job continues.
     """
     try:
         yield
     except StopRequestedError as stop:
+        note_end(rundir.name, stage, "stopped", redact(str(stop)))
         notify(run, rundir, stage, "stopped", str(stop))
         raise
     except Exception as error:
-        notify(run, rundir, stage, "failed", str(explain(error, rundir.root) or f"{type(error).__name__}: {error}"))
+        message = str(explain(error, rundir.root) or f"{type(error).__name__}: {error}")
+        note_end(rundir.name, stage, "failed", redact(message))
+        notify(run, rundir, stage, "failed", message)
         raise
     if stage == LAST_STAGE:
         notify(run, rundir, stage, "done", f"All stages of {rundir.name} are done. The report is {rundir.report}.")

@@ -62,6 +62,13 @@ def test_a_stop_before_the_first_attempt_is_named_as_well(tmp_path: Path) -> Non
     ]
 
 
+def test_a_driver_that_a_signal_ended_is_not_a_failure(tmp_path: Path) -> None:
+    found = printed(StopFilter(tmp_path), *failure("a", 130), *failure("b", 143), *the_end())
+    assert found[-1].splitlines() == [
+        f"The driver of {run} ended. The training's job, if there is one, is not affected." for run in "ab"
+    ]
+
+
 def test_a_failure_beside_a_stop_is_reported_as_snakemake_does(tmp_path: Path) -> None:
     found = printed(StopFilter(tmp_path), *failure("a", 3), *failure("b", 2), *the_end())
     assert len(found) == 5 and "status 2" in found[0] and found[-1] == END

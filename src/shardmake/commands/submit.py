@@ -1,0 +1,177 @@
+"""``shardmake submit``: run Snakemake and the drivers in a Slurm job instead of on the login node."""
+
+import argparse
+import contextlib
+import fcntl
+import getpass
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from shardmake.config.invocation import NOTE_VARIABLE
+from shardmake.config.load import load_cluster, load_config
+from shardmake.config.models import Cluster, Config
+from shardmake.core.atomic import digest, write_text
+from shardmake.core.errors import ConfigError, SlurmError
+from shardmake.core.units import plural
+from shardmake.launch.driver_script import (
+    PREFIX,
+    batch_script,
+    cancel_stage_jobs,
+    jobs_of,
+    lead_seconds,
+    submit_script,
+)
+from shardmake.run.driver_job import FOLDER, DriverDir, DriverState, Workflow, driver_dirs, new_driver_dir
+from shardmake.run.paths import short_path
+
+logger = logging.getLogger(__name__)
+PROFILE: Final = ("--profile", "slurm")
+SHORT_RULES: Final = ("render_run", "fetch_weights_run")
+"""Rules up to which Snakemake runs on the login node: they need the internet, and refuse what cannot work."""
+_NOT_REPEATABLE: Final = {
+    **{option: f"--{option}" for option in ("force", "forceall", "forcerun", "touch", "unlock")},
+    "directory": "--directory",
+}
+"""Options of Snakemake by the names of its parser: each driver job would do the same again, or search elsewhere."""
+
+
+def submit(arguments: Sequence[str], runs: Path) -> None:
+    """Prepare the runs here, submit the driver job, and print what follows.
+
+    Raises:
+        ConfigError: An argument cannot be used in a job, or a driver job works on one of the runs.
+        SlurmError: Slurm rejects the job or does not answer.
+    """
+    words = [*([] if _has_profile(arguments) else PROFILE), *arguments]
+    options = _options(words)
+    with tempfile.TemporaryDirectory() as folder:
+        note = Path(folder, "config")
+        _prepare(words, note, dry_run=options.dryrun)
+        file = Path(note.read_text())
+    config = load_config(file)
+    cluster = load_cluster(Path(config.cluster))
+    _check(config, cluster, options.targets)
+    if options.dryrun:
+        logger.info("\nThe driver job:\n%s", batch_script(cluster, f"{PREFIX}NAME", DriverDir(runs / FOLDER / "NNN")))
+        return
+    with _lock(runs):
+        _replace_ended(config, runs)
+        _start(words, file, config, cluster, runs)
+
+
+def _has_profile(arguments: Sequence[str]) -> bool:
+    return any(word.partition("=")[0] == "--profile" for word in arguments)
+
+
+def _options(words: Sequence[str]) -> Any:
+    """Return Snakemake's options; raise a `ConfigError` for one that a job cannot repeat."""
+    from snakemake.cli import parse_args
+
+    try:
+        options = parse_args(words)[1]
+    except SystemExit as end:
+        if not end.code:
+            raise  # --version
+        raise ConfigError("Snakemake does not accept the arguments, see above. Nothing was submitted.") from None
+    for name, option in _NOT_REPEATABLE.items():
+        if getattr(options, name):
+            raise ConfigError(
+                f"{option} cannot be used with submit: a driver job that continues runs Snakemake with the same "
+                "arguments again. To run a step again, remove its file first (docs/reference/commands.md)."
+            )
+    return options
+
+
+def _prepare(words: Sequence[str], note: Path, *, dry_run: bool) -> None:
+    """Run the short rules with Snakemake on this machine; raise a `ConfigError` if it fails, after its own messages."""
+    short = [] if dry_run else ["--until", *SHORT_RULES]
+    command = [sys.executable, "-m", "snakemake", *words, *short]
+    status = subprocess.run(command, env=os.environ | {NOTE_VARIABLE: str(note)}, check=False).returncode
+    if status:
+        raise ConfigError(f"Nothing was submitted, because Snakemake ended with status {status}. Its message is above.")
+
+
+def _check(config: Config, cluster: Cluster, targets: Sequence[str]) -> None:
+    """Raise a `ConfigError` if the runs cannot be done in a job of this cluster."""
+    if cluster.executor != "slurm":
+        raise ConfigError(f"There is nothing to submit to: {config.cluster} has `executor: {cluster.executor}`.")
+    if cluster.internet_on_compute_nodes or not {*(targets or ["report"])} & {"push", "report", "all"}:
+        return
+    for name, run in config.runs.items():
+        for to in run.push.destinations if run.push else ():
+            if not to.startswith("file:"):
+                raise ConfigError(
+                    f"The driver job cannot push {name} to {to}: {config.cluster} has `internet_on_compute_nodes: "
+                    "false`. Run `shardmake submit evaluate`; once that is done, `snakemake --profile slurm` on a "
+                    "login node pushes and writes the report. Or set the key to true if nodes of that partition can "
+                    "reach the destination."
+                )
+
+
+@contextlib.contextmanager
+def _lock(runs: Path) -> Iterator[None]:
+    """Hold the lock under which driver jobs are submitted, so that two never work on one run."""
+    (runs / FOLDER).mkdir(parents=True, exist_ok=True)
+    with (runs / FOLDER / "lock").open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _replace_ended(config: Config, runs: Path) -> None:
+    """Raise a `ConfigError` if a driver job works on one of the runs; clear up after one that was killed."""
+    for folder in driver_dirs(runs):
+        workflow = Workflow.read(folder.workflow)
+        common = sorted(set(workflow.runs) & config.runs.keys())
+        if not common:
+            continue
+        for job, status in jobs_of(workflow.name).items():
+            raise ConfigError(
+                f"Driver job {job} of {workflow.user} ({status.state.value}) works on {', '.join(common)} already. Its "
+                f"output is in {short_path(folder.log)}. Wait for its end, or cancel it: shardmake cancel {common[0]} "
+                "--driver. Its trainings keep running, and `shardmake submit` reattaches to them."
+            )
+        if DriverState.read(folder.state).snakemake_started:
+            cancel_stage_jobs(workflow.name)
+
+
+def _start(words: Sequence[str], file: Path, config: Config, cluster: Cluster, runs: Path) -> None:
+    """Write the folder of the workflow, submit its first driver job, and print what follows."""
+    folder = new_driver_dir(runs)
+    name = f"{PREFIX}{digest(str(folder.root.resolve()))[:8]}"
+    Workflow(
+        name=name,
+        user=getpass.getuser(),
+        runs=list(config.runs),
+        config=str(file),
+        arguments=without_configuration(words),
+        offline=not cluster.internet_on_compute_nodes,
+        lead_seconds=lead_seconds(cluster.slurm),
+    ).write(folder.workflow)
+    write_text(folder.script, batch_script(cluster, name, folder))
+    DriverState(jobs=[]).write(folder.state)
+    try:
+        job = submit_script(folder.script, name)
+    except SlurmError:
+        shutil.rmtree(folder.root)
+        raise
+    logger.info(
+        "Submitted driver job %s for %s. Its output: %s\nTo look at the runs: shardmake status. To stop a training: "
+        "shardmake stop NAME. To end the driver job: scancel %s; trainings keep running, and `shardmake submit` "
+        "reattaches to them.",
+        job, plural(len(config.runs), "run"), short_path(folder.log), job,
+    )  # fmt: skip
+
+
+def without_configuration(words: Sequence[str]) -> list[str]:
+    """Return Snakemake's arguments without those of the configuration, which the merged file has."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--configfile", "--configfiles", nargs="+")
+    parser.add_argument("--config", "-C", nargs="*")
+    return parser.parse_known_args(words)[1]

@@ -1,0 +1,181 @@
+"""The batch script of a driver job, its submission, and the Slurm jobs that belong to a workflow."""
+
+import logging
+import math
+import shlex
+import sys
+import time
+from collections.abc import Collection, Mapping, MutableMapping
+from pathlib import Path
+from typing import Final
+
+from shardmake.config.models import Cluster, Slurm
+from shardmake.config.values import minutes
+from shardmake.core.errors import ConfigError, SlurmError
+from shardmake.launch.slurm_jobs import run_slurm, submit_with_retry
+from shardmake.launch.slurm_states import JobStatus, parse_rows
+from shardmake.launch.stage_jobs import OF_GPU_JOBS, ON_GPUS
+from shardmake.run.driver_job import DriverDir
+
+logger = logging.getLogger(__name__)
+PREFIX: Final = "driver-"
+"""Start of the names of driver jobs. It is not that of a training job, which would count towards trainings_per_user."""
+LEAD_SECONDS: Final = 600
+_SET_HERE: Final = {*OF_GPU_JOBS, "requeue", "no-requeue", "dependency", "begin", "array"}
+"""Options of `slurm.extra` that a driver job leaves out."""
+_RULES_WITH_JOBS: Final = {f"{stage}_run" for stage in ("train", *ON_GPUS)}
+_WAIT_SECONDS = 600
+_POLL_SECONDS = 2.0
+KEPT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT"}
+"""Variables of Slurm that say which cluster is meant, and how, as opposed to in which job a process runs."""
+_OF_THE_JOB = ("SLURM_", "SLURMD_", "SBATCH_CPU_BIND", "SBATCH_MEM_BIND", "PMI_", "PMIX_")
+_DEVICES = {"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"}
+
+
+def time_limit_minutes(slurm: Slurm) -> int:
+    """Return the time limit of a driver job in minutes, rounded up."""
+    return minutes(slurm.driver_time_limit or slurm.time_limit)
+
+
+def lead_seconds(slurm: Slurm) -> int:
+    """Return how long before its limit a driver job hands over: ten minutes, and at most a quarter of the limit."""
+    return min(LEAD_SECONDS, time_limit_minutes(slurm) * 60 // 4)
+
+
+def driver_options(cluster: Cluster, name: str, log: Path) -> dict[str, str | int | bool]:
+    """Return the options of sbatch for a driver job, by long name.
+
+    ``singleton`` keeps a second job of the name waiting until the first has ended. A job whose node fails is queued
+    again by Slurm, which is safe, because the drivers in it adopt the jobs of the trainings.
+    """
+    slurm = cluster.slurm.without_gpus()
+    options: Mapping[str, str | int | bool | None] = {
+        "job-name": name,
+        "comment": "shardmake: Snakemake and drivers",
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "constraint": slurm.constraint,
+        "exclude": slurm.exclude,
+        "wckey": slurm.wckey,
+        **{key: value for key, value in slurm.extra.items() if key.replace("_", "-") not in _SET_HERE},
+        "nodes": 1,
+        "ntasks": 1,
+        "cpus-per-task": 1,
+        "mem": f"{math.ceil(1024 * slurm.driver_memory_gib)}M",
+        "time": time_limit_minutes(slurm),
+        "signal": f"B:USR1@{lead_seconds(slurm)}",
+        "dependency": "singleton",
+        "requeue": True,
+        "open-mode": "append",
+        "output": str(log),
+    }
+    return {key: value for key, value in options.items() if value is not None}
+
+
+def batch_script(cluster: Cluster, name: str, folder: DriverDir) -> str:
+    """Return the batch script. Python replaces the shell, because Slurm sends the signal to the shell alone."""
+    options = driver_options(cluster, name, folder.log.absolute())
+    words = [f"--{key}" + ("" if value is True else f"={value}") for key, value in options.items()]
+    command = [sys.executable, "-u", "-m", "shardmake.launch.driver_job", str(folder.root.absolute())]
+    lines = ["#!/bin/bash", *(f"#SBATCH {shlex.quote(word)}" for word in words), "", *cluster.slurm.setup]
+    return "\n".join([*lines, f"exec {shlex.join(command)}", ""])
+
+
+def submit_script(script: Path, name: str, present: str | None = None) -> str:
+    """Submit a driver job and return its id. ``present`` is the id of the job that submits it.
+
+    Raises:
+        SlurmError: Slurm rejects the job, or does not answer.
+    """
+
+    def submit() -> str:
+        answer = run_slurm("sbatch", "--parsable", str(script))
+        if answer.returncode:
+            raise SlurmError(
+                f"Slurm rejected the driver job: {answer.stderr.strip()}. Correct the section slurm of the cluster "
+                "file, and run `shardmake submit` again."
+            )
+        return answer.stdout.strip().partition(";")[0]
+
+    return submit_with_retry(submit, lambda: next(iter(jobs_of(name).keys() - {present}), None))
+
+
+def jobs_of(name: str) -> dict[str, JobStatus]:
+    """Return the queued and running driver jobs of this name, of all users, by id.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    return _list_jobs("--all", f"--name={name}")
+
+
+def stage_jobs_of(name: str) -> list[str]:
+    """Return the ids of this user's jobs that the Snakemake of a driver job submitted for stages.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    return [job for job, status in _list_jobs("--all", "--me").items() if status.job_name.startswith(f"{name}_")]
+
+
+def _list_jobs(*options: str) -> dict[str, JobStatus]:
+    answer = run_slurm("squeue", "--noheader", *options, "--format=%i|%T|%R|%j")
+    if answer.returncode:
+        raise SlurmError(
+            f"Cannot list the jobs of the workflow: Slurm does not answer ({answer.stderr.strip()}). Run the same "
+            "command again once squeue works."
+        )
+    return parse_rows(answer.stdout)
+
+
+def cancel_stage_jobs(name: str) -> None:
+    """Cancel the jobs of stages that a killed Snakemake left, and wait for their end: a stage has one writer.
+
+    Raises:
+        SlurmError: They do not end, or Slurm does not answer, for ten minutes.
+    """
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while left := _jobs_or_error(name):
+        if isinstance(left, list):
+            logger.info("Cancelling the jobs of stages whose Snakemake was killed: %s.", ", ".join(left))
+            run_slurm("scancel", *left)
+        if time.monotonic() > deadline:
+            raise (
+                left
+                if isinstance(left, SlurmError)
+                else SlurmError(
+                    f"Jobs of stages do not end: {', '.join(left)}. Two jobs would write the same results. Cancel them "
+                    "(scancel), and run `shardmake submit` again."
+                )
+            )
+        time.sleep(_POLL_SECONDS)
+
+
+def _jobs_or_error(name: str) -> list[str] | SlurmError:
+    try:
+        return stage_jobs_of(name)
+    except SlurmError as error:
+        return error
+
+
+def refuse_login_node(cluster: Cluster, rules: Collection[str]) -> None:
+    """Raise a `ConfigError` if Snakemake would wait on a login node for jobs of ``rules`` where the site forbids it."""
+    waiting = sorted(rule.removesuffix("_run") for rule in rules if rule in _RULES_WITH_JOBS)
+    if cluster.slurm.driver == "job" and waiting:
+        raise ConfigError(
+            f"Snakemake would wait on this node for the jobs of {', '.join(waiting)}. The cluster file has "
+            "`slurm.driver: job`, because this site forbids long processes on login nodes. Run `shardmake submit` with "
+            "the same arguments, which runs Snakemake in a job."
+        )
+
+
+def leave_job(environment: MutableMapping[str, str]) -> None:
+    """Remove what Slurm set for the present job from ``environment``.
+
+    sbatch and srun take many of these variables as their defaults, and Snakemake's executor pauses when it finds
+    itself in a job. The devices are those of this job: a training gets its own.
+    """
+    for name in list(environment):
+        if name in _DEVICES or (name.startswith(_OF_THE_JOB) and name not in KEPT_VARIABLES):
+            del environment[name]

@@ -1,0 +1,92 @@
+"""The end of Snakemake in a driver job, with real processes, and what a killed one leaves."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch import driver_job
+from shardmake.launch.driver_job import end_snakemake, ended_by_slurm, remove_locks
+
+SNAKEMAKE = """
+import signal, subprocess, sys, time
+ends = []
+signal.signal(signal.SIGTERM, lambda *_: ends.append(1))
+signal.signal(signal.SIGINT, signal.default_int_handler if "interruptible" in sys.argv else signal.SIG_IGN)
+children = [subprocess.Popen(["sh", "-c", line]) for line in sys.argv[2:]]
+print("ready", flush=True)
+try:
+    while not (ends and all(child.poll() is not None for child in children)):
+        time.sleep(0.05)
+except KeyboardInterrupt:
+    sys.exit(7)
+sys.exit(5)
+"""
+DRIVER = "./shardmake train demo 2>&1 | cat"
+OTHER = "sleep 60"
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "type[subprocess.Popen[bytes]]":
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(driver_job, "_PATIENCE", 1.0)
+    program = tmp_path / "shardmake"
+    program.write_text("#!/bin/sh\nexec 3>&1\nwhile :; do sleep 0.05; done\n")
+    program.chmod(0o755)
+    return subprocess.Popen
+
+
+def snakemake(*words: str) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", SNAKEMAKE, *words]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+    assert process.stdout and process.stdout.readline() == b"ready\n"
+    return process
+
+
+@pytest.mark.usefixtures("start")
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        (("patient", DRIVER), 5),
+        (("interruptible", DRIVER, OTHER), 7),
+        (("stubborn", DRIVER, OTHER), -9),
+    ],
+)
+def test_drivers_end_first_then_snakemake(words: tuple[str, ...], status: int) -> None:
+    """Snakemake ends by itself after its drivers, is interrupted if something else runs, and is killed at last."""
+    process = snakemake(*words)
+    end_snakemake(process, 1.0)
+    assert process.wait(5) == status
+
+
+def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    locks = tmp_path / ".snakemake/locks"
+    locks.mkdir(parents=True)
+    (locks / "0.output.lock").write_text("runs/a/plan/plan.json\nruns/a/data/receipt.json\n")
+    (locks / "1.output.lock").write_text("runs/ab/plan/plan.json\n")
+    remove_locks(["a"])
+    assert [lock.name for lock in locks.iterdir()] == ["1.output.lock"]
+
+
+@pytest.mark.parametrize(
+    ("state", "preempted", "continues"),
+    [
+        ("CANCELLED", "None", False),
+        ("COMPLETING", "None", False),
+        ("TIMEOUT", "None", True),
+        ("RUNNING", "2026-11-24T20:00:00", True),
+    ],
+)
+def test_a_job_that_a_person_cancels_does_not_continue(
+    state: str, preempted: str, continues: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``scontrol show job``, printed by a program of this test."""
+    program = tmp_path / "scontrol"
+    program.write_text(f"#!/bin/sh\necho 'JobId=12 JobState={state} Reason=None\n PreemptTime={preempted}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    assert ended_by_slurm("12") == continues

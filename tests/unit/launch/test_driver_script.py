@@ -1,0 +1,73 @@
+"""The batch script of a driver job, and what it must not inherit or do on a login node."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardmake.config.models import Cluster
+from shardmake.core.errors import ConfigError
+from shardmake.launch.driver_script import batch_script, lead_seconds, leave_job, refuse_login_node
+from shardmake.run.driver_job import DriverDir
+from tests.unit.plans import make_cluster
+
+SITE: dict[str, Any] = {
+    "partition": "gpu", "account": "lab", "qos": "long", "constraint": "ib&a100", "exclude": "c[7-9]", "wckey": "key",
+    "cpu_partition": "cpu", "cpu_qos": "short", "time_limit": "3-00:00:00", "setup": ["module load python"],
+    "extra": {"reservation": "course", "mail_type": "END", "mem": 0, "exclusive": True, "no-requeue": True},
+}  # fmt: skip
+
+
+def site(**changes: Any) -> Cluster:
+    return make_cluster(executor="slurm", accelerator="a100-80gb", slurm=SITE | changes)
+
+
+def test_the_script_has_what_the_site_requires_of_a_job_without_a_gpu(tmp_path: Path) -> None:
+    folder = DriverDir(tmp_path / "my runs/.driver/001")
+    assert batch_script(site(driver_memory_gib=2.5), "driver-0a1b", folder).splitlines() == [
+        "#!/bin/bash",
+        "#SBATCH --job-name=driver-0a1b",
+        "#SBATCH '--comment=shardmake: Snakemake and drivers'",
+        "#SBATCH --partition=cpu",
+        "#SBATCH --account=lab",
+        "#SBATCH --qos=short",
+        "#SBATCH '--exclude=c[7-9]'",
+        "#SBATCH --wckey=key",
+        "#SBATCH --mail_type=END",
+        "#SBATCH --nodes=1",
+        "#SBATCH --ntasks=1",
+        "#SBATCH --cpus-per-task=1",
+        "#SBATCH --mem=2560M",
+        "#SBATCH --time=4320",
+        "#SBATCH --signal=B:USR1@600",
+        "#SBATCH --dependency=singleton",
+        "#SBATCH --requeue",
+        "#SBATCH --open-mode=append",
+        f"#SBATCH '--output={folder.log}'",
+        "",
+        "module load python",
+        f"exec {sys.executable} -u -m shardmake.launch.driver_job '{folder.root}'",
+    ]
+
+
+def test_a_short_limit_leaves_three_quarters_of_it() -> None:
+    assert lead_seconds(site(driver_time_limit="00:02:00").slurm) == 30
+    assert lead_seconds(site(driver_time_limit="08:00:00").slurm) == 600
+
+
+def test_a_job_from_a_job_inherits_nothing_of_it() -> None:
+    """These variables change the defaults of sbatch and srun, and make Snakemake's executor pause."""
+    kept = {"SLURM_CONF": "/etc/slurm.conf", "SBATCH_ACCOUNT": "lab", "HOME": "/home/ada", "PATH": "/bin"}
+    of_job = ("SLURM_JOB_ID", "SLURM_NTASKS", "SLURM_MEM_PER_NODE", "SLURM_CPUS_PER_TASK", "SLURM_EXPORT_ENV")
+    environment = kept | dict.fromkeys((*of_job, "SLURMD_NODENAME", "SBATCH_MEM_BIND", "CUDA_VISIBLE_DEVICES"), "1")
+    leave_job(environment)
+    assert environment == kept
+
+
+def test_a_login_node_of_such_a_site_waits_for_no_job() -> None:
+    """Short stages are allowed, and everything where the site allows it."""
+    refuse_login_node(site(driver="job"), {"fetch_run", "plan_run", "render_run", "push_run", "report_run"})
+    refuse_login_node(site(), {"train_run"})
+    with pytest.raises(ConfigError, match=r"jobs of data, train\. .*Run `shardmake submit` with the same arguments"):
+        refuse_login_node(site(driver="job"), {"plan_run", "train_run", "data_run"})
