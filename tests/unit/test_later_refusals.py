@@ -139,6 +139,7 @@ TABLE: dict[str, Why | str] = {
     "train/learning_check.py": Why.RANKS,
     "train/load_model.py:check_names": R,
     "train/network_check.py": Why.NODE,
+    "train/reference.py:read_log_probs": R,
     "train/script_guard.py": Why.RANKS,
     "train/sequence_parallel.py:check_parts": "plan/sequence_parallel.py:check_sequence_parallel",
     "train/trackers.py:check_trackers": "cli.py:plan",

@@ -4,6 +4,7 @@ The final model is the one that TRL saves, and its evaluation has the rewards th
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -86,8 +87,10 @@ def _pair(question: dict[str, str], answer: dict[str, str]) -> dict[str, Any]:
     return {"prompt": [question], "chosen": [answer], "rejected": [{"role": "assistant", "content": f"No: {worse}"}]}
 
 
-def planned(pairs: Forked, method: str, strategy: Strategy) -> tuple[Plan, Run, Cluster]:
-    return pairs.plan(strategy, 2, method=method, **SETTINGS)
+def planned(
+    pairs: Forked, method: str, strategy: Strategy, reference: str = "model", **changes: Any
+) -> tuple[Plan, Run, Cluster]:
+    return pairs.plan(strategy, 2, method=method, dpo={"reference": reference}, **SETTINGS | changes)
 
 
 @pytest.mark.proves("fp32", "resumed", "opened", objective="dpo")
@@ -96,10 +99,15 @@ def test_dpo_equals_plain_trl_and_resumes(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy, plain: Callable[[str], list[dict[str, Any]]]
 ) -> None:
     """Losses, gradient norms and rewards of every step are TRL's; a second half from the checkpoint is the same."""
-    rundir = RunDir(tmp_path / "run")
-    assert pairs.train(rundir, planned(pairs, method, strategy)) == [0, 0], log(rundir)
+    rundir, training = RunDir(tmp_path / "run"), planned(pairs, method, strategy)
+    assert pairs.train(rundir, training) == [0, 0], log(rundir)
+    assert_trained_as(plain(method), rundir)
+    assert_resumes(pairs, rundir, training, method)
+
+
+def assert_trained_as(theirs: list[dict[str, Any]], rundir: RunDir) -> None:
+    """Check the metrics of each step against what TRL logs."""
     ours = metrics(rundir)
-    theirs = plain(method)
     assert len(theirs) == 4
     trained = [line for line in ours if "loss" in line]
     for line, expected in zip(trained, theirs, strict=True):
@@ -112,14 +120,56 @@ def test_dpo_equals_plain_trl_and_resumes(
         ["accuracies", "chosen", "margins", "rejected"]
     ] * 2
 
-    again = branch(rundir, tmp_path / "again")
+
+def assert_resumes(pairs: Forked, rundir: RunDir, training: tuple[Plan, Run, Cluster], method: str) -> RunDir:
+    """Train the second half again from the checkpoint, compare every bit, and return the second training."""
+    again = branch(rundir, rundir.root.with_name("again"))
     shutil.rmtree(again.checkpoints / "checkpoint-4")
-    codes = pairs.train(again, planned(pairs, method, strategy), resume_from=again.checkpoints / "checkpoint-2")
-    assert codes == [0, 0], log(again)
-    whole, resumed = (merged(run, tmp_path / f"merged-{run.root.name}", method) for run in (rundir, again))
+    assert pairs.train(again, training, resume_from=again.checkpoints / "checkpoint-2") == [0, 0], log(again)
+    whole, resumed = (merged(run, run.root.with_name(f"merged-{run.root.name}"), method) for run in (rundir, again))
     assert sorted(whole) == sorted(resumed)
     assert [name for name in whole if not whole[name].equal(resumed[name])] == []
     assert not any(".ref." in name for name in whole)
+    return again
+
+
+IN_CI = ("full", "fsdp")
+PRECOMPUTED = [IN_CI, *(pytest.param(*case, marks=ON_DEMAND) for case in [*CASES, *OTHERS] if case != IN_CI)]
+"""Cases of a reference that runs once before the first step."""
+
+
+@pytest.mark.proves("fp32", "resumed", objective="dpo")
+@pytest.mark.parametrize(("method", "strategy"), PRECOMPUTED)
+def test_a_precomputed_reference_trains_as_plain_trl(
+    pairs: Forked, tmp_path: Path, method: str, strategy: Strategy, plain: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    """TRL runs the reference in every step here; a training that resumes reads the log-probabilities of the first."""
+    rundir, training = RunDir(tmp_path / "run"), planned(pairs, method, strategy, reference="precomputed")
+    assert pairs.train(rundir, training) == [0, 0], log(rundir)
+    assert_trained_as(plain(method), rundir)
+    (file,) = rundir.train.glob("reference-*.safetensors")
+    assert {name: tuple(values.shape) for name, values in load_file(file).items()} == {
+        "train": (48, 2),
+        "eval": (12, 2),
+    }
+    again = assert_resumes(pairs, rundir, training, method)
+    assert (again.train / file.name).stat().st_mtime_ns == file.stat().st_mtime_ns
+    assert metrics(again)[-1]["eval_rewards"] == metrics(rundir)[-1]["eval_rewards"]
+
+
+@pytest.mark.proves("bf16", objective="dpo")
+@pytest.mark.objectives
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "fsdp"])
+def test_precomputed_log_probabilities_keep_their_precision_in_bf16(
+    pairs: Forked, tmp_path: Path, strategy: Strategy
+) -> None:
+    """Before the first update the model is the reference. Rounded to bf16, a log-probability would be off by 0.5."""
+    rundir, pairs = RunDir(tmp_path / "run"), Forked(pairs.checkout, pairs.server)  # whose launcher has bf16
+    training = planned(pairs, "full", strategy, reference="precomputed", precision="bf16")
+    assert pairs.train(rundir, training) == [0, 0], log(rundir)
+    first = metrics(rundir)[0]
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert first["rewards"]["chosen"] == first["rewards"]["rejected"] == 0
 
 
 EVALUATED = [("full", "ddp"), *(pytest.param("full", name, marks=ON_DEMAND) for name in ("zero3", "fsdp"))]

@@ -275,6 +275,11 @@ class Dpo(Section):
         description="Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does "
         "not depend on the micro batch.",
     )
+    reference: Literal["model", "precomputed"] = Field(
+        "model",
+        description="`model`: every step also runs the base model. `precomputed`: it runs once over all examples, "
+        "before the first step, and its log-probabilities are kept in a file. Training then holds no second model.",
+    )
 
 
 OBJECTIVE_SECTIONS: Final[dict[str, type[Section]]] = {"dpo": Dpo}
@@ -560,6 +565,12 @@ class Run(Section):
         """Return the section of the run's objective, with the defaults if it is left out; None if it has none."""
         kind = OBJECTIVE_SECTIONS.get(self.objective)
         return None if kind is None else getattr(self, self.objective) or kind()
+
+    @property
+    def reference(self) -> str | None:
+        """Return how the log-probabilities of the reference model are obtained; None without one."""
+        has_one = OBJECTIVES[self.objective].has_reference
+        return getattr(self.objective_settings, "reference", "model") if has_one else None
 
     @model_validator(mode="after")
     def _check_order(self) -> "Run":

@@ -126,7 +126,7 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
     if not scenario.spec.reshard_after_forward:
         return _term(compute * sum(sizes.values())), _term(compute * (sum(sizes.values()) + layer))
     tied = sizes.get(EMBEDDING, 0) if scenario.fsdp_version == 1 else 0
-    loss = head + tied + (2 * layer if scenario.reference_forward else 0)
+    loss = head + tied + (2 * layer if scenario.extra_forwards else 0)
     return _term(compute * loss), _term(compute * (head + tied + 2 * layer))
 
 

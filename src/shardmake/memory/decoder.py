@@ -89,7 +89,7 @@ class _DecoderStep:
         loss, logits = self._loss(hidden)
         del hidden, mask
         tape.casts.clear()  # autocast's cache ends with the forward pass; the graph keeps its saved tensors
-        if self.scenario.reference_forward:
+        if self.scenario.extra_forwards:
             self._reference_pass()
         if not self.scenario.behavior.keeps_output:
             logits = None
@@ -314,7 +314,7 @@ class _DecoderStep:
     def _loss(self, hidden: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         self.tape.mark("loss")
         head = self.weights.items.get("lm_head.weight") or self._parameter("model.embed_tokens.weight")
-        if self.scenario.reference_forward:
+        if self.scenario.log_probs:
             return size_tensors.tiled_log_probs(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         if self.scenario.loss == "fused":
             return size_tensors.fused_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None

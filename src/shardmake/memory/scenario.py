@@ -90,8 +90,10 @@ class Scenario:
     """A user's script may gather the whole model of ZeRO-3 on rank 0 to save it."""
     loads_on_gpu: bool = False
     """Each rank loads the whole model to its GPU, tensor by tensor, and not to host RAM first."""
-    reference_forward: bool = False
-    """A second forward pass, without gradients, computes what a reference model predicts."""
+    log_probs: bool = False
+    """The loss reads the log-probabilities of tokens, which are made in parts, as in TRL's trainers."""
+    extra_forwards: int = 0
+    """Forward passes without gradients in each micro batch, such as that of a reference model."""
     reference_weights: bool = False
     """The reference is a second model on every rank, not the trained one without its adapters."""
     gpu_memory: int | None = None

@@ -68,8 +68,8 @@ def _compute(scenario: Scenario, hardware: Hardware) -> float:
     blocks, head, attention = (seconds * scenario.accumulation for seconds in _forward(scenario, hardware))
     backward = 2.0 if scenario.method == "full" else 1.1
     again = blocks + attention if scenario.checkpointing else 0.0
-    reference = blocks + head + attention if scenario.reference_forward else 0.0
-    return (1 + backward) * (blocks + head) + 3.5 * attention + again + reference
+    extra = scenario.extra_forwards * (blocks + head + attention)
+    return (1 + backward) * (blocks + head) + 3.5 * attention + again + extra
 
 
 def _forward(scenario: Scenario, hardware: Hardware) -> tuple[float, float, float]:

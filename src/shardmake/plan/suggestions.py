@@ -7,6 +7,8 @@ plan makes none of them, because each would replace a value of the run.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import Candidate
@@ -48,6 +50,8 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
         return
     if run.loss == "plain" and run.script is None:
         yield "loss", ["fused", "chunked"]
+    if run.method == "full" and run.reference == "model":
+        yield f"{run.objective}.reference", ["precomputed"]
     if run.sequence_parallel == 1:
         ranks = settings.cluster.processes_per_node
         yield "sequence_parallel", [size for size in (2, 4, 8) if size <= ranks and ranks % size == 0]
@@ -85,7 +89,7 @@ def suggest(settings: ResolvedRun) -> list[Suggestion]:
 
     def outcome(setting: str, value: Any) -> str | None:
         found = _plan_with(settings, setting, value)
-        return _describe(found, run.model_copy(update={setting: value})) if found else None
+        return _describe(found, _changed(run, setting, value)) if found else None
 
     return suggestions(kinds, outcome)
 
@@ -100,7 +104,7 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
     limit, nodes = CLEARLY * chosen.gpu_seconds, chosen.choice.nodes
     kept_out = any(item.gpu_seconds < limit and item.choice.nodes == nodes for item in candidates)
     run = settings.run
-    kinds = [kind for kind in levers(settings) if kept_out or kind[0] != "loss"]
+    kinds = [kind for kind in levers(settings) if kept_out or not (kind[0] == "loss" or kind[0].endswith("reference"))]
     if kept_out and run.optimizer == "adamw":
         kinds.append(("optimizer", ["adamw8bit"]))
     if run.strategy != "auto":
@@ -112,14 +116,18 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
         found = _plan_with(settings, setting, value)
         if found is None or found.gpu_seconds >= limit:
             return None
-        return _describe(found, run.model_copy(update={setting: value}), f" against {seconds(chosen)}")
+        return _describe(found, _changed(run, setting, value), f" against {seconds(chosen)}")
 
     return suggestions(kinds, outcome)
 
 
 def _plan_with(settings: ResolvedRun, setting: str, value: Any) -> Candidate | None:
     """Return the choice of the run with one other value; None if nothing fits, or if another setting excludes it."""
-    changed = settings.run.model_copy(update={setting: value})
+    changed = _changed(settings.run, setting, value)
+    try:
+        Run.model_validate(changed.model_dump())
+    except ValidationError:
+        return None
     max_nodes = max(settings.cluster.max_nodes, changed.nodes or 0)
     try:
         resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": max_nodes}))
@@ -127,6 +135,15 @@ def _plan_with(settings: ResolvedRun, setting: str, value: Any) -> Candidate | N
         return choose_from(Planner(resolved))[0]
     except ShardmakeError:
         return None
+
+
+def _changed(run: Run, setting: str, value: Any) -> Run:
+    """Return ``run`` with another value of ``setting``, which may be a key of its objective's section."""
+    section, _, key = setting.rpartition(".")
+    if section:
+        assert run.objective_settings is not None
+        setting, value = section, run.objective_settings.model_copy(update={key: value})
+    return run.model_copy(update={setting: value})
 
 
 def _describe(found: Candidate, run: Run, against: str = "") -> str:

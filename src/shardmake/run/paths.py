@@ -100,6 +100,10 @@ class RunDir:
         """Return the folder of the rendered files of ``fallback``; 0 is the plan's choice."""
         return self.fallbacks / str(fallback) if fallback else self.plan_folder
 
+    def reference_log_probs(self, settings_digest: str) -> Path:
+        """Return the path of the reference model's log-probabilities for the training with these settings."""
+        return self.train / f"reference-{settings_digest}.safetensors"
+
     def stage_settings(self, stage: str) -> Path:
         """Return the path of the settings of a stage."""
         return self.settings / f"{stage}.json"

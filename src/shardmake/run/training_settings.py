@@ -44,11 +44,15 @@ class AdapterMethod(RunRecord):
 
 
 class ObjectiveSettings(RunRecord):
-    """The settings of an objective, by the names of TRL's training arguments."""
+    """The settings of an objective."""
 
     def describe(self) -> str:
         """Return the settings as a part of a sentence, after "with"."""
         raise NotImplementedError
+
+    def trl_arguments(self) -> dict[str, Any]:
+        """Return the settings as keyword arguments of TRL's class of training arguments."""
+        return self.as_json()
 
 
 class DpoSettings(ObjectiveSettings):
@@ -56,10 +60,19 @@ class DpoSettings(ObjectiveSettings):
 
     beta: float = Field(description="Strength with which the model is held near the base model.")
     loss_type: list[str] = Field(description="Losses that are added up.")
+    reference: Literal["model", "precomputed"] = Field(
+        description="The base model in every step, or its log-probabilities, computed before the first one."
+    )
 
     def describe(self) -> str:
         """Return beta, loss and reference."""
-        return f"beta {self.beta:g} and the loss {' + '.join(self.loss_type)}; the reference is the base model"
+        once = ", which ran once before the first step" if self.reference == "precomputed" else ""
+        return f"beta {self.beta:g} and the loss {' + '.join(self.loss_type)}; the reference is the base model{once}"
+
+    def trl_arguments(self) -> dict[str, Any]:
+        """Return the arguments of `trl.DPOConfig`."""
+        precomputed = self.reference == "precomputed"
+        return {"beta": self.beta, "loss_type": self.loss_type, "precompute_ref_log_probs": precomputed}
 
 
 class OptimizerSettings(RunRecord):

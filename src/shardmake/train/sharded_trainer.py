@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerCallback
 
 from shardmake.train import deepspeed_states
 from shardmake.train.callbacks.non_finite import NonFiniteCheck
@@ -25,6 +25,11 @@ class ShardedTrainer(Trainer):
 
     non_finite: NonFiniteCheck
     saver: Saver
+
+    def __init__(self, **kwargs: Any) -> None:
+        self.after_check: list[TrainerCallback] = []
+        """Callbacks that are called after the check of the engine."""
+        super().__init__(**kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward of one micro batch, and pass the loss to ``non_finite``."""

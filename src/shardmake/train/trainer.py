@@ -33,7 +33,8 @@ def train(attempt_folder: Path) -> None:
     """Run this rank of the attempt in ``attempt_folder`` to its end."""
     context, heartbeat = start_rank(attempt_folder)
     trainer, stop = _make_trainer(context, heartbeat)
-    trainer.add_callback(EngineCheck(context, trainer))
+    for callback in (EngineCheck(context, trainer), *trainer.after_check):
+        trainer.add_callback(callback)
     trainer.train(resume_from_checkpoint=context.attempt.resume_from)
     if context.rank == 0:
         record_completion(context, trainer.state, stopped=stop.requested)

@@ -79,8 +79,8 @@ def trl_arguments(context: RankContext, name: str) -> Callable[..., TrainingArgu
     section = settings.objective_settings
     length, checkpointing = context.plan.workload.sequence_length, settings.arguments["activation_checkpointing"]
     # TRL turns checkpointing on under its old name, which it also reads.
-    planned = {**(section.as_json() if section else {}), "max_length": length, "gradient_checkpointing": checkpointing}
-    return partial(getattr(trl, f"{name}Config"), **planned)
+    planned = {"max_length": length, "gradient_checkpointing": checkpointing}
+    return partial(getattr(trl, f"{name}Config"), **planned, **(section.trl_arguments() if section else {}))
 
 
 def planned_optimizer(settings: TrainingSettings) -> tuple[type[torch.optim.Optimizer], dict[str, Any]] | None:

@@ -24,6 +24,13 @@ def test_settings_of_dpo_have_the_defaults_of_trl() -> None:
     settings = make_run(objective="dpo", packing=False).objective_settings
     assert isinstance(settings, Dpo) and make_run().objective_settings is None
     assert (settings.beta, settings.loss_type) == (fields["beta"].default, fields["loss_type"].default_factory())
+    assert (settings.reference == "precomputed") == fields["precompute_ref_log_probs"].default
+
+
+def test_only_an_objective_with_a_reference_model_has_one() -> None:
+    assert make_run().reference is None
+    assert make_run(objective="dpo", packing=False).reference == "model"
+    assert make_run(objective="dpo", packing=False, dpo={"reference": "precomputed"}).reference == "precomputed"
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,13 @@ from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import from_cluster
 from shardmake.plan.abilities import Abilities
-from shardmake.plan.resolve import _attention, _check_objective, _why_not_varlen, unsuitable
+from shardmake.plan.candidates import choices
+from shardmake.plan.planner import Planner
+from shardmake.plan.resolve import _attention, _check_objective, _why_not_varlen, resolve, unsuitable
+from tests.unit.plan.test_planner import folders, gpus, run_of
 from tests.unit.plans import make_cluster, make_model, make_run
+
+__all__ = ["folders"]
 
 DPO: dict[str, Any] = {"objective": "dpo", "packing": False}
 
@@ -47,3 +52,14 @@ def test_padded_pairs_use_sdpa_on_gpus() -> None:
     )
     assert _attention(run, hardware, "bf16", abilities) == "sdpa"
     assert "padded examples" in _why_not_varlen(run, hardware, "bf16", abilities)
+
+
+def test_a_precomputed_reference_needs_no_second_model_and_no_second_pass(folders: dict[str, str]) -> None:
+    runs = [run_of(folders["tiny"], **DPO, dpo={"reference": name}) for name in ("model", "precomputed")]
+    settings = [resolve(run, gpus()) for run in runs]
+    choice = next(iter(choices(settings[0], ["ddp"])))
+    held, saved = (Planner(resolved).scan(choice) for resolved in settings)
+    assert held.memory.gpu.terms["reference model"] > 0
+    assert not saved.memory.gpu.terms.get("reference model")
+    assert saved.memory.gpu.device < held.memory.gpu.device
+    assert saved.step_seconds < held.step_seconds

@@ -51,6 +51,20 @@ def test_the_plan_suggests_single_changes_if_nothing_fits(folders: dict[str, str
     assert not rundir.plan.exists()
 
 
+def test_a_precomputed_reference_is_the_cheapest_change_where_a_second_model_does_not_fit(
+    folders: dict[str, str],
+) -> None:
+    """Changes that the objective refuses, such as a fused loss or QLoRA, are not suggested."""
+    settings = {"objective": "dpo", "packing": False, "strategy": "zero3", "nodes": 1, "gradient_checkpointing": True}
+    run = run_of(folders["eight"], micro_batch_size=4, **settings)
+    with pytest.raises(NothingFitsError) as caught:
+        choose_run(run, gpus(processes_per_node=2))
+    found = suggest(caught.value.settings)
+    assert (found[0].setting, found[0].value) == ("dpo.reference", "precomputed")
+    assert not {"loss", "sequence_parallel"} & {one.setting for one in found}
+    assert ("method", "qlora") not in {(one.setting, one.value) for one in found}
+
+
 def test_without_a_change_that_fits_the_plan_says_so(folders: dict[str, str], tmp_path: Path) -> None:
     """A node's RAM is too small for the processes alone."""
     with pytest.raises(NothingFitsError, match=r"available\. No single change of the run fits\. Change several"):
