@@ -27,7 +27,7 @@ WITHOUT_EXTRA = {
 }
 DISTRIBUTIONS = {"bitsandbytes": "bitsandbytes", "liger_kernel": "liger-kernel", "pynvml": "nvidia-ml-py"}
 """Of modules whose package may be missing on a machine without a GPU."""
-NOT_IMPORTED = {"ninja": "torch builds extensions with it", "snakemake": "a program"}
+NOT_IMPORTED = {"ninja": "torch builds extensions with it"}
 INSTALLED_BEFORE = {"setuptools", "shardmake"}
 
 
