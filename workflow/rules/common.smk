@@ -248,7 +248,8 @@ class Submission:
         return f"\n{dry_run(RUNS[run], CLUSTER, RunDir(ROOT / run))}"
 
 
-SUBMISSION = Submission()
+# Snakemake formats messages with the names of the outermost workflow, also those of a module's rules.
+workflow.modifier_stack[0].globals["SUBMISSION"] = Submission()
 
 
 onstart:
