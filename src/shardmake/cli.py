@@ -16,6 +16,7 @@ import typer
 from shardmake import __version__
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.config.attention import Attention
+from shardmake.config.chains import with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
@@ -293,7 +294,8 @@ def plan(
     if offline:
         files = load_config(*config)
         run, cluster, rundir = get_run(files, name), load_cluster(Path(files.cluster)), RunDir(runs / name)
-        made = plan_offline(localize(run, rundir), cluster, rundir)
+        local = localize(run, rundir) if rundir.sources.exists() else with_first_model(name, files.runs)
+        made = plan_offline(local, cluster, rundir)
         typer.echo(describe(made, rundir))
         typer.echo(describe_checkpoints(made, run, cluster, rundir))
         return

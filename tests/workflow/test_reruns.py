@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from shardmake.config.load import get_run, load_cluster, load_config
+from shardmake.config.load import load_cluster, load_config
 from shardmake.core.atomic import write_json
 from shardmake.run.paths import RunDir
 from shardmake.run.settings import current
@@ -21,9 +21,20 @@ RESOURCES = {"cpus": 1, "memory_gib": 1}
 
 
 def finish(checkout: Checkout, *, trained: bool = True) -> None:
-    """Write what finished stages leave as far as Snakemake reads it, and let Snakemake record its parameters."""
-    rundir = RunDir(checkout.run)
-    plan = {"resources": dict.fromkeys(("data", "consolidate", "evaluate"), RESOURCES)}
+    """Write what finished stages of every run leave as far as Snakemake reads it, which then records its parameters."""
+    with contextlib.chdir(checkout.root):
+        config = load_config(Path("config/config.yaml"))
+        cluster = load_cluster(Path(config.cluster))
+        for name, run in config.runs.items():
+            rundir = RunDir(Path("runs", name))
+            _leave_files(rundir, trained=trained)
+            for stage in ("data", "train") if trained else ("data",):
+                current(stage, run, cluster).write(rundir.stage_settings(stage))
+    checkout("snakemake", *PROFILE, "--touch", "--forceall", *(() if trained else ("render", "data")))
+
+
+def _leave_files(rundir: RunDir, *, trained: bool) -> None:
+    plan: dict[str, Any] = {"resources": dict.fromkeys(("data", "consolidate", "evaluate"), RESOURCES)}
     for path in (rundir.sources, rundir.memory, rundir.memory_figure, rundir.plan, rundir.weights_receipt):
         write_json(path, plan)
     for path in (rundir.accelerate, rundir.deepspeed, rundir.training, rundir.rendered, rundir.data_receipt):
@@ -34,12 +45,6 @@ def finish(checkout: Checkout, *, trained: bool = True) -> None:
             write_json(path, {})
         for name in ("loss", "optimizer", "speed", "memory", "by-length"):
             write_json(rundir.figure(name), {})
-    with contextlib.chdir(checkout.root):
-        config = load_config(Path("config/config.yaml"))
-        cluster = load_cluster(Path(config.cluster))
-        for stage in ("data", "train") if trained else ("data",):
-            current(stage, get_run(config, "demo"), cluster).write(rundir.stage_settings(stage))
-    checkout("snakemake", *PROFILE, "--touch", "--forceall", *(() if trained else ("render", "data")))
 
 
 @pytest.fixture(scope="module")

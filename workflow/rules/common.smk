@@ -17,6 +17,7 @@ from snakemake.utils import update_config
 
 from shardmake.commands.preview import dry_run
 from shardmake.commands.stop_filter import StopFilter
+from shardmake.config.chains import run_before, with_first_model
 from shardmake.config.inputs import check_inputs, local_files
 from shardmake.config.inheritance import Layer
 from shardmake.config.invocation import (
@@ -24,6 +25,7 @@ from shardmake.config.invocation import (
     VARIABLE,
     check_executor,
     check_module,
+    check_until,
     sections,
     use_merged,
     write_merged,
@@ -117,6 +119,7 @@ def read_configuration():
     cluster = load_cluster(Path(parsed.cluster))
     if workflow.is_main_process:
         check_executor(cluster, parsed.cluster, executor_of(options))
+        check_until((options.until or ()) if options else (), parsed)
     for name, run in parsed.runs.items():
         check_inputs(name, run)
         check_refused(read_user_files(run), run)
@@ -154,8 +157,20 @@ def of_all_runs(*paths):
     return expand(list(map(str, paths)), run=RUNS)
 
 
+def model_before(run):
+    """Return the folder of the run from whose model ``run`` starts, or None."""
+    before = run_before(RUNS[run].model)
+    return None if before is None else RunDir(Path("runs", before))
+
+
+def fetched_files(run):
+    """Return what the step ``fetch`` makes: the weights of another run's model come after its training."""
+    paths = RunDir(Path("runs", run))
+    return [str(paths.sources)] + ([] if model_before(run) else [str(paths.weights_receipt)])
+
+
 STEPS = {
-    "fetch": of_all_runs(PATHS.sources, PATHS.weights_receipt),
+    "fetch": [file for run in RUNS for file in fetched_files(run)],
     "plan": of_all_runs(PATHS.plan),
     "render": of_all_runs(PATHS.training),
     "data": of_all_runs(PATHS.data_receipt),
@@ -194,10 +209,28 @@ def inputs_of(*parts):
     """Return the local files that a run names, so that a changed file is noticed."""
 
     def files(wildcards):
-        found = local_files(RUNS[wildcards.run], *parts)
+        found = local_files(with_first_model(wildcards.run, RUNS), *parts)
         return [os.path.abspath(file) for file in found] if IS_MODULE else found  # without the prefix
 
     return files
+
+
+def sources_before(wildcards):
+    """Return the fetched sources of the run from whose model this run starts: its config and tokenizer."""
+    before = model_before(wildcards.run)
+    return [] if before is None else str(before.sources)
+
+
+def model_receipt_before(wildcards):
+    """Return the receipt of the finished, verified model from which this run starts, if it is another run's."""
+    before = model_before(wildcards.run)
+    return [] if before is None else str(before.model_receipt)
+
+
+def weights_of(wildcards):
+    """Return the receipt of the base model's weights; only those of another run's model can change."""
+    receipt = str(RunDir(Path("runs", wildcards.run)).weights_receipt)
+    return receipt if model_before(wildcards.run) else ancient(receipt)
 
 
 def plan_before(stage):
@@ -245,7 +278,7 @@ class Submission:
     def __format__(self, run):
         if not workflow.dryrun:
             return ""
-        return f"\n{dry_run(RUNS[run], CLUSTER, RunDir(ROOT / run))}"
+        return f"\n{dry_run(RUNS[run], CLUSTER, RunDir(ROOT / run), with_first_model(run, RUNS))}"
 
 
 # Snakemake formats messages with the names of the outermost workflow, also those of a module's rules.

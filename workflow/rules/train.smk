@@ -7,7 +7,7 @@ rule train_run:
         fallbacks=PATHS.fallbacks,
         rendered=PATHS.rendered,
         data=PATHS.data_receipt,
-        weights=ancient(PATHS.weights_receipt),
+        weights=weights_of,
     output:
         receipt=PATHS.train_receipt,
     log:

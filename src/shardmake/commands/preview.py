@@ -42,13 +42,14 @@ def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
     )
 
 
-def dry_run(run: Run, cluster: Cluster, rundir: RunDir) -> str:
+def dry_run(run: Run, cluster: Cluster, rundir: RunDir, unfetched: Run) -> str:
     """Return the submission for a dry run of the workflow, or the reason why it is not known yet.
 
-    A missing plan is computed in memory, and so is one that was made with other settings, which are named.
+    A missing plan is computed in memory, and so is one that was made with other settings, which are named. If nothing
+    was fetched, that is from ``unfetched``, which names the model at the start of a chain of runs.
     """
     try:
-        local = localize(run, rundir)
+        local = localize(run, rundir) if rundir.sources.exists() else unfetched
         changes = changed_settings("plan", run, cluster, rundir)
         is_current = rundir.plan.exists() and not changes
         plan = Plan.read(rundir.plan) if is_current else make_plan(rundir.name, local, cluster)[0]

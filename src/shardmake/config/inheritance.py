@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from shardmake.config.chains import run_before
 from shardmake.config.sweeps import expand_sweep
 from shardmake.core.errors import ConfigError, nearest
 
@@ -16,6 +17,7 @@ DEFAULTS: Final = "defaults"
 BASE: Final = "base"
 SWEEP: Final = "sweep"
 SWEEPS: Final = "sweeps"
+_TEMPLATE: Final = "chat_template"
 Path = tuple[Any, ...]
 """The keys that lead to a value."""
 
@@ -99,6 +101,8 @@ class _Resolver:
                 runs[point], origins[point] = run.values, run.origins
                 if not isinstance(self._own(name), Mapping):
                     runs[point] = self._own(name)  # the validation reports it
+        for name in runs:
+            _continue_chain(name, runs, origins)
         return Resolved({**rest, "runs": runs} | ({SWEEPS: sweeps} if sweeps else {}), origins)
 
     def _runs_of(self, name: Any, sweeps: dict[str, list[str]]) -> Iterator[tuple[Any, ResolvedRun]]:
@@ -157,6 +161,37 @@ class _Resolver:
 
     def _error(self, key: str, message: str) -> ConfigError:
         return ConfigError(f"{self.source} cannot be used:\n  {key}: {message}")
+
+
+def _continue_chain(name: Any, runs: dict[Any, Any], origins: dict[Any, dict[Path, Origin]]) -> None:
+    """Complete a run that starts from another run's model: that model has its chat template, and no revision.
+
+    A revision that was inherited together with another model is removed; one of the run's own is refused later.
+    """
+    run = runs[name]
+    before = _before(run)
+    if before is None:
+        return
+    revision = origins[name].get(("revision",))
+    if revision is not None and revision.place != origins[name]["model",].place:
+        del run["revision"], origins[name]["revision",]
+    data = run.get("data")
+    if not isinstance(data, dict) or _TEMPLATE in data:
+        return
+    seen = {name}
+    while before in runs and before not in seen:
+        seen.add(before)
+        if _has(runs[before], ("data", _TEMPLATE)):
+            data[_TEMPLATE] = runs[before]["data"][_TEMPLATE]
+            origins[name]["data", _TEMPLATE] = origins[before]["data", _TEMPLATE]
+            return
+        before = _before(runs[before])
+
+
+def _before(run: Any) -> str | None:
+    """Return the run from whose model a run starts; None for any other model."""
+    model = run.get("model") if isinstance(run, Mapping) else None
+    return run_before(model) if isinstance(model, str) else None
 
 
 def leaves(values: Mapping[Any, Any], before: Path = ()) -> Iterator[tuple[Path, Any]]:

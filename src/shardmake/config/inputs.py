@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from shardmake.config.chains import run_before
 from shardmake.config.chat_template import read_template
 from shardmake.config.formats import data_files, data_kind
 from shardmake.config.models import Data, Run
@@ -53,8 +54,8 @@ def _data_files(path: Path) -> list[Path]:
 
 
 def is_local(name: str) -> bool:
-    """Return True if the name of a model or of data is a path, not a hub id or a URL."""
-    if is_url(name):
+    """Return True if the name of a model or of data is a path, not a hub id, a URL or another run's model."""
+    if is_url(name) or run_before(name) is not None:
         return False
     return Path(name).exists() or name.startswith((".", "/")) or name.count("/") > 1 or data_kind(name) is not None
 

@@ -8,12 +8,13 @@ import argparse
 import hashlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
+from shardmake.config.chains import run_before
 from shardmake.config.load import COPY_OF, merge, read_yaml
 from shardmake.config.models import Cluster, Config
 from shardmake.config.parse_text import parse_yaml
@@ -130,3 +131,27 @@ def check_executor(cluster: Cluster, file: str, executor: str | None) -> None:
             f"cluster: {file} has `executor: local`, but Snakemake would submit jobs through {executor!r}. Use "
             "`--profile profiles/local`, or name a cluster file with `executor: slurm`."
         )
+
+
+_STEPS_BETWEEN_RUNS: Final = {
+    "fetch_run": "fetch",
+    "fetch_weights_run": "train",
+    "train_run": "train",
+    "consolidate_run": "consolidate",
+}
+"""Rules on which the same rule for the next run of a chain depends, and the step that brings all runs there."""
+
+
+def check_until(rules: Collection[str], config: Config) -> None:
+    """Raise a `ConfigError` if ``rules``, those of Snakemake's ``--until``, stand between two runs of a chain.
+
+    Snakemake starts nothing that depends on a job of such a rule, and the second run would wait forever.
+    """
+    chained = next((name for name, run in config.runs.items() if run_before(run.model) is not None), None)
+    for rule in rules:
+        if chained is not None and rule in _STEPS_BETWEEN_RUNS:
+            raise ConfigError(
+                f"--until {rule}: Snakemake would stop before the jobs of {rule} for run {chained}, which come after "
+                f"those of {config.runs[chained].model}. Name the step as the target: snakemake "
+                f"{_STEPS_BETWEEN_RUNS[rule]}"
+            )

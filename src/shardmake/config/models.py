@@ -14,6 +14,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
+from shardmake.config.chains import check_chains
 from shardmake.config.destinations import check_destination, check_distinct, with_run_name
 from shardmake.config.formats import FORMATS, DataFormat
 from shardmake.config.objectives import OBJECTIVES
@@ -392,7 +393,8 @@ class Run(Section):
 
     model: PathText = Field(
         description="Base model: a hub id (`org/name`), a folder with config.json and weights, or the URL of such a "
-        "folder (`s3://`, `gs://`, any protocol of fsspec), which is copied."
+        "folder (`s3://`, `gs://`, any protocol of fsspec), which is copied. Or `run:NAME`, the finished model of "
+        "another run, which is trained first."
     )
     revision: str | None = Field(None, description="Branch, tag or commit of a hub model.")
     trust_remote_code: bool = Field(False, description="Run model code that comes with the model. Read it first.")
@@ -823,3 +825,8 @@ class Config(Section):
         if "runs" in info.data and unknown:
             raise ValueError(f"{unknown[0]!r} is not a run. Write `sweep` in a run in place of this key")
         return sweeps
+
+    @model_validator(mode="after")
+    def _check_chains(self) -> "Config":
+        check_chains(self.runs, self.sweeps)
+        return self

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from shardmake.config.chains import run_before
 from shardmake.config.models import Data, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
@@ -22,7 +23,7 @@ from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import record
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
-from shardmake.fetch import store
+from shardmake.fetch import chain, store
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import WeightsReceipt
@@ -45,10 +46,17 @@ def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
     if sources is None:
         raise ModelError(f"File not found: {rundir.sources}. Run first: shardmake fetch {rundir.name}")
     if part != "description":
-        _fetch_weights(sources.model)
-        files = sources.model.files if sources.model.listing is None else store.records(sources.model)
-        WeightsReceipt(files=files).write(rundir.weights_receipt)
+        _weights(run, rundir, sources.model).write(rundir.weights_receipt)
     return sources
+
+
+def _weights(run: Run, rundir: RunDir, model: PinnedSource) -> WeightsReceipt:
+    """Fetch or link the weights of ``model``; return the receipt of what is there then."""
+    if (before := run_before(model.name)) is not None:
+        logger.info(f"Checking the model of run {before} and linking its weights.")
+        return chain.link_weights(rundir.sibling(before), rundir.base_model, run)
+    _fetch_weights(model)
+    return WeightsReceipt(files=model.files if model.listing is None else store.records(model))
 
 
 def _fetch_weights(model: PinnedSource) -> None:
@@ -82,7 +90,7 @@ def _describe(run: Run, rundir: RunDir) -> Sources:
     parts = run.data.sources
     folders = ["train"] if isinstance(run.data.train, str) else [f"train-{one.label}" for one in parts]
     sources = Sources(
-        model=_model(run, before.model if before else None),
+        model=_model(run, rundir, before.model if before else None),
         train=[examples(one.source, run.data.only(one), split) for one, split in zip(parts, folders, strict=True)],
         eval=examples(run.data.eval, run.data, "eval") if run.data.eval else None,
     )
@@ -90,9 +98,12 @@ def _describe(run: Run, rundir: RunDir) -> Sources:
     return sources
 
 
-def _model(run: Run, before: PinnedSource | None) -> PinnedSource:
+def _model(run: Run, rundir: RunDir, before: PinnedSource | None) -> PinnedSource:
     from huggingface_hub.constants import is_offline_mode
 
+    if (other := run_before(run.model)) is not None:
+        found = chain.describe_model(rundir.sibling(other), rundir.base_model)
+        return found.model_copy(update={"content": digest_of_model(rundir.base_model, run)})
     if _is_current(before, run.model, run.revision):
         assert before is not None
         logger.info(f"Model {run.model} is already here, at {_version(before)}.")
@@ -102,19 +113,18 @@ def _model(run: Run, before: PinnedSource | None) -> PinnedSource:
         return store.describe_model(run.model)
     if not is_hub_id(run.model):
         check_model_folder(Path(run.model))
-        return PinnedSource(name=run.model, path=run.model, content=digest_of_model(run))
+        return PinnedSource(name=run.model, path=run.model, content=digest_of_model(Path(run.model), run))
     if is_offline_mode():
         return find_in_cache(run.model, run.revision)
     logger.info(f"Fetching config and tokenizer of {run.model}.")
     return describe_model(_connect(), run.model, run.revision)
 
 
-def digest_of_model(run: Run) -> str:
+def digest_of_model(folder: Path, run: Run) -> str:
     """Return a digest of what a local folder makes of its weights: the config, and the code if the run uses it.
 
     The tokenizer and its chat template are in the digest of the data.
     """
-    folder = Path(run.model)
     code = sorted(folder.glob("*.py")) if run.trust_remote_code else []
     return digest({path.name: sha256(path) for path in (folder / "config.json", *code)})
 

@@ -19,7 +19,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from shardmake.run.receipts import DataReceipt
 from shardmake.run.settings_digest import result_settings, settings_digest
-from shardmake.run.sources import read_sources
+from shardmake.run.sources import content_of_model
 from shardmake.run.training_settings import TrainingSettings
 
 logger = logging.getLogger(__name__)
@@ -50,9 +50,8 @@ class Training:
         """Read the state of ``rundir``, whose lock this process holds."""
         plan = Plan.read(rundir.plan)
         settings = TrainingSettings.read(rundir.training)
-        sources = read_sources(rundir)
-        model_digest = sources.model.content if sources else None
-        results = result_settings(settings, plan, DataReceipt.read(rundir.data_receipt).digest, model_digest)
+        data = DataReceipt.read(rundir.data_receipt).digest
+        results = result_settings(settings, plan, data, content_of_model(rundir))
         return cls(
             run,
             cluster,

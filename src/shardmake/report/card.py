@@ -44,7 +44,7 @@ def render_card(run: Run, rundir: RunDir) -> str:
         _metadata(records, base),
         template_path=str(TEMPLATE),
         name=rundir.name,
-        base=public_name(run.model),
+        base=records.base,
         trained=_trained_sentence(records),
         facts=training_facts(records),
         held_out=held_out(records),
@@ -81,7 +81,7 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
         metric_value=round(evaluation.tuned.perplexity, 4),
     )
     return ModelCardData(
-        base_model=run.model if records.base_is_from_hub else base.get("base_model"),
+        base_model=records.hub_model or base.get("base_model"),
         datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None,
         library_name="transformers",
         model_name=records.name,

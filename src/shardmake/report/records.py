@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from shardmake.config.chains import run_before
 from shardmake.config.models import Data, Run
 from shardmake.core.hub import is_hub_id
 from shardmake.report.flops import Utilization, utilization
@@ -73,9 +74,30 @@ class Records:
         return self.attempt is not None and self.attempt.accelerator == "cpu"
 
     @property
-    def base_is_from_hub(self) -> bool:
-        """Return whether the base model came from the hub, by the record of the fetch."""
-        return is_hub_id(self.run.model) if self.sources is None else self.sources.model.commit is not None
+    def hub_model(self) -> str | None:
+        """Return the model of the hub (`org/name`) from which training started, also over the models of other runs.
+
+        None if that model came from another place, by the record of the fetch.
+        """
+        if self.sources is None:
+            return self.run.model if is_hub_id(self.run.model) else None
+        first = self.sources.model.first
+        return first.name if first.commit is not None else None
+
+    @property
+    def base(self) -> str:
+        """Return the public name of the base model, with the runs of Shardmake that trained it before this one."""
+        return public_name(self.sources.model.first.name if self.sources else self.run.model) + self.runs_before
+
+    @property
+    def runs_before(self) -> str:
+        """Return the runs whose models led from the first base model to this run, as the rest of its name."""
+        names: list[str] = []
+        model = self.sources.model if self.sources else None
+        while model is not None and model.origin is not None:
+            names.insert(0, run_before(model.name) or model.name)
+            model = model.origin
+        return f" after the {'run' if len(names) == 1 else 'runs'} {' and '.join(names)}" if names else ""
 
     @property
     def hub_datasets(self) -> list[str]:

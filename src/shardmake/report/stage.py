@@ -12,7 +12,7 @@ from shardmake.report import figures
 from shardmake.report.card import held_out
 from shardmake.report.figures import length_name
 from shardmake.report.plots import memory_of, missing_metrics, plots
-from shardmake.report.records import Records, public_name, public_names
+from shardmake.report.records import Records, public_names
 from shardmake.report.reproduce import configuration
 from shardmake.report.training_facts import training_facts
 from shardmake.run.paths import RunDir
@@ -52,7 +52,7 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
     return environment.from_string(TEMPLATE.read_text()).render(
         records=records,
         name=rundir.name,
-        base=public_name(records.run.model),
+        base=records.base,
         data=public_names(records.run.data),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),

@@ -54,7 +54,7 @@ def _inputs(records: Records) -> dict[str, str]:
     read_by_script = "" if not records.is_script else "; the script may have read other data"
     examples = f"{plural(data.train.examples, 'example')}, {plural(data.train.tokens, 'token')}"
     values = {
-        "Base model": _named(run.model, sources.model if sources else None, run.revision),
+        "Base model": _base(records),
         "Data": "; ".join(_sources(records)) + read_by_script,
         "Examples": f"{examples} in {plural(data.train.sequences, 'sequence')}{read_by_script}",
     }
@@ -64,6 +64,11 @@ def _inputs(records: Records) -> dict[str, str]:
         name = _named(run.data.eval, sources.eval if sources else None, run.data.revision)
         values["Evaluation data"] = name + _checksum(records, "eval")
     return values
+
+
+def _base(records: Records) -> str:
+    first = records.sources.model.first if records.sources else None
+    return _named(first.name if first else records.run.model, first, records.run.revision) + records.runs_before
 
 
 def _sources(records: Records) -> Iterator[str]:

@@ -34,6 +34,10 @@ class RunDir:
         "sources.json", "Commits, sizes and checksums of what was fetched (`shardmake.run.sources.Sources`)."
     )
     fetched = BelowRoot("fetched", "Folder of fetched examples, one Parquet file a split.")
+    base_model = BelowRoot(
+        "fetched/model",
+        "Folder of another run's model (`model: run:NAME`): copies of config and tokenizer, links to its weights.",
+    )
     weights_receipt = BelowRoot(
         "fetched/weights.json", "Sizes and checksums of the base model's weights, written once they are here."
     )
@@ -95,6 +99,10 @@ class RunDir:
     def name(self) -> str:
         """The run's name."""
         return self.root.name
+
+    def sibling(self, name: str) -> "RunDir":
+        """Return the folder of another run of the same configuration."""
+        return RunDir(self.root.parent / name)
 
     def rendered_files(self, fallback: int) -> Path:
         """Return the folder of the rendered files of ``fallback``; 0 is the plan's choice."""

@@ -22,7 +22,12 @@ class WeightsReceipt(RunRecord):
     """``fetched/weights.json``: the base model's weights are complete."""
 
     made_by: ClassVar[str] = "shardmake fetch NAME"
-    files: dict[str, FileRecord] = Field(description="Files that came from the hub.")
+    files: dict[str, FileRecord] = Field(description="Files that came from the hub, or the weights of another run.")
+    merged: str | None = Field(
+        None,
+        exclude_if=_is_none,
+        description="SHA-256 of the other run's `model/receipt.json`; None for a model that is not a run's.",
+    )
 
 
 class DataFile(RunRecord):

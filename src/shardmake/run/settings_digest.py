@@ -34,7 +34,7 @@ def result_settings(
 ) -> dict[str, str]:
     """Return model, objective, method, data and hyperparameters as text, by key and without secrets.
 
-    ``model_digest`` is that of a local model's config (`PinnedSource.content`); a model of the hub has its commit.
+    ``model_digest`` is `shardmake.run.sources.content_of_model`; a model of the hub has its commit.
     """
     program = settings.program
     script = {} if not isinstance(program, ScriptProgram) else {

@@ -11,11 +11,18 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from shardmake.config.chains import run_before
 from shardmake.config.models import Data, Run, TrainSource
+from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import FileRecord
 from shardmake.run.paths import RunDir
+from shardmake.run.receipts import WeightsReceipt
 from shardmake.run.record import RunRecord
+
+
+def _is_none(value: object) -> bool:
+    return value is None
 
 
 class PinnedSource(RunRecord):
@@ -34,6 +41,14 @@ class PinnedSource(RunRecord):
         description="Files from the hub or a URL by name; empty for a local path. Weights at a URL have no digest.",
     )
     content: str | None = Field(None, description="Digest of a local model's config and code; None for the hub.")
+    origin: "PinnedSource | None" = Field(
+        None, exclude_if=_is_none, description="For another run's model: the model from which that run starts."
+    )
+
+    @property
+    def first(self) -> "PinnedSource":
+        """Return the model from which the first run of a chain starts: this one if it is not a run's."""
+        return self if self.origin is None else self.origin.first
 
 
 class Sources(RunRecord):
@@ -54,9 +69,15 @@ def read_sources(rundir: RunDir) -> Sources | None:
 def localize(run: Run, rundir: RunDir) -> Run:
     """Return ``run`` with local copies in place of hub ids; unchanged if nothing was fetched.
 
-    Raises `ConfigError` if the configuration names something else than what was fetched.
+    Raises `ConfigError` if the configuration names something else than what was fetched, or the model of another run
+    and nothing was fetched.
     """
     sources = read_sources(rundir)
+    if sources is None and run_before(run.model) is not None:
+        raise ConfigError(
+            f"Model not found: {run.model} is another run's model, and {rundir.sources} does not exist. "
+            f"Fetch first: shardmake fetch {rundir.name} --part description"
+        )
     if sources is None:
         return run
     _check_same((run.model, None, run.revision), sources.model, rundir)
@@ -107,10 +128,38 @@ def missing_files(source: PinnedSource) -> list[str]:
 
 
 def require_weights(rundir: RunDir) -> None:
-    """Raise `ModelError` if the fetched model is incomplete, before any rank starts."""
+    """Raise `ModelError` if the fetched model is incomplete or outdated, before any rank starts."""
     sources = read_sources(rundir)
-    if sources and (missing := missing_files(sources.model)):
+    if sources is None:
+        return
+    if (before := run_before(sources.model.name)) is not None:
+        _require_current(rundir, rundir.sibling(before))
+    if missing := missing_files(sources.model):
         raise ModelError(
             f"{len(missing)} files of {sources.model.name} are missing ({', '.join(missing[:3])}). "
             f"Fetch them first: shardmake fetch {rundir.name}"
         )
+
+
+def _require_current(rundir: RunDir, before: RunDir) -> None:
+    """Raise `ModelError` unless the weights of the run ``before`` were fetched since its model was written."""
+    receipt = WeightsReceipt.read_if_exists(rundir.weights_receipt)
+    if receipt is not None and before.model_receipt.exists() and receipt.merged == sha256(before.model_receipt):
+        return
+    state = "was not fetched yet" if receipt is None else f"is not the one that {rundir.weights_receipt} records"
+    raise ModelError(
+        f"Training was not started: the model of run {before.name} {state}. Fetch it first: "
+        f"shardmake fetch {rundir.name} --part weights"
+    )
+
+
+def content_of_model(rundir: RunDir) -> str | None:
+    """Return a digest of a model that can change under its name: the weights of another run, or a local config.
+
+    None for a model of the hub, and if nothing was fetched.
+    """
+    sources = read_sources(rundir)
+    if sources is None or sources.model.origin is None:
+        return sources.model.content if sources else None
+    weights = WeightsReceipt.read(rundir.weights_receipt).files
+    return digest({"description": sources.model.content, **{name: one.sha256 for name, one in weights.items()}})

@@ -46,6 +46,25 @@ def test_card_and_report_describe_the_data_that_were_recognized(tmp_path: Path) 
     assert "| Data format | text (text), loss on all tokens |" in render_card(make_run(), rundir)
 
 
+def test_card_and_report_name_the_runs_between_the_base_model_and_this_one(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    first = PinnedSource(name="lab/base", commit="c0ffee", path="hub")
+    second = PinnedSource(name="run:sft", path="runs/a/fetched/model", origin=first)
+    last = PinnedSource(name="run:dpo", path="runs/b/fetched/model", origin=second)
+    data = PinnedSource(name="resources/demo/train.jsonl", path="resources/demo/train.jsonl")
+    run = make_run().model_copy(update={"model": "run:sft"})
+    Sources(model=second, train=[data]).write(rundir.sources)
+    card = render_card(run, rundir)
+    assert ModelCard(card).data.base_model == "lab/base"
+    assert "\nlab/base after the run sft, fine-tuned with Shardmake.\n" in card
+    assert "| Base model | lab/base at `c0ffee` after the run sft |" in card
+    write_report(run, rundir)
+    assert "<td>lab/base at c0ffee after the run sft</td>" in rundir.report.read_text()
+    Sources(model=last, train=[data]).write(rundir.sources)
+    card = render_card(run.model_copy(update={"model": "run:dpo"}), rundir)
+    assert "| Base model | lab/base at `c0ffee` after the runs sft and dpo |" in card
+
+
 def test_card_and_report_show_the_scores_of_pairs(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     assert "Reward" not in render_card(make_run(), rundir)

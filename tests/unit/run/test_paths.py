@@ -7,6 +7,7 @@ from shardmake.run.paths import BelowRoot, RunDir
 PATHS = {
     "sources": "sources.json",
     "fetched": "fetched",
+    "base_model": "fetched/model",
     "weights_receipt": "fetched/weights.json",
     "plan_folder": "plan",
     "memory": "plan/memory.json",
