@@ -833,3 +833,7 @@ def _flush_output(status: int) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
         return status or (OUTPUT_CLOSED if isinstance(error, BrokenPipeError) else _print_error(error))
     return status
+
+
+if __name__ == "__main__":
+    main()

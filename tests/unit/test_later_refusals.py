@@ -119,6 +119,8 @@ TABLE: dict[str, Why | str] = {
     "launch/slurm_jobs.py": N,
     "launch/stage_jobs.py:_as_text": "cli.py:plan",
     "launch/submission.py:check_stop_file": C,
+    "launch/container.py:_probe": "cli.py:plan",
+    "launch/container.py:check_container": "cli.py:plan",
     "launch/submission_check.py:_judge": "cli.py:plan",
     "push/bundle.py:_refuse_secrets": "push/check.py:check_push",
     "push/bundle.py:_verified_model": R,

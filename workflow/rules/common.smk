@@ -35,6 +35,7 @@ from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
+from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix
@@ -130,11 +131,13 @@ CONFIG, CLUSTER = checked(read_configuration)
 
 # The commands are those of the Python that runs Snakemake, also on the nodes. A prefix of our own replaces Snakemake's
 # default prefix, so `set -euo pipefail` is repeated here: without it a failing command in a pipe is not noticed.
-# The folder's name may have any character, also those that the shell or Snakemake would replace.
+# The folder's name may have any character, also those that the shell or Snakemake would replace. In a container, a
+# function of the shell replaces the command of the jobs.
 FOLDER_OF_PROGRAMS = shlex.quote(str(Path(sys.executable).parent)).replace("{", "{{").replace("}", "}}")
 PROGRAMS = f"set -euo pipefail; export PATH={FOLDER_OF_PROGRAMS}:$PATH; "
-shell.prefix(PROGRAMS if workflow.is_main_process else job_shell_prefix(CLUSTER) + PROGRAMS)
 RUNS = CONFIG.runs
+CONTAINER = job_container(CLUSTER, [ROOT / run for run in RUNS], RUNS.values())
+shell.prefix(PROGRAMS if workflow.is_main_process else job_shell_prefix(CLUSTER, PROGRAMS, CONTAINER))
 PATHS = RunDir(Path("runs/{run}"))  # the paths of every run, for inputs and outputs of rules
 
 if CLUSTER.shared:

@@ -33,7 +33,7 @@ def preview(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> str:
     model = read_model(run.model, revision=run.revision, trust_remote_code=run.trust_remote_code)
     files, _ = merge_own_files(render_files(plan, run, cluster, model, folder.root), run, plan.choice)
     return _page(
-        _submitted(plan, cluster, rundir)
+        _submitted(plan, run, cluster, rundir)
         | {
             str(folder.accelerate): as_yaml(files.accelerate),
             str(folder.deepspeed): json.dumps(files.deepspeed, indent=2),
@@ -53,7 +53,7 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, unfetched: Run) -> str:
         changes = changed_settings("plan", run, cluster, rundir)
         is_current = rundir.plan.exists() and not changes
         plan = Plan.read(rundir.plan) if is_current else make_plan(rundir.name, local, cluster)[0]
-        submitted = _page(_submitted(plan, cluster, rundir))
+        submitted = _page(_submitted(plan, run, cluster, rundir))
         edited = f"# --- changed since the last plan: {'; '.join(changes)}\n" if changes else ""
         return f"{edited}{submitted}# --- the files: shardmake render {rundir.name} --show\n"
     except (ShardmakeError, OSError) as error:
@@ -68,16 +68,16 @@ def _page(parts: dict[str, str]) -> str:
     return "\n".join(f"# --- {title}\n{body.strip()}\n" for title, body in parts.items())
 
 
-def _submitted(plan: Plan, cluster: Cluster, rundir: RunDir) -> dict[str, str]:
+def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[str, str]:
     folder = _folder(rundir)
     job = "batch script" if cluster.executor == "slurm" else "on this machine, without Slurm"
     node = f"on each node K of {plan.choice.nodes}, after node 0 has published its address"
-    return {job: _submission(plan, cluster, rundir, folder), node: _node(plan, cluster, rundir.root, folder)}
+    return {job: _submission(plan, run, cluster, rundir, folder), node: _node(plan, cluster, rundir.root, folder)}
 
 
-def _submission(plan: Plan, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:
+def _submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:
     if cluster.executor == "slurm":
-        return SlurmJobs(rundir.root, cluster).script(folder, plan, excluded=[])
+        return SlurmJobs(rundir.root, cluster, run).script(folder, plan, excluded=[])
     return f"python -m shardmake.launch.worker {folder.root} 0"
 
 

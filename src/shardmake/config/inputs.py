@@ -9,7 +9,7 @@ from shardmake.config.chains import run_before
 from shardmake.config.chat_template import read_template
 from shardmake.config.formats import data_files, data_kind
 from shardmake.config.models import Data, Run
-from shardmake.config.script_file import script_file
+from shardmake.config.script_file import module_of, script_file
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError
 from shardmake.core.secrets import public_url
@@ -38,6 +38,14 @@ def local_files(run: Run, *parts: str) -> list[str]:
             for file in _data_files(Path(name))
         ]
     return [str(file) for file in files]
+
+
+def named_paths(run: Run) -> list[Path]:
+    """Return every file and folder on this machine that a run names, as it is written there."""
+    named = [run.model, *(one.source for one in run.data.sources), *([run.data.eval] if run.data.eval else [])]
+    files = [run.data.chat_template, run.deepspeed_config, run.accelerate_config]
+    files += [run.script] if run.script and module_of(run.script) is None else []
+    return [Path(name) for name in named if is_local(name)] + [Path(file) for file in files if file]
 
 
 def _model_files(folder: Path) -> Iterator[Path]:

@@ -9,7 +9,7 @@ import re
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic.json_schema import SkipJsonSchema
 
 from shardmake.config.accelerators import find_accelerator
@@ -48,6 +48,7 @@ from shardmake.config.values import (
     Tokens,
     Variable,
     WeightDecay,
+    check_bind,
     check_text,
     minutes,
 )
@@ -611,6 +612,27 @@ SLURM_KEYS: Final = {
 """Keys of the section `slurm` by the #SBATCH parameters that they set."""
 
 
+class Container(Section):
+    """The container in which the jobs of every stage and their checks run."""
+
+    image: PathText = Field(
+        description="Image. For Apptainer a file, the folder of a sandbox, or a reference such as `docker://NAME`; for "
+        "pyxis a squashfs file with an absolute path, or `[REGISTRY#]NAME[:TAG]`."
+    )
+    kind: Literal["apptainer", "pyxis"] = Field(
+        "apptainer", description="Program that runs the container: `apptainer exec`, or srun with the plugin pyxis."
+    )
+    binds: list[Annotated[PathText, AfterValidator(check_bind)]] = Field(
+        default_factory=list,
+        description="Further folders of the node in the container, `SOURCE[:TARGET[:ro]]`. The checkout, the runs, the "
+        "files that a run names, the caches, `scratch` and `nvme_path` are bound without being listed.",
+    )
+    python: PathText = Field(
+        "python3",
+        description="Python in the image, by name or path. It has Shardmake's libraries in the login node's versions.",
+    )
+
+
 class Slurm(Section):
     """Slurm parameters of the jobs. Nodes, memory and CPUs follow from the plan."""
 
@@ -662,6 +684,9 @@ class Slurm(Section):
     )
     srun_extra: list[str] = Field(
         default_factory=list, description="Further options of the training's srun, such as `--mpi=none`."
+    )
+    container: Container | None = Field(
+        None, description="Run the jobs in a container. Without it, they use the login node's environment."
     )
     extra: dict[str, str | SlurmNumber | bool] = Field(
         default_factory=dict,
@@ -772,6 +797,15 @@ class Cluster(Section):
             raise ValueError(
                 "slurm: these parameters have no effect with `executor: local`. Remove the section, or write "
                 "`executor: slurm`"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_container(self) -> "Cluster":
+        if self.slurm.container and "PYTHONPATH" in self.env:
+            raise ValueError(
+                "env: PYTHONPATH cannot be combined with slurm.container, which sets it so that the image's Python "
+                "finds Shardmake. Install the packages in the image"
             )
         return self
 

@@ -49,6 +49,22 @@ def expand(text: str) -> str:
     return expanded
 
 
+def check_bind(text: str) -> str:
+    """Return ``SOURCE[:TARGET[:ro]]`` unchanged.
+
+    Raises:
+        ValueError: A path is not absolute, or Apptainer or pyxis would read the text otherwise.
+    """
+    source, *rest = text.split(":")
+    options = rest[1:]
+    if "," in text or len(options) > 1 or options not in ([], ["ro"], ["rw"]):
+        raise ValueError(f"{text!r} is not SOURCE[:TARGET[:ro]]. Write two paths without ',' and ':'")
+    for path in (source, *rest[:1]):
+        if not path.startswith("/"):
+            raise ValueError(f"{text!r}: {path!r} is not an absolute path. Write it from the root folder")
+    return text
+
+
 def _size(text: str) -> str:
     if not SMALLEST_FILE <= parse_size(text) <= LARGEST_FILE:
         raise ValueError(f"{text!r} is not the size of a file. Write a size from 1KB to 1000TB, such as 5GB")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shardmake import __version__
 from shardmake.core.permissions import private_folder
 
 
@@ -54,12 +55,15 @@ def leave_collectives_to_gloo() -> None:
 
 
 _GIT_SECONDS = 10
-LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed", "shardmake")
+LIBRARIES = ("torch", "transformers", "accelerate", "deepspeed")
 
 
 def library_versions() -> dict[str, str]:
-    """Return the versions that checkpoints record and that must be equal on all nodes."""
-    return {name: version(name) for name in LIBRARIES}
+    """Return the versions that checkpoints record and that must be equal on all nodes.
+
+    Shardmake's is that of the imported code: a container may import a checkout without installing it.
+    """
+    return {name: version(name) for name in LIBRARIES} | {"shardmake": __version__}
 
 
 def installed_versions(names: Iterable[str]) -> dict[str, str | None]:

@@ -53,16 +53,20 @@ def host_checks(request: DoctorRequest, folder: Path) -> dict[str, Check]:
     }
 
 
-def check_environment(login: str, versions: Mapping[str, str]) -> Iterator[Finding]:
-    """Compare the Python environment and the versions of libraries with the login node's."""
+def check_environment(login: str | None, versions: Mapping[str, str]) -> Iterator[Finding]:
+    """Compare the Python environment, unless it is a container's, and the versions with the login node's."""
     advice = "Install Shardmake in a folder that all nodes see, and use that environment on the login node."
-    if sys.prefix != login:
+    place = "on this node"
+    if login is None:
+        advice, place = "Install the login node's versions in the image.", "in the container"
+    elif sys.prefix != login:
         yield warning("environment", f"Python is in {sys.prefix}, on the login node in {login}", advice)
-    different = check_versions(library_versions(), versions)
+    different = check_versions(library_versions(), versions, place)
     for finding in different:
         yield stops("versions", finding, advice)
-    if not different and sys.prefix == login:
-        yield ok("environment", f"{sys.prefix}, the same versions as on the login node")
+    if not different and login in (None, sys.prefix):
+        inside = " in the container" if login is None else ""
+        yield ok("environment", f"{sys.prefix}{inside}, the same versions as on the login node")
 
 
 def check_size(cpus: int) -> Finding:

@@ -15,7 +15,8 @@ from shardmake.core.units import plural
 from shardmake.doctor.findings import Finding, stops
 from shardmake.doctor.node import check_node, run_task
 from shardmake.doctor.records import DoctorDir, DoctorRequest, NodeReport
-from shardmake.launch.slurm_jobs import NodeRequest, node_parameters, run_slurm, submit_with_retry
+from shardmake.launch.container import job_container
+from shardmake.launch.slurm_jobs import NodeRequest, make_executor, node_parameters, run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobState, JobStatus, is_no_such_job, parse_rows
 
 logger = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ def make_request(cluster: Cluster, nodes: int, *, build_kernels: bool) -> Doctor
         cluster=cluster,
         nodes=nodes,
         versions=library_versions(),
-        environment=sys.prefix,
+        environment=None if cluster.slurm.container else sys.prefix,
         build_kernels=build_kernels,
     )
 
@@ -68,11 +69,10 @@ def job_name(folder: DoctorDir) -> str:
 
 def submit(request: DoctorRequest, folder: DoctorDir) -> str:
     """Submit the job and return its id."""
-    from submitit import SlurmExecutor
     from submitit.core.utils import FailedJobError, FailedSubmissionError
 
-    executor = SlurmExecutor(folder=folder.slurm)
-    executor.update_parameters(**job_parameters(request) | {"job_name": job_name(folder)})
+    parameters = job_parameters(request) | {"job_name": job_name(folder)}
+    executor = make_executor(folder.slurm, parameters, job_container(request.cluster, [folder.root]))
 
     def submit_once() -> str:
         try:

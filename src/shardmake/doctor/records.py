@@ -20,7 +20,9 @@ class DoctorRequest(RunRecord):
     cluster: Cluster = Field(description="Cluster file, or what sinfo reports about a partition.")
     nodes: int = Field(description="Nodes of the job.")
     versions: dict[str, str] = Field(description="Libraries on the login node.")
-    environment: str = Field(description="Folder of the login node's Python environment.")
+    environment: str | None = Field(
+        description="Folder of the login node's Python environment; None for nodes that run the checks in a container."
+    )
     build_kernels: bool = Field(description="Compile DeepSpeed's Adam, and its asynchronous I/O if there is NVMe.")
 
     @property

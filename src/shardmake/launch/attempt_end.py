@@ -9,6 +9,7 @@ from shardmake.checkpoint import store
 from shardmake.checkpoint.reshard.convert import Route, route
 from shardmake.core.errors import ShardmakeError, StopRequestedError, is_user_error
 from shardmake.launch import user_script
+from shardmake.launch.container import start_failure
 from shardmake.launch.disk_wait import wait_for_room
 from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
@@ -43,6 +44,7 @@ _ADVICE = {
     EndReason.PREFLIGHT: "Fix what the check found and run the same command again. Nothing was trained.",
     EndReason.GPU_FAULT: "If the fault follows the run to other nodes, a kernel of the training is the cause: try "
     "attention: eager and loss: plain.",
+    EndReason.SETUP: "Correct slurm.container in the cluster file or the image, and run the same command again.",
     EndReason.HANG: "The folder's stacks/ has the stacks of all ranks. If a step may take longer, increase "
     "hang_seconds in the cluster file.",
 }
@@ -103,7 +105,8 @@ def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus)
         damage=confirm_damage(folder),
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
-        last_output=_last_line(folder.slurm),
+        start_failure=start_failure(_output_lines(folder.slurm)) if folder.read().container else "",
+        last_output=next(reversed(_output_lines(folder.slurm)), ""),
     )
 
 
@@ -114,11 +117,10 @@ def _wait_for_exit_records(folder: AttemptDir, status: JobStatus) -> None:
         time.sleep(0.2)
 
 
-def _last_line(folder: Path) -> str:
-    """Return the last line in the logs that Slurm's step left in ``folder``."""
+def _output_lines(folder: Path) -> list[str]:
+    """Return the lines in the logs that Slurm's step left in ``folder``."""
     logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
-    lines = [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return lines[-1] if lines else ""
+    return [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
 
 
 def apply_decision(training: Training, outcome: Outcome) -> None:

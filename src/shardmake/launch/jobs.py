@@ -75,6 +75,7 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
         scratch=cluster.scratch,
         offline=not cluster.internet_on_compute_nodes,
         environment=cluster.variables,
+        container=cluster.slurm.container.image if cluster.slurm.container else None,
         versions=library_versions(),
         commit=checkout_commit(),
         planned_bandwidth=cluster.inter_node_gbps * 1e9 if plan.choice.nodes > 1 else None,

@@ -33,6 +33,8 @@ class Evidence:
     hang: Hang | None = None
     cancelled_by: str = ""
     """The user who cancelled the job, if Slurm's accounting has the name."""
+    start_failure: str = ""
+    """A line of the output of Slurm's step that says why the container could not start the worker."""
     last_output: str = ""
     """The last line that Slurm's step printed. It often has the reason if no node left a record."""
 
@@ -107,6 +109,7 @@ def classify(evidence: Evidence) -> Outcome:
         or _by_oom_kill(evidence.exits)
         or _by_slurm(evidence)
         or _by_missing_worker(evidence)
+        or _by_container(evidence)
         or _by_signal(evidence.exits)
         or _by_rendezvous(evidence.exits)
         or _by_killed_ranks(evidence.exits, evidence.errors)
@@ -196,6 +199,13 @@ def _by_missing_worker(evidence: Evidence) -> Outcome | None:
         "after that."
     )
     return Outcome(EndReason.KILLED, message)
+
+
+def _by_container(evidence: Evidence) -> Outcome | None:
+    """Recognize an image without what the worker needs: every node of the job has the same one."""
+    if evidence.exits or not evidence.start_failure:
+        return None
+    return Outcome(EndReason.SETUP, f"The container could not start the worker: {evidence.start_failure}.")
 
 
 def _by_signal(exits: Sequence[NodeExit]) -> Outcome | None:

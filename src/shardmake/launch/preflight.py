@@ -77,12 +77,17 @@ def check_node(folder: AttemptDir, attempt: Attempt, plan: Plan, node_rank: int,
 
 def _find_defects(folder: AttemptDir, attempt: Attempt, plan: Plan, report: Callable[[str], None]) -> list[str]:
     settings = TrainingSettings.read(folder.training, "shardmake train NAME")
+    versions = check_versions(
+        library_versions(), attempt.versions, "in the container" if attempt.container else "on this node"
+    )
+    if versions and attempt.container:  # every node has the same image
+        raise PreflightError(versions, blames_run=True)
     model = Path(settings.model.path)
     resume = [Path(attempt.resume_from) / RECORD_NAME] if attempt.resume_from else []
     files = [attempt.rundir.data_receipt, *([model / "config.json"] if model.is_absolute() else []), *resume]
     folders = [folder.root, attempt.rundir.train]
     findings = [
-        *check_versions(library_versions(), attempt.versions),
+        *versions,
         # The job may request all memory of a node, which is never all free.
         *check_memory(psutil.virtual_memory().available, plan.host_memory),
         *check_scratch(Path(attempt.scratch)),
@@ -146,10 +151,10 @@ def check_import(attention: Attention, environment: Mapping[str, str] = os.envir
     return [f"attention: {attention} cannot be used on this node: {error}{advice}"]
 
 
-def check_versions(here: Mapping[str, str], planned: Mapping[str, str]) -> list[str]:
-    """Return the libraries whose version differs from the login node's."""
+def check_versions(here: Mapping[str, str], planned: Mapping[str, str], place: str = "on this node") -> list[str]:
+    """Return the libraries whose version ``here``, at the named ``place``, differs from the login node's."""
     return [
-        f"{name} is {here.get(name, 'not installed')} on this node and {version} on the login node"
+        f"{name} is {here.get(name, 'not installed')} {place} and {version} on the login node"
         for name, version in planned.items()
         if here.get(name) != version
     ]

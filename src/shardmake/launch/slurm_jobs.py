@@ -5,6 +5,7 @@ import math
 import os
 import pwd
 import re
+import shlex
 import subprocess
 import tempfile
 import time
@@ -14,10 +15,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from shardmake.checkpoint import store
-from shardmake.config.models import Cluster, Slurm
+from shardmake.config.models import Cluster, Run, Slurm
 from shardmake.core.atomic import digest
 from shardmake.core.errors import SlurmError
 from shardmake.core.permissions import private_folder
+from shardmake.launch.container import JobContainer, job_container
 from shardmake.launch.jobs import gpu_options, job_name
 from shardmake.launch.slurm_states import (
     JobState,
@@ -48,6 +50,8 @@ class SlurmJobs:
     slowest_poll: ClassVar[float] = 20.0
     run_folder: Path
     cluster: Cluster
+    run: Run | None = None
+    """The run, whose files the job's container must have."""
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
         """See `Jobs`. The batch script lies in the attempt's ``slurm`` folder."""
@@ -69,11 +73,8 @@ class SlurmJobs:
         return str(executor._make_submission_file_text(executor._submitit_command_str, "preview"))
 
     def _executor(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> Any:
-        from submitit import SlurmExecutor
-
-        executor = SlurmExecutor(folder=folder.slurm)
-        executor.update_parameters(**sbatch_parameters(self.run_folder, self.cluster, plan, excluded))
-        return executor
+        container = job_container(self.cluster, [self.run_folder], [self.run] if self.run else [])
+        return make_executor(folder.slurm, sbatch_parameters(self.run_folder, self.cluster, plan, excluded), container)
 
     def find(self) -> str | None:
         """See `Jobs`."""
@@ -188,6 +189,19 @@ class NodeRequest:
     gpus: int
     cpus: int
     memory_gib: int
+
+
+def make_executor(folder: Path, parameters: dict[str, Any], container: JobContainer | None) -> Any:
+    """Return submitit's executor, whose batch script and pickles are in ``folder``, for jobs in ``container``."""
+    from submitit import SlurmExecutor
+
+    if container is None:
+        executor = SlurmExecutor(folder=folder)
+    else:
+        executor = SlurmExecutor(folder=folder, python=shlex.join(container.python))
+        parameters = parameters | {"srun_args": [*parameters["srun_args"], *container.srun_options]}
+    executor.update_parameters(**parameters)
+    return executor
 
 
 def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Final
 from shardmake.config.models import Cluster, Run
 from shardmake.config.values import minutes
 from shardmake.core.errors import ConfigError
+from shardmake.launch.container import JobContainer
 from shardmake.launch.jobs import gpu_options
 from shardmake.run.plan import Resources
 
@@ -51,16 +52,21 @@ def job_resources(stage: str, run: Run, cluster: Cluster) -> dict[str, str | int
     return {name: value for name, value in resources.items() if value}
 
 
-def job_shell_prefix(cluster: Cluster) -> str:
-    """Return the set-up lines of the jobs for Snakemake's `shell.prefix`, which replaces names in single braces.
+def job_shell_prefix(cluster: Cluster, programs: str = "", container: JobContainer | None = None) -> str:
+    """Return the start of the jobs' commands for Snakemake's `shell.prefix`, which replaces names in single braces.
+
+    After the lines of ``slurm.setup`` come ``programs``, which find the commands of this environment. In a container,
+    a function then stands for the command `shardmake`.
 
     The executor starts jobs through /bin/sh. If that is dash, it drops exported functions such as `module`, which the
     file of the module system defines again.
     """
+    function = f"{container.shell_function}; ".replace("{", "{{").replace("}", "}}") if container else ""
     if not cluster.slurm.setup:
-        return ""
+        return f"{programs}{function}"
     modules = 'type module >/dev/null 2>&1 || [ ! -r "${MODULESHOME:-}/init/bash" ] || . "$MODULESHOME/init/bash"'
-    return "\n".join((modules, *cluster.slurm.setup, "")).replace("{", "{{").replace("}", "}}")
+    setup = "\n".join((modules, *cluster.slurm.setup, "")).replace("{", "{{").replace("}", "}}")
+    return f"{setup}{programs}{function}"
 
 
 def _gpus(cluster: Cluster, count: int) -> dict[str, str | int | None]:

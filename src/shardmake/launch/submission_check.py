@@ -7,6 +7,7 @@ import subprocess
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ConfigError
+from shardmake.launch.container import check_container
 from shardmake.launch.driver_script import PREFIX, batch_script
 from shardmake.launch.slurm_jobs import TRANSIENT, SlurmJobs, run_slurm
 from shardmake.launch.stage_jobs import ON_GPUS, sbatch_command
@@ -24,14 +25,17 @@ _TEMPORARY = re.compile(r"\bbusy\b|not (available|usable) now|\(down, drained or
 def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> None:
     """Let Slurm judge the jobs of the driver, of the training and of the other stages, with their own parameters.
 
-    A job that would wait is not refused. Without an answer, the plan continues.
+    A job that would wait is not refused. Without an answer, the plan continues. The jobs' container is checked before.
 
     Raises:
-        ConfigError: Slurm refuses a job; the message has its words.
+        ConfigError: Slurm refuses a job, and the message has its words; or the container cannot run Shardmake.
     """
     if cluster.executor != "slurm":
         return
-    script = SlurmJobs(rundir.root, cluster).script(AttemptDir(rundir.attempts.absolute() / "NNN"), plan, excluded=[])
+    check_container(cluster, rundir.root, run)
+    script = SlurmJobs(rundir.root, cluster, run).script(
+        AttemptDir(rundir.attempts.absolute() / "NNN"), plan, excluded=[]
+    )
     if cluster.slurm.driver == "job":
         folder = DriverDir(rundir.root.absolute().parent / FOLDER / "NNN")
         _judge("the driver", run_slurm("sbatch", _TEST, stdin=batch_script(cluster, f"{PREFIX}NNN", folder)))

@@ -57,7 +57,7 @@ class Training:
             cluster,
             rundir,
             plan,
-            SlurmJobs(rundir.root, cluster) if cluster.executor == "slurm" else LocalJobs(rundir.root),
+            SlurmJobs(rundir.root, cluster, run) if cluster.executor == "slurm" else LocalJobs(rundir.root),
             result_settings=results,
             settings_digest=settings_digest(results),
             plan_digest=plan.digest,

@@ -252,8 +252,12 @@ def rank_environment(attempt: Attempt, rendezvous: Rendezvous) -> dict[str, str]
 
 
 def _inherited_environment() -> dict[str, str]:
-    """Return the job's environment without the variables of an outer launcher, which would confuse this one."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    """Return the job's environment without the variables of an outer launcher, which would confuse this one.
+
+    The programs of this Python's environment, such as ninja, come first in PATH, which a container's image sets.
+    """
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_VARIABLES)}
+    return inherited | {"PATH": f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"}
 
 
 def _leave_signals_to_worker() -> None:

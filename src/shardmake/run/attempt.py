@@ -41,6 +41,7 @@ class Attempt(RunRecord):
     result_settings: dict[str, str] = Field(
         default_factory=dict, description="These settings as text, by key and without secrets."
     )
+    container: str | None = Field(None, description="Image in which the workers run; None without a container.")
     versions: dict[str, str] = Field(description="Libraries on the login node; every node must have the same.")
     commit: str | None = Field(None, description="Commit of Shardmake's checkout; ends in `-dirty` if it was edited.")
     planned_bandwidth: float | None = Field(

@@ -1,0 +1,205 @@
+"""The commands that run a job in a container, and what is refused before."""
+
+import shlex
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from shardmake.config.models import Cluster, Container, Slurm
+from shardmake.core.errors import ConfigError
+from shardmake.doctor.job import job_parameters, make_request
+from shardmake.launch import container as containers
+from shardmake.launch.container import check_container, distinct_folders, job_container, start_failure
+from shardmake.launch.outcome import Action, Evidence, RetryState, classify, decide
+from shardmake.launch.slurm_jobs import SlurmJobs, make_executor
+from shardmake.launch.stage_jobs import job_shell_prefix
+from shardmake.run.attempt import AttemptDir
+from shardmake.run.attempt_history import EndReason
+from tests.unit.launch.test_stage_jobs import format_as_snakemake
+from tests.unit.plans import make_cluster, make_plan, make_run
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the current one, with caches and code of fixed names below the test's folder."""
+    folder = tmp_path / "my checkout"
+    for name in ("my checkout", "hub", "code"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(containers, "cache_folder", lambda: tmp_path / "missing")
+    monkeypatch.setattr(containers, "code_folder", lambda: tmp_path / "code")
+    return folder
+
+
+def in_container(folder: Path, **changes: Any) -> Cluster:
+    values = {"image": "/images/train.sif", "binds": ["/opt/site:/opt/site:ro"]} | changes
+    return make_cluster(
+        executor="slurm", accelerator="a100-80gb", cache=str(folder.parent / "hub"), scratch="/local",
+        slurm=Slurm(container=Container(**values)),
+    )  # fmt: skip
+
+
+def srun_line(script: str) -> list[str]:
+    (line,) = [line for line in script.splitlines() if line.startswith("srun ")]
+    return shlex.split(line)
+
+
+def test_apptainer_runs_the_worker_with_all_that_it_needs(checkout: Path) -> None:
+    jobs = SlurmJobs(checkout / "runs/demo", in_container(checkout))
+    folder = AttemptDir(checkout / "runs/demo/train/attempts/001")
+    words = srun_line(jobs.script(folder, make_plan("zero3"), excluded=[]))
+    place = str(checkout.parent)
+    start = words.index("apptainer")
+    assert words[start:] == [
+        *("apptainer", "exec", "--nv", "--bind", "/local", "--bind", "/scratch/nvme", "--bind", f"{place}/code"),
+        *("--bind", f"{place}/hub", "--bind", f"{place}/my checkout", "--bind", "/opt/site:/opt/site:ro"),
+        *("--pwd", f"{place}/my checkout", "/images/train.sif"),
+        *("env", "-u", "PYTHONHOME", f"PYTHONPATH={place}/code", "PYTHONNOUSERSITE=1", "python3"),
+        *("-u", "-m", "submitit.core._submit", str(folder.slurm)),
+    ]
+    assert not [word for word in words if word.startswith("--container-")]
+
+
+def test_pyxis_gets_the_container_as_options_of_srun(checkout: Path) -> None:
+    cluster = in_container(checkout, kind="pyxis", image="nvcr.io#nvidia/pytorch:25.10-py3", python="/opt/py/python")
+    folder = AttemptDir(checkout / "runs/demo/train/attempts/001")
+    words = srun_line(SlurmJobs(checkout / "runs/demo", cluster).script(folder, make_plan("zero3"), excluded=[]))
+    place = str(checkout.parent)
+    mounts = f"/local:/local,/scratch/nvme:/scratch/nvme,{place}/code:{place}/code,{place}/hub:{place}/hub"
+    options = [
+        "--container-image=nvcr.io#nvidia/pytorch:25.10-py3",
+        f"--container-mounts={mounts},{place}/my checkout:{place}/my checkout,/opt/site:/opt/site:ro",
+        f"--container-workdir={place}/my checkout",
+    ]
+    start = words.index(options[0])
+    assert words[start : start + 3] == options
+    assert words[start + 3 :] == [
+        *("env", "-u", "PYTHONHOME", f"PYTHONPATH={place}/code", "PYTHONNOUSERSITE=1", "/opt/py/python"),
+        *("-u", "-m", "submitit.core._submit", str(folder.slurm)),
+    ]
+    container = job_container(cluster)
+    assert container
+    step = shlex.split(container.shell_function.removeprefix("shardmake() { ").removesuffix("; }"))
+    assert step == [
+        *("srun", "--overlap", "--nodes=1", "--ntasks=1", *options, "--cpus-per-task=${SLURM_CPUS_PER_TASK:-1}"),
+        *(*words[start + 3 : -4], "-m", "shardmake.cli", "$@"),
+    ]
+
+
+def test_the_nodes_of_doctor_are_checked_in_the_container(checkout: Path) -> None:
+    request = make_request(in_container(checkout), 2, build_kernels=False)
+    container = job_container(request.cluster, [checkout / "logs"])
+    executor = make_executor(checkout / "logs", job_parameters(request), container)
+    text = executor._make_submission_file_text(executor._submitit_command_str, "x")
+    assert " apptainer exec --nv " in text and request.environment is None
+
+
+def test_the_function_of_a_stage_keeps_words_and_status(checkout: Path, tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    (programs / "apptainer").write_text('#!/bin/sh\nwhile [ "$1" != -m ]; do shift; done\nprintf "%s|" "$@"\nexit 3\n')
+    (programs / "apptainer").chmod(0o755)
+    prefix = job_shell_prefix(in_container(checkout), "set -euo pipefail; ", job_container(in_container(checkout)))
+    script = f"{format_as_snakemake(prefix)}shardmake data 'a run' --cpus 2 2>&1 | cat"
+    done = subprocess.run(
+        ["bash", "-c", script], env={"PATH": f"{programs}:/usr/bin:/bin"}, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (3, "-m|shardmake.cli|data|a run|--cpus|2|")
+
+
+def test_links_are_bound_by_name_and_by_target(tmp_path: Path) -> None:
+    for name in ("home/data", "big/runs/demo", "other"):
+        (tmp_path / name).mkdir(parents=True)
+    (tmp_path / "home/runs").symlink_to(tmp_path / "big/runs")
+    (tmp_path / "other/train.jsonl").write_text("{}")
+    (tmp_path / "home/data/train.jsonl").symlink_to(tmp_path / "other/train.jsonl")
+    named = [tmp_path / "home", tmp_path / "home/runs/demo", tmp_path / "home/data/train.jsonl", Path("/node/local")]
+    expected = ["/node/local", *(str(tmp_path / name) for name in ("big/runs/demo", "home", "other"))]
+    assert [str(path) for path in distinct_folders(named)] == sorted(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"image": "missing.sif"}, "missing.sif': there is no such file. Name an image"),
+        ({"image": "/images/x.sqsh", "kind": "pyxis"}, "'/images/x.sqsh': there is no such file"),
+    ],
+)
+def test_a_missing_image_is_refused_at_plan(checkout: Path, changes: dict[str, str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_container(in_container(checkout, **changes), checkout / "runs/demo", make_run())
+
+
+def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> None:
+    (checkout.parent / "hub").rename(checkout.parent / "a:b")
+    cluster = in_container(checkout, image="docker://x").model_copy(update={"cache": str(checkout.parent / "a:b")})
+    with pytest.raises(ConfigError, match=r"a:b' cannot be bound, because apptainer separates paths at ':'"):
+        check_container(cluster, checkout / "runs/demo", make_run())
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        ("echo 'env: python3: No such file or directory' >&2; exit 127", "cannot run Shardmake: env: python3: No such"),
+        ("""echo '{"torch": "1.0"}'""", "torch is 1.0 in the container and .* on the login node; .*shardmake is not"),
+        ("echo 'FATAL: no user namespace' >&2; exit 255", None),
+    ],
+)
+def test_the_image_is_tried_on_a_login_node_with_apptainer(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str, words: str | None
+) -> None:
+    (tmp_path / "apptainer").write_text(f"#!/bin/sh\n{answer}\n")
+    (tmp_path / "apptainer").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    (checkout / "x.sif").touch()
+    if words is None:
+        check_container(in_container(checkout, image="x.sif"), checkout / "runs/demo", make_run())
+        return
+    with pytest.raises(ConfigError, match=words):
+        check_container(in_container(checkout, image="x.sif"), checkout / "runs/demo", make_run())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"container": {"image": "x", "binds": ["data:/data"]}}, "'data' is not an absolute path"),
+        ({"container": {"image": "x", "binds": ["/a,/b"]}}, "is not SOURCE"),
+        ({"container": {"image": "x", "binds": ["/a:/b:rx"]}}, "is not SOURCE"),
+        ({"container": {"image": "x", "kind": "docker"}}, "apptainer"),
+    ],
+)
+def test_a_container_that_no_program_can_start_is_refused(change: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        make_cluster(executor="slurm", slurm=change)
+
+
+def test_a_container_without_slurm_or_with_pythonpath_is_refused() -> None:
+    section = {"container": {"image": "x.sif"}}
+    with pytest.raises(ValidationError, match="no effect with `executor: local`"):
+        make_cluster(slurm=section)
+    with pytest.raises(ValidationError, match=r"env: PYTHONPATH cannot be combined with slurm\.container"):
+        make_cluster(executor="slurm", slurm=section, env={"PYTHONPATH": "/mine"})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "FATAL:   could not open image /x.sif: no such file or directory",
+        "/opt/python3: No module named submitit",
+        "env: 'python3': No such file or directory",
+        "/var/spool/slurmd/job7/slurm_script: line 20: apptainer: command not found",
+        "slurmstepd-c1: error: pyxis: failed to import docker image",
+        "srun: unrecognized option '--container-image=x'",
+    ],
+)
+def test_a_container_that_does_not_start_stops_the_training_with_its_reason(line: str) -> None:
+    found = start_failure(["INFO: starting", line, "srun: error: c1: task 0: Exited with exit code 1"])
+    evidence = Evidence(
+        finished=False, stop_file=False, stopped=False, slurm_state="FAILED", exits=[], errors=[], start_failure=found
+    )
+    outcome = classify(evidence)
+    assert outcome.end is EndReason.SETUP and line in outcome.message
+    assert decide(outcome, RetryState(idle_attempts=1, has_fallback=True)) is Action.STOP
