@@ -190,6 +190,71 @@ def test_every_earlier_check_exists() -> None:
             assert name in {getattr(node, "name", "") for node in ast.walk(tree)}, (row, why)
 
 
+class Sources:
+    """What each module of the source tree defines and imports, to follow calls by name."""
+
+    def __init__(self) -> None:
+        self.trees = {str(path.relative_to(SOURCES)): ast.parse(path.read_text()) for path in SOURCES.rglob("*.py")}
+        self.imports = {module: dict(self._imports(tree)) for module, tree in self.trees.items()}
+        self.definitions = {module: dict(self._definitions(tree)) for module, tree in self.trees.items()}
+
+    def _definitions(self, tree: ast.Module) -> Iterator[tuple[str, ast.AST]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                yield node.name, node
+        for node in tree.body:  # constants
+            for target in getattr(node, "targets", [getattr(node, "target", None)]):
+                if isinstance(target, ast.Name):
+                    yield target.id, node
+
+    def _imports(self, tree: ast.AST) -> Iterator[tuple[str, tuple[str, str]]]:
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardmake"):
+                for alias in node.names:
+                    yield alias.asname or alias.name, (str(node.module), alias.name)
+
+    def resolve(self, package: str, name: str) -> tuple[str, str]:
+        """Return the module that defines ``name`` of ``package``, which may be a module or import it from one."""
+        folder = "/".join(package.split(".")[1:])
+        module = next((file for file in (f"{folder}.py", f"{folder}/__init__.py") if file in self.trees), "__init__.py")
+        if name not in self.definitions[module] and name in self.imports[module]:
+            return self.resolve(*self.imports[module][name])
+        return module, name
+
+    def used_by(self, module: str, name: str) -> Iterator[tuple[str, str]]:
+        """Yield what a function uses. A method counts in its own module and in those that the module imports from."""
+        names = self.imports[module]
+        for node in ast.walk(self.definitions.get(module, {}).get(name, ast.Pass())):
+            if isinstance(node, ast.Name):
+                yield self.resolve(*names[node.id]) if node.id in names else (module, node.id)
+            elif isinstance(node, ast.Attribute):
+                yield module, node.attr
+                if isinstance(node.value, ast.Name) and node.value.id in names:
+                    yield self.resolve(".".join(names[node.value.id]), node.attr)
+                yield from (self.resolve(package, node.attr) for package, _ in names.values())
+            elif isinstance(node, ast.Constant) and str(node.value).startswith("shardmake."):  # run as a process
+                child, _ = self.resolve(str(node.value), "")
+                yield from ((child, defined) for defined in self.definitions[child])
+
+    def reached_by_plan(self) -> set[tuple[str, str]]:
+        """Return every module and name that `shardmake plan` uses, directly or in what it calls."""
+        reached, new = set[tuple[str, str]](), {("cli.py", "plan")}
+        while new:
+            reached |= new
+            new = {used for one in new for used in self.used_by(*one)} - reached
+        return reached
+
+
+def test_plan_makes_every_earlier_check() -> None:
+    sources = Sources()
+    reached = sources.reached_by_plan()
+    for row, why in TABLE.items():
+        if isinstance(why, str):
+            module, _, name = (row if why == "cli.py:plan" else why).partition(":")
+            checks = [name] if name else sources.definitions[module]
+            assert reached & {(module, check) for check in checks}, f"`shardmake plan` does not call {module}:{name}"
+
+
 def test_the_configuration_and_the_plan_are_not_later() -> None:
     """They come first, so their refusals need no row."""
     assert not any(row.startswith(("config/", "plan/", "fetch/")) for row in TABLE)
