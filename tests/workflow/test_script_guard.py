@@ -151,6 +151,7 @@ def test_programs_train_as_planned(
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--load_dtype", "bfloat16"], "found bfloat16"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "same"], "Ranks 0 and 1 got the same rows"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "reversed"], "got some of the same rows"),
+        ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "shuffled"], "0 and 1 both shuffle the same data"),
         ("zero2", "native_deepspeed.py", [*NATIVE[:8], "OWN_FILE", *NATIVE[9:]], "zero_stage: planned 2, found 3"),
         ("zero2", "native_deepspeed.py", [*NATIVE, "--batch_size", "4"], "found 16 sequences, 2 ranks x 4 x 2"),
         ("zero2", "plain_torch.py", TORCH, "engine: planned deepspeed, found ddp"),

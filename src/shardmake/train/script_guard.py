@@ -23,6 +23,7 @@ from shardmake.run.trained_engine import ScriptApi, TrainedEngine
 from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
 from shardmake.train.engine_check import describe_engine, environment_report, is_deepspeed_engine
+from shardmake.train.row_source import digest_source, find_shared_source
 
 logger = logging.getLogger(__name__)
 _ENGINES: Final = {"DEEPSPEED": DEEPSPEED, "FSDP": FSDP, "MULTI_GPU": DDP, "MULTI_CPU": DDP, "NO": DDP}
@@ -158,11 +159,17 @@ class ScriptGuard:
         self._check({"world_size": world_size})
         self.check_batch()
 
-    def check_rows(self, inputs: Any) -> None:
-        """Check that the ranks got different rows for their first forward pass, and tensor-parallel ranks the same."""
+    def check_rows(self, inputs: Any, loader: Any = None) -> None:
+        """Check that the ranks got different rows for their first forward pass, and tensor-parallel ranks the same.
+
+        ``loader`` is torch's loader that yielded them: ranks that each shuffle the whole data differ at first only.
+        """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        digests = first_batch.exchange(first_batch.digest_rows(inputs))
+        answers = first_batch.exchange(f"{first_batch.digest_rows(inputs)};{digest_source(loader)}")
+        digests = None if answers is None else [answer.partition(";")[0] for answer in answers]
+        if answers is not None:
+            self._check_sources([answer.partition(";")[2] for answer in answers])
         if digests is None or not all(digests):
             logger.warning("The ranks' first rows were not compared: a rank has none, or did not train in time.")
             return
@@ -183,6 +190,17 @@ class ScriptGuard:
             "trained. The ranks of a group share each layer's matrices and need the same rows: prepare the data loader "
             "after the mesh of tensor-parallel ranks."
         )
+
+    def _check_sources(self, sources: list[str]) -> None:
+        """Check that no two ranks draw all rows of the same data in random orders."""
+        ranks = find_shared_source(sources, self.choice.tensor_parallel)
+        if ranks is not None:
+            raise EngineMismatchError(
+                f"Ranks {ranks[0]} and {ranks[1]} both shuffle the same data, and each would train on all rows of it. "
+                "Nothing was trained. Every rank needs rows of its own: pass the data loader to accelerator.prepare, "
+                "or give it a torch.utils.data.DistributedSampler. A script that draws rows independently on purpose "
+                "uses RandomSampler(replacement=True)."
+            )
 
     def check_batch(self) -> None:
         """Check the global batch, if it is known; report another split of the same one."""

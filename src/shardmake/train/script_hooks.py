@@ -22,6 +22,7 @@ def install_hooks(context: RankContext) -> ImportHooks:
     hooks = ImportHooks()
     observer = ScriptObserver(context)
     hooks.after("torch", observer.hook_torch)
+    hooks.after("torch.utils.data.dataloader", observer.hook_data_loader)
     hooks.after("torch.distributed.fsdp", observer.hook_fsdp)
     hooks.after("accelerate.accelerator", observer.hook_accelerator)
     hooks.after("accelerate.utils.dataclasses", observer.hook_fsdp_plugin)
@@ -68,6 +69,8 @@ class ScriptObserver:
         """Hook, model and precision of every prepared model, by the model's id."""
         self.model: Any = None
         """The model of the first training pass."""
+        self.loader: Any = None
+        """The data loader that the script last started to read before the first training pass."""
         self.backward_passes = 0
 
     @property
@@ -167,6 +170,18 @@ class ScriptObserver:
         ddp.__init__, tensor.backward = watch, count
         handle = register_optimizer_step_pre_hook(check)
 
+    def hook_data_loader(self, module: Any) -> None:
+        """Watch which data loader the script reads."""
+        iterate = module.DataLoader.__iter__
+
+        @wraps(iterate)
+        def watch(loader: Any) -> Any:
+            if self.model is None:
+                self.loader = loader
+            return iterate(loader)
+
+        module.DataLoader.__iter__ = watch
+
     def hook_fsdp(self, module: Any) -> None:
         """Watch the models of both versions of FSDP."""
         fsdp, shard = module.FullyShardedDataParallel, module.fully_shard
@@ -238,7 +253,8 @@ class ScriptObserver:
         self.model = model
         self.guard.check_model(model, active_autocast(model) if self.guard.api == "torch" else precision)
         inputs = (kwargs, args)
-        self.guard.check_rows(inputs)
+        self.guard.check_rows(inputs, self.loader)
+        self.loader = None
         if not self.guard.declared_by_trainer:
             self.guard.batch = self.declared_batch(inputs)
             self.guard.check_batch()

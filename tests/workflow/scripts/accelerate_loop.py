@@ -24,7 +24,7 @@ parser.add_argument("--die_after", type=int)
 parser.add_argument("--load_dtype", default="float32")
 parser.add_argument("--precision", help="mixed_precision of the Accelerator")
 parser.add_argument("--own_plugin", help="a DeepSpeed file for a plugin, with bf16")
-parser.add_argument("--own_loader", choices=["same", "reversed"], help="each rank reads all rows, in this order")
+parser.add_argument("--own_loader", choices=["same", "reversed", "shuffled"], help="each rank reads all rows")
 parser.add_argument("--state_dict", action="store_true", help="save the gathered weights")
 
 
@@ -45,7 +45,9 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.load_dtype)
-    loader = DataLoader(read_examples(args.data, tokenizer), batch_size=args.batch_size)
+    order = torch.Generator().manual_seed(accelerator.process_index)
+    shuffled = {"shuffle": True, "generator": order} if args.own_loader == "shuffled" else {}
+    loader = DataLoader(read_examples(args.data, tokenizer), batch_size=args.batch_size, **shuffled)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     if args.own_loader:
         model, optimizer = accelerator.prepare(model, optimizer)
