@@ -191,7 +191,7 @@ def test_every_earlier_check_exists() -> None:
 
 
 class Sources:
-    """What each module of the source tree defines and imports, to follow calls by name."""
+    """The definitions and imports of each module of the source tree, to follow calls by name."""
 
     def __init__(self) -> None:
         self.trees = {str(path.relative_to(SOURCES)): ast.parse(path.read_text()) for path in SOURCES.rglob("*.py")}
