@@ -174,6 +174,9 @@ def estimate(
     micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
     strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. Default: all.")] = None,
     gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without. Default: both.")] = None,
+    activation_offload: Annotated[
+        bool, typer.Option("--activation-offload", help="Hold the inputs of checkpointed layers in host memory.")
+    ] = False,
     attention: Annotated[
         Attention | None, typer.Option(help="Attention kernel. Default: the fastest that model and GPU support.")
     ] = None,
@@ -233,6 +236,7 @@ def estimate(
         micro_batch=micro_batch,
         strategies=strategy or (),
         gradient_checkpointing=gradient_checkpointing,
+        activation_offload=activation_offload,
         attention=attention,
         precision=precision,
         optimizer=optimizer,

@@ -30,6 +30,7 @@ from shardmake.memory.model import Model, Split
 from shardmake.memory.probe import probe
 from shardmake.memory.read_config import read_model
 from shardmake.memory.stack import parse_stack
+from shardmake.plan.abilities import check_activation_offload
 from shardmake.plan.candidates import Candidate, choices
 from shardmake.plan.choose import choose, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
@@ -62,6 +63,7 @@ class EstimateRequest:
     micro_batch: int = 1
     strategies: Sequence[str] = ()
     gradient_checkpointing: bool | None = None
+    activation_offload: bool = False
     attention: Attention | None = None
     """None: the fastest that the model's class and the GPU support."""
     precision: Precision = "bf16"
@@ -208,7 +210,9 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     stack = parse_stack(request.stack)
     run = _run(request)
     check_refused(read_user_files(run), run)
-    settings = resolve(run, _cluster(request))
+    cluster = _cluster(request)
+    settings = resolve(run, cluster)
+    check_activation_offload(run, cluster, settings.model)
     fastest = settings.abilities.best_attention(kernels_of(settings.hardware, settings.precision), packing=False)
     attention = request.attention or fastest
     return replace(
@@ -242,7 +246,8 @@ def _run(request: EstimateRequest) -> Run:
             "gradient_dtype": request.gradient_dtype,
             "attention": request.attention or "auto",
             "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
-            "loss": "plain" if request.loss == "plain" else "fused",
+            "activation_offload": request.activation_offload,
+            "loss": request.loss,
             "method": request.method,
             "lora": {
                 "rank": request.lora_rank,
@@ -359,13 +364,21 @@ def smallest_change(request: EstimateRequest) -> str:
     length = request.sequence_length or DEFAULT_LENGTH
     kinds = [*_levers(request), *changes(request.nodes, length, request.method, request.optimizer)]
     found = suggestions(kinds, outcome)
-    lines = [f"--{setting.replace('_', '-')} {value}: {text}" for setting, value, text in found]
+    lines = [f"{_option(setting, value)}: {text}" for setting, value, text in found]
     return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
+
+
+def _option(setting: str, value: Any) -> str:
+    """Return the option of the command line that gives ``setting`` the value; a flag has none."""
+    name = f"--{setting.replace('_', '-')}"
+    return name if value is True else f"{name} {value}"
 
 
 def _levers(request: EstimateRequest) -> Iterator[Kind]:
     """Yield the options that cost nothing: the training has the same steps, up to rounding."""
     if request.loss == "plain":
         yield "loss", ["fused", "chunked"]
+    if not request.activation_offload:
+        yield "activation_offload", [True]
     if request.micro_batch > 1:
         yield "micro_batch", [request.micro_batch >> power for power in range(1, request.micro_batch.bit_length())]

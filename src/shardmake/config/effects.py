@@ -87,7 +87,12 @@ EFFECTS: Final = (
     ),
     Effect(changes=("evaluate",), reads=("plan",), keys=("evaluation.",)),
     Effect(changes=("push",), reads=("plan",), keys=("push.",)),
-    Effect(changes=(), reads=(), keys=("notify.",)),  # no stage works differently with it
+    # No stage works differently with these.
+    Effect(
+        changes=(),
+        reads=(),
+        keys=("notify.", *(f"cluster.slurm.driver{part}" for part in ("", "_time_limit", "_memory_gib"))),
+    ),
 )
 """Every key in one row. A key that is named stands before the section that has it."""
 

@@ -1,7 +1,7 @@
 import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -154,11 +154,23 @@ def test_estimate_and_plan_agree_to_the_byte(
 ) -> None:
     request, cluster = hardware(model)
     request = replace(request, strategies=[strategy], gradient_checkpointing=checkpointing, fsdp_version=fsdp_version)
+    assert_agree(request, cluster)
+
+
+@pytest.mark.parametrize("settings", [{"loss": "chunked"}, {"activation_offload": True}], ids=str)
+def test_estimate_and_plan_agree_on_what_long_sequences_need(settings: dict[str, Any], model: str) -> None:
+    request, cluster = hardware(model)
+    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **settings), cluster)
+
+
+def assert_agree(request: EstimateRequest, cluster: Cluster) -> None:
+    """Assert that the plan of a run with one candidate has the bytes and seconds of the estimate."""
     (estimated,) = estimate(request).as_json()["candidates"]
     run = Run(
-        model=model, data={"train": "train.jsonl"}, sequence_length=4096, global_batch_size=4, max_steps=100,
-        learning_rate=1e-4, strategy=strategy, gradient_checkpointing=checkpointing, fsdp_version=fsdp_version,
-        nodes=2, attention="sdpa",
+        model=request.model, data={"train": "train.jsonl"}, sequence_length=4096, global_batch_size=4, max_steps=100,
+        learning_rate=1e-4, strategy=request.strategies[0], gradient_checkpointing=request.gradient_checkpointing,
+        fsdp_version=request.fsdp_version, nodes=2, attention="sdpa", loss=request.loss,
+        activation_offload=request.activation_offload,
     )  # fmt: skip
     (candidate,) = make_plan("run", run, cluster)[1].candidates
     planned = candidate.model_dump(mode="json")
@@ -184,6 +196,18 @@ def test_the_smallest_change_is_suggested_if_nothing_fits(model: str) -> None:
     assert not any(row.fits for row in result.rows)
     assert result.advice is not None
     assert "--sequence-length" in result.advice
+
+
+def test_a_flag_that_helps_is_suggested_without_a_value(model: str) -> None:
+    sizes = {"gpus_per_node": 1, "sequence_length": 65536, "loss": "chunked", "method": "lora"}
+    request = EstimateRequest(model, gpu_memory=1024.0, **sizes)  # type: ignore[arg-type]
+    kept, offloaded = (
+        min(row.memory.gpu.device for row in estimate(replace(request, activation_offload=offload)).rows)
+        for offload in (False, True)
+    )
+    result = estimate(replace(request, gpu_memory=(kept + offloaded) / 2 / 2**30))
+    assert result.advice is not None
+    assert "--activation-offload: " in result.advice
 
 
 BAD = [
