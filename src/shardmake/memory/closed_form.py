@@ -27,6 +27,8 @@ class Profile:
 
     forward: int
     loss: int
+    head: int
+    """The backward pass of the loss and the head."""
     last_layer: int
     first_layer: int
 
@@ -58,7 +60,7 @@ def _with_layers(scenario: Scenario, shape: Decoder, layers: int) -> Profile:
 def of_events(events: StepEvents, layers: int) -> Profile:
     """Return the peaks of a micro step's own allocations; a weight's gradient is dropped when it is complete."""
     sizes: dict[int, int] = {}
-    peaks = {"forward": 0, "loss": 0, "last": 0, "first": 0}
+    peaks = {"forward": 0, "loss": 0, "head": 0, "last": 0, "first": 0}
     live, phase = 0, "forward"
     for event in events:
         kind = event[0]
@@ -70,9 +72,13 @@ def of_events(events: StepEvents, layers: int) -> Profile:
             live -= sizes.pop(event[1])
         elif kind == "forward end" and event[1] == layers - 1 and phase == "forward":
             phase = "loss"
+        elif kind == "backward":
+            phase = "head"
         elif kind == "backward block":
             phase = "last" if event[1] == layers - 1 else "first"
-    return Profile(peaks["forward"], peaks["loss"], peaks["last"], max(peaks["first"], 0) or peaks["last"])
+    return Profile(
+        peaks["forward"], peaks["loss"], peaks["head"], peaks["last"], max(peaks["first"], 0) or peaks["last"]
+    )
 
 
 def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[str, Terms]:
@@ -80,7 +86,10 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     base = states.resident(scenario, buckets)
     whole = {"accumulated gradients": states.gradients(scenario)}
     held = whole if scenario.accumulation > 1 or scenario.behavior.keeps_gradients else {}
-    bucket = {"gradients before reduction": states.bucket_bytes(scenario, buckets)}
+    bucket = {
+        "gradients before reduction": states.bucket_bytes(scenario, buckets),
+        "gradients": base.get("gradients", 0) + states.added_gradients(scenario),
+    }
     head, layer = _gathered(scenario, buckets)
     parts = trained_units(scenario)
     first, last = (
@@ -94,7 +103,8 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     loading = states.frozen_bytes(scenario) if scenario.loads_on_gpu and scenario.gathers_parameters else 0
     return {
         "load": {"weights during loading": loading},
-        "cross entropy": {**base, **held, **head, **flat, "activations": activations.loss},
+        "cross entropy": {**base, **held, **_with_flat(scenario, head), "activations": activations.loss},
+        "backward of the head": {**base, **held, **head, **flat, "activations": activations.head},
         "backward of the last layer": {
             **base, **held, **layer, **bucket, **last, "activations": activations.last_layer
         },
@@ -128,6 +138,13 @@ def _gathered(scenario: Scenario, buckets: Buckets) -> tuple[Terms, Terms]:
     tied = sizes.get(EMBEDDING, 0) if scenario.fsdp_version == 1 else 0
     loss = head + tied + (2 * layer if scenario.extra_forwards else 0)
     return _term(compute * loss), _term(compute * (head + tied + 2 * layer))
+
+
+def _with_flat(scenario: Scenario, gathered: Terms) -> Terms:
+    """Return the gathered weights with the flat buffer of FSDP2's last all-gather, which stays until the loss ends."""
+    if not scenario.is_fsdp or scenario.fsdp_version == 1 or scenario.shards == 1:
+        return gathered
+    return _term(gathered["gathered weights"] + scenario.compute * units(scenario).get(HEAD, 0))
 
 
 def _term(size: int) -> Terms:

@@ -59,10 +59,13 @@ class Fsdp2Memory(DdpMemory):
     def before_head(self) -> None:
         """Gather norm and head, which stay until their backward pass."""
         self._gather(HEAD)
-        self._drop_flat()
 
     def start_backward(self) -> None:
-        """Begin with the loss; the head has not begun."""
+        """Begin with the loss; the head has not begun.
+
+        The last flat buffer is freed when the root's forward pass has ended, after the loss (``_post_forward``).
+        """
+        self._drop_flat()
         self._begun = False
 
     def before_backward(self, block: int) -> None:

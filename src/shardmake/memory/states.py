@@ -266,11 +266,42 @@ def gradients(scenario: Scenario) -> int:
     if scenario.zero_stage == 1:
         return scenario.compute * trained
     if scenario.zero_stage == 2:
-        is_on_host = scenario.offloads_optimizer and not keeps_flat_gradients(scenario)
-        return 0 if is_on_host else scenario.gradient * ceil(trained / n)
+        return partition_gradients(scenario)
     if scenario.zero_stage == 3 or (scenario.is_fsdp and scenario.offloads_parameters):
         return 0
     return trained_bytes(scenario) * (ceil(trained / n) if scenario.is_fsdp else trained)
+
+
+def partition_gradients(scenario: Scenario) -> int:
+    """Return the bytes of ZeRO-2's gradients of this rank's part, on the rank that has the most.
+
+    ``copy_grads_in_partition`` keeps each tensor of which a rank has an element as a whole. The flat fp32 buffer has
+    the part only (`keeps_flat_gradients`). Under offload the part is in host RAM.
+    """
+    part = ceil(scenario.split.trainable / scenario.shards)
+    if keeps_flat_gradients(scenario):
+        return scenario.gradient * part
+    return 0 if scenario.offloads_optimizer else scenario.gradient * largest_touched(scenario, part)
+
+
+def added_gradients(scenario: Scenario) -> int:
+    """Return the bytes of ZeRO-2's gradients of one micro step, beside those of earlier ones that they are added to.
+
+    Source: ``independent_gradient_partition_epilogue``, ``avg_new``.
+    """
+    apart = scenario.zero_stage == 2 and scenario.accumulation > 1 and not keeps_flat_gradients(scenario)
+    return partition_gradients(scenario) if apart else 0
+
+
+def largest_touched(scenario: Scenario, part: int) -> int:
+    """Return the most elements of trained tensors that lie partly or as a whole in one of the parts of ``part``."""
+    touched = dict.fromkeys(range(scenario.shards), 0)
+    start = 0
+    for tensor in trained_tensors(scenario):
+        for rank in range(start // part, (start + tensor.numel - 1) // part + 1):
+            touched[rank] += tensor.numel
+        start += tensor.numel
+    return max(touched.values())
 
 
 def bucket_bytes(scenario: Scenario, buckets: Buckets) -> int:

@@ -67,6 +67,8 @@ class Zero12Memory(ZeroMemory):
 
     def start_backward(self) -> None:
         """Allocate the buckets, which exist during a backward pass."""
+        self._reserved = False
+        self._added: int | None = None  # gradients of this micro step
         count = 2 if self.buckets.overlap_comm else 1
         size = self.scenario.compute * self.buckets.reduce_bucket_size
         self._ipg = [self.timeline.alloc(size, "communication buffers") for _ in range(count)]
@@ -89,9 +91,15 @@ class Zero12Memory(ZeroMemory):
         return True
 
     def _reserve_part(self) -> None:
-        is_on_host = self.scenario.offloads_optimizer and not states.keeps_flat_gradients(self.scenario)
-        if "part" not in self.gradients and not is_on_host:
-            self.gradients["part"] = self.timeline.alloc(self.scenario.gradient * sum(self._groups()), "gradients")
+        """Allocate the part's gradients at the first one; those of a later micro step are added to them at its end."""
+        size = states.partition_gradients(self.scenario)
+        if self._reserved or not size:
+            return
+        self._reserved = True
+        if "part" not in self.gradients:
+            self.gradients["part"] = self.timeline.alloc(size, "gradients")
+        elif states.added_gradients(self.scenario):
+            self._added = self.timeline.alloc(size, "gradients")
 
     def _release_large(self) -> None:
         if self._large is not None:
@@ -99,8 +107,10 @@ class Zero12Memory(ZeroMemory):
             self._large = None
 
     def end_backward(self) -> None:
-        """Free the buckets."""
+        """Free the buckets, and the gradients that were added to those of earlier micro steps."""
         self._release_large()
+        if self._added is not None:
+            self.timeline.free(self._added)
         for key in self._ipg:
             self.timeline.free(key)
 

@@ -86,7 +86,7 @@ def test_every_term_is_explained(model: str, method: Method, gradient_dtype: Gra
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_every_term_beside_a_reference_model_is_explained(strategy: Strategy) -> None:
     setup = scenario(strategy=strategy, reference_weights=True, gathers_on_save=True, checkpoint_in_memory=True)
-    phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1))
+    phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1, 1))
     assert {term for terms in phases.values() for term in terms} <= set(GPU_TERMS)
     assert set(host_terms(setup, Buckets())) <= set(HOST_TERMS)
 

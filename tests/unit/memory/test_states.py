@@ -42,7 +42,7 @@ def test_states_match_the_papers(strategy: str) -> None:
 @pytest.mark.parametrize(
     ("strategy", "more"),
     [
-        ("zero2", 2 * P / 8),  # the flat part
+        ("zero2", 4 * P / 8 - 2 * states.largest_touched(scenario(strategy="zero2"), -(-P // 8))),  # the flat part
         ("zero2-offload", 4 * P / 8),  # the flat part, which is on the host with gradients in 16 bits
         ("zero3", 2 * P / 8 + 2 * BUCKETS.reduce_bucket_size),
         ("zero3-offload", 2 * BUCKETS.reduce_bucket_size),
@@ -56,6 +56,14 @@ def test_gradients_in_fp32(strategy: str, more: float) -> None:
         return sum(states.resident(case, BUCKETS).values()) + states.gradients(case)
 
     assert held("fp32") - held("bf16") == pytest.approx(more, abs=16)
+
+
+def test_zero2_keeps_tensors_whole_of_which_a_rank_has_a_part() -> None:
+    """DeepSpeed's ``copy_grads_in_partition``: on 64 ranks, four share the embedding, and each has all of it."""
+    embedding = 128256 * 4096
+    held = states.gradients(scenario(strategy="zero2", nodes=8))
+    assert 2 * embedding < held < 2 * (embedding + P / 64 + 14336 * 4096)
+    assert held < states.gradients(scenario(strategy="zero2")) < 2 * P / 8 + 2 * embedding
 
 
 def test_reduction_in_fp32() -> None:

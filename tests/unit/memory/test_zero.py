@@ -2,8 +2,9 @@ from dataclasses import replace
 
 import pytest
 
+from shardmake.memory import states
 from shardmake.memory.timeline import REDUCTION, Timeline
-from shardmake.memory.zero import REDUCTIONS, Zero3Memory
+from shardmake.memory.zero import REDUCTIONS, Zero3Memory, Zero12Memory
 from tests.unit.memory.llama_8b import BUCKETS, MODEL, scenario
 
 LARGE = [tensor for tensor in MODEL.tensors if tensor.numel > BUCKETS.reduce_bucket_size]
@@ -48,3 +49,19 @@ def test_several_gradients_are_copied_from_the_bucket_in_one_piece(memory: Zero3
     memory.end_backward()
     copies = [size for _, size, stream in memory.timeline.events if stream == REDUCTION and size > 0]
     assert copies == ([2 * 4096 * count] if count > 1 else [])
+
+
+@pytest.mark.parametrize(("accumulation", "copies"), [(1, 1), (2, 2)])
+def test_zero2_adds_a_micro_steps_gradients_to_those_of_earlier_ones(accumulation: int, copies: int) -> None:
+    case = scenario(strategy="zero2", accumulation=accumulation)
+    zero = Zero12Memory(case, BUCKETS, Timeline())
+    zero.load()
+    held = []
+    for _ in range(accumulation):
+        zero.start_backward()
+        zero.gradient(SMALL[0].name, 2 * SMALL[0].numel, None)
+        held.append(zero.timeline._terms["gradients"])
+        zero.end_backward()
+    part = states.partition_gradients(case)
+    assert held[-1] == pytest.approx(copies * part, abs=1024)
+    assert zero.timeline._terms["gradients"] == pytest.approx(part, abs=512)
