@@ -200,7 +200,10 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
     for error in FAMILY_ERRORS.values():
         yield (
             f"error of {error.name} trainings",
-            (f"{error.typical:.1%} (median of {error.runs} published runs), one in ten {error.largest:.1%} too low"),
+            (
+                f"{error.typical:.1%} (median of {error.runs} published runs), 19 in 20 needed at most "
+                f"{error.largest:.1%} more"
+            ),
         )
     yield "versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "deepspeed"))
 
@@ -222,7 +225,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
         adapter_weights=stack.adapter_weights(settings.precision),
         masked=stack.mask != "none",
         loads_on_gpu=stack.load != "host",
-        behavior=stack.behavior(fused_loss=request.loss == "fused"),
+        behavior=stack.behavior(),
     )
 
 

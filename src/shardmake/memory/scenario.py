@@ -33,8 +33,6 @@ class LibraryBehavior:
     """SDPA's output is copied to be contiguous (transformers before 4.48)."""
     foreach_optimizer: bool = False
     """The optimizer is torch's foreach implementation; its temporaries are as large as the trained weights."""
-    liger_layers: bool = True
-    """The fused loss is Liger's, whose RMSNorm, SwiGLU and rotary embedding come with it (Trainer's default)."""
     keeps_gradients: bool = False
     """Gradients are zeroed, not dropped, after a step (torch before 2.0)."""
     softmax_saves_input: bool = False
@@ -170,8 +168,8 @@ class Scenario:
 
     @property
     def fused_layers(self) -> bool:
-        """True if the layers use Liger's kernels."""
-        return self.loss == "fused" and self.behavior.liger_layers
+        """True if the layers use Liger's kernels, which come with its fused loss (Trainer's default)."""
+        return self.loss == "fused"
 
     @property
     def adapter_compute(self) -> Precision:

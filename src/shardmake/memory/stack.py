@@ -61,7 +61,7 @@ class Stack:
         casts = self.peft is not None and Version("0.7") <= self.peft < Version("0.11")
         return precision if casts else "fp32"
 
-    def behavior(self, *, fused_loss: bool = False) -> LibraryBehavior:
+    def behavior(self) -> LibraryBehavior:
         """Return how these libraries behave.
 
         Sources in transformers: ``modeling_llama.py`` returns fp32 logits up to 4.45. ``ForCausalLMLoss`` copies the
@@ -78,7 +78,6 @@ class Stack:
             expands_keys=not self._has("transformers", "4.54"),
             copies_attention=not self._has("transformers", "4.48"),
             foreach_optimizer=self.optimizer == "foreach" or (self.optimizer is None and not fused),
-            liger_layers=fused_loss,
             keeps_gradients=not self._has("torch", "2.0"),
             softmax_saves_input=not self._has("torch", "1.12"),
             autocast=self.autocast != "no",

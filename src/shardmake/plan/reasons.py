@@ -36,7 +36,7 @@ def risk(candidate: Candidate) -> str:
     error = candidate.error
     return (
         f"estimates of {error.name} trainings are off by {error.typical:.1%} (median of {error.runs} published runs), "
-        f"and one run in ten needed over {error.largest:.1%} more"
+        f"and nineteen in twenty needed at most {error.largest:.1%} more"
     )
 
 
@@ -73,7 +73,7 @@ def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[s
 def _risk_sentences(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Sequence[Candidate]) -> list[str]:
     if chosen.headroom == Headroom.ENOUGH:
         return []
-    covers = "its margin covers the first" if chosen.headroom == Headroom.TIGHT else "its margin covers neither"
+    covers = "its margin covers the median" if chosen.headroom == Headroom.TIGHT else "its margin covers neither"
     below = (
         f"After an out-of-memory error training continues with {fallbacks[0].name}."
         if fallbacks

@@ -17,9 +17,9 @@ class Headroom(IntEnum):
     LITTLE = 0
     """Less than the typical error of its family."""
     TIGHT = 1
-    """The typical error of its family, but not that of nine in ten runs."""
+    """The typical error of its family, but not that of nineteen in twenty runs."""
     ENOUGH = 2
-    """The error of nine in ten runs."""
+    """The error of nineteen in twenty runs."""
 
 
 class Verdict(NamedTuple):

@@ -179,6 +179,18 @@ def assert_agree(request: EstimateRequest, cluster: Cluster) -> None:
     }
 
 
+@pytest.mark.parametrize("loss", ["plain", "chunked"])
+def test_estimate_and_plan_agree_on_the_loss(loss: Literal["plain", "chunked"], model: str) -> None:
+    request, cluster = hardware(model)
+    request = replace(request, strategies=["zero2"], gradient_checkpointing=True, loss=loss)
+    run = Run(
+        model=model, data={"train": "train.jsonl"}, sequence_length=4096, global_batch_size=4, max_steps=100,
+        learning_rate=1e-4, strategy="zero2", gradient_checkpointing=True, nodes=2, attention="sdpa", loss=loss,
+    )  # fmt: skip
+    (candidate,) = make_plan("run", run, cluster)[1].candidates
+    assert candidate.gpu == estimate(request).rows[0].as_record().gpu
+
+
 def test_fsdp1_is_not_estimated_as_fsdp2(model: str) -> None:
     request, _ = hardware(model)
     one, two = (estimate(replace(request, strategies=["fsdp"], fsdp_version=version)) for version in (1, 2))

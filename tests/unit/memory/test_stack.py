@@ -8,7 +8,7 @@ from shardmake.memory.stack import parse_stack
 
 
 def test_the_installed_libraries_are_the_default() -> None:
-    assert parse_stack("").behavior(fused_loss=True) == LibraryBehavior()
+    assert parse_stack("").behavior() == LibraryBehavior()
     assert parse_stack("").adapter_weights("bf16") == "fp32"
 
 

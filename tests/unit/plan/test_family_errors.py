@@ -16,19 +16,26 @@ ROW = re.compile(rf"A-? +.{{26}} .{{34}} s=\S+ +b=\S+ +({FAMILIES}) +\w+ +[\d.]+
 
 
 def test_the_table_is_that_of_the_benchmark() -> None:
-    errors = defaultdict(list)
+    needs = defaultdict(list)  # what a run needed beyond its estimate, percent of the estimate
     for family, error in ROW.findall(RESULT.read_text()):
-        errors[family].append(float(error))
-    assert set(errors) == set(FAMILY_ERRORS)
-    everything = [error for found in errors.values() for error in found]
-    for name, found in errors.items():
+        needs[family].append(100 / (1 + float(error) / 100) - 100)
+    assert set(needs) == set(FAMILY_ERRORS)
+    everything = [need for found in needs.values() for need in found]
+    for name, found in needs.items():
         row = FAMILY_ERRORS[name]
         assert row.name == name and row.runs == len(found)
         samples = [found] if len(found) >= FEW else [found, everything]
         assert 100 * row.typical == pytest.approx(max(median(map(abs, sample)) for sample in samples), abs=0.06)
-        assert 100 * row.largest == pytest.approx(max(nine_in_ten(sample) for sample in samples), abs=0.06)
+        assert 100 * row.largest == pytest.approx(max(nineteen_in_twenty(sample) for sample in samples), abs=0.06)
 
 
-def nine_in_ten(errors: list[float]) -> float:
-    more = sorted(max(0.0, -error) for error in errors)
-    return more[min(len(more) - 1, int(0.9 * len(more)))]
+def test_nineteen_in_twenty_runs_fit_with_the_margin_of_their_family() -> None:
+    """A GPU that a plan calls enough holds these runs: the estimate times one plus the margin is not exceeded."""
+    rows = ROW.findall(RESULT.read_text())
+    over = [error for family, error in rows if (1 + float(error) / 100) * (1 + FAMILY_ERRORS[family].largest) < 0.9995]
+    assert len(over) <= len(rows) / 20
+
+
+def nineteen_in_twenty(needs: list[float]) -> float:
+    more = sorted(max(0.0, need) for need in needs)
+    return more[min(len(more) - 1, int(0.95 * len(more)))]
