@@ -157,8 +157,8 @@ def _message(schema: Schema, detail: Detail) -> str:
         return "this key is required and missing."
     if detail["type"] == "value_error":
         return f"{detail['msg'].removeprefix('Value error, ').removesuffix('.')}."
-    if detail["loc"][-1:] == (KEY_ITSELF,):
-        return "YAML reads this name as a number or as true or false. Put it in quotes."
+    if detail["loc"][-1:] == (KEY_ITSELF,) or detail["type"] == "invalid_key":
+        return "YAML reads this name as a number, as null, or as true or false. Put it in quotes."
     return _wrong_value(schema, detail)
 
 

@@ -154,7 +154,7 @@ def test_a_run_is_rejected_with_key_value_and_allowed_values(
         ({"cluster": "c", "runs": {".a": RUN}}, [
             "runs: '.a' cannot be the name of a run's folder. Use letters, digits, '.', '_' and '-'."]),
         ({"cluster": "c", "runs": {2024: RUN}}, [
-            "runs.2024: YAML reads this name as a number or as true or false. Put it in quotes."]),
+            "runs.2024: YAML reads this name as a number, as null, or as true or false. Put it in quotes."]),
         ({"cluster": "c", "runs": {"str": {**RUN, "int": 1}}}, [
             f"runs.str.int: there is no such key. Allowed here: {RUN_KEYS}."]),
         ({"cluster": "c", "run": {"a": RUN}}, ["runs: this key is required and missing.",
