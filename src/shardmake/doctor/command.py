@@ -16,6 +16,7 @@ from shardmake.doctor.findings import Finding, Verdict, merge_nodes, ok, run_che
 from shardmake.doctor.job import check_nodes, make_request
 from shardmake.doctor.login import login_checks
 from shardmake.doctor.records import DoctorDir, NodeReport
+from shardmake.launch.container import check_container
 from shardmake.plan.limits import query_partitions
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,7 @@ def check_compute_nodes(options: Options, login: list[Finding]) -> Result:
     if cluster is None:
         cluster = draft_cluster(options.slurm, query_partitions())
     nodes = 1 if cluster.executor == "local" else options.nodes
+    check_container(cluster)
     folder = DoctorDir(options.folder.absolute() / time.strftime("%Y%m%d-%H%M%S"))
     request = make_request(cluster, nodes, build_kernels=options.build_kernels)
     reports, missing = check_nodes(request, folder)

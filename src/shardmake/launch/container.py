@@ -132,13 +132,13 @@ def image_file(container: Container) -> Path | None:
     return Path(image).absolute() if is_path else None
 
 
-def check_container(cluster: Cluster, run_folder: Path, run: Run) -> None:
+def check_container(cluster: Cluster, run_folders: Iterable[Path] = (), runs: Iterable[Run] = ()) -> None:
     """Check the image, and start Shardmake in it if this machine has Apptainer.
 
     Raises:
         ConfigError: The image cannot be read, a path cannot be bound, or the image's Python cannot run Shardmake.
     """
-    job = job_container(cluster, [run_folder], [run])
+    job = job_container(cluster, run_folders, runs)
     if job is None:
         return
     file = image_file(job.container)

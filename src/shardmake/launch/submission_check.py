@@ -32,7 +32,7 @@ def check_submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> 
     """
     if cluster.executor != "slurm":
         return
-    check_container(cluster, rundir.root, run)
+    check_container(cluster, [rundir.root], [run])
     script = SlurmJobs(rundir.root, cluster, run).script(
         AttemptDir(rundir.attempts.absolute() / "NNN"), plan, excluded=[]
     )

@@ -130,14 +130,14 @@ def test_links_are_bound_by_name_and_by_target(tmp_path: Path) -> None:
 )
 def test_a_missing_image_is_refused_at_plan(checkout: Path, changes: dict[str, str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        check_container(in_container(checkout, **changes), checkout / "runs/demo", make_run())
+        check_container(in_container(checkout, **changes), [checkout / "runs/demo"], [make_run()])
 
 
 def test_a_folder_that_cannot_be_bound_is_refused_at_plan(checkout: Path) -> None:
     (checkout.parent / "hub").rename(checkout.parent / "a:b")
     cluster = in_container(checkout, image="docker://x").model_copy(update={"cache": str(checkout.parent / "a:b")})
     with pytest.raises(ConfigError, match=r"a:b' cannot be bound, because apptainer separates paths at ':'"):
-        check_container(cluster, checkout / "runs/demo", make_run())
+        check_container(cluster, [checkout / "runs/demo"], [make_run()])
 
 
 @pytest.mark.parametrize(
@@ -156,10 +156,10 @@ def test_the_image_is_tried_on_a_login_node_with_apptainer(
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     (checkout / "x.sif").touch()
     if words is None:
-        check_container(in_container(checkout, image="x.sif"), checkout / "runs/demo", make_run())
+        check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
         return
     with pytest.raises(ConfigError, match=words):
-        check_container(in_container(checkout, image="x.sif"), checkout / "runs/demo", make_run())
+        check_container(in_container(checkout, image="x.sif"), [checkout / "runs/demo"], [make_run()])
 
 
 @pytest.mark.parametrize(
