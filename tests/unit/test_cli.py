@@ -135,7 +135,7 @@ def test_a_configuration_of_another_encoding(
 
 
 def fail_with(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
-    def clean(runs: Path, *, remove: bool) -> None:
+    def clean(runs: Path, *, remove: bool, names: set[str] | None) -> None:
         raise error
 
     monkeypatch.setattr("shardmake.commands.clean.clean", clean)
