@@ -1,15 +1,17 @@
 """Snakemake and the drivers in a driver job on the three-node Slurm: it continues itself, and may die at any time."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
+import yaml
 
 from shardmake.run.driver_job import DriverDir
 from tests.cluster.fault_run import ClusterCheckout
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training]
-STEPS = 60
+STEPS = 40
 
 
 class DriverJobs:
@@ -43,6 +45,10 @@ class DriverJobs:
             lambda: len(self.checkout.metrics()) >= steps, f"{steps} steps; {self.log()}", timeout=200
         )
 
+    def wait_for_log(self, words: str, times: int = 1) -> None:
+        """Wait until the output has ``words`` so many times."""
+        self.cluster.wait_until(lambda: self.log().count(words) >= times, f"{words!r} in {self.log()}", timeout=200)
+
     def wait_for_end(self, end: str, timeout: float = 200) -> None:
         """Wait until no driver job is queued or running, and compare the recorded end."""
         self.cluster.wait_until(lambda: not self.active(), f"the end of the driver jobs; {self.log()}", timeout=timeout)
@@ -54,11 +60,22 @@ class DriverJobs:
         return [job.id for job in jobs if job.name.startswith("driver-") and job.state in ("PENDING", "RUNNING")]
 
 
+def configure(checkout: ClusterCheckout, steps: int, **slurm: object) -> None:
+    """Configure the run on a site that forbids long processes on the login node."""
+    checkout.configure_cluster(slurm={"driver": "job", **slurm}, max_steps=steps, checkpoints={"every_steps": 10})
+
+
 @pytest.fixture
 def driver(checkout: ClusterCheckout) -> DriverJobs:
-    """Driver jobs of a checkout whose site forbids long processes on the login node."""
-    checkout.configure_cluster(slurm={"driver": "job"}, max_steps=STEPS, checkpoints={"every_steps": 10})
+    """Driver jobs of a checkout."""
+    configure(checkout, STEPS)
     return DriverJobs(checkout)
+
+
+def assert_trained_once(driver: DriverJobs, steps: int) -> None:
+    """Check that one job trained every step once."""
+    assert [job.state for job in driver.checkout.training_jobs()] == ["COMPLETED"], driver.log()
+    assert sorted(driver.checkout.losses()) == list(range(1, steps + 1))
 
 
 def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJobs) -> None:
@@ -72,6 +89,101 @@ def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJo
     driver.wait_for_end("done")
     print(driver.log())
     assert driver.state()["jobs"][0] == first and len(driver.state()["jobs"]) == 2
+    assert "Adopting job" in driver.log() and "Error in rule" not in driver.log()
+    assert_trained_once(driver, STEPS)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_slurm_itself_asks_for_the_next_job_and_every_stage_runs(driver: DriverJobs) -> None:
+    """The limit is two minutes, of which the job uses a half to three quarters."""
+    configure(driver.checkout, 200, driver_time_limit="00:02:00")
+    driver.submit()
+    driver.wait_for_end("done", timeout=800)
+    print(driver.log())
+    assert len(driver.state()["jobs"]) >= 2 and "The time limit is near" in driver.log()
+    states = [job.state for job in driver.cluster.jobs() if job.id in driver.state()["jobs"]]
+    assert set(states) == {"COMPLETED"}, "no job ran into its limit"
+    assert_trained_once(driver, 200)
+    assert (driver.checkout.run / "report.html").exists() and driver.checkout.read("push/receipt.json")
+
+
+@pytest.mark.faults
+def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(driver: DriverJobs) -> None:
+    first = driver.submit("train")
+    driver.wait_for_steps(3)
+    again = driver.checkout.on_login_node("shardmake", "submit", "train", check=False)
+    assert f"Driver job {first} of root (running) works on demo already." in again
+    status = driver.checkout.on_login_node("shardmake", "status", "demo")
+    assert f"Driver of demo: job {first} is running on c1. Output: runs/.driver/001/driver.log" in status
+    assert "Adopting" not in driver.checkout.on_login_node("shardmake", "logs", "demo", "--driver")
+    cancelled = driver.checkout.on_login_node("shardmake", "cancel", "demo", "--driver")
+    assert f"Cancelled driver job {first} of demo. Trainings keep running." in cancelled
+    driver.wait_for_end("cancelled")
+    assert [job.state for job in driver.checkout.training_jobs()] == ["RUNNING"]
+    assert "was cancelled; trainings keep running" in driver.checkout.on_login_node("shardmake", "status", "demo")
+    driver.submit("train")
+    driver.wait_for_end("done")
     assert "Adopting job" in driver.log()
-    assert [job.state for job in driver.checkout.training_jobs()] == ["COMPLETED"]
-    assert sorted(driver.checkout.losses()) == list(range(1, STEPS + 1))
+    assert_trained_once(driver, STEPS)
+    losses = driver.checkout.losses()
+    shutil.rmtree(driver.checkout.run / "train")
+    driver.submit("train")
+    driver.wait_for_end("done")
+    assert driver.checkout.losses() == losses, "an undisturbed training has the same losses"
+
+
+@pytest.mark.faults
+def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) -> None:
+    first = driver.submit("train")
+    driver.wait_for_steps(3)
+    assert driver.cluster.job(first).nodes == "c1"
+    driver.cluster.kill_node("c1")
+    driver.cluster.declare_down("c1")
+    driver.wait_for_log("Driver job", 2)
+    driver.wait_for_end("done")
+    print(driver.log())
+    assert driver.state()["jobs"] == [first] and driver.cluster.job(first).state == "COMPLETED", "Slurm restarted it"
+    assert "Adopting job" in driver.log()
+    assert_trained_once(driver, STEPS)
+
+
+@pytest.mark.faults
+def test_a_driver_job_killed_during_a_stage_leaves_no_second_writer(driver: DriverJobs) -> None:
+    """SIGKILL of everything in the driver job, as from the kernel, while the job of data is queued or running."""
+    driver.cluster.run(["scontrol", "update", "partitionname=cpu", "nodes=c1"])
+    try:
+        first = driver.submit("train")
+        driver.wait_for_log("has been submitted with SLURM jobid")
+        driver.cluster.run(["scancel", "--signal=KILL", "--full", first])
+        driver.cluster.wait_until(lambda: not driver.active(), "the end of the driver job")
+        assert driver.state()["snakemake_started"]
+        assert "was killed or cancelled" in driver.checkout.on_login_node("shardmake", "status")
+        output = driver.checkout.on_login_node("shardmake", "submit", "train")
+        driver.wait_for_end("done")
+    finally:
+        driver.cluster.run(["scontrol", "update", "partitionname=cpu", "nodes=c[1-3]"])
+    print(output, driver.log())
+    assert_trained_once(driver, STEPS)
+
+
+@pytest.mark.faults
+def test_a_stopped_training_stays_stopped_in_the_next_driver_job(driver: DriverJobs) -> None:
+    """The other run keeps the workflow alive, and the driver job continues in another one."""
+    config = yaml.safe_load((driver.checkout.root / "config/config.yaml").read_text())
+    config["runs"] = {
+        "demo": config["runs"]["demo"] | {"nodes": 1},
+        "other": config["runs"]["demo"] | {"nodes": 1, "max_steps": 120},
+    }
+    driver.checkout.write_config(config)
+    first = driver.submit("train")
+    driver.wait_for_steps(3)
+    driver.checkout.on_login_node("shardmake", "stop", "demo")
+    driver.cluster.wait_until(lambda: driver.folder.ended_run("demo").exists(), "the stop")
+    driver.cluster.run(["scancel", "--signal=USR1", "--batch", first])
+    driver.wait_for_log("demo stays stopped.")
+    driver.wait_for_end("failed")
+    print(driver.log())
+    assert len(driver.state()["jobs"]) == 2
+    assert len(driver.checkout.training_jobs()) == 1, "it was not started again"
+    assert (driver.checkout.root / "runs/other/train/receipt.json").exists()

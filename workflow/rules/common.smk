@@ -36,7 +36,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
 from shardmake.launch.container import job_container
-from shardmake.launch.driver_script import refuse_login_node
+from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
 from shardmake.launch.stage_jobs import job_resources as stage_resources
 from shardmake.launch.stage_jobs import job_shell_prefix
 from shardmake.run.driver_job import current_driver_dir
@@ -121,6 +121,8 @@ def read_configuration():
     if workflow.is_main_process:
         check_executor(cluster, parsed.cluster, executor_of(options))
         check_until((options.until or ()) if options else (), parsed)
+    if options and not options.dryrun and not IS_DRIVER_JOB:
+        refuse_while_driven(ROOT, parsed.runs.keys())  # before Snakemake's lock does, and offers --unlock
     for name, run in parsed.runs.items():
         check_inputs(name, run)
         check_refused(read_user_files(run), run)

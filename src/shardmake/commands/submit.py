@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import fcntl
 import getpass
+import io
 import logging
 import os
 import shutil
@@ -26,6 +27,8 @@ from shardmake.launch.driver_script import (
     cancel_stage_jobs,
     jobs_of,
     lead_seconds,
+    refuse_while_driven,
+    remove_locks,
     submit_script,
 )
 from shardmake.run.driver_job import FOLDER, DriverDir, DriverState, Workflow, driver_dirs, new_driver_dir
@@ -51,6 +54,8 @@ def submit(arguments: Sequence[str], runs: Path) -> None:
     """
     words = [*([] if _has_profile(arguments) else PROFILE), *arguments]
     options = _options(words)
+    with _lock(runs):
+        _clear_up(runs)
     with tempfile.TemporaryDirectory() as folder:
         note = Path(folder, "config")
         _prepare(words, note, dry_run=options.dryrun)
@@ -62,7 +67,7 @@ def submit(arguments: Sequence[str], runs: Path) -> None:
         logger.info("\nThe driver job:\n%s", batch_script(cluster, f"{PREFIX}NAME", DriverDir(runs / FOLDER / "NNN")))
         return
     with _lock(runs):
-        _replace_ended(config, runs)
+        refuse_while_driven(runs, config.runs.keys())
         _start(words, file, config, cluster, runs)
 
 
@@ -74,12 +79,15 @@ def _options(words: Sequence[str]) -> Any:
     """Return Snakemake's options; raise a `ConfigError` for one that a job cannot repeat."""
     from snakemake.cli import parse_args
 
+    printed = io.StringIO()
     try:
-        options = parse_args(words)[1]
+        with contextlib.redirect_stderr(printed):
+            options = parse_args(words)[1]
     except SystemExit as end:
         if not end.code:
             raise  # --version
-        raise ConfigError("Snakemake does not accept the arguments, see above. Nothing was submitted.") from None
+        text = printed.getvalue().strip()
+        raise ConfigError(f"Snakemake does not accept the arguments. Nothing was submitted. It says:\n{text}") from None
     for name, option in _NOT_REPEATABLE.items():
         if getattr(options, name):
             raise ConfigError(
@@ -124,21 +132,14 @@ def _lock(runs: Path) -> Iterator[None]:
         yield
 
 
-def _replace_ended(config: Config, runs: Path) -> None:
-    """Raise a `ConfigError` if a driver job works on one of the runs; clear up after one that was killed."""
+def _clear_up(runs: Path) -> None:
+    """Remove what driver jobs that were killed left: locks of Snakemake, and jobs of stages."""
     for folder in driver_dirs(runs):
-        workflow = Workflow.read(folder.workflow)
-        common = sorted(set(workflow.runs) & config.runs.keys())
-        if not common:
-            continue
-        for job, status in jobs_of(workflow.name).items():
-            raise ConfigError(
-                f"Driver job {job} of {workflow.user} ({status.state.value}) works on {', '.join(common)} already. Its "
-                f"output is in {short_path(folder.log)}. Wait for its end, or cancel it: shardmake cancel {common[0]} "
-                "--driver. Its trainings keep running, and `shardmake submit` reattaches to them."
-            )
-        if DriverState.read(folder.state).snakemake_started:
+        workflow, state = Workflow.read(folder.workflow), DriverState.read(folder.state)
+        if state.snakemake_started and not jobs_of(workflow.name):
             cancel_stage_jobs(workflow.name)
+            remove_locks(workflow.runs)
+            state.model_copy(update={"snakemake_started": False}).write(folder.state)
 
 
 def _start(words: Sequence[str], file: Path, config: Config, cluster: Cluster, runs: Path) -> None:

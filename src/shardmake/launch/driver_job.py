@@ -15,7 +15,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -27,7 +26,14 @@ from shardmake.config.load import load_config
 from shardmake.core.environment import OFFLINE
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.log import configure_logging
-from shardmake.launch.driver_script import cancel_stage_jobs, jobs_of, leave_job, stage_jobs_of, submit_script
+from shardmake.launch.driver_script import (
+    cancel_stage_jobs,
+    jobs_of,
+    leave_job,
+    remove_locks,
+    stage_jobs_of,
+    submit_script,
+)
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.run import driver_job
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow
@@ -35,7 +41,6 @@ from shardmake.run.notification import notify
 from shardmake.run.paths import RunDir
 
 logger = logging.getLogger("shardmake.launch.driver_job")  # also if this is __main__
-LOCKS = Path(".snakemake/locks")
 MOST_INTERRUPTIONS = 3
 _POLL_SECONDS = 0.5
 _QUEUE_SECONDS = 10.0
@@ -223,25 +228,26 @@ class DriverJob:
 
 def end_snakemake(snakemake: "subprocess.Popen[bytes]", patience: float) -> None:
     """End Snakemake and its drivers. Jobs of trainings continue; those of stages are cancelled after ``patience`` s."""
-    ends: tuple[tuple[Callable[[subprocess.Popen[bytes]], None], float], ...] = (
-        (_stop_drivers, patience), (_interrupt, _PATIENCE), (_kill, _PATIENCE),
-    )  # fmt: skip
-    for end, seconds in ends:
-        if snakemake.poll() is not None:
-            return
-        end(snakemake)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            snakemake.wait(seconds)
+    _stop_drivers(snakemake, patience)
+    for end in (_interrupt, _kill):
+        if snakemake.poll() is None:
+            end(snakemake)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                snakemake.wait(_PATIENCE)
 
 
-def _stop_drivers(snakemake: "subprocess.Popen[bytes]") -> None:
-    """Let Snakemake start nothing new, and end the drivers. It ends by itself when nothing else runs."""
+def _stop_drivers(snakemake: "subprocess.Popen[bytes]", seconds: float) -> None:
+    """Let Snakemake start nothing new, and end each driver. It ends by itself when nothing else runs."""
     snakemake.send_signal(signal.SIGTERM)
-    for process in psutil.Process(snakemake.pid).children(recursive=True):
+    until, ended = time.monotonic() + seconds, set[psutil.Process]()
+    while snakemake.poll() is None and time.monotonic() < until:
         with contextlib.suppress(psutil.Error):
-            words = [Path(word).name for word in process.cmdline()]
-            if "low_memory_wait.py" in words or ("shardmake", "train") in itertools.pairwise(words):
-                process.terminate()
+            for process in set(psutil.Process(snakemake.pid).children(recursive=True)) - ended:
+                words = [Path(word).name for word in process.cmdline()]
+                if "low_memory_wait.py" in words or ("shardmake", "train") in itertools.pairwise(words):
+                    process.terminate()
+                    ended.add(process)
+        time.sleep(_POLL_SECONDS)
 
 
 def _interrupt(snakemake: "subprocess.Popen[bytes]") -> None:
@@ -259,14 +265,6 @@ def ended_by_slurm(job: str) -> bool:
     fields = dict(part.split("=", 1) for part in answer.stdout.split() if "=" in part)
     preempted = fields.get("PreemptTime", "None") != "None"
     return preempted or fields.get("JobState") in ("TIMEOUT", "PREEMPTED")
-
-
-def remove_locks(runs: list[str]) -> None:
-    """Remove the locks that a killed Snakemake left on files of ``runs``; nobody else could have taken them since."""
-    for lock in LOCKS.glob("*.lock"):
-        files = lock.read_text().splitlines()
-        if any(Path(file).parts[:2] == ("runs", run) for file in files for run in runs):
-            lock.unlink(missing_ok=True)
 
 
 def main(folder: str) -> int:

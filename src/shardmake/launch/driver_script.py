@@ -5,7 +5,7 @@ import math
 import shlex
 import sys
 import time
-from collections.abc import Collection, Mapping, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping, Set
 from pathlib import Path
 from typing import Final
 
@@ -15,7 +15,8 @@ from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.slurm_jobs import run_slurm, submit_with_retry
 from shardmake.launch.slurm_states import JobStatus, parse_rows
 from shardmake.launch.stage_jobs import OF_GPU_JOBS, ON_GPUS
-from shardmake.run.driver_job import DriverDir
+from shardmake.run.driver_job import DriverDir, DriverState, Workflow, driver_dirs
+from shardmake.run.paths import short_path
 
 logger = logging.getLogger(__name__)
 PREFIX: Final = "driver-"
@@ -24,6 +25,7 @@ LEAD_SECONDS: Final = 600
 _SET_HERE: Final = {*OF_GPU_JOBS, "requeue", "no-requeue", "dependency", "begin", "array"}
 """Options of `slurm.extra` that a driver job leaves out."""
 _RULES_WITH_JOBS: Final = {f"{stage}_run" for stage in ("train", *ON_GPUS)}
+_LOCKS = Path(".snakemake/locks")
 _WAIT_SECONDS = 600
 _POLL_SECONDS = 2.0
 KEPT_VARIABLES: Final = {"SLURM_CONF", "SLURM_CLUSTERS", "SLURM_TIME_FORMAT", "SLURM_JWT"}
@@ -101,13 +103,13 @@ def submit_script(script: Path, name: str, present: str | None = None) -> str:
     return submit_with_retry(submit, lambda: next(iter(jobs_of(name).keys() - {present}), None))
 
 
-def jobs_of(name: str) -> dict[str, JobStatus]:
-    """Return the queued and running driver jobs of this name, of all users, by id.
+def jobs_of(*names: str) -> dict[str, JobStatus]:
+    """Return the queued and running driver jobs of these names, of all users, by id.
 
     Raises:
         SlurmError: Slurm does not answer.
     """
-    return _list_jobs("--all", f"--name={name}")
+    return _list_jobs("--all", f"--name={','.join(names)}")
 
 
 def stage_jobs_of(name: str) -> list[str]:
@@ -157,6 +159,36 @@ def _jobs_or_error(name: str) -> list[str] | SlurmError:
         return stage_jobs_of(name)
     except SlurmError as error:
         return error
+
+
+def remove_locks(runs: Collection[str]) -> None:
+    """Remove the locks that a killed Snakemake left on files of ``runs``; nobody else could have taken them since."""
+    for lock in _LOCKS.glob("*.lock"):
+        files = lock.read_text().splitlines()
+        if any(Path(file).parts[:2] == ("runs", run) for file in files for run in runs):
+            lock.unlink(missing_ok=True)
+
+
+def refuse_while_driven(runs: Path, names: Set[str]) -> None:
+    """Raise a `ConfigError` if a driver job works on one of the runs ``names`` below the folder ``runs``.
+
+    Raises:
+        SlurmError: Slurm does not answer.
+    """
+    unfinished = {
+        workflow.name: (workflow, folder)
+        for folder in driver_dirs(runs)
+        if DriverState.read(folder.state).end not in ("done", "failed")
+        and not names.isdisjoint((workflow := Workflow.read(folder.workflow)).runs)
+    }
+    for job, status in (jobs_of(*unfinished) if unfinished else {}).items():
+        workflow, folder = unfinished[status.job_name]
+        common = [run for run in workflow.runs if run in names]
+        raise ConfigError(
+            f"Driver job {job} of {workflow.user} ({status.state.value}) works on {', '.join(common)} already. Its "
+            f"output is in {short_path(folder.log)}. Wait for its end, or cancel it: shardmake cancel {common[0]} "
+            "--driver. Its trainings keep running, and `shardmake submit` reattaches to them."
+        )
 
 
 def refuse_login_node(cluster: Cluster, rules: Collection[str]) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import driver_job
-from shardmake.launch.driver_job import end_snakemake, ended_by_slurm, remove_locks
+from shardmake.launch.driver_job import end_snakemake, ended_by_slurm
+from shardmake.launch.driver_script import remove_locks
 
 SNAKEMAKE = """
 import signal, subprocess, sys, time
@@ -28,13 +29,12 @@ OTHER = "sleep 60"
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "type[subprocess.Popen[bytes]]":
+def shardmake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program of this name that runs until a signal ends it."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(driver_job, "_PATIENCE", 1.0)
     program = tmp_path / "shardmake"
     program.write_text("#!/bin/sh\nexec 3>&1\nwhile :; do sleep 0.05; done\n")
     program.chmod(0o755)
-    return subprocess.Popen
 
 
 def snakemake(*words: str) -> "subprocess.Popen[bytes]":
@@ -44,20 +44,23 @@ def snakemake(*words: str) -> "subprocess.Popen[bytes]":
     return process
 
 
-@pytest.mark.usefixtures("start")
+@pytest.mark.usefixtures("shardmake")
 @pytest.mark.parametrize(
-    ("words", "status"),
+    ("words", "patience", "status"),
     [
-        (("patient", DRIVER), 5),
-        (("interruptible", DRIVER, OTHER), 7),
-        (("stubborn", DRIVER, OTHER), -9),
+        (("patient", DRIVER), (60, 60), 5),
+        (("interruptible", DRIVER, OTHER), (1, 60), 7),
+        (("stubborn", DRIVER, OTHER), (1, 1), -9),
     ],
 )
-def test_drivers_end_first_then_snakemake(words: tuple[str, ...], status: int) -> None:
+def test_drivers_end_first_then_snakemake(
+    words: tuple[str, ...], patience: tuple[float, float], status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Snakemake ends by itself after its drivers, is interrupted if something else runs, and is killed at last."""
     process = snakemake(*words)
-    end_snakemake(process, 1.0)
-    assert process.wait(5) == status
+    monkeypatch.setattr(driver_job, "_PATIENCE", patience[1])
+    end_snakemake(process, patience[0])
+    assert process.wait(60) == status
 
 
 def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_removed(

@@ -1,0 +1,90 @@
+"""Driver jobs in `status`, `cancel --driver` and `logs --driver`; squeue and scancel are programs of this test."""
+
+from pathlib import Path
+
+import pytest
+
+from shardmake.commands.driver_state import cancel_driver, describe_drivers, read_driver_log
+from shardmake.core.errors import ConfigError, SlurmError
+from shardmake.launch.driver_script import refuse_while_driven
+from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow, new_driver_dir
+from shardmake.run.paths import RunDir
+
+RUNNING = "12|RUNNING|c1|driver-0a1b"
+WAITING = "13|PENDING|(Dependency)|driver-0a1b"
+OUTPUT = "Output: runs/.driver/001/driver.log"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file with the queue; without it, Slurm does not answer."""
+    for name, line in {"squeue": f'cat {tmp_path}/queue && echo "$@" >> {tmp_path}/asked', "scancel": "echo"}.items():
+        program = tmp_path / name
+        program.write_text(f'#!/bin/sh\n{line} "$@"\n' if name == "scancel" else f"#!/bin/sh\n{line}\n")
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "queue"
+
+
+def submitted(runs: list[str], end: End | None = None, name: str = "driver-0a1b") -> DriverDir:
+    folder = new_driver_dir(Path("runs"))
+    Workflow(name=name, user="ada", runs=runs, config="c.yaml", arguments=[], offline=True, lead_seconds=600).write(
+        folder.workflow
+    )
+    DriverState(jobs=["12"], end=end).write(folder.state)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("queue", "end", "text"),
+    [
+        (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1."),
+        (f"{WAITING}\n", "continued", "job 13 is pending (Dependency)."),
+        ("", None, "job 12 was killed or cancelled; trainings keep running. Run `shardmake submit` to continue."),
+        ("", "cancelled", "job 12 was cancelled; trainings keep running. Run `shardmake submit` to continue."),
+        ("", "failed", "job 12 ended, because a person is needed. Fix the cause and run `shardmake submit` again."),
+        (None, None, "Slurm does not say whether a driver job works on them."),
+    ],
+)
+def test_status_has_the_driver_job_of_a_run(slurm: Path, queue: str | None, end: End | None, text: str) -> None:
+    if queue is not None:
+        slurm.write_text(queue)
+    submitted(["chat", "code"], end)
+    assert describe_drivers(Path("runs"), ["chat", "other"]) == [f"Driver of chat: {text} {OUTPUT}"]
+
+
+def test_only_the_last_workflow_of_a_run_counts(slurm: Path) -> None:
+    slurm.write_text("")
+    submitted(["chat", "code"], "failed")
+    submitted(["chat"], "done")
+    assert [line.partition(":")[0] for line in describe_drivers(Path("runs"), ["chat", "code"])] == ["Driver of code"]
+
+
+def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(slurm: Path) -> None:
+    slurm.write_text(f"{RUNNING}\n")
+    refuse_while_driven(Path("runs"), {"chat"})
+    submitted(["chat"], "cancelled", "driver-ffff")
+    submitted(["chat", "code"])
+    submitted(["other"], "done", "driver-eeee")
+    refuse_while_driven(Path("runs"), {"other"})
+    assert not Path("asked").exists()
+    with pytest.raises(ConfigError, match=r"^Driver job 12 of ada \(running\) works on code already\."):
+        refuse_while_driven(Path("runs"), {"code", "other"})
+    assert len(Path("asked").read_text().splitlines()) == 1
+    slurm.unlink()
+    with pytest.raises(SlurmError, match="Slurm does not answer"):
+        refuse_while_driven(Path("runs"), {"chat"})
+
+
+def test_the_driver_job_is_cancelled_and_its_output_is_shown(slurm: Path) -> None:
+    rundir = RunDir(Path("runs/chat"))
+    slurm.write_text(f"{RUNNING}\n")
+    with pytest.raises(ConfigError, match=r"^Nothing to cancel: chat\. It has no driver job\."):
+        cancel_driver(rundir)
+    folder = submitted(["chat", "code"])
+    assert cancel_driver(rundir).startswith("Cancelled driver job 12 of chat, code. Trainings keep running.")
+    with pytest.raises(ConfigError, match=r"^No logs: chat\."):
+        read_driver_log(rundir, 2)
+    folder.log.write_text("one\ntwo\nthree\n")
+    assert read_driver_log(rundir, 2) == "==> runs/.driver/001/driver.log\ntwo\nthree"
