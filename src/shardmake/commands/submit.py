@@ -23,6 +23,7 @@ from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.core.units import plural
 from shardmake.launch.driver_script import (
     PREFIX,
+    RULES_WITH_JOBS,
     batch_script,
     cancel_stage_jobs,
     jobs_of,
@@ -36,8 +37,6 @@ from shardmake.run.paths import short_path
 
 logger = logging.getLogger(__name__)
 PROFILE: Final = ("--profile", "slurm")
-SHORT_RULES: Final = ("render_run", "fetch_weights_run")
-"""Rules up to which Snakemake runs on the login node: they need the internet, and refuse what cannot work."""
 _NOT_REPEATABLE: Final = {
     **{option: f"--{option}" for option in ("force", "forceall", "forcerun", "touch", "unlock")},
     "directory": "--directory",
@@ -98,8 +97,11 @@ def _options(words: Sequence[str]) -> Any:
 
 
 def _prepare(words: Sequence[str], note: Path, *, dry_run: bool) -> None:
-    """Run the short rules with Snakemake on this machine; raise a `ConfigError` if it fails, after its own messages."""
-    short = [] if dry_run else ["--until", *SHORT_RULES]
+    """Run all rules before the first that needs a job with Snakemake on this machine.
+
+    They need the internet, and refuse what cannot work. Raises a `ConfigError` if Snakemake fails, after its messages.
+    """
+    short = [] if dry_run else ["--omit-from", *sorted(RULES_WITH_JOBS)]
     command = [sys.executable, "-m", "snakemake", *words, *short]
     status = subprocess.run(command, env=os.environ | {NOTE_VARIABLE: str(note)}, check=False).returncode
     if status:

@@ -24,7 +24,7 @@ PREFIX: Final = "driver-"
 LEAD_SECONDS: Final = 600
 _SET_HERE: Final = {*OF_GPU_JOBS, "requeue", "no-requeue", "dependency", "begin", "array"}
 """Options of `slurm.extra` that a driver job leaves out."""
-_RULES_WITH_JOBS: Final = {f"{stage}_run" for stage in ("train", *ON_GPUS)}
+RULES_WITH_JOBS: Final = {f"{stage}_run" for stage in ("train", *ON_GPUS)}
 _LOCKS = Path(".snakemake/locks")
 _WAIT_SECONDS = 600
 _POLL_SECONDS = 2.0
@@ -193,7 +193,7 @@ def refuse_while_driven(runs: Path, names: Set[str]) -> None:
 
 def refuse_login_node(cluster: Cluster, rules: Collection[str]) -> None:
     """Raise a `ConfigError` if Snakemake would wait on a login node for jobs of ``rules`` where the site forbids it."""
-    waiting = sorted(rule.removesuffix("_run") for rule in rules if rule in _RULES_WITH_JOBS)
+    waiting = sorted(rule.removesuffix("_run") for rule in rules if rule in RULES_WITH_JOBS)
     if cluster.slurm.driver == "job" and waiting:
         raise ConfigError(
             f"Snakemake would wait on this node for the jobs of {', '.join(waiting)}. The cluster file has "
