@@ -97,14 +97,14 @@ def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJo
 @pytest.mark.timeout(900)
 def test_slurm_itself_asks_for_the_next_job_and_every_stage_runs(driver: DriverJobs) -> None:
     """The limit is two minutes, of which the job uses a half to three quarters."""
-    configure(driver.checkout, 200, driver_time_limit="00:02:00")
+    configure(driver.checkout, 120, driver_time_limit="00:02:00")
     driver.submit()
     driver.wait_for_end("done", timeout=800)
     print(driver.log())
     assert len(driver.state()["jobs"]) >= 2 and "The time limit is near" in driver.log()
     states = [job.state for job in driver.cluster.jobs() if job.id in driver.state()["jobs"]]
     assert set(states) == {"COMPLETED"}, "no job ran into its limit"
-    assert_trained_once(driver, 200)
+    assert_trained_once(driver, 120)
     assert (driver.checkout.run / "report.html").exists() and driver.checkout.read("push/receipt.json")
 
 
@@ -150,12 +150,12 @@ def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) ->
 
 @pytest.mark.faults
 def test_a_driver_job_killed_during_a_stage_leaves_no_second_writer(driver: DriverJobs) -> None:
-    """SIGKILL of everything in the driver job, as from the kernel, while the job of data is queued or running."""
+    """SIGKILL, as from the kernel, while the job of data is queued or running: nothing is recorded."""
     driver.cluster.run(["scontrol", "update", "partitionname=cpu", "nodes=c1"])
     try:
         first = driver.submit("train")
         driver.wait_for_log("has been submitted with SLURM jobid")
-        driver.cluster.run(["scancel", "--signal=KILL", "--full", first])
+        driver.cluster.run(["scancel", "--signal=KILL", "--batch", first])
         driver.cluster.wait_until(lambda: not driver.active(), "the end of the driver job")
         assert driver.state()["snakemake_started"]
         assert "was killed or cancelled" in driver.checkout.on_login_node("shardmake", "status")
