@@ -79,7 +79,7 @@ def trl_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(pairs: Forked, trl_models: Path) -> Callable[[str], list[dict[str, Any]]]:
     """Return what TRL alone logs at each step under DDP, by method."""
-    return cache(lambda method: plain_trl(pairs.checkout.root, method, trl_models / f"{method}.json"))
+    return cache(lambda method: plain_trl(SCRIPT, pairs.checkout.root, "pairs.jsonl", method, trl_models))
 
 
 def _pair(question: dict[str, str], answer: dict[str, str]) -> dict[str, Any]:
@@ -215,7 +215,11 @@ def test_killed_in_a_save_dpo_resumes_bit_for_bit(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy
 ) -> None:
     """Rank 0 is killed halfway through a file of states, and before the rename that commits the checkpoint."""
-    sweep = Sweep(pairs, tmp_path, strategy, victim=0, settings=SETTINGS | {"method": method})
+    assert_killed_training_recovers(Sweep(pairs, tmp_path, strategy, victim=0, settings=SETTINGS | {"method": method}))
+
+
+def assert_killed_training_recovers(sweep: Sweep) -> None:
+    """Kill a rank halfway through a file of states, and before the checkpoint's commit; compare the results."""
     sweep.prepare()
     halves = [(at, mode) for at, mode, what in sweep.points if mode == "half" and "shardmake.json" not in what]
     moved = [(at, mode) for at, mode, what in sweep.points if what == "os.rename /.saving/checkpoint-4"]
@@ -232,8 +236,14 @@ def test_killed_in_a_save_dpo_resumes_bit_for_bit(
 def test_a_stop_file_saves_dpo_and_training_resumes_bit_for_bit(
     pairs: Forked, tmp_path: Path, method: str, strategy: Strategy
 ) -> None:
+    assert_stopped_training_resumes(pairs, tmp_path, planned(pairs, method, strategy), method)
+
+
+def assert_stopped_training_resumes(
+    pairs: Forked, tmp_path: Path, training: tuple[Plan, Run, Cluster], method: str
+) -> None:
+    """Stop a training after its first step, resume it, and compare every bit with one that did not stop."""
     whole, stopped = RunDir(tmp_path / "whole"), RunDir(tmp_path / "stopped")
-    training = planned(pairs, method, strategy)
     assert pairs.train(whole, training) == [0, 0], log(whole)
     stopped.train.mkdir(parents=True)
     stopped.stop_file.touch()
@@ -256,9 +266,10 @@ def metrics(rundir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
 
 
-def plain_trl(checkout: Path, method: str, out: Path) -> list[dict[str, Any]]:
-    """Return what TRL alone logs at each step."""
-    words = [SCRIPT, checkout / "resources/demo/base", checkout / "pairs.jsonl", method, out]
+def plain_trl(script: Path, checkout: Path, data: str, method: str, folder: Path) -> list[dict[str, Any]]:
+    """Return what TRL alone logs at each step; the model is in ``folder`` then."""
+    out = folder / f"{method}.json"
+    words = [script, checkout / "resources/demo/base", checkout / data, method, out]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(out.parent / "hf")}
     subprocess.run([*launcher, *map(str, words)], check=True, env=environment, timeout=240)

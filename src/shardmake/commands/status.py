@@ -101,6 +101,8 @@ def _evaluation(evaluation: EvaluationResult) -> list[str]:
     if evaluation.preferences:
         rewards = evaluation.preferences.rewards
         lines.append(f"Held-out pairs: reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}.")
+    if found := evaluation.completions:
+        lines.append(f"Held-out completions: reward accuracy {found.accuracy:.1%}, margin {found.rewards.margins:.4f}.")
     if evaluation.samples:
         sample = evaluation.samples[0]
         lines += ["\nPrompt:", _indent(sample.prompt), "The tuned model:", _indent(sample.tuned)]

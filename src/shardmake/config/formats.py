@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
-DataFormat = Literal["chat", "sharegpt", "alpaca", "prompt-completion", "text", "preference"]
+DataFormat = Literal["chat", "sharegpt", "alpaca", "prompt-completion", "text", "preference", "unpaired-preference"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,9 @@ FORMATS: Final[Mapping[DataFormat, FormatSpec]] = {
     "text": FormatSpec({"text": "text"}),
     "preference": FormatSpec(
         {"chosen": "chosen", "rejected": "rejected"}, {"prompt": "prompt", "tools": "tools"}, _MESSAGE
+    ),
+    "unpaired-preference": FormatSpec(
+        {"prompt": "prompt", "completion": "completion", "label": "label"}, {"tools": "tools"}, _MESSAGE
     ),
 }
 

@@ -108,8 +108,9 @@ class Columns(Section):
     )
     tools: str | None = Field(None, description="List of tools for the chat template, also as JSON text.")
     system: str | None = Field(None, description="Text of the system message, for sharegpt and alpaca.")
-    prompt: str | None = Field(None, description="Prompt, for prompt-completion and preference.")
-    completion: str | None = Field(None, description="Completion, for prompt-completion.")
+    prompt: str | None = Field(None, description="Prompt, for prompt-completion, preference and unpaired-preference.")
+    completion: str | None = Field(None, description="Completion, for prompt-completion and unpaired-preference.")
+    label: str | None = Field(None, description="If the completion is desirable, for unpaired-preference.")
     text: str | None = Field(None, description="Text, for text.")
     chosen: str | None = Field(None, description="Preferred answer, for preference.")
     rejected: str | None = Field(None, description="Other answer, for preference.")
@@ -182,7 +183,9 @@ class Data(Section):
         "joined); `sharegpt`: `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an "
         "optional `input`, as a conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; "
         "`preference`, for `objective: dpo`: `chosen`, `rejected` and `prompt`, which may be left out if both begin "
-        "with it; `auto`: the only one of these that the objective learns from and the columns fit.",
+        "with it; `unpaired-preference`, for `objective: kto`: `prompt`, `completion` and `label`, which is true for a "
+        "desirable completion and false for another one; `auto`: the only one of these that the objective learns from "
+        "and the columns fit.",
     )
     columns: Columns = Field(Columns(), description="Names of the columns, if they are other ones.")
     loss_on: Literal["auto", "assistant", "all"] = Field(
@@ -194,7 +197,7 @@ class Data(Section):
         "shuffled",
         description="Order of the training examples. `shuffled`: another in each epoch, from `seed`; `length`: from "
         "short to long, a curriculum; `given`: that of the source. The last two repeat in each epoch and need "
-        "`packing: false`.",
+        "`packing: false`. With `objective: kto` the shuffled order repeats as well.",
     )
     chat_template: PathText | None = Field(
         None,
@@ -284,7 +287,23 @@ class Dpo(Section):
     )
 
 
-OBJECTIVE_SECTIONS: Final[dict[str, type[Section]]] = {"dpo": Dpo}
+class Kto(Section):
+    """Kahneman-Tversky optimization, for `objective: kto`, with the names and defaults of TRL's `KTOConfig`."""
+
+    beta: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
+        0.1, description="Strength with which the model is held near the reference, which is the base model."
+    )
+    desirable_weight: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
+        1.0, description="Factor of the loss of desirable completions."
+    )
+    undesirable_weight: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
+        1.0,
+        description="Factor of the loss of undesirable completions. With the factors that the authors of KTO "
+        "recommend, all desirable completions together weigh 1 to 4/3 times as much as the undesirable ones.",
+    )
+
+
+OBJECTIVE_SECTIONS: Final[dict[str, type[Section]]] = {"dpo": Dpo, "kto": Kto}
 """The section of each objective that has settings."""
 
 
@@ -463,10 +482,11 @@ class Run(Section):
     )
     objective: Objective = Field(
         "sft",
-        description="What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization "
-        "(docs/how-to/preferences.md).",
+        description="What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization; "
+        "`kto`: Kahneman-Tversky optimization (docs/how-to/preferences.md).",
     )
     dpo: Dpo | None = Field(None, description="Settings of `objective: dpo`. Without it, the defaults.")
+    kto: Kto | None = Field(None, description="Settings of `objective: kto`. Without it, the defaults.")
     method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
     strategy: Strategy | Literal["auto"] = Field(
@@ -568,6 +588,11 @@ class Run(Section):
         """Return the section of the run's objective, with the defaults if it is left out; None if it has none."""
         kind = OBJECTIVE_SECTIONS.get(self.objective)
         return None if kind is None else getattr(self, self.objective) or kind()
+
+    @property
+    def keeps_order(self) -> bool:
+        """Return if every epoch has the training examples in the same order."""
+        return self.data.order != "shuffled" or OBJECTIVES[self.objective].compares_batch
 
     @property
     def reference(self) -> str | None:

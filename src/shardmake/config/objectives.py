@@ -27,11 +27,23 @@ class ObjectiveSpec:
     """Sequences of one example in a training step."""
     has_reference: bool = False
     """A training step also runs the base model, without gradients."""
+    forwards: int = 1
+    """Forward passes of each model in a micro batch; all but one of the trained model are without gradients."""
+    compares_batch: bool = False
+    """The loss of an example depends on the others of its micro batch, on all ranks.
+
+    A micro batch then needs two examples, its size is a part of the result, and every epoch has the same order.
+    """
     methods: tuple[str, ...] = ("full", "lora", "qlora")
     head_adapter: str = ""
     """Why an adapter of the layer lm_head has no effect; empty if it has one."""
     is_proven: Callable[[StrategySpec], bool] = lambda spec: True
     """Return whether training under a strategy is tested."""
+
+    @property
+    def least_micro_batch(self) -> int:
+        """Return the smallest size of a micro batch."""
+        return 2 if self.compares_batch else 1
 
 
 def _shards_evenly(spec: StrategySpec) -> bool:
@@ -40,8 +52,11 @@ def _shards_evenly(spec: StrategySpec) -> bool:
 
 
 _PREFERENCE: Final[DataFormat] = "preference"
+_UNPAIRED: Final[DataFormat] = "unpaired-preference"
 OBJECTIVES: Final = {
-    "sft": ObjectiveSpec("supervised fine-tuning", tuple(name for name in FORMATS if name != _PREFERENCE)),
+    "sft": ObjectiveSpec(
+        "supervised fine-tuning", tuple(name for name in FORMATS if name not in (_PREFERENCE, _UNPAIRED))
+    ),
     "dpo": ObjectiveSpec(
         "direct preference optimization",
         (_PREFERENCE,),
@@ -51,5 +66,16 @@ OBJECTIVES: Final = {
         methods=("full", "lora"),
         head_adapter="TRL reads the head's weights directly",
         is_proven=_shards_evenly,
+    ),
+    "kto": ObjectiveSpec(
+        "Kahneman-Tversky optimization",
+        (_UNPAIRED,),
+        trl="KTO",
+        has_reference=True,
+        forwards=2,
+        compares_batch=True,
+        methods=("full", "lora"),
+        head_adapter="TRL reads the head's weights directly",
+        is_proven=lambda spec: _shards_evenly(spec) and not (spec.offload_optimizer or spec.offload_param),
     ),
 }

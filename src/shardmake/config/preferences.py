@@ -52,5 +52,10 @@ def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
             f"lora.targets: an adapter of lm_head has no effect with {objective}, because {spec.head_adapter}. "
             "Remove lm_head"
         )
+    if spec.compares_batch and run.micro_batch_size == 1:
+        yield (
+            f"micro_batch_size: 1 cannot be combined with {objective}, which compares the examples of a micro batch. "
+            "Set 2 or more, or auto"
+        )
     if run.data.loss_on == "all":
         yield f"data.loss_on: all has no effect with {objective}, which learns from answers. Remove loss_on"

@@ -129,6 +129,8 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
     }
     if settings["encoder"].layout.format == "preference":
         features["rejected_ids"] = datasets.List(datasets.Value("int32"))
+    if settings["encoder"].layout.format == "unpaired-preference":
+        features["label"] = datasets.Value("bool")
     return rows.map(
         _encode_batch,
         batched=True,

@@ -58,6 +58,9 @@ class Encoder:
         if "chosen" in example:
             pair = self._pair(example, place)
             return [*pair.prompt, *pair.chosen], [False] * len(pair.prompt) + [True] * len(pair.chosen)
+        if "label" in example:
+            start, (answer,) = self._answered(example, ["completion"], place)
+            return [*start, *answer], [False] * len(start) + [True] * len(answer)
         prompt, completion = example["prompt"], example["completion"]
         if isinstance(prompt, str):
             return encode_completion(self.tokenizer, prompt, completion)
@@ -68,16 +71,23 @@ class Encoder:
         return self._pair(self.layout.standardize(example, place), place)
 
     def _pair(self, example: Mapping[str, Any], place: str) -> "TokenPair":
-        prompt, answers = example["prompt"], (example["chosen"], example["rejected"])
+        prompt, (chosen, rejected) = self._answered(example, ["chosen", "rejected"], place)
+        return TokenPair(prompt, chosen, rejected)
+
+    def _answered(
+        self, example: Mapping[str, Any], answers: Sequence[str], place: str
+    ) -> tuple[list[int], list[list[int]]]:
+        """Return the tokens of the prompt, and of each of the columns ``answers``."""
+        prompt = example["prompt"]
         if isinstance(prompt, str):
             start = list(self.tokenizer(prompt, verbose=False)["input_ids"])
-            whole = [encode_text(self.tokenizer, prompt + answer)[0] for answer in answers]
-            return split_pair(start, whole, place)
+            whole = [encode_text(self.tokenizer, prompt + example[answer])[0] for answer in answers]
+            return split_answers(start, whole, place)
         tools = example.get("tools")
         with _naming(place):
             start = apply_template(self.tokenizer, prompt, tools, header=True)
-            whole = [apply_template(self.tokenizer, [*prompt, *answer], tools) for answer in answers]
-        return split_pair(start, whole, place)
+            whole = [apply_template(self.tokenizer, [*prompt, *example[answer]], tools) for answer in answers]
+        return split_answers(start, whole, place)
 
     def _chat(self, messages: list[Message], learn_from: int, tools: Any, place: str) -> Tokens:
         with _naming(place):
@@ -109,21 +119,20 @@ class TokenPair:
     rejected: list[int]
 
 
-def split_pair(prompt: list[int], answered: Sequence[list[int]], place: str) -> TokenPair:
-    """Split the two in ``answered``, which begin with ``prompt``, where the first of them differs from it.
+def split_answers(prompt: list[int], answered: Sequence[list[int]], place: str) -> tuple[list[int], list[list[int]]]:
+    """Split those in ``answered``, which begin with ``prompt``, where the first of them differs from it.
 
     This is TRL's rule (`DPOTrainer._prepare_dataset`). Raises `DataError` if no token of the prompt is left.
     """
     from trl.data_utils import common_prefix_length
 
-    chosen, rejected = answered
     start = min(common_prefix_length(prompt, ids) for ids in answered)
     if start == 0:
         raise DataError(
-            f"{place}: the prompt has no tokens that both answers follow. Write a prompt, or take a chat template "
+            f"{place}: the prompt has no tokens that each answer follows. Write a prompt, or take a chat template "
             "that renders it in the same way when an answer follows."
         )
-    return TokenPair(prompt[:start], chosen[start:], rejected[start:])
+    return prompt[:start], [ids[start:] for ids in answered]
 
 
 def encode_text(tokenizer: "PreTrainedTokenizerBase", text: str) -> Tokens:

@@ -125,6 +125,12 @@ def encode_rows(
         places = [place_of(row, source) for row in rows]
         pairs = [encoder.pair(example_in(row), place) for row, place in zip(rows, places, strict=True)]
         return columns_of_pairs([fit_pair(pair, length) for pair in pairs], places)
+    if encoder.layout.format == "unpaired-preference":
+        places = [place_of(row, source) for row in rows]
+        examples = [example_in(row) for row in rows]
+        tokens = [encoder(example, place) for example, place in zip(examples, places, strict=True)]
+        labels = [example[encoder.layout.columns["label"]] for example in examples]
+        return columns_of([fit(one, length, split=False)[0] for one in tokens], places) | {"label": labels}
     pieces, places = [], []
     for row in rows:
         place = place_of(row, source)

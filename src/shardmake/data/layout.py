@@ -1,8 +1,8 @@
 """Layout of the examples: their format, and the columns that it reads.
 
 `recognize` determines the layout once, from the configuration and the first rows. The layout then converts each example
-into one of four standard forms: messages with role and content, prompt and completion, prompt with a chosen and a
-rejected answer, or text.
+into one of five standard forms: messages with role and content, prompt and completion, the same with a label, prompt
+with a chosen and a rejected answer, or text.
 """
 
 import json
@@ -43,7 +43,7 @@ class Layout:
         return f"{self.format} ({required})"
 
     def standardize(self, example: Example, place: str) -> dict[str, Any]:
-        """Return ``example`` as messages and tools, prompt and completion, prompt, chosen and rejected, or text.
+        """Return ``example`` in the standard form of its format, with tools where a chat template takes them.
 
         ``place`` names the example in errors. Raises `DataError` for a missing column and for a value of another type.
         """
@@ -62,6 +62,8 @@ class Layout:
             return {**self._pair(example, place), "tools": tools}
         if self.format == "prompt-completion":
             return {**self._prompt_and_completion(example, place), "tools": tools}
+        if self.format == "unpaired-preference":
+            return {**self._prompt_and_completion(example, place), "label": self._label(example, place), "tools": tools}
         messages = self._messages(example, "messages", place)
         return {"messages": [*self._system(example, messages, place), *messages], "tools": tools}
 
@@ -99,6 +101,12 @@ class Layout:
         if isinstance(example[self.columns["prompt"]], str):
             return {column: self._text(example, column, place) for column in columns}
         return {column: self._messages(example, column, place) for column in columns}
+
+    def _label(self, example: Example, place: str) -> bool:
+        name = self.columns["label"]
+        if not isinstance(example[name], bool):
+            raise DataError(f"{place}: {name} is {example[name]!r}. Write true or false: is the completion desirable?")
+        return bool(example[name])
 
     def _pair(self, example: Example, place: str) -> dict[str, Any]:
         """Return prompt, chosen and rejected, all text or all messages; a prompt of their own is their common start."""

@@ -1,16 +1,16 @@
 """Compare both answers of each held-out pair by their log-probabilities under the base and the tuned model."""
 
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
 
-from shardmake.data.pairs import Pair
 from shardmake.evaluate.losses import LossPerToken
 from shardmake.evaluate.scores import IGNORED, Example, pad_examples, smaller_after_out_of_memory
-from shardmake.run.evaluation import PreferenceScore
-from shardmake.run.metrics import Rewards
+from shardmake.run.evaluation import CompletionScore, PreferenceScore
+from shardmake.run.metrics import MeanRewards, Rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -19,12 +19,14 @@ if TYPE_CHECKING:
 class Answers:
     """Each answer as an example: number 2n is the chosen answer of pair n, number 2n + 1 the rejected one."""
 
-    def __init__(self, pairs: Iterable[Pair], sequence_length: int) -> None:
+    names: tuple[str, ...] = ("chosen_ids", "rejected_ids")
+
+    def __init__(self, pairs: Iterable[Mapping[str, list[int]]], sequence_length: int) -> None:
         """Cut prompt and answer to ``sequence_length`` tokens, as the training does."""
         self._examples = [
             (pair["prompt_ids"], pair[answer][: max(0, sequence_length - len(pair["prompt_ids"]))])
             for pair in pairs
-            for answer in ("chosen_ids", "rejected_ids")
+            for answer in self.names
         ]
 
     def __len__(self) -> int:
@@ -40,6 +42,12 @@ class Answers:
     def lengths(self) -> list[int]:
         """Return the tokens of each prompt with its answer."""
         return [len(prompt) + len(answer) for prompt, answer in self._examples]
+
+
+class LabelledAnswers(Answers):
+    """Each completion of a training on completions with labels as an example."""
+
+    names = ("completion_ids",)
 
 
 def score_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence[Sequence[int]]) -> dict[int, float]:
@@ -79,6 +87,31 @@ def compare_answers(base: Mapping[int, float], tuned: Mapping[int, float], beta:
             margins=fmean(chosen) - fmean(rejected),
             accuracies=_accuracy(rewards),
         ),
+    )
+
+
+def compare_completions(
+    base: Mapping[int, float], tuned: Mapping[int, float], labels: Sequence[bool], beta: float
+) -> CompletionScore | None:
+    """Return the scores of completions from their log-probabilities under both models; None without both labels.
+
+    Rewards are those of `compare_answers`.
+    """
+    rewards = [beta * (tuned[number] - base[number]) for number in range(len(labels))]
+    desirable, undesirable = (
+        sorted(reward for reward, label in zip(rewards, labels, strict=True) if label is wanted)
+        for wanted in (True, False)
+    )
+    if not (desirable and undesirable):
+        return None
+    smaller = sum(bisect_left(undesirable, reward) for reward in desirable)
+    return CompletionScore(
+        desirable=len(desirable),
+        undesirable=len(undesirable),
+        rewards=MeanRewards(
+            chosen=fmean(desirable), rejected=fmean(undesirable), margins=fmean(desirable) - fmean(undesirable)
+        ),
+        accuracy=smaller / (len(desirable) * len(undesirable)),
     )
 
 

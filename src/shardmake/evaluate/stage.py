@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from shardmake.config.models import Cluster, Dpo, EvaluationBackend, Run
+from shardmake.config.models import Cluster, Dpo, EvaluationBackend, Kto, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import plural
@@ -40,7 +40,7 @@ from shardmake.evaluate.scores import (
     score,
 )
 from shardmake.evaluate.serving import as_record, check_serving, serve
-from shardmake.run.evaluation import EvaluationResult, PreferenceScore, Sample, TaskScore
+from shardmake.run.evaluation import CompletionScore, EvaluationResult, PreferenceScore, Sample, TaskScore
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import planned_class
@@ -91,6 +91,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         base=base.scores.as_record(sources),
         tuned=tuned.scores.as_record(sources),
         preferences=_compare_pairs(run, base, tuned),
+        completions=_compare_completions(run, rundir, base, tuned),
         samples=_samples(tokenizer, prompts, base, tuned),
         tasks=[
             TaskScore(task=task, metric=metric, base=value, tuned=tuned.tasks[task, metric])
@@ -103,6 +104,8 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     if result.preferences:
         rewards = result.preferences.rewards
         logger.info(f"reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}")
+    if labelled := result.completions:
+        logger.info(f"reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}")
     result.write(rundir.evaluation)
     return result
 
@@ -213,6 +216,17 @@ def _compare_pairs(run: Run, base: Assessment, tuned: Assessment) -> PreferenceS
     return compare_answers(base.pairs, tuned.pairs, settings.beta) if isinstance(settings, Dpo) else None
 
 
+def _compare_completions(run: Run, rundir: RunDir, base: Assessment, tuned: Assessment) -> CompletionScore | None:
+    """Return the scores of held-out completions with labels; None for an objective that does not learn from them."""
+    from shardmake.data.unpaired import Completions
+    from shardmake.evaluate.preferences import compare_completions
+
+    settings = run.objective_settings
+    if not isinstance(settings, Kto):
+        return None
+    return compare_completions(base.pairs, tuned.pairs, Completions(rundir.data, "eval").labels(), settings.beta)
+
+
 def _assess_share(tasks: list[EvaluationTask], setup: EvaluationSetup, rank: RankInfo) -> list[Assessment]:
     """Evaluate on one rank: score every ``world_size``-th pass; the first rank also answers."""
     with process_group(rank):
@@ -261,12 +275,15 @@ def _own_passes(lengths: list[int], setup: EvaluationSetup, rank: RankInfo) -> l
 def _score_pairs(
     network: "PreTrainedModel", task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo
 ) -> dict[int, float]:
-    """Return the log-probabilities of a rank's share of the answers of the held-out pairs, by number."""
+    """Return the log-probabilities of a rank's share of the held-out answers, by number."""
     from shardmake.data.pairs import Pairs
-    from shardmake.evaluate.preferences import Answers, score_answers
+    from shardmake.data.unpaired import Completions
+    from shardmake.evaluate.preferences import Answers, LabelledAnswers, score_answers
 
-    pairs = Pairs(task.rundir.data, "eval")
-    answers = Answers((pairs[number] for number in range(len(pairs))), task.run.sequence_length)
+    unpaired = isinstance(task.run.objective_settings, Kto)
+    examples = (Completions if unpaired else Pairs)(task.rundir.data, "eval")
+    kind = LabelledAnswers if unpaired else Answers
+    answers = kind((examples[number] for number in range(len(examples))), task.run.sequence_length)
     return score_answers(network, answers, _own_passes(answers.lengths(), setup, rank))
 
 

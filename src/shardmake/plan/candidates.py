@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardmake.config.models import Strategy
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.memory.estimate import Estimate
@@ -158,8 +159,8 @@ def _checkpointing(settings: ResolvedRun) -> list[bool]:
 
 def _micro_batches(settings: ResolvedRun, per_rank: int) -> list[int]:
     """Return the divisors of a rank's share of the global batch, largest first, at most 64."""
-    wanted = settings.run.micro_batch_size
-    sizes = range(min(per_rank, 64), 0, -1) if wanted == "auto" else [wanted]
+    wanted, least = settings.run.micro_batch_size, OBJECTIVES[settings.run.objective].least_micro_batch
+    sizes = range(min(per_rank, 64), least - 1, -1) if wanted == "auto" else [wanted]
     return [size for size in sizes if per_rank % size == 0]
 
 
@@ -180,7 +181,12 @@ def _multiples(size: int, step: int) -> str:
 def _micro_batch_message(settings: ResolvedRun, usable: list[int]) -> str:
     run = settings.run
     ranks = _data_parallel_size(settings, usable[0])
-    sizes = _multiples(run.global_batch_size, ranks * int(run.micro_batch_size))
+    if run.micro_batch_size == "auto":
+        return (
+            f"global_batch_size {run.global_batch_size} leaves one example for each of {ranks} ranks, but objective: "
+            f"{run.objective} compares the examples of a micro batch. Use at least {2 * ranks}."
+        )
+    sizes = _multiples(run.global_batch_size, ranks * run.micro_batch_size)
     return (
         f"global_batch_size {run.global_batch_size} is not a multiple of {ranks} ranks x micro_batch_size "
         f"{run.micro_batch_size}. Use a global_batch_size of {sizes}, or micro_batch_size: auto."

@@ -100,7 +100,7 @@ class _Search:
             simulated = self._simulated(candidate)
             if not simulated.fits or simulated.headroom < minimum:
                 continue
-            if not needs_fallback or has_fallback(simulated, self.found):
+            if not needs_fallback or has_fallback(simulated, self.found, self._planner):
                 return simulated
         return None
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.planner import Planner
 
@@ -23,7 +24,7 @@ def find_fallbacks(
     known = {candidate.name: candidate for candidate in candidates}
     below = chosen.memory.gpu.device
     for candidate in sorted(candidates, key=_next_fallback):
-        if not _is_below(candidate, chosen) or candidate.memory.gpu.device > LESS * below:
+        if not _is_below(candidate, chosen, planner) or candidate.memory.gpu.device > LESS * below:
             continue
         simulated = candidate if candidate.simulated else planner.simulate(candidate.choice)
         known[simulated.name] = simulated
@@ -33,10 +34,10 @@ def find_fallbacks(
     return fallbacks, list(known.values())
 
 
-def has_fallback(candidate: Candidate, candidates: Sequence[Candidate]) -> bool:
+def has_fallback(candidate: Candidate, candidates: Sequence[Candidate], planner: Planner) -> bool:
     """Return whether one of ``candidates`` is a fallback below ``candidate``."""
     limit = LESS * candidate.memory.gpu.device
-    return any(_is_below(other, candidate) and other.memory.gpu.device < limit for other in candidates)
+    return any(_is_below(other, candidate, planner) and other.memory.gpu.device < limit for other in candidates)
 
 
 def _half_precision(candidates: Iterable[Candidate], planner: Planner) -> list[Candidate]:
@@ -54,12 +55,18 @@ def _next_fallback(candidate: Candidate) -> tuple[int, bool, bool, int, bool, in
     return *late, choice.spec.fallback_order, choice.gradient_checkpointing, -choice.micro_batch_size
 
 
-def _is_below(candidate: Candidate, chosen: Candidate) -> bool:
-    """Return True for the same library, at least as many nodes and a later place in the guide's order."""
+def _is_below(candidate: Candidate, chosen: Candidate, planner: Planner) -> bool:
+    """Return True for the same library, at least as many nodes and a later place in the guide's order.
+
+    If the loss compares the examples of a micro batch, that must stay the same on as many ranks.
+    """
     mine, its = candidate.choice, chosen.choice
     if mine.is_fsdp != its.is_fsdp or not candidate.fits:
         return False
     if mine.spec.fallback_order < its.spec.fallback_order or mine.nodes < its.nodes:
         return False
+    if OBJECTIVES[planner.settings.run.objective].compares_batch:
+        same = (mine.micro_batch_size, mine.nodes) == (its.micro_batch_size, its.nodes)
+        return same and (mine.gradient_checkpointing or not its.gradient_checkpointing)
     one_sequence = mine.micro_batch_size in (its.micro_batch_size, 1)
     return one_sequence and (mine.gradient_checkpointing or not its.gradient_checkpointing)

@@ -146,7 +146,7 @@ def scenario_of(settings: ResolvedRun, choice: Choice) -> Scenario:
         ranks_per_node=choice.processes_per_node,
         micro_batch=choice.micro_batch_size * objective.sequences,
         log_probs=objective.has_reference,
-        extra_forwards=int(run.reference == "model"),
+        extra_forwards=objective.forwards - 1 + (objective.forwards if run.reference == "model" else 0),
         reference_weights=run.reference == "model" and run.method == "full",
         sequence_length=run.sequence_length,
         sequence_parallel=choice.sequence_parallel,

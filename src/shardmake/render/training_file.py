@@ -134,7 +134,7 @@ def training_arguments(plan: Plan, run: Run, cluster: Cluster, model: Model) -> 
         "seed": run.seed,
         "data_seed": run.seed,
         # The data stage has put the examples in order.
-        **({} if run.data.order == "shuffled" else {"train_sampling_strategy": "sequential"}),
+        **({"train_sampling_strategy": "sequential"} if run.keeps_order else {}),
         "torch_compile": run.torch_compile,
         "remove_unused_columns": False,
         "dataloader_num_workers": 0,

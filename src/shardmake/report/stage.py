@@ -76,14 +76,15 @@ def _moment(seconds: float) -> str:
 def _tiles(records: Records) -> dict[str, str]:
     """Return the key figures for the top of the page, as far as they are known."""
     training, history, evaluation = records.training, records.history, records.evaluation
-    preferences = evaluation.preferences
+    preferences, completions = evaluation.preferences, evaluation.completions
+    accuracy = preferences.rewards.accuracies if preferences else completions.accuracy if completions else None
     rates = history.series("tokens_per_second")[1]
     lost = sum(item.seconds for item in history.interruptions)
     tiles = {
         "evaluation loss": f"{evaluation.base.loss:.3f} → {evaluation.tuned.loss:.3f}",
         "perplexity": f"{evaluation.base.perplexity:,.1f} → {evaluation.tuned.perplexity:,.1f}",
         "exact answers": f"{evaluation.base.exact:.1%} → {evaluation.tuned.exact:.1%}" if evaluation.has_exact else "",
-        "reward accuracy": f"{preferences.rewards.accuracies:.1%}" if preferences else "",
+        "reward accuracy": f"{accuracy:.1%}" if accuracy is not None else "",
         "optimizer steps": "" if training.steps is None else f"{training.steps:,}",
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
         "tokens per second": f"{statistics.median(rates):,.0f}" if rates else "",

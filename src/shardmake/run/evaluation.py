@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from shardmake.run.metrics import Rewards
+from shardmake.run.metrics import MeanRewards, Rewards
 from shardmake.run.record import RunRecord
 
 
@@ -70,6 +70,18 @@ class PreferenceScore(RunRecord):
     rewards: Rewards = Field(description="Means over the pairs; the reference is the base model.")
 
 
+class CompletionScore(RunRecord):
+    """Scores of held-out completions of a training on completions with labels."""
+
+    desirable: int = Field(description="Desirable completions.")
+    undesirable: int = Field(description="Undesirable completions.")
+    rewards: MeanRewards = Field(description="Means over the completions; the reference is the base model.")
+    accuracy: float = Field(
+        description="Part of all pairs of a desirable and an undesirable completion in which the desirable one has the "
+        "larger reward, 0 to 1."
+    )
+
+
 class Served(RunRecord):
     """A smoke test of serving the tuned model."""
 
@@ -90,6 +102,11 @@ class EvaluationResult(RunRecord):
     tuned: ModelScore = Field(description="Scores of the tuned model.")
     preferences: PreferenceScore | None = Field(
         None, exclude_if=operator.not_, description="Scores of the pairs, for the objective dpo."
+    )
+    completions: CompletionScore | None = Field(
+        None,
+        exclude_if=operator.not_,
+        description="Scores of the completions, for the objective kto; None if all have the same label.",
     )
     samples: list[Sample] = Field(description="Prompts with both answers.")
     tasks: list[TaskScore] = Field(description="Tasks of lm_eval.")

@@ -14,16 +14,21 @@ class DeviceMemory(BaseModel):
     reserved: int = Field(description="Held by the allocator.")
 
 
-class Rewards(BaseModel):
-    """Means over the pairs of a training on preferences, since the line before or of an evaluation.
+class MeanRewards(BaseModel):
+    """Means over the answers of a training on preferences, since the line before or of an evaluation.
 
     The reward of an answer is beta times the difference of its log-probability from the reference model's.
     """
 
     model_config = ConfigDict(frozen=True)
-    chosen: float = Field(description="Reward of the chosen answers.")
-    rejected: float = Field(description="Reward of the rejected answers.")
+    chosen: float = Field(description="Reward of the chosen or desirable answers.")
+    rejected: float = Field(description="Reward of the rejected or undesirable answers.")
     margins: float = Field(description="Difference of the two.")
+
+
+class Rewards(MeanRewards):
+    """Means over pairs of answers."""
+
     accuracies: float = Field(description="Part of the pairs whose chosen answer has the larger reward, 0 to 1.")
 
 
@@ -38,8 +43,11 @@ class MetricsLine(BaseModel):
     learning_rate: float | None = Field(None, description="Learning rate of the step.")
     grad_norm: float | None = Field(None, description="Gradient norm before clipping.")
     eval_loss: float | None = Field(None, description="Evaluation loss after the step.")
-    rewards: Rewards | None = Field(None, description="Of the training, for the objective dpo.")
-    eval_rewards: Rewards | None = Field(None, description="Of the evaluation, for the objective dpo.")
+    rewards: Rewards | MeanRewards | None = Field(None, description="Of the training, for the objectives dpo and kto.")
+    eval_rewards: Rewards | MeanRewards | None = Field(None, description="Of the evaluation, for the same objectives.")
+    kl: float | None = Field(
+        None, description="Estimated KL divergence from the reference model in nats, for the objective kto."
+    )
     tokens: int | None = Field(None, description="Tokens of all ranks since step 0, padding included.")
     tokens_per_second: float | None = Field(None, description="Rate of all ranks since the line before.")
     memory: DeviceMemory | None = Field(None, description="None on a CPU.")

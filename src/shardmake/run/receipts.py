@@ -118,6 +118,8 @@ class DataReceipt(RunRecord):
         learned = "the assistant's tokens" if self.loss_on_assistant else "all tokens"
         if self.format == "preference":
             learned = "the difference of the two answers"
+        if self.format == "unpaired-preference":
+            learned = "the completions, by their labels"
         several = "; ".join(dict.fromkeys(source.format for source in self.train.sources))
         return f"{several or f'{self.format} ({columns})'}, loss on {learned}"
 

@@ -4,9 +4,11 @@ import contextlib
 from collections.abc import Mapping
 
 from shardmake.config.effects import as_text, differences
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_file_keys import changes_result
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import plural
 from shardmake.run.attempt import Attempt, AttemptDir
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
@@ -55,12 +57,20 @@ def result_settings(
         **{name: settings.arguments.get(argument) for argument, name in _ARGUMENTS.items()},
         "precision": plan.precision,
         "global_batch_size": plan.choice.global_batch_size,
+        **_compared(settings, plan),
         "sequence_length": plan.workload.sequence_length,
         "content of the data": data_digest,
         **template,
         **{key: value for key, value in settings.own_files.items() if changes_result(key)},
     }
     return {name: as_text(value) for name, value in values.items()}
+
+
+def _compared(settings: TrainingSettings, plan: Plan) -> dict[str, str]:
+    """Return the micro batch of all ranks, if the loss compares its examples."""
+    choice = plan.choice
+    micro_batch = f"{choice.micro_batch_size} on {plural(choice.world_size // choice.group_size, 'rank')}"
+    return {"micro batch": micro_batch} if OBJECTIVES[settings.objective].compares_batch else {}
 
 
 def settings_digest(settings: Mapping[str, str]) -> str:

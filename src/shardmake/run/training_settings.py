@@ -75,6 +75,21 @@ class DpoSettings(ObjectiveSettings):
         return {"beta": self.beta, "loss_type": self.loss_type, "precompute_ref_log_probs": precomputed}
 
 
+class KtoSettings(ObjectiveSettings):
+    """Kahneman-Tversky optimization."""
+
+    beta: float = Field(description="Strength with which the model is held near the base model.")
+    desirable_weight: float = Field(description="Factor of the loss of desirable completions.")
+    undesirable_weight: float = Field(description="Factor of the loss of undesirable completions.")
+
+    def describe(self) -> str:
+        """Return beta, weights and reference."""
+        return (
+            f"beta {self.beta:g}, desirable weight {self.desirable_weight:g} and undesirable weight "
+            f"{self.undesirable_weight:g}; the reference is the base model"
+        )
+
+
 class OptimizerSettings(RunRecord):
     """An optimizer that the training arguments cannot name."""
 
@@ -152,6 +167,9 @@ class TrainingSettings(RunRecord):
     objective: Objective = Field(description="What training optimizes.")
     dpo: DpoSettings | None = Field(
         None, exclude_if=operator.not_, description="Settings of the objective dpo; None for another one."
+    )
+    kto: KtoSettings | None = Field(
+        None, exclude_if=operator.not_, description="Settings of the objective kto; None for another one."
     )
     method: FullMethod | AdapterMethod = Field(description="Full fine-tuning or adapters.")
     arguments: dict[str, Any] = Field(

@@ -8,11 +8,12 @@ from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
-from trl import DPOTrainer
-from trl.trainer import dpo_trainer
+from trl import DPOTrainer, KTOTrainer
+from trl.trainer import dpo_trainer, kto_trainer
 
 from shardmake.config.strategies import FSDP
 from shardmake.data.pairs import PairCollator, Pairs
+from shardmake.data.unpaired import Completions, UnpairedCollator
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model
 from shardmake.train.rank_context import RankContext
@@ -34,6 +35,10 @@ class DpoTrainer(TrlTrainer, DPOTrainer):
     def _prepare_input(self, data: Any) -> Any:
         """Move ``data`` to the device; Trainer would also round log-probabilities to DeepSpeed's 16 bits."""
         return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
+
+
+class KtoTrainer(TrlTrainer, KTOTrainer):
+    """TRL's trainer of Kahneman-Tversky optimization."""
 
 
 class _NoReference(torch.nn.Module):
@@ -88,15 +93,37 @@ def make_dpo_trainer(
     return trainer
 
 
+def make_kto_trainer(
+    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
+) -> TrlTrainer:
+    """Return the trainer. The reference is the base model: the model without its adapters, or a second model."""
+    settings, folder = context.settings, context.attempt.rundir.data
+    is_full = isinstance(settings.method, FullMethod)
+    kto_trainer.prepare_fsdp = shard_reference
+    train, held_out = Completions(folder, "train"), Completions(folder, "eval")
+    trainer = KtoTrainer(
+        **trl_options(context, arguments, callbacks, train, held_out, UnpairedCollator.of(folder)),
+        model=load_model(settings),
+        ref_model=_second_model(settings) if is_full else None,
+    )
+    if not is_full:
+        trainer.model.delete_adapter(_TRL_COPY)
+    return trainer
+
+
 def _reference(settings: TrainingSettings, config: Any, *, precomputed: bool) -> torch.nn.Module | None:
     """Return the reference model of a full fine-tuning, for TRL's trainer."""
     if not precomputed:
-        return load_base(settings).requires_grad_(False)
+        return _second_model(settings)
     return _NoReference(config) if settings.expected.engine == FSDP else None
 
 
+def _second_model(settings: TrainingSettings) -> torch.nn.Module:
+    return load_base(settings).requires_grad_(False)
+
+
 MakeTrainer = Callable[[RankContext, TrainingArguments, list[TrainerCallback]], TrlTrainer]
-TRAINERS: Final[dict[str, MakeTrainer]] = {"dpo": make_dpo_trainer}
+TRAINERS: Final[dict[str, MakeTrainer]] = {"dpo": make_dpo_trainer, "kto": make_kto_trainer}
 
 
 def make_trl_trainer(

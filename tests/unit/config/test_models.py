@@ -58,16 +58,18 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                              f"Allowed here: {RUN_KEYS}."]),
     ({"cuda": 5}, [f"cuda: there is no such key. Allowed here: {RUN_KEYS}."]),
     ({"data": {"train": "a", "format": "cat"}}, ["data.format: 'cat' is not allowed. Did you mean 'chat'? Allowed: "
-                                                 "auto, chat, sharegpt, alpaca, prompt-completion, text, preference."]),
+                                                 "auto, chat, sharegpt, alpaca, prompt-completion, text, preference, "
+            "unpaired-preference."]),
     ({"data": {"train": "a", "columns": {"promt": "q"}}}, ["data.columns.promt: there is no such key. Did you mean "
-     "'prompt'? Allowed here: messages, role, content, tools, system, prompt, completion, text, chosen, rejected, instruction, input, "
-     "output."]),
+     "'prompt'? Allowed here: messages, role, content, tools, system, prompt, completion, label, text, chosen, rejected, "
+     "instruction, input, output."]),
     ({"data": {"train": "a", "columns": {"prompt": 3}}}, ["data.columns.prompt: 3 is not allowed. Allowed: text. YAML "
      "reads this as a number, also a time such as 12:00:00. Put it in quotes."]),
     ({"data": {"train": "a", "columns": {"prompt": "q", "text": "t"}}}, ["data: columns: no format reads prompt and "
      "text. chat reads messages, tools, role, content; sharegpt reads messages, tools, system, role, content; "
      "alpaca reads instruction, output, input, system; prompt-completion reads prompt, completion, tools, role, "
-     "content; text reads text; preference reads chosen, rejected, prompt, tools, role, content."]),
+     "content; text reads text; preference reads chosen, rejected, prompt, tools, role, content; "
+     "unpaired-preference reads prompt, completion, label, tools, role, content."]),
     ({"data": {"train": "a", "format": "text", "columns": {"prompt": "q"}}}, ["data: columns: no format reads prompt. "
      "text reads text."]),
     ({"data": {"train": "a", "evl": "b"}}, ["data.evl: there is no such key. Did you mean 'eval'? "

@@ -6,7 +6,7 @@ import pytest
 
 from shardmake.config import objectives
 from shardmake.config.formats import DataFormat
-from shardmake.config.models import Dpo
+from shardmake.config.models import Dpo, Kto
 from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import make_run
@@ -14,7 +14,7 @@ from tests.unit.config.samples import make_run
 
 def test_supervised_fine_tuning_is_the_default_and_reads_every_format_but_pairs() -> None:
     assert make_run().objective == "sft"
-    assert set(OBJECTIVES["sft"].data_formats) == set(get_args(DataFormat)) - {"preference"}
+    assert set(OBJECTIVES["sft"].data_formats) == set(get_args(DataFormat)) - {"preference", "unpaired-preference"}
 
 
 def test_settings_of_dpo_have_the_defaults_of_trl() -> None:
@@ -25,6 +25,42 @@ def test_settings_of_dpo_have_the_defaults_of_trl() -> None:
     assert isinstance(settings, Dpo) and make_run().objective_settings is None
     assert (settings.beta, settings.loss_type) == (fields["beta"].default, fields["loss_type"].default_factory())
     assert (settings.reference == "precomputed") == fields["precompute_ref_log_probs"].default
+
+
+def test_settings_of_kto_have_the_defaults_of_trl() -> None:
+    from trl import KTOConfig
+
+    settings = make_run(objective="kto", packing=False).objective_settings
+    assert isinstance(settings, Kto)
+    defaults = {name: KTOConfig.__dataclass_fields__[name].default for name in Kto.model_fields}
+    assert settings.model_dump() == defaults
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "sft", "kto": {"beta": 0.2}}, "kto has no effect with objective: sft"),
+        ({"packing": True}, "packing: true cannot be combined"),
+        ({"micro_batch_size": 1}, "micro_batch_size: 1 cannot be combined with objective: kto, which compares"),
+        ({"method": "qlora"}, "method: qlora is not supported"),
+        ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
+        ({"kto": {"reference": "precomputed"}}, "reference"),
+        (
+            {"data": {"train": "org/data", "format": "preference"}},
+            r"cannot learn from data\.format 'preference'\. Use unpaired-preference",
+        ),
+    ],
+)
+def test_what_kto_does_not_take_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(**{"objective": "kto", "packing": False, **changes})
+
+
+def test_every_epoch_of_kto_has_the_same_order() -> None:
+    """The completions that a prompt is compared with are those of its micro batch."""
+    assert make_run(objective="kto", packing=False).keeps_order
+    assert not make_run(objective="dpo", packing=False).keeps_order
+    assert make_run(packing=False, data={"train": "org/data", "order": "length"}).keeps_order
 
 
 def test_only_an_objective_with_a_reference_model_has_one() -> None:

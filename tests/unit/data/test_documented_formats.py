@@ -23,7 +23,7 @@ def test_every_format_has_an_example() -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_recognized_by_its_columns(name: str) -> None:
     example = json.loads(EXAMPLES[name])
-    objective = "dpo" if name == "preference" else "sft"
+    objective = {"preference": "dpo", "unpaired-preference": "kto"}.get(name, "sft")
     layout = recognize(Data(train="x.jsonl"), objective, list(example), example, "x.jsonl, line 1")
     assert layout.format == name
     assert layout.standardize(example, "x.jsonl, line 1")

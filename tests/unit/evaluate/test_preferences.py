@@ -3,7 +3,13 @@
 import pytest
 import torch
 
-from shardmake.evaluate.preferences import Answers, compare_answers, score_answers
+from shardmake.evaluate.preferences import (
+    Answers,
+    LabelledAnswers,
+    compare_answers,
+    compare_completions,
+    score_answers,
+)
 from shardmake.evaluate.scores import plan_passes
 from tests.unit.evaluate.test_losses import make_network
 
@@ -45,3 +51,19 @@ def test_scores_of_pairs() -> None:
     score = compare_answers(base, tuned, beta=0.5)
     assert (score.pairs, score.base_accuracy, score.tuned_accuracy) == (2, 0.5, 0.5)
     assert score.rewards.model_dump() == {"chosen": 0.0, "rejected": -0.75, "margins": 0.75, "accuracies": 0.5}
+
+
+def test_scores_of_completions_with_labels() -> None:
+    """Of the four pairs of a desirable and an undesirable completion, three have the larger reward first."""
+    base = {0: -4.0, 1: -3.0, 2: -5.0, 3: -6.0}
+    tuned = {0: -2.0, 1: -5.0, 2: -5.5, 3: -6.2}
+    score = compare_completions(base, tuned, [True, False, True, False], beta=0.5)
+    assert score is not None and (score.desirable, score.undesirable, score.accuracy) == (2, 2, 0.75)
+    assert score.rewards.model_dump() == pytest.approx({"chosen": 0.375, "rejected": -0.55, "margins": 0.925})
+    assert compare_completions(base, tuned, [True] * 4, beta=0.5) is None
+
+
+def test_completions_are_cut_as_in_training() -> None:
+    answers = LabelledAnswers([{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": [True]}], 4)
+    assert answers.lengths() == [4]
+    assert answers[0]["labels"].tolist() == [-100, -100, 7, 8]

@@ -32,6 +32,10 @@ CASES: dict[str, Scenario] = {
     "precomputed for lora under autocast": scenario(
         SMALL, method="lora", strategy="ddp", **DPO | {"extra_forwards": 0}
     ),
+    "kto": scenario(SMALL, **DPO | {"extra_forwards": 3}),
+    "kto with lora and checkpointing": scenario(
+        SMALL, method="lora", checkpointing=True, **DPO | {"extra_forwards": 3}
+    ),
 }
 
 
@@ -58,19 +62,21 @@ def test_the_simulated_step_matches_the_recorded_one(name: str, tracer: Any, ker
 def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
     """Return the events of TRL's loss and its backward pass."""
     import torch
-    from trl import DPOTrainer
+    from trl import DPOTrainer, KTOTrainer
 
+    kind = KTOTrainer if case.extra_forwards == 3 else DPOTrainer
     request = {**_request(case), "layers": None}
     tracer.emulate_gpu_kernels(request["softmax_saves_input"])
     model, reference = prepared(request, tracer), None
     precomputed = case.extra_forwards == 0
     if case.method == "full" and not precomputed:
         reference = prepared(request, tracer).requires_grad_(False)
-    trainer: Any = DPOTrainer.__new__(DPOTrainer)
+    trainer: Any = kind.__new__(kind)
     settings = {
         "model": model, "ref_model": reference, "accelerator": accelerator(), "precompute_ref_logps": precomputed,
         "aux_loss_enabled": False, "ld_alpha": None, "f_divergence_type": "reverse_kl", "loss_types": ["sigmoid"],
         "loss_weights": [1.0], "label_smoothing": 0.0, "beta": 0.1, "use_weighting": False, "_tp_size": 1,
+        "calculate_KL": True, "loss_type": "kto", "desirable_weight": 1.0, "undesirable_weight": 1.0,
         "_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0,
         "args": SimpleNamespace(gradient_checkpointing_kwargs={"use_reentrant": False}),
     }  # fmt: skip
@@ -84,6 +90,9 @@ def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
     }
     if precomputed:
         inputs |= {f"ref_{answer}_logps": torch.zeros(len(tokens) // 2) for answer in ("chosen", "rejected")}
+    if kind is KTOTrainer:
+        inputs |= {f"KL_{name}": values.clone() for name, values in inputs.items()}
+        inputs["label"] = torch.arange(len(tokens)) % 2 == 0
     recorder = tracer.Recorder()
     with tracer._without_collector():
         tracer._mark_blocks(model, recorder)
@@ -92,7 +101,7 @@ def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
             for _ in range(2):
                 recorder.start()
                 with tracer._autocast(request):
-                    loss = DPOTrainer._compute_loss(trainer, model, inputs, False)
+                    loss = kind._compute_loss(trainer, model, inputs, False)
                 recorder.mark("backward")
                 loss.backward()
                 del loss

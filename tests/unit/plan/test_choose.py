@@ -19,7 +19,7 @@ from shardmake.run.plan import Choice
 
 CAPACITY = 80 * GIB
 GPUS = SimpleNamespace(is_cpu=False, gpu_memory=CAPACITY, host_memory=1000 * GIB, nvme=None)
-SETTINGS = SimpleNamespace(hardware=GPUS, precision="bf16", run=SimpleNamespace(strategy="auto"))
+SETTINGS = SimpleNamespace(hardware=GPUS, precision="bf16", run=SimpleNamespace(strategy="auto", objective="sft"))
 ERROR = FAMILY_ERRORS["sharded"]
 
 

@@ -11,8 +11,17 @@ from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import from_cluster
 from shardmake.plan.abilities import Abilities
 from shardmake.plan.candidates import choices
-from shardmake.plan.planner import Planner
-from shardmake.plan.resolve import _attention, _check_objective, _why_not_varlen, resolve, unsuitable
+from shardmake.plan.choose import choose_from
+from shardmake.plan.fallbacks import find_fallbacks
+from shardmake.plan.planner import Planner, scenario_of
+from shardmake.plan.resolve import (
+    ResolvedRun,
+    _attention,
+    _check_objective,
+    _why_not_varlen,
+    resolve,
+    unsuitable,
+)
 from tests.unit.plan.test_planner import folders, gpus, run_of
 from tests.unit.plans import make_cluster, make_model, make_run
 
@@ -63,3 +72,31 @@ def test_a_precomputed_reference_needs_no_second_model_and_no_second_pass(folder
     assert not saved.memory.gpu.terms.get("reference model")
     assert saved.memory.gpu.device < held.memory.gpu.device
     assert saved.step_seconds < held.step_seconds
+
+
+def kto(folder: str, **changes: Any) -> ResolvedRun:
+    return resolve(run_of(folder, objective="kto", packing=False, **changes), gpus())
+
+
+def test_kto_needs_two_examples_in_a_micro_batch(folders: dict[str, str]) -> None:
+    sizes = {choice.micro_batch_size for choice in choices(kto(folders["tiny"], global_batch_size=32, nodes=1))}
+    assert sizes == {4, 2}
+    with pytest.raises(ConfigError, match=r"global_batch_size 8 leaves one example for each of 8 ranks.* at least 16"):
+        list(choices(kto(folders["tiny"], global_batch_size=8, nodes=1)))
+
+
+def test_a_fallback_of_kto_keeps_the_micro_batch(folders: dict[str, str]) -> None:
+    """The loss of an example depends on the others, so another micro batch would be another training."""
+    settings = kto(folders["eight"], global_batch_size=128)
+    planner = Planner(settings)
+    chosen, candidates = choose_from(planner)
+    fallbacks, _ = find_fallbacks(chosen, candidates, planner)
+    same = (chosen.choice.micro_batch_size, chosen.choice.nodes)
+    assert fallbacks
+    assert {(item.choice.micro_batch_size, item.choice.nodes) for item in fallbacks} == {same}
+
+
+def test_kto_runs_each_model_twice(folders: dict[str, str]) -> None:
+    settings = kto(folders["tiny"])
+    scenario = scenario_of(settings, next(iter(choices(settings, ["ddp"]))))
+    assert (scenario.extra_forwards, scenario.reference_weights, scenario.log_probs) == (3, True, True)

@@ -18,3 +18,11 @@ def test_another_chat_template_is_another_training() -> None:
     template = plain.model.model_copy(update={"chat_template": "{{ messages }}"})
     before, after = (result_settings(s, plan, "data") for s in (plain, plain.model_copy(update={"model": template})))
     assert [key for key, _ in after.items() - before.items()] == ["content of the chat template"]
+
+
+def test_another_micro_batch_is_another_training_only_if_the_loss_compares_its_examples() -> None:
+    small, large = make_plan("zero2"), make_plan("zero3", micro_batch_size=4, gradient_accumulation_steps=1)
+    for objective, differs in (("sft", set()), ("kto", {("micro batch", "4 on 4 ranks")})):
+        settings = make_training_settings().model_copy(update={"objective": objective})
+        before, after = (result_settings(settings, plan, "data") for plan in (small, large))
+        assert after.items() - before.items() == differs

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from shardmake.run.metrics import DeviceMemory, MetricsLine, Rewards, parse_line
+from shardmake.run.metrics import DeviceMemory, MeanRewards, MetricsLine, Rewards, parse_line
 from shardmake.train.callbacks.best_effort import BestEffortWriter
 
 
@@ -57,6 +57,7 @@ class MetricsCallback(TrainerCallback):
             eval_loss=logs.get("eval_loss"),
             rewards=_rewards(logs, "rewards/"),
             eval_rewards=_rewards(logs, "eval_rewards/"),
+            kl=logs.get("kl"),
             tokens=None if self.tokens_per_step is None else step * self.tokens_per_step,
             tokens_per_second=rate,
             memory=_device_memory(),
@@ -65,10 +66,15 @@ class MetricsCallback(TrainerCallback):
             _append(self.path, line.as_text())
 
 
-def _rewards(logs: dict[str, float], start: str) -> Rewards | None:
-    """Return the values of ``logs`` whose names begin with ``start``, as TRL's trainers log them."""
-    found = {name: logs.get(start + name) for name in Rewards.model_fields}
-    return None if None in found.values() else Rewards.model_validate(found)
+def _rewards(logs: dict[str, float], start: str) -> MeanRewards | None:
+    """Return the values of ``logs`` whose names begin with ``start``, as TRL's trainers log them.
+
+    There are none if all examples since the line before had the same label.
+    """
+    found = {name: logs[start + name] for name in Rewards.model_fields if start + name in logs}
+    if "margins" not in found:
+        return None
+    return (Rewards if "accuracies" in found else MeanRewards).model_validate(found)
 
 
 def _append(path: Path, text: str) -> None:
