@@ -149,6 +149,20 @@ def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) ->
 
 
 @pytest.mark.faults
+def test_a_preempted_driver_job_continues_once_there_is_room(driver: DriverJobs) -> None:
+    """Slurm sends SIGTERM, and after the grace time of the partition it queues the job again."""
+    first = driver.submit("train")
+    driver.wait_for_steps(3)
+    options = f"--parsable --partition=urgent --nodelist=c1 --exclusive --output={driver.checkout.root}/urgent"
+    urgent = driver.cluster.run(f"sbatch {options} --wrap 'sleep 5'").stdout.strip()
+    driver.cluster.wait_job(urgent, "COMPLETED", timeout=120)
+    driver.wait_for_end("done")
+    print(driver.log())
+    assert first in driver.state()["jobs"] and "Adopting job" in driver.log()
+    assert_trained_once(driver, STEPS)
+
+
+@pytest.mark.faults
 def test_a_driver_job_killed_during_a_stage_leaves_no_second_writer(driver: DriverJobs) -> None:
     """SIGKILL, as from the kernel, while the job of data is queued or running: nothing is recorded."""
     driver.cluster.run(["scontrol", "update", "partitionname=cpu", "nodes=c1"])

@@ -88,7 +88,9 @@ class DriverJob:
             if self.signals.limit_is_near:
                 return self.hand_over(snakemake)
             time.sleep(_POLL_SECONDS)
-        return self.finish(snakemake.returncode)
+        if snakemake.returncode:
+            time.sleep(_POLL_SECONDS)  # scancel ends Snakemake too, which may end before the signal arrives here
+        return self.stop(snakemake) if self.signals.must_end else self.finish(snakemake.returncode)
 
     # ---- start ------------------------------------------------------------------------------------------------------
 
@@ -238,7 +240,7 @@ def end_snakemake(snakemake: "subprocess.Popen[bytes]", patience: float) -> None
 
 def _stop_drivers(snakemake: "subprocess.Popen[bytes]", seconds: float) -> None:
     """Let Snakemake start nothing new, and end each driver. It ends by itself when nothing else runs."""
-    snakemake.send_signal(signal.SIGTERM)
+    snakemake.send_signal(signal.SIGTERM)  # which does nothing if it has ended
     until, ended = time.monotonic() + seconds, set[psutil.Process]()
     while snakemake.poll() is None and time.monotonic() < until:
         with contextlib.suppress(psutil.Error):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import driver_job
-from shardmake.launch.driver_job import end_snakemake, ended_by_slurm
+from shardmake.launch.driver_job import DriverJob, end_snakemake, ended_by_slurm
 from shardmake.launch.driver_script import remove_locks
+from shardmake.run.driver_job import DriverState, Workflow, new_driver_dir
 
 SNAKEMAKE = """
 import signal, subprocess, sys, time
@@ -93,3 +94,24 @@ def test_a_job_that_a_person_cancels_does_not_continue(
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert ended_by_slurm("12") == continues
+
+
+@pytest.mark.parametrize(("signalled", "end"), [(True, "cancelled"), (False, "failed")])
+def test_a_snakemake_that_scancel_ended_first_has_not_failed(
+    signalled: bool, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal to this process arrives when Snakemake has ended already; Slurm does not answer here."""
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
+    monkeypatch.setattr(driver_job, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 1, "", ""))
+    monkeypatch.setattr(driver_job, "jobs_of", lambda name: {})
+    folder = new_driver_dir(tmp_path)
+    workflow = Workflow(name="driver-0", user="ada", runs=["a"], config="", arguments=[], offline=True, lead_seconds=1)
+    DriverState(jobs=[]).write(folder.state)
+    job = DriverJob(folder, "12", workflow)
+    ended = subprocess.Popen(["false"], start_new_session=True)
+    ended.wait()
+    monkeypatch.setattr(job, "start_snakemake", lambda: ended)
+    job.signals.must_end = signalled
+    assert job.run() == 1
+    assert DriverState.read(folder.state).end == end
