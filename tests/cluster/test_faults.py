@@ -236,7 +236,7 @@ def test_a_stopped_training_resumes_with_the_same_command(
     before = job_ids(run)
     run.start()
     end = stop(run)
-    assert run.wait() == (STOPPED if stop is touch_stop_file else 2), run.log()
+    assert run.wait() == (2 if stop is raise_in_rank else STOPPED), run.log()
     assert run.ends() == [end]
     assert len(job_ids(run) - before) == 1, "no job was submitted again"
     assert (stop is raise_in_rank) == ("the test ordered this error" in run.log())

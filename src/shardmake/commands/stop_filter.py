@@ -12,7 +12,7 @@ import signal
 from pathlib import Path
 
 from shardmake.core.errors import STOPPED, ShardmakeError
-from shardmake.run.attempt_history import EndReason, load_history
+from shardmake.run.attempt_history import BY_PERSON, load_history
 from shardmake.run.paths import RUNS, RunDir
 
 _COMMAND = re.compile(r"\bshardmake train (\S+)")
@@ -62,6 +62,6 @@ class StopFilter(logging.Filter):
             return f"The driver of {run} ended. The training's job, if there is one, is not affected."
         with contextlib.suppress(ShardmakeError, OSError):
             history = load_history(RunDir(self.runs / run).attempt_history)
-            if history and history[-1].end == EndReason.STOP_REQUESTED.value:
+            if history and history[-1].end in BY_PERSON:
                 return history[-1].message
         return f"Training of {run} stopped as requested. Run the same command again to resume."

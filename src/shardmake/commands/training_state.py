@@ -20,7 +20,7 @@ from shardmake.launch.jobs import LocalJobs, job_name
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState, JobStatus, parse_rows
 from shardmake.run.attempt import AttemptDir, Heartbeat, SubmittedJob
-from shardmake.run.attempt_history import AttemptRecord, EndReason, load_history
+from shardmake.run.attempt_history import BY_PERSON, AttemptRecord, load_history
 from shardmake.run.metrics import MetricsLine, parse_metrics
 from shardmake.run.paths import RunDir, short_path
 from shardmake.run.plan import Plan
@@ -178,7 +178,7 @@ def _stop_request(rundir: RunDir) -> tuple[str, ...]:
 
 def _ended(rundir: RunDir, last: AttemptRecord) -> TrainingState:
     """Return the state of a training whose last attempt has ended, and which no driver continues."""
-    if last.end == EndReason.STOP_REQUESTED.value:
+    if last.end in BY_PERSON:
         return TrainingState("stopped on request", (last.message,))
     continues = last.next_fallback is not None
     logs = short_path(rundir.attempts / f"{last.attempt:03d}")

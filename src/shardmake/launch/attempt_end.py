@@ -12,12 +12,13 @@ from shardmake.launch import user_script
 from shardmake.launch.container import start_failure
 from shardmake.launch.disk_wait import wait_for_room
 from shardmake.launch.error_texts import error_advice
-from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
+from shardmake.launch.outcome import NODE_FAILURES, Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.resume_validation import confirm_damage
 from shardmake.launch.slurm_states import JobStatus
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import (
+    BY_PERSON,
     AttemptRecord,
     EndReason,
     failed_alike,
@@ -34,7 +35,6 @@ RECORD_SECONDS = 10.0
 logger = logging.getLogger(__name__)
 _RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
 _ADVICE = {
-    EndReason.CANCELLED: "Run the same command again to resume from the newest checkpoint.",
     EndReason.GPU_OUT_OF_MEMORY: "No fallback is left. Use more nodes, a shorter sequence_length or method: lora.",
     EndReason.HOST_OUT_OF_MEMORY: "Increase memory_gib_per_node, or choose a strategy without offload.",
     EndReason.NON_FINITE: "Lower the learning rate or check the data of that step. The newest checkpoint is from "
@@ -58,8 +58,8 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     is_script = training.run.script is not None
     finished = user_script.finished_outcome(training.rundir, folder, training.settings_digest) if is_script else None
     outcome = finished or classify(_collect_evidence(training, folder, status))
-    if outcome.end is EndReason.STOP_REQUESTED:
-        outcome = replace(outcome, message=_stop_message(training))
+    if outcome.end.value in BY_PERSON:
+        outcome = replace(outcome, message=_stop_message(training, outcome))
     if not training.run.script:
         store.discard_unfinished(training.rundir.checkpoints)  # on a full disk they block the next save
     record = AttemptRecord(
@@ -82,17 +82,20 @@ def record_attempt(training: Training, job: SubmittedJob, status: JobStatus) -> 
     return outcome
 
 
-def _stop_message(training: Training) -> str:
+def _stop_message(training: Training, outcome: Outcome) -> str:
     """Return where the training stopped on request, and how to resume it. A script's checkpoints have no known step."""
-    newest = training.newest_checkpoint()
+    newest, name = training.newest_checkpoint(), training.rundir.name
     at, resume = (f" at step {newest[0].step}", f" from step {newest[0].step}") if newest else ("", "")
+    if outcome.end is EndReason.CANCELLED:
+        return f"Training of {name} was cancelled: {outcome.message} Run the same command again to resume{resume}."
     return (
-        f"Training of {training.rundir.name} saved and stopped{at}, because somebody created "
-        f"{short_path(training.rundir.stop_file)}. Run the same command again to resume{resume}."
+        f"Training of {name} saved and stopped{at}, because somebody created {short_path(training.rundir.stop_file)}. "
+        f"Run the same command again to resume{resume}."
     )
 
 
 def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus) -> Evidence:
+    hosts = training.jobs.hosts(status.nodes)
     return Evidence(
         finished=training.is_finished(),
         stop_file=training.rundir.stop_file.exists(),
@@ -101,7 +104,8 @@ def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus)
         exits=folder.exits(),
         errors=folder.rank_errors(),
         nodes=folder.read().nodes,
-        hosts=training.jobs.hosts(status.nodes),
+        hosts=hosts,
+        down_hosts=training.jobs.down_hosts(hosts) if status.name in NODE_FAILURES else (),
         damage=confirm_damage(folder),
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
@@ -130,7 +134,7 @@ def apply_decision(training: Training, outcome: Outcome) -> None:
         StopRequestedError: a person asked for the stop.
         ShardmakeError: the training stops here.
     """
-    if outcome.end is EndReason.STOP_REQUESTED:
+    if outcome.end.value in BY_PERSON:
         raise StopRequestedError(outcome.message)
     current = next_fallback(training.attempts, training.plan_digest)
     fallback = _find_fallback(training, current, outcome.end)

@@ -17,7 +17,7 @@ from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError, SlurmError
 from shardmake.core.permissions import refuse_job_of_others
 from shardmake.launch.attempt_end import apply_decision, record_attempt
-from shardmake.launch.low_memory_wait import LOCK_VARIABLE
+from shardmake.launch.low_memory_wait import LOCK_VARIABLE, STARTED_VARIABLE
 from shardmake.launch.monitor import raise_on_signals, watch
 from shardmake.launch.slurm_jobs import job_owners
 from shardmake.launch.slurm_states import JobState
@@ -147,7 +147,9 @@ def _find_job(training: Training) -> SubmittedJob | None:
             raise
         active = None
     if recorded and (active is None or active == recorded.id):
-        logger.info("Adopting job %s (attempt %d).", recorded.id, recorded.attempt)
+        waited = os.environ.pop(STARTED_VARIABLE, None) == recorded.id
+        text = "Job %s (attempt %d) is not pending any more." if waited else "Adopting job %s (attempt %d)."
+        logger.info(text, recorded.id, recorded.attempt)
         return recorded
     if active:
         job = SubmittedJob(id=active, attempt=training.last_attempt(), submitted=time.time())

@@ -4,6 +4,7 @@ import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -37,6 +38,9 @@ class Jobs(Protocol):
 
     def hosts(self, nodes: str) -> list[str]:
         """Return the names in ``nodes``, the nodes of a `JobStatus`; none if they are unknown."""
+
+    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
+        """Return those of ``hosts`` that are down or do not answer; none if that is unknown."""
 
     def cancel_command(self, job: str) -> str:
         """Return the command that cancels the job."""
@@ -127,6 +131,10 @@ class LocalJobs:
         return JobStatus(JobState.ENDED)
 
     def hosts(self, nodes: str) -> list[str]:
+        """See `Jobs`."""
+        return []
+
+    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
         """See `Jobs`."""
         return []
 

@@ -23,6 +23,8 @@ else:
 SECONDS = 20.0
 LOCK_VARIABLE = "SHARDMAKE_DRIVER_LOCK"
 WAITED_VARIABLE = "SHARDMAKE_DRIVER_WAITED"
+STARTED_VARIABLE = "SHARDMAKE_STARTED_JOB"
+"""Names the job that a driver waited for, which is not one of an earlier driver."""
 PREFIX = "shardmake-"
 """Start of the names of all training jobs."""
 
@@ -58,6 +60,7 @@ def await_start(job: str, snapshot: str) -> None:
         job, squeue_cache.cached_squeue(snapshot, 0)
     ):
         time.sleep(SECONDS)
+    os.environ[STARTED_VARIABLE] = job
 
 
 def await_slot(name: str, limit: str, stop_file: str, snapshot: str) -> None:

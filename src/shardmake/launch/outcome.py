@@ -28,6 +28,8 @@ class Evidence:
     """Nodes of the job; a node whose worker is killed leaves no record."""
     hosts: Sequence[str] = ()
     """Slurm's names of these nodes; empty if unknown."""
+    down_hosts: Sequence[str] = ()
+    """Those of them that Slurm reports as down or without an answer."""
     damage: str = ""
     """A sentence about the checkpoint, if a node found it damaged and the driver does, too."""
     hang: Hang | None = None
@@ -81,6 +83,8 @@ _BY_SLURM_STATE = {
     "LAUNCH_FAILED": EndReason.NODE_FAILURE,
     "OUT_OF_MEMORY": EndReason.HOST_OUT_OF_MEMORY,
 }
+NODE_FAILURES = {state for state, end in _BY_SLURM_STATE.items() if end is EndReason.NODE_FAILURE}
+"""Slurm's states of a job whose node failed."""
 _BY_SIGNAL = {
     "SIGUSR2": (EndReason.TIME_LIMIT, "before the job's time limit"),
     "SIGTERM": (EndReason.TERMINATED, "from Slurm before it preempts or ends a job, or from a person"),
@@ -181,10 +185,18 @@ def _by_slurm(evidence: Evidence) -> Outcome | None:
     if end is None:
         return None
     by = f" by {evidence.cancelled_by}" if evidence.cancelled_by else ""
-    message, silent = f"Slurm ended the job: {evidence.slurm_state}{by}.", evidence.silent_hosts
-    if end is EndReason.NODE_FAILURE and silent and len(silent) < len(evidence.hosts):
-        message = f"{message} No record came from {', '.join(silent)}."
-    return Outcome(end, message)
+    message = f"Slurm ended the job: {evidence.slurm_state}{by}."
+    return Outcome(end, f"{message}{_failed_nodes(evidence)}" if end is EndReason.NODE_FAILURE else message)
+
+
+def _failed_nodes(evidence: Evidence) -> str:
+    """Return a sentence that names the failed nodes, or those of the job if none stands out."""
+    silent, hosts = evidence.silent_hosts, evidence.hosts
+    if evidence.down_hosts:
+        return f" Slurm reports {', '.join(evidence.down_hosts)} as down."
+    if silent and len(silent) < len(hosts):
+        return f" No record came from {', '.join(silent)}."
+    return f" It ran on {', '.join(hosts)}." if hosts else ""
 
 
 def _by_missing_worker(evidence: Evidence) -> Outcome | None:

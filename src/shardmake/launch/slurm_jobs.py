@@ -125,6 +125,14 @@ class SlurmJobs:
         assigned = nodes and not nodes.startswith(("(", "None"))
         return run_slurm("scontrol", "show", "hostnames", nodes).stdout.split() if assigned else []
 
+    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
+        """See `Jobs`."""
+        if not hosts:
+            return []
+        nodes = run_slurm("sinfo", "--noheader", "--Node", f"--nodes={','.join(hosts)}", "--format=%N|%T").stdout
+        states = dict(line.split("|") for line in nodes.split())
+        return [host for host in hosts if re.match(r"down|fail|.*\*$", states.get(host, ""))]
+
     def cancel_command(self, job: str) -> str:
         """See `Jobs`."""
         return f"scancel {job}"

@@ -36,6 +36,8 @@ class EndReason(Enum):
     LOST = "unknown"
 
 
+BY_PERSON = {EndReason.STOP_REQUESTED.value, EndReason.CANCELLED.value}
+"""Ends that a person asked for. They are not failures: nothing has to be fixed, and the same command resumes."""
 _NOTHING_TRAINED = {EndReason.PREFLIGHT.value, EndReason.DAMAGED_CHECKPOINT.value}
 
 

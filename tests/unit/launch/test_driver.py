@@ -4,7 +4,7 @@ import errno
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,6 +19,7 @@ from shardmake.core.fingerprint import fingerprint
 from shardmake.launch import attempt_end, disk_wait, submission
 from shardmake.launch.attempt_end import apply_decision, record_attempt
 from shardmake.launch.driver import adopt, drive, hold_driver_lock
+from shardmake.launch.low_memory_wait import STARTED_VARIABLE
 from shardmake.launch.monitor import watch
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.submission import choose_checkpoint, submit
@@ -41,6 +42,7 @@ class FakeJobs:
     def __init__(self, *ends: End) -> None:
         self.ends = list(ends)
         self.state = JobState.ENDED
+        self.slurm_state = "FAILED"
         self.excluded: list[list[str]] = []
 
     def submit(self, folder: AttemptDir, plan: Plan, excluded: list[str]) -> str:
@@ -52,9 +54,12 @@ class FakeJobs:
         return None
 
     def status(self, job: str) -> JobStatus:
-        return JobStatus(self.state, "FAILED")
+        return JobStatus(self.state, self.slurm_state)
 
     def hosts(self, nodes: str) -> list[str]:
+        return []
+
+    def down_hosts(self, hosts: Sequence[str]) -> list[str]:
         return []
 
     def cancel_command(self, job: str) -> str:
@@ -238,6 +243,38 @@ def test_a_recorded_job_is_adopted_while_slurm_does_not_answer(demo: FakeRun, mo
     demo.rundir.job.unlink()
     with pytest.raises(SlurmError, match="does not answer"):
         adopt(demo.load(FakeJobs()))
+
+
+def test_a_job_that_the_driver_waited_for_is_not_called_an_earlier_drivers(
+    demo: FakeRun, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    submit(demo.load(FakeJobs(TERMINATED)))
+    monkeypatch.setenv(STARTED_VARIABLE, "1")
+    adopt(demo.load(FakeJobs()))
+    assert caplog.messages[-1] == "Job 1 (attempt 1) is not pending any more."
+    adopt(demo.load(FakeJobs()))
+    assert caplog.messages[-1] == "Adopting job 1 (attempt 1)."
+
+
+def test_a_cancelled_training_stops_as_on_request_and_shows_no_log(demo: FakeRun) -> None:
+    def end(folder: AttemptDir) -> None:
+        demo.commit(93, folder.read().settings_digest)
+        folder.log(0).write_text("FutureWarning: 40 lines of this\n")
+        TERMINATED(folder)
+
+    jobs = FakeJobs(end)
+    jobs.slurm_state = "CANCELLED"
+    training = demo.load(jobs)
+    with pytest.raises(StopRequestedError) as stopped:
+        drive(training)
+    assert (training.attempts[-1].end, len(training.attempts)) == ("cancelled by a person", 1)
+    assert (
+        str(stopped.value)
+        == training.attempts[-1].message
+        == (
+            "Training of demo was cancelled: Slurm ended the job: CANCELLED. Run the same command again to resume from step 93."
+        )
+    )
 
 
 def test_an_attempt_is_recorded_once_even_if_the_driver_was_killed_right_afterwards(demo: FakeRun) -> None:

@@ -19,7 +19,8 @@ import fcntl, sys
 from shardmake.launch import low_memory_wait
 lock = open(sys.argv[1], "a+")
 fcntl.flock(lock, fcntl.LOCK_EX)
-restarted = "import os; print('restarted', os.environ.get('SHARDMAKE_DRIVER_WAITED'))"
+names = "SHARDMAKE_DRIVER_WAITED", "SHARDMAKE_STARTED_JOB"
+restarted = f"import os; print('restarted', *(os.environ.get(name) for name in {names}))"
 sys.orig_argv = [sys.executable, "-c", restarted]
 kind, *words, snapshot = sys.argv[2:]
 if kind == "start":
@@ -116,6 +117,12 @@ def test_a_slot_is_claimed_once_until_the_next_query(slurm: Path) -> None:
     assert not claim_slot("shardmake-c-1", 2, str(snapshot)), "without an answer no slot is free"
 
 
+def test_a_driver_starts_again_when_its_job_has_started(slurm: Path) -> None:
+    (slurm / "queue").write_text("7|RUNNING|c1|shardmake-a-1\n")
+    driver = start(slurm / "driver.lock", "start", "7", str(slurm / "waiting"))
+    assert driver.communicate(timeout=60)[0] == "restarted None 7\n"
+
+
 def test_a_waiting_driver_is_small_and_holds_the_lock(slurm: Path) -> None:
     """It continues to wait while Slurm does not answer."""
     lock, snapshot = slurm / "driver.lock", slurm / "waiting"
@@ -141,7 +148,7 @@ def test_one_of_many_waiting_drivers_continues(slurm: Path) -> None:
         wait_for(lambda: all(is_waiting(driver) or driver.poll() is not None for driver in drivers))
         wait_for(lambda: any(driver.poll() is not None for driver in drivers))
         (restarted,) = [driver for driver in drivers if driver.poll() is not None]
-        assert restarted.communicate()[0] == "restarted 1\n" and count_calls(slurm) == 1
+        assert restarted.communicate()[0] == "restarted 1 None\n" and count_calls(slurm) == 1
     finally:
         for driver in drivers:
             driver.kill()
@@ -160,7 +167,7 @@ def test_a_stop_file_ends_the_wait_for_a_slot(slurm: Path) -> None:
     (slurm / "queue").write_text("1|RUNNING|c1|shardmake-a-1\n")
     (slurm / "STOP").touch()
     driver = start(slurm / "b.lock", "slot", "shardmake-b-1", "1", str(slurm / "STOP"), str(slurm / "waiting"))
-    assert driver.communicate(timeout=60)[0] == "restarted 1\n"
+    assert driver.communicate(timeout=60)[0] == "restarted 1 None\n"
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,10 @@ def test_nodes_without_a_record_are_named() -> None:
     assert classify(evidence(slurm_state="NODE_FAIL", **nodes)).message.endswith("No record came from c2.")
     assert "The worker on c2 was killed" in classify(evidence(errors=[PEER_GONE], **nodes)).message
     silent = classify(evidence(slurm_state="NODE_FAIL", hosts=["c1", "c2"], nodes=2)).message
-    assert silent == "Slurm ended the job: NODE_FAIL."
+    assert silent == "Slurm ended the job: NODE_FAIL. It ran on c1, c2."
+    both_wrote = {"nodes": 2, "hosts": ["c1", "c2"], "exits": [node(0), node(1)]}
+    down = classify(evidence(slurm_state="NODE_FAIL", down_hosts=["c2"], **both_wrote)).message
+    assert down == "Slurm ended the job: NODE_FAIL. Slurm reports c2 as down."
 
 
 @pytest.mark.parametrize(
