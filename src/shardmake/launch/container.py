@@ -98,7 +98,7 @@ def job_container(cluster: Cluster, run_folders: Iterable[Path] = (), runs: Iter
     if container is None:
         return None
     shared = [Path.cwd(), code_folder(), hub_cache(cluster.cache), cache_folder()]
-    shared += [path for folder in run_folders for path in (folder, *_links_in(folder))]
+    shared += [path for folder in run_folders for path in (folder.parent, folder, *_links_in(folder))]
     shared += [path for run in runs for path in named_paths(run)]
     local = [Path(path) for path in (cluster.scratch, cluster.nvme_path) if path]
     folders = [path for path in shared if path is not None and path.exists()]

@@ -121,6 +121,20 @@ def test_links_are_bound_by_name_and_by_target(tmp_path: Path) -> None:
     assert [str(path) for path in distinct_folders(named)] == sorted(expected)
 
 
+def test_files_of_a_run_and_of_the_runs_beside_it_are_bound(checkout: Path, tmp_path: Path) -> None:
+    for name in ("elsewhere/runs/demo", "elsewhere/checkpoints", "data", "own"):
+        (tmp_path / name).mkdir(parents=True)
+    (checkout / "runs").symlink_to(tmp_path / "elsewhere/runs")
+    (checkout / "runs/demo/train").symlink_to(tmp_path / "elsewhere/checkpoints")
+    (tmp_path / "data/train.jsonl").touch()
+    run = make_run(data={"train": str(tmp_path / "data/train.jsonl")}, script=str(tmp_path / "own/train.py"))
+    (tmp_path / "own/train.py").touch()
+    container = job_container(in_container(checkout), [checkout / "runs/demo"], [run])
+    assert container
+    for name in ("elsewhere/runs", "elsewhere/checkpoints", "data", "own"):
+        assert str(tmp_path / name) in container.binds, name
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
