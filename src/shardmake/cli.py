@@ -174,6 +174,7 @@ def estimate(
     micro_batch: Annotated[int, typer.Option(help="Sequences per GPU and forward pass.")] = 1,
     strategy: Annotated[list[str] | None, typer.Option(help="Strategy; may be repeated. Default: all.")] = None,
     gradient_checkpointing: Annotated[bool | None, typer.Option(help="With or without. Default: both.")] = None,
+    sequence_parallel: Annotated[int, typer.Option(help="GPUs that share each sequence.")] = 1,
     activation_offload: Annotated[
         bool, typer.Option("--activation-offload", help="Hold the inputs of checkpointed layers in host memory.")
     ] = False,
@@ -236,6 +237,7 @@ def estimate(
         micro_batch=micro_batch,
         strategies=strategy or (),
         gradient_checkpointing=gradient_checkpointing,
+        sequence_parallel=sequence_parallel,
         activation_offload=activation_offload,
         attention=attention,
         precision=precision,

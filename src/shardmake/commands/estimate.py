@@ -36,14 +36,15 @@ from shardmake.plan.choose import choose, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.family_errors import FAMILY_ERRORS
 from shardmake.plan.planner import CachedPlanner
-from shardmake.plan.reasons import figures, reason_of, seconds
+from shardmake.plan.reasons import memory_and_time, reason_of
 from shardmake.plan.resolve import ResolvedRun, check_strategy, kernels_of, resolve
-from shardmake.plan.suggestions import Kind, changes, suggestions
+from shardmake.plan.sequence_parallel import check_sequence_parallel
+from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
+from shardmake.plan.verdict import NO_LIMIT
 from shardmake.run.own_files import check_refused
 
 LARGEST_GPU = 1024  # GiB; more than that is MiB written by mistake
 LARGEST_HOST = 64 * 1024  # GiB
-NO_LIMIT = 2.0**32  # GiB of host RAM where the command line gives none
 CORES_PER_GPU = 16
 DEFAULT_LENGTH = 4096
 LossKind = Literal["plain", "fused", "chunked"]
@@ -63,6 +64,8 @@ class EstimateRequest:
     micro_batch: int = 1
     strategies: Sequence[str] = ()
     gradient_checkpointing: bool | None = None
+    sequence_parallel: int = 1
+    """GPUs that share each sequence."""
     activation_offload: bool = False
     attention: Attention | None = None
     """None: the fastest that the model's class and the GPU support."""
@@ -218,6 +221,7 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     check_activation_offload(run, cluster, settings.model)
     fastest = settings.abilities.best_attention(kernels_of(settings.hardware, settings.precision), packing=False)
     attention = request.attention or fastest
+    check_sequence_parallel(run, cluster, settings.model, attention)
     return replace(
         settings,
         attention=attention,
@@ -240,7 +244,7 @@ def _run(request: EstimateRequest) -> Run:
             "trust_remote_code": request.trust_remote_code,
             "data": {"train": "train.jsonl"},
             "sequence_length": request.sequence_length or _default_length(request),
-            "global_batch_size": request.nodes * request.gpus_per_node * request.micro_batch * request.accumulation,
+            "global_batch_size": _global_batch_size(request),
             "micro_batch_size": request.micro_batch,
             "max_steps": 1,
             "learning_rate": 1e-4,
@@ -249,6 +253,7 @@ def _run(request: EstimateRequest) -> Run:
             "gradient_dtype": request.gradient_dtype,
             "attention": request.attention or "auto",
             "gradient_checkpointing": "auto" if checkpointing is None else checkpointing,
+            "sequence_parallel": request.sequence_parallel,
             "activation_offload": request.activation_offload,
             "loss": request.loss,
             "method": request.method,
@@ -263,6 +268,11 @@ def _run(request: EstimateRequest) -> Run:
         },
         "The options",
     )
+
+
+def _global_batch_size(request: EstimateRequest) -> int:
+    groups = max(1, request.nodes * request.gpus_per_node // request.sequence_parallel)
+    return groups * request.micro_batch * request.accumulation
 
 
 def _cluster(request: EstimateRequest) -> Cluster:
@@ -282,7 +292,7 @@ def _cluster(request: EstimateRequest) -> Cluster:
         "The options",
     )
     if request.host_memory is None:
-        cluster = cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT})
+        cluster = cluster.model_copy(update={"memory_gib_per_node": NO_LIMIT / GIB})
     return cluster
 
 
@@ -316,6 +326,7 @@ _COUNTS: dict[str, tuple[type[Section], str]] = {
     "gpus_per_node": (Cluster, "processes_per_node"),
     "sequence_length": (Run, "sequence_length"),
     "micro_batch": (Run, "global_batch_size"),
+    "sequence_parallel": (Run, "sequence_parallel"),
     "lora_rank": (Lora, "rank"),
     "accumulation": (Run, "global_batch_size"),
 }
@@ -357,31 +368,45 @@ def smallest_change(request: EstimateRequest) -> str:
     """Return which changes of one option would each fit, the cheapest first, with the figures of each."""
 
     def outcome(setting: str, value: Any) -> str | None:
-        changed = replace(request, strategies=(), gradient_checkpointing=True, **{setting: value})
+        changed = replace(_changed(request, setting, value), strategies=(), gradient_checkpointing=True)
         try:
             found, _ = choose_from(CachedPlanner(resolve_request(changed)))
         except ShardmakeError:  # nothing fits, or this accelerator cannot do it
             return None
-        return f"{found.choice.strategy} with checkpointing, {figures(found)}, {seconds(found)} per step"
+        return f"{found.choice.strategy} with checkpointing, {memory_and_time(found)}"
 
     length = request.sequence_length or DEFAULT_LENGTH
     kinds = [*_levers(request), *changes(request.nodes, length, request.method, request.optimizer)]
     found = suggestions(kinds, outcome)
-    lines = [f"{_option(setting, value)}: {text}" for setting, value, text in found]
+    lines = [f"{_options(request, setting, value)}: {text}" for setting, value, text in found]
     return "; or ".join(lines) or "No single change helps: use GPUs with more memory, or change several settings"
 
 
-def _option(setting: str, value: Any) -> str:
-    """Return the option of the command line that gives ``setting`` the value; a flag has none."""
+def _changed(request: EstimateRequest, setting: str, value: Any) -> EstimateRequest:
+    """Return ``request`` with one other value, and more micro batches if a step would see fewer tokens."""
+    fewer = {"sequence_parallel": value, "micro_batch": request.micro_batch // value} if setting in _SHARES else {}
+    return replace(request, **{setting: value}, accumulation=request.accumulation * fewer.get(setting, 1))
+
+
+def _options(request: EstimateRequest, setting: str, value: Any) -> str:
+    """Return the options of the command line that make the change; a flag has no value."""
     name = f"--{setting.replace('_', '-')}"
-    return name if value is True else f"{name} {value}"
+    accumulation = _changed(request, setting, value).accumulation
+    more = f" --accumulation {accumulation}" if accumulation != request.accumulation else ""
+    return name if value is True else f"{name} {value}{more}"
 
 
 def _levers(request: EstimateRequest) -> Iterator[Kind]:
     """Yield the options that cost nothing: the training has the same steps, up to rounding."""
     if request.loss == "plain":
         yield "loss", ["fused", "chunked"]
+    if request.sequence_parallel == 1:
+        yield "sequence_parallel", shared_by(request.gpus_per_node)
     if not request.activation_offload:
         yield "activation_offload", [True]
     if request.micro_batch > 1:
-        yield "micro_batch", [request.micro_batch >> power for power in range(1, request.micro_batch.bit_length())]
+        yield "micro_batch", [size for size in range(request.micro_batch - 1, 0, -1) if request.micro_batch % size == 0]
+
+
+_SHARES = ("sequence_parallel", "micro_batch")
+"""Settings with which a rank sees fewer tokens in a forward pass."""

@@ -40,6 +40,16 @@ def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_cod
     return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
 
 
+def _describe_adapters(folder: Path) -> str:
+    """Return a sentence about the adapters in ``folder``, with the kind that PEFT's file names."""
+    try:
+        values = json.loads((folder / "adapter_config.json").read_text())
+        kind = values.get("peft_type", "PEFT")
+    except (ValueError, AttributeError):
+        kind = "PEFT"
+    return f"The folder holds {kind} adapters; LoRA and QLoRA are estimated with --method."
+
+
 def find_config(source: str, revision: str | None = None) -> Path:
     """Return the path of the config.json of ``source``; a hub id is looked up in the local cache first."""
     path = Path(source)
@@ -47,6 +57,8 @@ def find_config(source: str, revision: str | None = None) -> Path:
         return path
     if path.is_dir():
         if not (path / "config.json").is_file():
+            if (path / "adapter_config.json").is_file():
+                raise ModelError(f"Not a base model: {source}. {_describe_adapters(path)} Name their base model.")
             raise ModelError(
                 f"There is no config.json in the folder {source}. Name a folder written by save_pretrained."
             )

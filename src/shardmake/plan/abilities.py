@@ -83,14 +83,25 @@ def check_not_quantized(model: Model) -> None:
 
     Training them in 16 or 32 bits and merging would pair the new weights with a config that declares the old format.
     """
-    declared = model.config.get("quantization_config")
-    if declared:
+    if found := _declared_quantization(model.config):
+        key, declared = found
         method = declared.get("quant_method", "an unnamed method") if isinstance(declared, Mapping) else declared
         raise ModelError(
-            f"Model cannot be trained: {model.source} declares quantized weights (quantization_config: {method}). Name "
+            f"Model cannot be trained: {model.source} declares quantized weights ({key}: {method}). Name "
             "the same model in 16 or 32 bits, or save one: load it with dequantize=True in transformers' quantization "
             "config and call save_pretrained. For adapters on a base in 4 bits take method: qlora, which quantizes it."
         )
+
+
+def _declared_quantization(config: Mapping[str, Any]) -> tuple[str, Any] | None:
+    """Return the key of config.json about quantized weights, of the whole model or of its text part, and its value.
+
+    ``compression_config`` is what compressed-tensors wrote before its format had a place in transformers.
+    """
+    text = config.get("text_config")
+    parts = [config, text] if isinstance(text, Mapping) else [config]
+    keys = ("quantization_config", "compression_config")
+    return next(((key, part[key]) for part in parts for key in keys if part.get(key)), None)
 
 
 def check_class(config: Any, trained: str, source: str) -> None:

@@ -120,6 +120,12 @@ def _gpu_seconds(candidate: Candidate) -> str:
     return f"{candidate.gpu_seconds:,.0f}" if candidate.gpu_seconds >= 100 else f"{candidate.gpu_seconds:.3g}"
 
 
+def memory_and_time(candidate: Candidate) -> str:
+    """Return memory and seconds of a candidate that fits, and that its margin is smaller than the estimate's error."""
+    tight = "" if candidate.headroom == Headroom.ENOUGH else ", tight"
+    return f"{figures(candidate)}{tight}, {seconds(candidate)} per step"
+
+
 def figures(candidate: Candidate) -> str:
     """Return the memory of a candidate that fits, without the verdict."""
     return candidate.reason.partition(": ")[2]

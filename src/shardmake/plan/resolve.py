@@ -231,13 +231,28 @@ def unsuitable(run: Run, strategy: Strategy) -> str:
         return f"loss: chunked is not tested under {strategy}. Take ddp or a ZeRO strategy, or loss: fused."
     if run.method == "qlora" and not spec.qlora:
         others = [name for name, other in STRATEGY_SPECS.items() if other.qlora]
-        return f"method: qlora cannot train under {strategy}. Take method: lora, or one of {', '.join(others)}."
+        return (
+            f"method: qlora cannot train under {strategy}, because {_unsuitable_for_4_bits(spec)}. Take method: lora, "
+            f"or one of {', '.join(others)}."
+        )
     if run.method == "qlora" and spec.is_fsdp and run.fsdp_version == 1 and not run.script:
         return (
             "method: qlora cannot train under FSDP1, which puts the weights of a layer into one tensor. PEFT casts the "
             "norms to fp32, and the 4-bit weights are stored in 16 bits. Take fsdp_version: 2, or method: lora."
         )
     return ""
+
+
+def _unsuitable_for_4_bits(spec: StrategySpec) -> str:
+    """Return why a strategy does not train 4-bit weights.
+
+    Sources: ``get_init_context`` of transformers' ``modeling_utils.py``, ``fsdp2_prepare_model`` of Accelerate.
+    """
+    if spec.zero_stage == 3:
+        return "transformers loads 4-bit weights without zero.Init, and each GPU holds all of them, as under ddp"
+    if spec.zero_stage:
+        return "it offloads the adapters' optimizer states alone, which are small, and not the 4-bit weights"
+    return "4-bit weights have not been trained and saved with this kind of FSDP"
 
 
 def _unsuitable_for_8_bit_adam(run: Run, spec: StrategySpec) -> str:

@@ -14,7 +14,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import CLEARLY, choose_from
 from shardmake.plan.planner import Planner
-from shardmake.plan.reasons import figures, seconds
+from shardmake.plan.reasons import memory_and_time, seconds
 from shardmake.plan.resolve import ResolvedRun, check, missing_packages, resolve
 
 MAX_NODE_FACTOR = 64
@@ -53,14 +53,18 @@ def levers(settings: ResolvedRun) -> Iterator[Kind]:
     if run.method == "full" and run.reference == "model":
         yield f"{run.objective}.reference", ["precomputed"]
     if run.sequence_parallel == 1:
-        ranks = settings.cluster.processes_per_node
-        yield "sequence_parallel", [size for size in (2, 4, 8) if size <= ranks and ranks % size == 0]
+        yield "sequence_parallel", shared_by(settings.cluster.processes_per_node)
     if not run.activation_offload and run.gradient_checkpointing is not False:
         yield "activation_offload", [True]
     if run.gradient_checkpointing is False:
         yield "gradient_checkpointing", ["auto"]
     if run.micro_batch_size != "auto":
         yield "micro_batch_size", ["auto"]
+
+
+def shared_by(ranks: int) -> list[int]:
+    """Return the numbers of ranks that can share a sequence on a node of ``ranks``."""
+    return [size for size in (2, 4, 8) if size <= ranks and ranks % size == 0]
 
 
 def suggestions(kinds: Iterable[Kind], outcome: Callable[[str, Any], str | None]) -> list[Suggestion]:
@@ -148,4 +152,4 @@ def _changed(run: Run, setting: str, value: Any) -> Run:
 
 def _describe(found: Candidate, run: Run, against: str = "") -> str:
     missing = "".join(f"; needs pip install {package}" for _, package in missing_packages(run))
-    return f"{found.name}: {figures(found)}, {seconds(found)} per step{against}{missing}"
+    return f"{found.name}: {memory_and_time(found)}{against}{missing}"

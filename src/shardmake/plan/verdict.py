@@ -2,13 +2,16 @@
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from shardmake.core.units import GIB
 from shardmake.memory.estimate import Estimate
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import Scenario
 from shardmake.plan.family_errors import FamilyError
+
+NO_LIMIT: Final = 2**62
+"""Bytes of host RAM where ``shardmake estimate`` has no ``--host-memory``."""
 
 
 class Headroom(IntEnum):
@@ -75,7 +78,8 @@ def _headroom(memory: Estimate, capacity: int, error: FamilyError, device_on: Ca
 def _judge_cpu(memory: Estimate, scenario: Scenario, hardware: Hardware) -> Verdict:
     """Return the verdict on CPU, where the tensors of the ranks share the node's RAM with the host's."""
     need = scenario.ranks_per_node * memory.gpu.reserved + memory.host_total
-    figures = f"{need / GIB:.1f} of {hardware.host_memory / GIB:.1f} GiB of a node's RAM"
+    limit = "" if hardware.host_memory >= NO_LIMIT else f" of {hardware.host_memory / GIB:.1f}"
+    figures = f"{need / GIB:.1f}{limit} GiB of a node's RAM"
     if need > hardware.host_memory:
         return Verdict(False, f"needs {figures}", Headroom.LITTLE)
     return Verdict(True, f"fits: {figures}", Headroom.ENOUGH)

@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -179,18 +180,6 @@ def assert_agree(request: EstimateRequest, cluster: Cluster) -> None:
     }
 
 
-@pytest.mark.parametrize("loss", ["plain", "chunked"])
-def test_estimate_and_plan_agree_on_the_loss(loss: Literal["plain", "chunked"], model: str) -> None:
-    request, cluster = hardware(model)
-    request = replace(request, strategies=["zero2"], gradient_checkpointing=True, loss=loss)
-    run = Run(
-        model=model, data={"train": "train.jsonl"}, sequence_length=4096, global_batch_size=4, max_steps=100,
-        learning_rate=1e-4, strategy="zero2", gradient_checkpointing=True, nodes=2, attention="sdpa", loss=loss,
-    )  # fmt: skip
-    (candidate,) = make_plan("run", run, cluster)[1].candidates
-    assert candidate.gpu == estimate(request).rows[0].as_record().gpu
-
-
 def test_fsdp1_is_not_estimated_as_fsdp2(model: str) -> None:
     request, _ = hardware(model)
     one, two = (estimate(replace(request, strategies=["fsdp"], fsdp_version=version)) for version in (1, 2))
@@ -220,6 +209,20 @@ def test_a_flag_that_helps_is_suggested_without_a_value(model: str) -> None:
     result = estimate(replace(request, gpu_memory=(kept + offloaded) / 2 / 2**30))
     assert result.advice is not None
     assert "--activation-offload: " in result.advice
+
+
+def test_a_change_that_is_suggested_sees_as_many_tokens_per_step(model: str) -> None:
+    request = EstimateRequest(
+        model, gpus_per_node=4, gpu_memory=6.0, sequence_length=8192, micro_batch=4, accumulation=3
+    )
+    advice = estimate(request).advice or ""
+    assert "--sequence-parallel 2 --accumulation 6" in advice or "--sequence-parallel 4 --accumulation 12" in advice
+    assert re.search(r"--micro-batch (2 --accumulation 6|1 --accumulation 12):", advice)
+
+
+def test_cpu_ranks_without_a_limit_have_none_in_their_figures(model: str) -> None:
+    (row,) = estimate(EstimateRequest(model, accelerator="cpu", strategies=["ddp"], gradient_checkpointing=True)).rows
+    assert re.fullmatch(r"fits: [\d.]+ GiB of a node's RAM", row.reason)
 
 
 BAD = [

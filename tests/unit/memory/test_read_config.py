@@ -59,6 +59,15 @@ def test_code_that_cannot_be_loaded_is_reported(tmp_path: Path) -> None:
         read_model(str(path), trust_remote_code=True)
 
 
+@pytest.mark.parametrize(("text", "kind"), [('{"peft_type": "IA3"}', "IA3"), ("{", "PEFT"), ("[]", "PEFT")])
+def test_adapters_are_refused_by_the_name_of_their_kind(text: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(
+        ShardmakeError, match=rf"^Not a base model: .* holds {kind} adapters; .*Name their base model\.$"
+    ):
+        read_model(str(tmp_path))
+
+
 def test_missing_models_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ShardmakeError, match=r"no config\.json"):
         read_model(str(tmp_path))

@@ -138,6 +138,9 @@ REFUSED = [
     ({**GPT_OSS, "quantization_config": {"quant_method": "mxfp4"}}, {},
      r"quantized weights \(quantization_config: mxfp4\)\. Name the same model in 16 or 32 bits"),
     ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "fp8"}}, {"method": "lora"}, "fp8"),
+    ({"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "gptq"}}, {}, "gptq"),
+    ({"model_type": "llama", **SIZES, "compression_config": {"quant_method": "compressed-tensors"}}, {},
+     r"\(compression_config: compressed-tensors\)"),
     (MIXTRAL, {"method": "lora"},
      r"lora\.targets all-linear cannot be merged for MixtralForCausalLM: PEFT adapts it with target_parameters, .*\. "
      r"Set lora\.targets: \[q_proj, k_proj, v_proj, o_proj\], or take method: full\.$"),

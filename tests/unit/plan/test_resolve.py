@@ -7,9 +7,9 @@ import pytest
 from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES
 
 from shardmake.config.models import STRATEGIES
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.memory.hardware import from_cluster
-from shardmake.plan.resolve import AUTOTP_STYLES, check_tensor_parallel, check_tf32, unsuitable
+from shardmake.plan.resolve import AUTOTP_STYLES, check_strategy, check_tensor_parallel, check_tf32, unsuitable
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -81,6 +81,19 @@ def test_strategies_that_a_run_can_use(run: dict[str, Any], suitable: set[str]) 
     found = {name: unsuitable(make_run(**run), name) for name in STRATEGIES}
     assert {name for name, reason in found.items() if not reason} == suitable
     assert all("Take " in reason for reason in found.values() if reason)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        ("zero3-offload", r"zero3-offload, because transformers loads 4-bit weights without zero\.Init"),
+        ("zero2-offload", "offloads the adapters' optimizer states alone"),
+        ("fsdp-offload", "have not been trained and saved with this kind of FSDP"),
+    ],
+)
+def test_4_bit_weights_with_offload_are_refused_with_the_reason(strategy: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"^method: qlora cannot train under .*{words}.*Take method: lora, or one of"):
+        check_strategy(make_run(method="qlora"), strategy)
 
 
 @pytest.mark.parametrize(
