@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 
@@ -254,6 +254,27 @@ def test_a_job_that_the_driver_waited_for_is_not_called_an_earlier_drivers(
     assert caplog.messages[-1] == "Job 1 (attempt 1) is not pending any more."
     adopt(demo.load(FakeJobs()))
     assert caplog.messages[-1] == "Adopting job 1 (attempt 1)."
+
+
+def test_a_driver_without_a_slot_prepares_nothing(demo: FakeRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    class WaitsError(Exception):
+        """The process would be replaced by one that waits."""
+
+    def wait(*_: Any) -> NoReturn:
+        raise WaitsError
+
+    def must_not_run(*_: Any) -> None:
+        pytest.fail("a driver that waits for its turn reads no checkpoint and checks no disk")
+
+    monkeypatch.setattr(
+        submission, "cached_squeue", lambda *_: "1|RUNNING|c1|shardmake-a-1\n2|PENDING||shardmake-b-1\n"
+    )
+    monkeypatch.setattr(submission, "wait_until_slot", wait)
+    for name in ("check_run", "copy_rendered", "choose_checkpoint"):
+        monkeypatch.setattr(submission, name, must_not_run)
+    with pytest.raises(WaitsError):
+        drive(demo.load(FakeJobs(), executor="slurm"))
+    assert not demo.rundir.attempts.exists()
 
 
 def test_a_cancelled_training_stops_as_on_request_and_shows_no_log(demo: FakeRun) -> None:
