@@ -399,10 +399,13 @@ def data(
 @app.command()
 def train(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Adopt the run's training job or submit one, and resume it until training finishes."""
+    from shardmake.data import check_raw
     from shardmake.launch.driver import train as drive
 
     with _stage("train", name, config, runs) as (run, cluster, rundir):
         require_weights(rundir)
+        if run.data.is_raw:
+            check_raw(rundir)
         drive(localize(run, rundir), cluster, rundir)
 
 

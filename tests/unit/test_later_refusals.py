@@ -97,6 +97,8 @@ TABLE: dict[str, Why | str] = {
     "data/examples.py:check_vocabulary": A,
     "data/examples.py:load_tokenizer": "data/check.py:check_first_rows",
     "data/examples.py:first_of": "cli.py:plan",
+    "data/raw.py:check_raw": C,
+    "data/raw.py:files_of_raw": "data/check.py:check_sources",
     "evaluate/backends.py:check_backend": "cli.py:plan",
     "evaluate/harness.py": "cli.py:plan",
     "evaluate/scores.py:Score.means": R,

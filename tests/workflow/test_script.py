@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from shardmake.config.models import Strategy
 from tests.workflow.by_hand import launch_by_hand
-from tests.workflow.checkout import Checkout
+from tests.workflow.checkout import RUN, Checkout
 
 pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).with_name("scripts") / "accelerate_loop.py"
@@ -27,8 +27,16 @@ def settings(shared_checkout: Checkout, *more: str) -> dict[str, Any]:
 
 
 def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Checkout) -> None:
+    """The script reads its own data, which is handed over unchanged (`format: raw`)."""
     more = ("--checkpoints", "$SHARDMAKE_CHECKPOINTS", "--losses", "losses.json", "--die_after", "2")
-    checkout.configure(strategy="zero2", max_steps=4, **settings(checkout, *more))
+    data = ("--data", "$SHARDMAKE_RAW_DATA/train.jsonl")
+    checkout.configure(
+        strategy="zero2",
+        max_steps=4,
+        script=str(SCRIPT),
+        script_args=[*ARGUMENTS, *data, *more],
+        data=RUN["data"] | {"format": "raw"},
+    )
     failed = checkout("snakemake", "--profile", "profiles/local", check=False)
     assert failed.returncode != 0
     assert "RuntimeError: simulated failure" in failed.stdout
@@ -43,7 +51,10 @@ def test_script_fails_resumes_and_is_merged_evaluated_and_pushed(checkout: Check
     assert {(report["engine"], report["zero_stage"]) for report in reports} == {("deepspeed", 2)}
     evaluation = checkout.read("evaluation.json")
     assert evaluation["tuned"]["loss"] < evaluation["base"]["loss"] - 0.3
+    raw = json.loads((checkout.run / "data/receipt.json").read_text())["sources"]["train"]["files"]
+    assert [file["path"] for file in raw] == ["train.jsonl"]
     card = (checkout.root / "published/demo/README.md").read_text()
+    assert "| Examples | 1 file, read by the script |" in card
     assert re.search(r"\| Trained by \| `accelerate_loop\.py` \(SHA-256 `\w{16}\.\.\.`\) with Accelerate \|", card)
     assert "| Engine | DeepSpeed ZeRO-2 |" in card and "| Global batch | 8 sequences" in card
     figures = {path.stem for path in (checkout.run / "figures").glob("*.svg")}

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
 
+RAW: Final[Literal["raw"]] = "raw"
+"""``data.format`` of data that a script reads by itself; it has no columns."""
 DataFormat = Literal["chat", "sharegpt", "alpaca", "prompt-completion", "text", "preference", "unpaired-preference"]
 
 
@@ -58,6 +60,17 @@ def data_kind(name: str) -> str | None:
         stem = stem.removesuffix(suffix)
     kind = next((suffix for suffix in DATA_SUFFIXES if stem.endswith(suffix)), None)
     return None if kind == ".parquet" and stem != name else kind
+
+
+def raw_files(source: Path) -> list[Path]:
+    """Return ``source``, or every file below a folder; hidden ones, such as those of git, are left out."""
+    if not source.is_dir():
+        return [source]
+    return [
+        path
+        for path in sorted(source.rglob("*"))
+        if path.is_file() and not any(part.startswith(".") for part in path.relative_to(source).parts)
+    ]
 
 
 def data_files(folder: Path) -> list[Path]:

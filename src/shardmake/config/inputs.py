@@ -7,7 +7,7 @@ from typing import Final
 
 from shardmake.config.chains import run_before
 from shardmake.config.chat_template import read_template
-from shardmake.config.formats import data_files, data_kind
+from shardmake.config.formats import data_files, data_kind, raw_files
 from shardmake.config.models import Data, Run
 from shardmake.config.script_file import module_of, script_file
 from shardmake.config.user_files import read_user_files
@@ -31,12 +31,9 @@ def local_files(run: Run, *parts: str) -> list[str]:
         files += _model_files(Path(run.model))
     if "data" in parts:
         files += [Path(run.data.chat_template)] if run.data.chat_template else []
-        files += [
-            file
-            for name in (*(one.source for one in run.data.sources), run.data.eval)
-            if name and is_local(name)
-            for file in _data_files(Path(name))
-        ]
+        read = raw_files if run.data.is_raw else _data_files
+        files += [file for one in run.data.sources if is_local(one.source) for file in read(Path(one.source))]
+        files += _data_files(Path(run.data.eval)) if run.data.eval and is_local(run.data.eval) else []
     return [str(file) for file in files]
 
 
@@ -117,6 +114,8 @@ def _check_urls(name: str, run: Run) -> None:
 
 
 def _check_evaluation_data(name: str, data: Data) -> None:
+    if data.is_raw:  # the script decides which files it learns from
+        return
     for train in (one.source for one in data.sources):
         if data.eval is not None and _shares_examples(train, data.eval):
             raise ConfigError(

@@ -16,7 +16,7 @@ from shardmake.config.accelerators import find_accelerator
 from shardmake.config.attention import Attention
 from shardmake.config.chains import check_chains
 from shardmake.config.destinations import check_destination, check_distinct, with_run_name
-from shardmake.config.formats import FORMATS, DataFormat
+from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.preferences import check_objective
 from shardmake.config.script_variables import check_variables
@@ -172,12 +172,12 @@ class Data(Section):
     eval: PathText | None = Field(
         None,
         description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). "
-        "Without it, a part of `train` is held out.",
+        "Without it, a part of `train` is held out. `format: raw` needs them, in a format that Shardmake reads.",
     )
     eval_fraction: Annotated[float, Field(gt=0, lt=0.5), AsNumber] = Field(
         0.02, description="Fraction of `train` that is held out for evaluation if `eval` is not set."
     )
-    format: Literal["auto"] | Format = Field(
+    format: Literal["auto", "raw"] | Format = Field(
         "auto",
         description="`chat`: `messages`, each with `role` and `content` (text, or a list of text parts, which are "
         "joined); `sharegpt`: `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an "
@@ -185,7 +185,8 @@ class Data(Section):
         "`preference`, for `objective: dpo`: `chosen`, `rejected` and `prompt`, which may be left out if both begin "
         "with it; `unpaired-preference`, for `objective: kto`: `prompt`, `completion` and `label`, which is true for a "
         "desirable completion and false for another one; `auto`: the only one of these that the objective learns from "
-        "and the columns fit.",
+        "and the columns fit; `raw`, for a `script`: any files, which the script reads from the folder in "
+        "`SHARDMAKE_RAW_DATA`.",
     )
     columns: Columns = Field(Columns(), description="Names of the columns, if they are other ones.")
     loss_on: Literal["auto", "assistant", "all"] = Field(
@@ -214,6 +215,11 @@ class Data(Section):
         return [TrainSource(source=self.train)] if isinstance(self.train, str) else self.train
 
     @property
+    def is_raw(self) -> bool:
+        """Return whether a script reads the training data by itself."""
+        return self.format == RAW
+
+    @property
     def names(self) -> str:
         """Return the names of all training sources for a message."""
         return ", ".join(one.source for one in self.sources)
@@ -232,10 +238,25 @@ class Data(Section):
         for one in self.sources:
             data = self.only(one)
             named = data.columns.named
-            formats = FORMATS if data.format == "auto" else {data.format: FORMATS[data.format]}
+            formats = FORMATS if data.format == "auto" or data.format == RAW else {data.format: FORMATS[data.format]}
             if not any(named.keys() <= spec.columns.keys() for spec in formats.values()):
                 reads = "; ".join(f"{name} reads {', '.join(spec.columns)}" for name, spec in formats.items())
                 raise ValueError(f"columns: no format reads {' and '.join(named)}. {reads}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_raw(self) -> "Data":
+        if not self.is_raw:
+            return self
+        if not isinstance(self.train, str):
+            raise ValueError("train: format 'raw' takes one source, which the script reads. Name a file or a folder")
+        if self.eval is None:
+            raise ValueError(
+                "eval: format 'raw' needs evaluation examples in another format, by which the base and the tuned model "
+                "are compared. Name a file, a folder or a hub data set"
+            )
+        if self.subset is not None or ":" in self.train.rpartition("://")[2]:
+            raise ValueError("train: format 'raw' is all files of a data set. Remove subset and the name of the split")
         return self
 
     @model_validator(mode="after")
@@ -576,7 +597,7 @@ class Run(Section):
         formats = OBJECTIVES[self.objective].data_formats
         for one in self.data.sources:
             format = self.data.only(one).format
-            if format not in ("auto", *formats):
+            if format not in ("auto", RAW, *formats):
                 raise ValueError(
                     f"objective {self.objective!r} cannot learn from data.format {format!r}. Use {' or '.join(formats)}"
                 )
@@ -618,6 +639,10 @@ class Run(Section):
 
     @model_validator(mode="after")
     def _check_script(self) -> "Run":
+        if self.data.is_raw and self.script is None:
+            raise ValueError(
+                "data.format 'raw' is for a script, which reads the data by itself. Set script, or take another format"
+            )
         if self.script is None and self.script_args:
             raise ValueError("script_args need a script. Set script, or remove script_args")
         check_variables(self.script_args)

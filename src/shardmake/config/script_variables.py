@@ -18,6 +18,7 @@ SCRIPT_VARIABLES: Final = tuple(
         "STOP_FILES",
         "STOPPED",
         "DATA",
+        "RAW_DATA",
         "BASE",
         "DEEPSPEED_CONFIG",
         "SEQUENCE_LENGTH",

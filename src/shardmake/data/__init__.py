@@ -6,4 +6,5 @@ The ranks import `shardmake.data.dataset`, which needs torch. The stage imports 
 from shardmake.data.check import check_first_rows as check_first_rows
 from shardmake.data.check import check_sources as check_sources
 from shardmake.data.preview import preview as preview
+from shardmake.data.raw import check_raw as check_raw
 from shardmake.data.stage import prepare as prepare

@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from shardmake.config.models import Run
 from shardmake.data.encode import Encoder
@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _POOL_FROM_ROWS = 5_000
+NO_SEQUENCES: Final[Mapping[str, Any]] = {
+    **count_outcomes([]), "first_dropped": [], "sequences": 0, "tokens": 0, "loss_tokens": 0, "files": [],
+}  # fmt: skip
+"""Entry of the receipt for a split that was not written."""
 
 
 @dataclass(frozen=True)
@@ -56,22 +60,26 @@ def build(
 ) -> dict[str, Any]:
     """Write both splits into ``work`` and return their entries of the receipt; ``parts`` are those of `locate_parts`.
 
+    Without parts for training only the evaluation split is written.
+
     Raises `DataError` for an example that cannot be used, and if a split has nothing to learn.
     """
     encoded = _encode_all(run, tokenizer, parts, work, cpus)
-    train, train_shares = _training_sequences(run, encoded["train"], work)
-    evaluation, eval_shares = _evaluation_sequences(run, encoded["eval"], work)
+    sequences = {"eval": _evaluation_sequences(run, encoded["eval"], work)}
+    if encoded["train"]:
+        sequences["train"] = _training_sequences(run, encoded["train"], work)
     results = {
-        "train": {**_outcomes(encoded["train"]), **_save("train", train, work), "sources": train_shares},
-        "eval": {**_outcomes(encoded["eval"]), **_save("eval", evaluation, work), "sources": eval_shares},
+        split: {**_outcomes(encoded[split]), **_save(split, rows, work), "sources": shares}
+        for split, (rows, shares) in sequences.items()
     }
     check_vocabulary(run, max(result.pop("largest_token_id") for result in results.values()))
-    encoder = encoded["train"][0].encoder
+    encoder = (encoded["train"] or encoded["eval"])[0].encoder
     return {
+        "train": dict(NO_SEQUENCES),
         "format": encoder.layout.format,
         "columns": dict(encoder.layout.columns),
         "loss_on_assistant": encoder.assistant_only,
-        "repeated": count_repeated(*(_digests(encoded[split]) for split in ("eval", "train"))),
+        "repeated": count_repeated(*(_digests(encoded[split]) for split in ("eval", "train"))) if parts["train"] else 0,
         **results,
     }
 
@@ -83,7 +91,7 @@ def _encode_all(
     encoders: list[Encoder] = []
     for number, (split, part) in enumerate(in_reading_order(parts)):
         rows = read(part.source, work / "cache" / f"{split}-{number}")
-        if split == "train" or len(parts["train"]) > 1:
+        if split == "train" or len(parts["train"]) != 1:
             first = [rows[i] for i in range(min(FIRST_ROWS, len(rows)))]
             encoders.append(make_encoder(part.run, tokenizer, part.source, first))
         splits = {split: rows} if parts["eval"] else _split_off_evaluation(rows, part.run)

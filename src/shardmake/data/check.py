@@ -1,5 +1,7 @@
 """Checks of the data at plan, before anything is queued."""
 
+from pathlib import Path
+
 from shardmake.config.models import Run
 from shardmake.data.examples import (
     FIRST_ROWS,
@@ -17,6 +19,7 @@ from shardmake.data.examples import (
 )
 from shardmake.data.layout import Layout
 from shardmake.data.packing import NAMED, count_outcomes
+from shardmake.data.raw import files_of_raw
 from shardmake.data.sources import text_examples
 
 
@@ -25,6 +28,8 @@ def check_sources(run: Run) -> None:
 
     Raises `DataError` with file and line for content that cannot be read or does not fit the format.
     """
+    if run.data.is_raw:
+        files_of_raw(Path(run.data.sources[0].source))
     parts = locate_parts(run)
     layouts = [_layout(part) for part in parts["train"]]
     evaluated = [layouts[0] if len(layouts) == 1 else _layout(part) for part in parts["eval"]]
@@ -49,7 +54,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         rows = first_of(part.source, limit)
         if not parts["eval"]:
             check_divisible(len(rows), part.run)
-        if split == "train" or len(parts["train"]) > 1:
+        if split == "train" or len(parts["train"]) != 1:
             encoders.append(make_encoder(part.run, tokenizer, part.source, rows))
         encoded = encode_rows(rows, encoders[-1], run.sequence_length, part.source)
         token_lists = [*encoded["input_ids"], *encoded.get("rejected_ids", [])]

@@ -44,7 +44,14 @@ class Part:
 
 
 def locate_parts(run: Run) -> dict[str, list[Part]]:
-    """Return the sources of the training data, and of the evaluation data (an empty list if these are held out)."""
+    """Return the sources of the training data, and of the evaluation data (an empty list if these are held out).
+
+    Raw data has no examples, so the first list is empty for it.
+    """
+    if run.data.is_raw:
+        assert run.data.eval is not None, "raw data has evaluation examples of its own"
+        read = run.model_copy(update={"data": run.data.model_copy(update={"format": "auto"})})
+        return {"train": [], "eval": [Part("", read, locate(run.data.eval, run.data, EVAL_SPLITS))]}
     mixed = not isinstance(run.data.train, str)
     views = [run.model_copy(update={"data": run.data.only(one)}) for one in run.data.sources]
     train = [

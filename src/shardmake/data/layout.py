@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from shardmake.config.formats import FORMATS, DataFormat
+from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.models import Data, Objective
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import DataError, nearest
@@ -211,6 +211,7 @@ def recognize(data: Data, objective: Objective, columns: Sequence[str], first: E
     Raises `DataError` if no format fits, and if several do.
     """
     named = data.columns.named
+    assert data.format != RAW, "raw data has no layout"
     allowed = OBJECTIVES[objective].data_formats if data.format == "auto" else (data.format,)
     layouts = [
         Layout(format, {**FORMATS[format].columns, **named})

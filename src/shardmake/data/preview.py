@@ -1,12 +1,12 @@
 """The first training examples as text, with the tokens marked that carry loss."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Run
 from shardmake.data.encode import Tokens
-from shardmake.data.examples import FIRST_ROWS, first_of, load_tokenizer, locate_parts, make_encoder
+from shardmake.data.examples import FIRST_ROWS, Part, first_of, load_tokenizer, locate_parts, make_encoder
 from shardmake.data.sources import example_in, place_of
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ def preview(run: Run, count: int) -> Iterator[str]:
     raises for these examples.
     """
     tokenizer = load_tokenizer(run)
-    for part in locate_parts(run)["train"]:
+    for part in _shown(locate_parts(run)):
         rows = first_of(part.source, max(count, FIRST_ROWS))
         encoder = make_encoder(part.run, tokenizer, part.source, rows)
         for row in rows[:count]:
@@ -29,6 +29,11 @@ def preview(run: Run, count: int) -> Iterator[str]:
             heading = f"{place}: {len(ids):,} tokens, {sum(learned[: run.sequence_length]):,} of them learned"
             cut = None if encoder.layout.format == "text" else run.sequence_length
             yield f"{heading}\n{marked(tokenizer, (ids, learned), cut)}\n"
+
+
+def _shown(parts: Mapping[str, Sequence[Part]]) -> Sequence[Part]:
+    """Return the sources of the training examples; of raw data, which has none, those of the evaluation."""
+    return parts["train"] or parts["eval"]
 
 
 def marked(tokenizer: "PreTrainedTokenizerBase", tokens: Tokens, cut: int | None = None) -> str:

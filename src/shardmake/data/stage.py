@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from shardmake.config.formats import RAW
 from shardmake.config.models import Run
 from shardmake.core.atomic import digest, fsync_directory
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
 from shardmake.data.build import build
 from shardmake.data.examples import describe_outcomes, load_tokenizer, locate_parts, tokenizer_digest
+from shardmake.data.raw import are_linked, identity_of_raw, link_raw
 from shardmake.data.sharing import one_at_a_time, take_same_data
 from shardmake.data.sources import identity
 from shardmake.run.paths import RunDir
@@ -33,18 +35,21 @@ logger = logging.getLogger(__name__)
 def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
     """Write the tokenized training and evaluation sequences of ``run`` and return their receipt.
 
+    Raw data is not tokenized: the script's files are hashed and linked.
+
     Do nothing if the receipt has the same sources, tokenizer and settings. If the receipt of another run has them, take
     the files of that run. ``cpus`` is the number of tokenizing processes; it does not change the result. The receipt's
     ``digest`` identifies the training data. Raises `DataError` for data that cannot be used.
     """
     parts = locate_parts(run)
+    raw_source = Path(run.data.sources[0].source)
+    raw: dict[str, dict[str, Any]] = {"train": identity_of_raw(raw_source)} if run.data.is_raw else {}
     tokenizer = load_tokenizer(run)
     inputs = {
         "layout": _LAYOUT,
         "tokenizer": tokenizer_digest(tokenizer),
-        "sources": {
-            f"{split}/{part.name}".rstrip("/"): identity(part.source) for split in parts for part in parts[split]
-        },
+        "sources": raw
+        | {f"{split}/{part.name}".rstrip("/"): identity(part.source) for split in parts for part in parts[split]},
         "settings": run.data.model_dump(include={"format", "loss_on", "eval_fraction", "order"})
         | {"columns": run.data.columns.named}
         | run.model_dump(include={"sequence_length", "packing", "seed"})
@@ -52,19 +57,24 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
         | _mix_settings(run),
     }
     receipt = _current(rundir, inputs)
-    if receipt is not None:
+    if receipt is not None and (not raw or are_linked(raw_source, raw["train"], rundir.raw_data)):
         logger.info(f"{rundir.data} is up to date.")
         return receipt
     with one_at_a_time(rundir, inputs), _workspace(rundir) as work:
-        receipt = take_same_data(rundir, inputs, work)
+        receipt = None if raw else take_same_data(rundir, inputs, work)
         if receipt is None:
             shutil.rmtree(work)
             work.mkdir()
             results = build(run, tokenizer, parts, work, cpus)
-            trained_on = digest({"files": results["train"]["files"], "length": run.sequence_length})
+            trained_on = _trained_on(run, raw, results)
             receipt = DataReceipt(digest=trained_on, **inputs, pad_token_id=_pad_token_id(tokenizer), **results)
+        if raw:
+            link_raw(raw_source, raw["train"], work / RAW)
         _publish(work, rundir, receipt)
-    for split, counts in {"train": receipt.train, "eval": receipt.eval}.items():
+    if raw:
+        logger.info(f"{rundir.raw_data}: {plural(len(raw['train']['files']), 'file')} for the script.")
+    splits = {"eval": receipt.eval} if raw else {"train": receipt.train, "eval": receipt.eval}
+    for split, counts in splits.items():
         logger.info(f"{rundir.data / split}: {_summary(counts, run.sequence_length)}.")
         for source in counts.sources:
             logger.info(f"  {source.name}: {source.describe()}")
@@ -74,6 +84,11 @@ def prepare(run: Run, rundir: RunDir, cpus: int = 1) -> DataReceipt:
             "not show how the model does on new examples. Remove the duplicates from data.train or data.eval."
         )
     return receipt
+
+
+def _trained_on(run: Run, raw: Mapping[str, Any], results: Mapping[str, Any]) -> str:
+    """Return the digest of the training data: of its files, or of the sequences that were written."""
+    return digest(raw) if raw else digest({"files": results["train"]["files"], "length": run.sequence_length})
 
 
 def _mix_settings(run: Run) -> dict[str, Any]:
@@ -129,9 +144,10 @@ def _publish(work: Path, rundir: RunDir, receipt: DataReceipt) -> None:
     rundir.data.mkdir(parents=True, exist_ok=True)
     if not _is_written(receipt, rundir.data_receipt):
         rundir.data_receipt.unlink(missing_ok=True)
-    for split in ("train", "eval"):
-        shutil.rmtree(rundir.data / split, ignore_errors=True)
-        (work / split).rename(rundir.data / split)
+    for part in ("train", "eval", RAW):
+        shutil.rmtree(rundir.data / part, ignore_errors=True)
+        if (work / part).exists():
+            (work / part).rename(rundir.data / part)
     fsync_directory(rundir.data)
     receipt.write(rundir.data_receipt)
 

@@ -20,7 +20,7 @@ from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError
 from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
-from shardmake.core.manifest import record
+from shardmake.core.manifest import read_folder, record
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
 from shardmake.fetch import chain, store
@@ -136,8 +136,13 @@ def _examples(name: str, data: Data, folder: Path, split: str, earlier: Mapping[
     """
     from shardmake.data.sources import EVAL_SPLITS, TRAIN_SPLITS, HubDataset, locate, read_hub
 
+    is_raw = data.is_raw and split != "eval"
     if is_url(name):
-        return _examples_at_url(name, earlier.values())
+        return _examples_at_url(name, earlier.values(), every_file=is_raw)
+    if is_raw and is_hub_id(name):
+        return _raw_data_set(name, data.revision, earlier.values())
+    if is_raw:
+        return PinnedSource(name=name, path=name)
     source = locate(name, data, EVAL_SPLITS if split == "eval" else TRAIN_SPLITS)
     if not isinstance(source, HubDataset):
         return PinnedSource(name=name, path=name)
@@ -162,13 +167,27 @@ def _examples(name: str, data: Data, folder: Path, split: str, earlier: Mapping[
     )
 
 
-def _examples_at_url(url: str, earlier: Iterable[PinnedSource]) -> PinnedSource:
+def _raw_data_set(name: str, revision: str | None, earlier: Iterable[PinnedSource]) -> PinnedSource:
+    """Fetch every file of a hub data set into the hub's cache."""
+    before = next((source for source in earlier if _is_current(source, name, revision)), None)
+    if before is not None:
+        logger.info(f"Data {name} is already here, at {_version(before)}.")
+        return before
+    logger.info(f"Fetching every file of the data set {name}.")
+    api = _connect()
+    commit = _commit_of_data(api, name, revision)
+    with translate_hub_errors(f"Fetching {name}", {}, "Check the network and fetch again. Finished files are kept."):
+        folder = Path(with_retries(lambda: api.snapshot_download(name, repo_type="dataset", revision=commit)))
+    return PinnedSource(name=name, revision=revision, commit=commit, path=str(folder), files=read_folder(folder))
+
+
+def _examples_at_url(url: str, earlier: Iterable[PinnedSource], *, every_file: bool) -> PinnedSource:
     before = next((source for source in earlier if _is_current(source, url, None)), None)
     if before is not None:
         logger.info(f"Data {url} are already here, at {_version(before)}.")
         return before
     logger.info(f"Fetching data {url}.")
-    return store.fetch_data(url)
+    return store.fetch_data(url, every_file=every_file)
 
 
 def _version(source: PinnedSource) -> str:

@@ -117,20 +117,24 @@ def _fetch_weights_once(source: PinnedSource) -> None:
     _download(listing, missing_files(source), Path(source.path))
 
 
-def fetch_data(url: str) -> PinnedSource:
+def fetch_data(url: str, *, every_file: bool = False) -> PinnedSource:
     """Fetch the data file at ``url``, or those of a folder there, and record their digests.
+
+    With ``every_file``, files of other kinds than data with examples are fetched too, hidden ones excepted.
 
     Raises `DataError` if there are none, or the store cannot be read.
     """
     with _with_advice(url, DataError):
-        return with_retries(lambda: _fetch_data_once(url))
+        return with_retries(lambda: _fetch_data_once(url, every_file=every_file))
 
 
-def _fetch_data_once(url: str) -> PinnedSource:
+def _fetch_data_once(url: str, *, every_file: bool) -> PinnedSource:
     listing = Listing.of(url)
-    names = [name for name in listing.entries if data_kind(name) and not name.startswith(".") and "/." not in name]
+    shown = [name for name in listing.entries if not name.startswith(".") and "/." not in name]
+    names = shown if every_file else [name for name in shown if data_kind(name)]
     if not names:
-        raise DataError(f"No data at {url}: there is no file with examples. Use {', '.join(DATA_SUFFIXES)}.")
+        wanted = "no file" if every_file else f"no file with examples. Use {', '.join(DATA_SUFFIXES)}"
+        raise DataError(f"No data at {url}: there is {wanted}.")
     folder = listing.folder(names)
     files = _download(listing, names, folder)
     return PinnedSource(name=url, listing=listing.digest(names), path=str(folder), files=files)

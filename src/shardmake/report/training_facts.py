@@ -56,7 +56,9 @@ def _inputs(records: Records) -> dict[str, str]:
     values = {
         "Base model": _base(records),
         "Data": "; ".join(_sources(records)) + read_by_script,
-        "Examples": f"{examples} in {plural(data.train.sequences, 'sequence')}{read_by_script}",
+        "Examples": f"{plural(len(data.sources['train']['files']), 'file')}, read by the script"
+        if run.data.is_raw
+        else f"{examples} in {plural(data.train.sequences, 'sequence')}{read_by_script}",
     }
     if not records.is_script:
         values["Data format"] = data.describe_format()

@@ -57,6 +57,9 @@ class RunDir:
         "plan/fallbacks", "Folder of the rendered files of each fallback, in a folder with its number."
     )
     data = BelowRoot("data", "Folder of the tokenized, packed, memory-mapped examples.")
+    raw_data = BelowRoot(
+        "data/raw", "Folder of links to the files of `format: raw`, which a user's script reads by itself."
+    )
     data_receipt = BelowRoot(
         "data/receipt.json", "Counts, source and digest of the data (`shardmake.run.receipts.DataReceipt`)."
     )

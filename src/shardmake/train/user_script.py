@@ -54,6 +54,7 @@ def script_environment(context: RankContext) -> dict[str, str]:
         "STOP_FILES": f"{rundir.stop_file}:{folder.stop_file}",
         "STOPPED": folder.stopped,
         "DATA": rundir.data,
+        "RAW_DATA": rundir.raw_data if rundir.raw_data.exists() else "",
         "BASE": settings.model.path,
         "DEEPSPEED_CONFIG": folder.deepspeed_native if plan.choice.is_deepspeed else "",
         "SEQUENCE_LENGTH": plan.workload.sequence_length,

@@ -73,6 +73,11 @@ def test_config_and_data_come_first_and_the_weights_after_the_plan(bucket: Any, 
     assert (Path(local.data.eval or "") / "a.jsonl").read_bytes() == ROWS
     assert sorted(path.name for path in Path(str(local.data.train)).iterdir()) == ["a.jsonl", "b.jsonl"]
 
+    raw = RUN.model_copy(update={"script": "train.py", "data": RUN.data.model_copy(update={"format": "raw"})})
+    found = fetch(raw, rundir.sibling("raw"), "description")
+    assert [sorted(source.files) for source in found.train] == [["README.md", "a.jsonl", "b.jsonl"]]
+    assert found.eval is not None and list(found.eval.files) == ["a.jsonl"]
+
     fetch(RUN, rundir, "weights")
     assert (Path(local.model) / "model.safetensors").read_bytes() == b"weights"
     assert all(len(record.sha256) == 64 for record in WeightsReceipt.read(rundir.weights_receipt).files.values())

@@ -19,6 +19,7 @@ PATHS = {
     "rendered": "plan/rendered.json",
     "fallbacks": "plan/fallbacks",
     "data": "data",
+    "raw_data": "data/raw",
     "data_receipt": "data/receipt.json",
     "train": "train",
     "job": "train/job.json",

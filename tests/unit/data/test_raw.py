@@ -1,0 +1,125 @@
+"""Raw data is hashed and handed over unchanged; only the evaluation examples are tokenized."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from shardmake.config.inputs import check_inputs, local_files
+from shardmake.config.load import parse_config
+from shardmake.config.models import Run
+from shardmake.core.errors import ConfigError, DataError
+from shardmake.data import check_first_rows, check_raw, check_sources, prepare, preview
+from shardmake.run.paths import RunDir
+from shardmake.run.receipts import DataReceipt
+from tests.unit.config.samples import RUN
+from tests.unit.data.test_encode import MARKED, make_tokenizer
+from tests.unit.data.test_stage import conversations, write_jsonl
+
+FILES = {"images/1.png": b"\x89PNG", "captions.tsv.old": b"one\tcat\n", "deep/er/index.bin": b"\x00" * 9}
+
+
+def parse(**changes: Any) -> Run:
+    values = {**RUN, "script": "train.py", **changes}
+    return parse_config({"cluster": "c.yaml", "runs": {"chat": values}}, "c").runs["chat"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    for name, content in {**FILES, ".git/HEAD": b"ref"}.items():
+        (tmp_path / "own" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "own" / name).write_bytes(content)
+    (tmp_path / "train.py").touch()
+    tokenizer = make_tokenizer(MARKED)
+    tokenizer.save_pretrained(tmp_path / "model")
+    LlamaConfig(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")
+    data = {
+        "train": str(tmp_path / "own"),
+        "eval": write_jsonl(tmp_path / "eval.jsonl", conversations(8)),
+        "format": "raw",
+    }
+    return parse(model=str(tmp_path / "model"), data=data, script=str(tmp_path / "train.py"), sequence_length=64)
+
+
+def test_files_are_linked_hashed_and_noticed(run: Run, tmp_path: Path) -> None:
+    check_inputs("chat", run)
+    check_sources(run)
+    check_first_rows(run)
+    assert next(preview(run, 1)).startswith(f"{tmp_path}/eval.jsonl, line 1")
+    inputs = [Path(file) for file in local_files(run, "data")]
+    assert sorted(inputs) == sorted([*(tmp_path / "own" / name for name in FILES), tmp_path / "eval.jsonl"])
+
+    rundir = RunDir(tmp_path / "runs/chat")
+    receipt = prepare(run, rundir)
+    found = {path.relative_to(rundir.raw_data): path for path in rundir.raw_data.rglob("*") if path.is_file()}
+    assert {str(name): path.read_bytes() for name, path in found.items()} == FILES
+    digests = {file["path"]: file["sha256"] for file in receipt.sources["train"]["files"]}
+    assert digests == {name: hashlib.sha256(content).hexdigest() for name, content in FILES.items()}
+    assert receipt.train.sequences == 0 and receipt.eval.examples == 8 and receipt.format == "chat"
+    assert not (rundir.data / "train").exists()
+    check_raw(rundir)
+
+
+def test_other_files_are_other_training_data(run: Run, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "runs/chat")
+    before = prepare(run, rundir)
+    longer = parse_config(
+        {"cluster": "c.yaml", "runs": {"chat": run.model_dump(exclude_unset=True) | {"sequence_length": 32}}}, "c"
+    ).runs["chat"]
+    assert prepare(longer, rundir).digest == before.digest, "the length concerns the evaluation examples only"
+    image = tmp_path / "own/images/1.png"
+    image.write_bytes(b"\x89PN")
+    with pytest.raises(DataError, match=r"images/1\.png has 3 bytes instead of 4, .* shardmake data chat"):
+        check_raw(rundir)
+    assert prepare(run, rundir).digest != before.digest
+    check_raw(rundir)
+    image.unlink()
+    with pytest.raises(DataError, match=r"images/1\.png is missing"):
+        check_raw(rundir)
+    prepare(run, rundir)
+    assert not (rundir.raw_data / "images").exists()
+
+
+def test_links_follow_a_source_that_moved(run: Run, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "runs/chat")
+    receipt = prepare(run, rundir)
+    (tmp_path / "own").rename(tmp_path / "moved")
+    data = run.data.model_copy(update={"train": str(tmp_path / "moved")})
+    assert prepare(run.model_copy(update={"data": data}), rundir) == receipt
+    check_raw(rundir)
+
+
+def test_a_single_file_is_alone_in_its_folder(run: Run, tmp_path: Path) -> None:
+    rundir = RunDir(tmp_path / "runs/chat")
+    data = run.data.model_copy(update={"train": str(tmp_path / "own/captions.tsv.old")})
+    prepare(run.model_copy(update={"data": data}), rundir)
+    assert [path.name for path in rundir.raw_data.iterdir()] == ["captions.tsv.old"]
+    assert DataReceipt.read(rundir.data_receipt).sources["train"]["files"][0]["bytes"] == 8
+
+
+def test_an_empty_folder_is_refused(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    data = run.data.model_copy(update={"train": str(tmp_path / "empty")})
+    empty = run.model_copy(update={"data": data})
+    for refuse in (check_sources, lambda one: prepare(one, RunDir(tmp_path / "runs/chat"))):
+        with pytest.raises(DataError, match=r"No data in .*empty: the folder has no file"):
+            refuse(empty)
+
+
+RAW = {"train": "own", "eval": "eval.jsonl", "format": "raw"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"script": None, "data": RAW}, "data.format 'raw' is for a script"),
+    ({"data": {**RAW, "eval": None}}, "format 'raw' needs evaluation examples in another format"),
+    ({"data": {**RAW, "train": [{"source": "own"}]}}, "format 'raw' takes one source"),
+    ({"data": {**RAW, "train": "org/name:train"}}, "format 'raw' is all files of a data set"),
+    ({"data": {**RAW, "subset": "en"}}, "format 'raw' is all files of a data set"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), REFUSED)
+def test_what_raw_data_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(**changes)
+    parse(data=RAW)
