@@ -12,13 +12,19 @@ REPORTS := .venv/reports
 export DS_BUILD_OPS := 0
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo demo-faults install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
+.PHONY: demo demo-faults demo-preferences install install-test check fmt words test test-all unit test-fake-cuda test-nvme test-trackers \
         test-two-users test-faults test-sweep test-objectives test-mixtures gpu-check docs site clean
 
 demo: install
 	$(BIN)/shardmake demo
 	$(BIN)/snakemake --profile profiles/local
 	$(BIN)/shardmake status sbatch-options
+
+# Conversations, then preferences: a run that starts from another run's model.
+demo-preferences: install
+	$(BIN)/shardmake demo --preferences
+	$(BIN)/snakemake --profile profiles/local --configfile config/examples/preferences.yaml
+	$(BIN)/shardmake status sbatch-preferred --config config/examples/preferences.yaml
 
 # Trains the demo's run again, kills a rank and the driver on the way, and compares the models.
 demo-faults: demo

@@ -117,11 +117,21 @@ def _stage(
 
 
 @app.command()
-def demo(folder: Annotated[Path, typer.Argument(help="Folder for the inputs.")] = Path("resources/demo")) -> None:
+def demo(
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder for the inputs. Default: resources/demo, or resources/preferences.")
+    ] = None,
+    preferences: Annotated[
+        bool, typer.Option("--preferences", help="Those of config/examples/preferences.yaml, with pairs of answers.")
+    ] = False,
+) -> None:
     """Create the demo's inputs: a chat data set, a tokenizer and a small base model."""
-    from shardmake.demo import make_inputs
+    from shardmake.demo import make_inputs, make_preferences
 
-    make_inputs(folder)
+    if preferences:
+        make_preferences(folder or Path("resources/preferences"))
+    else:
+        make_inputs(folder or Path("resources/demo"))
 
 
 @app.command()

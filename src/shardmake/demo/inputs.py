@@ -4,8 +4,9 @@ import json
 import logging
 import random
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from shardmake.core.atomic import write_bytes, write_text
 from shardmake.demo.requests import make_requests
@@ -39,20 +40,26 @@ def make_inputs(folder: Path = Path("resources/demo"), seed: int = 0) -> None:
     rng = random.Random(seed)
     conversations = [request.conversation(rng) for request in make_requests(TRAINING + EVALUATION, rng)]
     train, evaluation = conversations[EVALUATION:], conversations[:EVALUATION]
-    write_text(folder / "train.jsonl", _as_jsonl(train))
-    write_text(folder / "eval.jsonl", _as_jsonl(evaluation))
+    write_text(folder / "train.jsonl", as_jsonl(train))
+    write_text(folder / "eval.jsonl", as_jsonl(evaluation))
     logger.info(f"demo: {TRAINING:,} training and {EVALUATION:,} evaluation conversations in {folder}")
+    make_base(folder / "base", train, seed)
+
+
+def make_base(folder: Path, conversations: Sequence[Conversation], seed: int) -> None:
+    """Write an untrained model and a tokenizer for the words of ``conversations`` into ``folder``."""
     with tempfile.TemporaryDirectory() as temporary:
-        tokens = _make_tokenizer(train, Path(temporary))
+        tokens = _make_tokenizer(conversations, Path(temporary))
         parameters = _make_model(Path(temporary), seed)
         for path in sorted(Path(temporary).iterdir()):
-            write_bytes(folder / "base" / path.name, path.read_bytes())
-    logger.info(f"demo: tokenizer of {tokens:,} tokens in {folder / 'base'}")
-    logger.info(f"demo: untrained Llama of {parameters / 1e6:.1f} million parameters in {folder / 'base'}")
+            write_bytes(folder / path.name, path.read_bytes())
+    logger.info(f"demo: tokenizer of {tokens:,} tokens in {folder}")
+    logger.info(f"demo: untrained Llama of {parameters / 1e6:.1f} million parameters in {folder}")
 
 
-def _as_jsonl(conversations: Iterable[Conversation]) -> str:
-    return "".join(json.dumps(conversation) + "\n" for conversation in conversations)
+def as_jsonl(examples: Iterable[Mapping[str, Any]]) -> str:
+    """Return one JSON object a line."""
+    return "".join(json.dumps(example) + "\n" for example in examples)
 
 
 def _make_tokenizer(conversations: Sequence[Conversation], folder: Path) -> int:

@@ -13,6 +13,7 @@ _DAYS = {1: "one day", 2: "two days", 3: "three days", 5: "five days", 7: "a wee
 _MINUTES = {10: "ten minutes", 15: "a quarter of an hour", 20: "twenty minutes", 30: "half an hour"}
 _PARTITIONS = ("gpu", "long", "debug", "short", "interactive", "preempt")
 _MEMORY = (64, 128, 256, 512)
+_SHORT = {"--nodes=": "-N", "--time=": "-t", "--partition=": "-p"}
 _OPENINGS = ("I need", "Please give me", "Submit my job to", "Run this on", "Train the model on", "Can I have")
 
 
@@ -35,6 +36,13 @@ class Request:
     memory: int | None
     exclusive: bool
     requeue: bool
+
+    def short_options(self) -> str:
+        """Return the same options in the short spelling that sbatch has for some of them."""
+        words = self.options().split()
+        for long, short in _SHORT.items():
+            words = [word.replace(long, short) for word in words]
+        return " ".join(words)
 
     def options(self) -> str:
         """Return the options of sbatch, always in the same order."""
