@@ -19,6 +19,8 @@ RUN = {
     "max_steps": 10, "learning_rate": 1e-4, "strategy": "zero3", "push": {"to": "hub:our-lab/nothing"},
 }  # fmt: skip
 
+NEXT = RUN | {"model": "run:chat", "push": {"to": "hub:our-lab/next"}}
+
 
 @pytest.fixture
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -29,7 +31,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     Path("base").mkdir()
     Path("base/config.json").write_text(json.dumps(EIGHT))
     Path("cluster.yaml").write_text(json.dumps(gpus().model_dump(mode="json", exclude_defaults=True)))
-    Path("config.json").write_text(json.dumps({"cluster": "cluster.yaml", "runs": {"chat": RUN}}))
+    Path("config.json").write_text(json.dumps({"cluster": "cluster.yaml", "runs": {"chat": RUN, "next": NEXT}}))
     made = CliRunner().invoke(app, ["plan", "chat", "--offline", "--config", "config.json"])
     assert made.exit_code == 0, made.output
     return made.output
@@ -42,6 +44,13 @@ def test_a_plan_away_from_the_cluster(planned: str) -> None:
     assert MemoryEstimates.read(rundir.memory).of(plan.choice).fits
     assert rundir.memory_figure.is_file() and not rundir.stage_settings("plan").exists()
     assert "not checked: Slurm, disk space, data, " in planned and "On the cluster: shardmake plan chat" in planned
+
+
+def test_a_run_from_the_model_of_another_is_planned_by_that_runs_base(planned: str) -> None:
+    made = CliRunner().invoke(app, ["plan", "next", "--offline", "--config", "config.json"])
+    assert made.exit_code == 0, made.output
+    first, following = (Plan.read(RunDir(Path("runs", name)).plan) for name in ("chat", "next"))
+    assert following.choice == first.choice
 
 
 def test_nothing_trains_with_such_a_plan(planned: str) -> None:
