@@ -132,6 +132,7 @@ TABLE: dict[str, Why | str] = {
     "push/folder.py:_copy": C,
     "push/folder.py:push_to_folder": C,
     "push/folder.py:refuse_foreign": "push/check.py:check_destinations",
+    "push/hub.py:_explain_xet": N,
     "push/hub.py:_refuse_public": N,
     "push/hub.py:_read_back": N,
     "push/hub.py:_refuse_foreign": N,
