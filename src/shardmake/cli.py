@@ -28,6 +28,7 @@ from shardmake.core.errors import STOPPED, ConfigError, StopRequestedError
 from shardmake.core.failures import describe_unexpected, explain
 from shardmake.core.log import configure_logging
 from shardmake.core.permissions import share, share_tree
+from shardmake.core.redacted_output import redacted_output
 from shardmake.run.driver_job import refuse_ended
 from shardmake.run.notification import notified
 from shardmake.run.own_files import check_refused
@@ -822,16 +823,22 @@ def doctor(
 
 def main() -> None:
     """Run the command line and exit; docs/reference/commands.md lists the exit statuses."""
+    with redacted_output():
+        sys.exit(_flush_output(_run()))
+
+
+def _run() -> int:
+    """Run the command line and return the exit status."""
     try:
         app()
     except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else 0
+        return end.code if isinstance(end.code, int) else 0
     except StopRequestedError as stop:
         typer.echo(str(stop))
-        status = STOPPED
+        return STOPPED
     except Exception as error:
-        status = _print_error(error)
-    sys.exit(_flush_output(status))
+        return _print_error(error)
+    return 0
 
 
 def _print_error(error: Exception) -> int:

@@ -35,6 +35,7 @@ from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.failures import explain
 from shardmake.core.permissions import share_tree
+from shardmake.core.secrets import redact
 from shardmake.launch.container import job_container
 from shardmake.launch.driver_script import refuse_login_node, refuse_while_driven
 from shardmake.launch.stage_jobs import job_resources as stage_resources
@@ -57,7 +58,7 @@ def checked(function, *arguments):
     try:
         return function(*arguments)
     except (ShardmakeError, OSError) as error:
-        logger.error(f"Error: {explain(error, Path())}")
+        logger.error(redact(f"Error: {explain(error, Path())}"))
         sys.exit(1)
 
 

@@ -72,7 +72,7 @@ def check_config_files(arguments: Sequence[str]) -> None:
             if not name:
                 raise ConfigError("--configfile: the name is empty. Name a file, or set the variable that holds it.")
             path = Path(name)
-            if not path.exists() and not path.suffix:
+            if not path.exists() and path.suffix not in (".yaml", ".yml", ".json"):
                 raise ConfigError(
                     f"--configfile: {str(path)!r} does not exist. The option takes every word after it as a file. "
                     "Write targets before it, such as `snakemake plan --configfile FILE`."

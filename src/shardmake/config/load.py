@@ -17,6 +17,7 @@ from shardmake.config.origins import note_origins
 from shardmake.config.parse_text import parse_yaml
 from shardmake.config.schema import KEY_ITSELF, Schema
 from shardmake.core.errors import ConfigError, nearest
+from shardmake.core.secrets import keys_of_tokens
 
 S = TypeVar("S", bound=Section)
 
@@ -128,10 +129,20 @@ def parse_section(
 ) -> S:
     """Validate ``values`` as a ``model``; ``source`` is what the error names first, ``note`` completes its lines."""
     try:
-        return model.model_validate(values)
+        problems = [f"{key}: {_TOKEN}" for key in keys_of_tokens(values)]
+        found = None if problems else model.model_validate(values)
     except ValidationError as error:
-        lines = [f"  {line}" for line in note(error_lines(model, error))]
-        raise ConfigError("\n".join([f"{source} cannot be used:", *lines])) from None
+        problems = error_lines(model, error)
+    if problems:
+        raise ConfigError("\n".join([f"{source} cannot be used:", *(f"  {line}" for line in note(problems))]))
+    assert found is not None
+    return found
+
+
+_TOKEN: Final = (
+    "this looks like a token or key, and neither the file nor the run's records are secret. Remove it, and export it "
+    "in your shell: jobs inherit its variables."
+)
 
 
 Detail = Mapping[str, Any]

@@ -27,7 +27,13 @@ def kernel_caches(scratch: str) -> dict[str, str]:
 
 def hub_cache(configured: str | None) -> Path:
     """Return the folder of the hub's cache: ``configured``, else that of the hub's libraries."""
-    return Path(configured or os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    return Path(configured or os.environ.get("HF_HOME") or default).expanduser()
+
+
+def hub_token_file() -> Path:
+    """Return the file of the user's token, where ``hf auth login`` puts it."""
+    return Path(os.environ.get("HF_TOKEN_PATH") or hub_cache(None) / "token").expanduser()
 
 
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
@@ -38,8 +44,7 @@ def hub_environment(cache: str | None, *, offline: bool) -> dict[str, str]:
 
     The user's token stays where ``hf auth login`` puts it, and is not looked for in a cache that a lab shares.
     """
-    token = os.environ.get("HF_TOKEN_PATH") or str(hub_cache(None) / "token")
-    location = {"HF_HOME": str(Path(cache).absolute()), "HF_TOKEN_PATH": token} if cache else {}
+    location = {"HF_HOME": str(Path(cache).absolute()), "HF_TOKEN_PATH": str(hub_token_file())} if cache else {}
     return location | (OFFLINE if offline else {})
 
 

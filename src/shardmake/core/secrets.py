@@ -4,7 +4,11 @@ import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import cache
+from typing import Any
+
+from shardmake.core.environment import hub_token_file
 
 _NAMES = re.compile(
     r"TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|PGPASS|CREDENTIAL|(?:^|_)KEY(?:_|$)|(?:ACCESS|API)_?KEY",
@@ -13,15 +17,21 @@ _NAMES = re.compile(
 _SHAPES = re.compile(
     r"\bhf_[A-Za-z0-9]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}|\bgithub_pat_\w{30,}|\bglpat-[\w-]{20,}"
     r"|\bA[KS]IA[0-9A-Z]{16}\b|\bsk-[A-Za-z0-9_-]{20,}|\bxox[a-z]-[\w-]{10,}"
-    r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
+    r"|\bwandb_v1_\w{20,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
-_SHORTEST = 12
+_SHORTEST = 8
 _USER = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*|[^/@\s]+)@")
 """User and password of a URL; a password may have slashes."""
+_QUOTE = r"""(?:\\?["']|&(?:quot|apos|\#34|\#39);)?"""
+"""Of text, of JSON and YAML in quotes, or of HTML, where a quote is an entity."""
 _PASSWORD = re.compile(
-    r"""(\b(?:password|passwd|pwd|secret|(?:access|api)[_-]?key)["']?\s*[=:]\s*["']?)([^\s"',;]{6,})""", re.IGNORECASE
+    r"""([\w-]*(?:password|passwd|pwd|secret|(?:secret|access|api)[_-]?key|(?:auth|access|refresh)[_-]?token)"""
+    rf"""{_QUOTE}\s*[=:]\s*{_QUOTE})([^\s"',;]{{6,}})""",
+    re.IGNORECASE,
 )
 """A password in running text; shorter values are most likely words about passwords."""
+_WANDB = re.compile(r"(wandb\b[^\n]{0,60}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
+"""W&B's keys look like any digest, so they are known by what stands before them, as in ``~/.netrc``."""
 _ASSIGNED = re.compile(
     r"""([\w-]*(?:token(?!s|iz|_id)|secret|passw(?:or)?d|(?:access|api|wandb)[_-]?key|credential|signature)[\w-]*"""
     r"""(?:["']?\s*[=:,]\s*["']?|\s+))([^\s"',;&]+)""",
@@ -44,7 +54,17 @@ def redact(text: str) -> str:
     """Return ``text`` with each secret replaced."""
     for secret in find_secrets(text):
         text = text.replace(secret, "[removed]")
-    return _PASSWORD.sub(r"\1[removed]", _USER.sub("[removed]@", text))
+    text = _WANDB.sub(r"\1[removed]", _USER.sub("[removed]@", text))
+    return _PASSWORD.sub(r"\1[removed]", text)
+
+
+def keys_of_tokens(values: Any, before: str = "") -> list[str]:
+    """Return the dotted keys of nested ``values`` at which a text has the form of a token, whatever the environment."""
+    if isinstance(values, Mapping):
+        return [key for name, value in values.items() for key in keys_of_tokens(value, f"{before}.{name}".lstrip("."))]
+    if isinstance(values, list | tuple):
+        return list(dict.fromkeys(key for value in values for key in keys_of_tokens(value, before)))
+    return [before] if isinstance(values, str) and _SHAPES.search(values) else []
 
 
 def public_url(url: str) -> str:
@@ -67,10 +87,12 @@ def _known() -> Iterable[str]:
     return {value for value in values if len(value) >= _SHORTEST and any(c.isdigit() for c in value)}
 
 
+@cache
 def _hub_token() -> str:
-    """Return the user's token for the hub; empty without one, or if its file belongs to somebody else."""
-    from huggingface_hub import get_token
+    """Return the token that ``hf auth login`` stored; empty without one, or if its file belongs to somebody else.
 
-    with contextlib.suppress(OSError):
-        return get_token() or ""
+    The hub's library is not asked: it reads its variables at import, and this may run before they are set.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        return hub_token_file().read_text().strip()
     return ""

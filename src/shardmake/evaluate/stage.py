@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from shardmake.config.models import Cluster, Dpo, EvaluationBackend, Kto, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import ConfigError
+from shardmake.core.secrets import redact
 from shardmake.core.units import plural
 from shardmake.evaluate.backends import (
     Machine,
@@ -345,10 +346,10 @@ def _samples(
     tokenizer: "PreTrainedTokenizerBase", prompts: list[list[int]], base: Assessment, tuned: Assessment
 ) -> list[Sample]:
     def text(ids: list[int]) -> str:
-        return tokenizer.decode(ids, skip_special_tokens=True).strip()
+        return redact(tokenizer.decode(ids, skip_special_tokens=True).strip())
 
     return [
-        Sample(prompt=_question(tokenizer, prompt), base=text(before), tuned=text(after))
+        Sample(prompt=redact(_question(tokenizer, prompt)), base=text(before), tuned=text(after))
         for prompt, before, after in zip(prompts, base.answers, tuned.answers, strict=True)
     ]
 

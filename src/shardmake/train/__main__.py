@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
-from shardmake.train.redacted_output import redact_output
+from shardmake.core.redacted_output import redact_output
 
 if TYPE_CHECKING:
     from shardmake.run.attempt import AttemptDir

@@ -1,16 +1,22 @@
 """Place secrets in all inputs of a run, and search all of its outputs for them."""
 
+import os
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.config.load import parse_config
+from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.secrets import find_secrets, is_secret, mask, public_url, redact
 from shardmake.push.stage import push
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
-from tests.finished_run import EVALUATED, MODEL, make_run, make_rundir, write_model
+from tests.finished_run import DRAWN, EVALUATED, MODEL, make_run, make_rundir, write_model
 from tests.hub import WRITER, FakeHub
 
 TOKEN = "hf_Wq3TfEaYk2MdL9xPzRbNcUvHs"
@@ -55,6 +61,101 @@ def test_no_secret_reaches_any_output(
     assert leaks == []
 
 
+SHAPES = {
+    "hub": TOKEN,
+    "AWS": "AKIAIOSFODNN7EXAMPLE",
+    "AWS for a session": "ASIAIOSFODNN7EXAMPLE",
+    "GitHub": "ghp_" + "a1" * 18,
+    "GitHub, fine-grained": "github_pat_" + "a1" * 20,
+    "GitLab": "glpat-" + "a1-B" * 5,
+    "Slack": "xoxb-123456789012-abcdef",
+    "OpenAI": "sk-proj-" + "a1B2" * 6,
+    "W&B": "wandb_v1_" + "a1B2" * 8,
+    "W&B, older": "wandb login " + "0123abcdef" * 4,
+    "JWT": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
+    "URL with slashes": "https://ada:pa/ss/w0rd@host/x",
+    "password": "password=Plant77w!",
+    "secret": 'client_secret: "Plant78w!"',
+    "key": "api-key=Plant79w!",
+    "private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
+}
+"""A text of each form; its last word, or what stands after ``:`` or ``=``, is the secret."""
+BY_NAME = {"MY_DB_PASSWORD": "hunter2w", "SIGNING_KEY": "zebra-42", "BOT_TOKEN": "x.y.z.1234", "THE_SECRET": "q1w2e3r4"}
+
+
+def secret_of(text: str) -> str:
+    return re.split(r"[ =]|://ada:", text)[-1].partition("@")[0].strip('"') if "PRIVATE" not in text else text
+
+
+def outputs_of_a_command(text: str, tmp_path: Path) -> dict[str, str]:
+    """Return what a command prints, logs, warns, raises and keeps, if each of these has ``text``."""
+    program = (
+        "import logging, sys\n"
+        "from shardmake import cli\n"
+        "from shardmake.core.errors import ShardmakeError\n"
+        "@cli.app.command()\n"
+        "def leak(how: str):\n"
+        "    logger, text = logging.getLogger('shardmake.leak'), sys.stdin.read()\n"
+        "    logger.info('info %s', text); logger.warning('warning %s', text); cli.typer.echo(f'echo {text}')\n"
+        "    print('print', text); print('error', text, file=sys.stderr)\n"
+        "    raise ShardmakeError(f'Failed: {text}') if how == 'known' else ValueError(f'bug {text}')\n"
+        "cli.main()\n"
+    )
+    found = {}
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    for words in (["leak", "known"], ["--verbose", "leak", "bug"]):
+        command = [sys.executable, "-c", program, *words]
+        done = subprocess.run(
+            command, input=text, cwd=tmp_path, capture_output=True, text=True, env=os.environ | BY_NAME
+        )
+        assert done.returncode != 0 and (done.stdout + done.stderr).count("[removed]") >= 6, done.stderr
+        found[words[-1]] = done.stdout + done.stderr
+    return found | {str(path): path.read_text() for path in (tmp_path / "logs").iterdir()}
+
+
+def test_no_form_of_a_secret_leaves_a_command(tmp_path: Path) -> None:
+    """Terminal, log, warning, error, traceback and the file of a traceback, with all forms at once and by value."""
+    texts = [*SHAPES.values(), *(f"it is {value}!" for value in BY_NAME.values())]
+    found = outputs_of_a_command(" ; ".join(texts), tmp_path)
+    assert len(found) == 3
+    planted = {name: secret_of(text) for name, text in SHAPES.items()} | BY_NAME
+    assert [(name, place) for place, text in found.items() for name, value in planted.items() if value in text] == []
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_form_of_a_secret_reaches_card_report_and_records(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("shardmake.push.bundle.card_plots", lambda *_: DRAWN)
+    rundir = make_rundir(tmp_path)
+    text = SHAPES[name]
+    EVALUATED.model_copy(update={"samples": [Sample(prompt=text, base=f"a {text}", tuned=text)]}).write(
+        rundir.evaluation
+    )
+    run = make_run(push={"to": "file:published/chat", "samples": True})
+    push(run, rundir)
+    texts = {
+        path: path.read_bytes().decode(errors="replace") for path in Path("published").rglob("*") if path.is_file()
+    }
+    assert "[removed]" in texts[Path("published/chat/README.md")]
+    assert [str(path) for path, found in texts.items() if secret_of(text) in found] == []
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"script_args": ["--hub_token", TOKEN]}, "runs.chat.script_args"),
+        ({"model": f"lab/{TOKEN}"}, "runs.chat.model"),
+        ({"notify": {"command": "curl -H 'Authorization: glpat-" + "a1-B" * 5 + "'"}}, "runs.chat.notify.command"),
+    ],
+)
+def test_a_token_in_the_configuration_is_refused_without_printing_it(values: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}: this looks like a token or key.* export it in") as error:
+        parse_config({"cluster": "c.yaml", "runs": {"chat": values}}, "config.yaml")
+    assert TOKEN not in str(error.value) and "glpat" not in str(error.value)
+
+
 def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     write_model(rundir, {**MODEL, "tokenizer_config.json": f'{{"auth": "{TOKEN}"}}'.encode()})
@@ -66,18 +167,7 @@ def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        TOKEN,
-        "AKIAIOSFODNN7EXAMPLE",
-        "ghp_" + "a1" * 18,
-        "github_pat_" + "a1" * 20,
-        "glpat-" + "a1-B" * 5,
-        "ASIAIOSFODNN7EXAMPLE",
-        "xoxb-123456789012-abcdef",
-        "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.c2lnbmF0dXJl",
-        "-----BEGIN OPENSSH PRIVATE KEY-----",
-    ],
+    "text", [text for text in SHAPES.values() if " " not in text and "=" not in text and "//" not in text]
 )
 def test_text_in_the_form_of_a_token_is_removed(text: str) -> None:
     assert find_secrets(f"before {text} after") and text not in redact(f"before {text} after")

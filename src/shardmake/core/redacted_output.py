@@ -1,6 +1,8 @@
-"""Remove secrets from what the process of a rank prints, before it reaches the log that the group can read."""
+"""Remove secrets from what a command or a rank prints, before it reaches a terminal or a log that others can read."""
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any, TextIO, cast
 
 from shardmake.core.secrets import redact
@@ -32,5 +34,12 @@ class RedactedStream:
 
 def redact_output() -> None:
     """Redact standard output and standard error of this process, tracebacks that Python prints at its end included."""
-    redact("")  # imports now what cannot be imported while Python ends
     sys.stdout, sys.stderr = (cast(TextIO, RedactedStream(stream)) for stream in (sys.stdout, sys.stderr))
+
+
+@contextlib.contextmanager
+def redacted_output() -> Iterator[None]:
+    """Redact standard output and standard error of this process meanwhile."""
+    out, err = (cast(TextIO, RedactedStream(stream)) for stream in (sys.stdout, sys.stderr))
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        yield
