@@ -4,6 +4,9 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from huggingface_hub.utils import logging as _hub_logging
+
+_hub_logging.get_logger()  # keeps the standard error of its first call, which must not be that of one test
 
 
 @pytest.fixture(autouse=True)
