@@ -11,7 +11,15 @@ from shardmake.core.fingerprint import fingerprint
 from shardmake.core.manifest import read_files
 from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
-from shardmake.run.evaluation import EvaluationResult, LengthScore, ModelScore, PreferenceScore, Sample, TaskScore
+from shardmake.run.evaluation import (
+    EvaluationResult,
+    LengthScore,
+    ModelScore,
+    PreferenceScore,
+    RewardModelScore,
+    Sample,
+    TaskScore,
+)
 from shardmake.run.metrics import MetricsLine, Rewards
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
@@ -290,6 +298,14 @@ PREFERENCES = PreferenceScore(
     base_accuracy=0.5,
     tuned_accuracy=0.75,
     rewards=Rewards(chosen=0.25, rejected=-1.0, margins=1.25, accuracies=0.875),
+)
+
+
+REWARD_MODEL = RewardModelScore(
+    pairs=1200, accuracy=0.875, margin=1.25, chosen=0.75, rejected=-0.5, smallest=-3.0, largest=4.0
+)
+RATED = EVALUATED.model_copy(
+    update={"base": None, "tuned": None, "reward_model": REWARD_MODEL, "samples": [], "tasks": []}
 )
 
 

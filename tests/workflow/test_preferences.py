@@ -59,13 +59,17 @@ ON_DEMAND = pytest.mark.objectives
 
 @pytest.fixture(scope="module")
 def pairs(forked: Forked, tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Forked:
-    """A checkout with pairs: the answer of a conversation, and its words in reversed order."""
-    checkout = Checkout.create(tmp_path_factory.mktemp("pairs") / "checkout", inputs)
+    return with_pairs(forked, tmp_path_factory.mktemp("pairs") / "checkout", inputs, SETTINGS)
+
+
+def with_pairs(forked: Forked, folder: Path, inputs: Path, settings: dict[str, Any]) -> Forked:
+    """Return a checkout with pairs: the answer of a conversation, and its words in reversed order."""
+    checkout = Checkout.create(folder, inputs)
     messages = [json.loads(line)["messages"] for line in (inputs / "train.jsonl").read_text().splitlines()[:60]]
     lines = [json.dumps(_pair(question, answer)) for question, answer in messages]
     (checkout.root / "pairs.jsonl").write_text("\n".join(lines[:48]))
     (checkout.root / "held_out.jsonl").write_text("\n".join(lines[48:]))
-    checkout.configure({"processes_per_node": 2}, strategy="ddp", nodes=1, global_batch_size=12, **SETTINGS)
+    checkout.configure({"processes_per_node": 2}, strategy="ddp", nodes=1, global_batch_size=12, **settings)
     checkout("shardmake", "data", "demo")
     return Forked(checkout, forked.server)
 

@@ -89,20 +89,26 @@ def _trained(receipt: TrainingReceipt, state: str) -> list[str]:
 
 
 def _evaluation(evaluation: EvaluationResult) -> list[str]:
-    base, tuned = evaluation.base, evaluation.tuned
-    lines = [
-        f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, "
-        f"perplexity {base.perplexity:,.1f} -> {tuned.perplexity:,.1f}."
-    ]
-    if evaluation.has_exact:
+    lines = []
+    if evaluation.scores:
+        base, tuned = evaluation.scores
         lines.append(
-            f"Held-out examples that greedy decoding answers word for word: {base.exact:.1%} -> {tuned.exact:.1%}."
+            f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, "
+            f"perplexity {base.perplexity:,.1f} -> {tuned.perplexity:,.1f}."
         )
+        if evaluation.has_exact:
+            lines.append(
+                f"Held-out examples that greedy decoding answers word for word: {base.exact:.1%} -> {tuned.exact:.1%}."
+            )
+    if found := evaluation.reward_model:
+        lines.append(f"Held-out pairs: preference accuracy {found.accuracy:.1%}, margin {found.margin:.4f}.")
     if evaluation.preferences:
         rewards = evaluation.preferences.rewards
         lines.append(f"Held-out pairs: reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}.")
-    if found := evaluation.completions:
-        lines.append(f"Held-out completions: reward accuracy {found.accuracy:.1%}, margin {found.rewards.margins:.4f}.")
+    if labelled := evaluation.completions:
+        lines.append(
+            f"Held-out completions: reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}."
+        )
     if evaluation.samples:
         sample = evaluation.samples[0]
         lines += ["\nPrompt:", _indent(sample.prompt), "The tuned model:", _indent(sample.tuned)]

@@ -182,11 +182,11 @@ class Data(Section):
         description="`chat`: `messages`, each with `role` and `content` (text, or a list of text parts, which are "
         "joined); `sharegpt`: `conversations` with `from` and `value`; `alpaca`: `instruction`, `output` and an "
         "optional `input`, as a conversation; `prompt-completion`: `prompt` and `completion`; `text`: `text`; "
-        "`preference`, for `objective: dpo`: `chosen`, `rejected` and `prompt`, which may be left out if both begin "
-        "with it; `unpaired-preference`, for `objective: kto`: `prompt`, `completion` and `label`, which is true for a "
-        "desirable completion and false for another one; `auto`: the only one of these that the objective learns from "
-        "and the columns fit; `raw`, for a `script`: any files, which the script reads from the folder in "
-        "`SHARDMAKE_RAW_DATA`.",
+        "`preference`, for the objectives `dpo` and `reward`: `chosen`, `rejected` and `prompt`, which may be left out "
+        "if both begin with it; `unpaired-preference`, for `objective: kto`: `prompt`, `completion` and `label`, which "
+        "is true for a desirable completion and false for another one; `auto`: the only one of these that the "
+        "objective learns from and the columns fit; `raw`, for a `script`: any files, which the script reads from "
+        "the folder in `SHARDMAKE_RAW_DATA`.",
     )
     columns: Columns = Field(Columns(), description="Names of the columns, if they are other ones.")
     loss_on: Literal["auto", "assistant", "all"] = Field(
@@ -324,7 +324,17 @@ class Kto(Section):
     )
 
 
-OBJECTIVE_SECTIONS: Final[dict[str, type[Section]]] = {"dpo": Dpo, "kto": Kto}
+class Reward(Section):
+    """Reward modelling, for `objective: reward`, with the names and defaults of TRL's `RewardConfig`."""
+
+    center_rewards_coefficient: Annotated[float, Field(gt=0, le=1000), AsNumber] | None = Field(
+        None,
+        description="Weight of the squared mean of both rewards of a pair in the loss, which keeps rewards near zero. "
+        "TRL recommends 0.01. Without it, nothing does.",
+    )
+
+
+OBJECTIVE_SECTIONS: Final[dict[str, type[Section]]] = {"dpo": Dpo, "kto": Kto, "reward": Reward}
 """The section of each objective that has settings."""
 
 
@@ -504,10 +514,11 @@ class Run(Section):
     objective: Objective = Field(
         "sft",
         description="What training optimizes. `sft`: supervised fine-tuning; `dpo`: direct preference optimization; "
-        "`kto`: Kahneman-Tversky optimization (docs/how-to/preferences.md).",
+        "`kto`: Kahneman-Tversky optimization; `reward`: a reward model (docs/how-to/preferences.md).",
     )
     dpo: Dpo | None = Field(None, description="Settings of `objective: dpo`. Without it, the defaults.")
     kto: Kto | None = Field(None, description="Settings of `objective: kto`. Without it, the defaults.")
+    reward: Reward | None = Field(None, description="Settings of `objective: reward`. Without it, the defaults.")
     method: Method = Field("full", description="Train all weights, low-rank adapters, or adapters on a 4-bit base.")
     lora: Lora = Field(Lora(), description="Settings of the adapters.")
     strategy: Strategy | Literal["auto"] = Field(

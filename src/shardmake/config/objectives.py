@@ -35,6 +35,13 @@ class ObjectiveSpec:
     A micro batch then needs two examples, its size is a part of the result, and every epoch has the same order.
     """
     methods: tuple[str, ...] = ("full", "lora", "qlora")
+    new_head: str = ""
+    """Layer that replaces the base model's output head and is trained from random weights; empty: the head is kept.
+
+    The model is then transformers' sequence classifier with one output, and does not generate text.
+    """
+    cuts: bool = True
+    """Examples longer than the sequence length are cut; else they are dropped."""
     head_adapter: str = ""
     """Why an adapter of the layer lm_head has no effect; empty if it has one."""
     is_proven: Callable[[StrategySpec], bool] = lambda spec: True
@@ -49,6 +56,11 @@ class ObjectiveSpec:
 def _shards_evenly(spec: StrategySpec) -> bool:
     """Return True for a strategy that treats all ranks alike and does not use NVMe."""
     return not (spec.uses_nvme or spec.hpz or spec.hybrid)
+
+
+def _is_main(spec: StrategySpec) -> bool:
+    """Return True for DDP, ZeRO-2, ZeRO-3 and FSDP without offload."""
+    return spec.offload_optimizer is None and spec.zero_stage != 1 and spec.reshard_after_forward
 
 
 _PREFERENCE: Final[DataFormat] = "preference"
@@ -77,5 +89,16 @@ OBJECTIVES: Final = {
         methods=("full", "lora"),
         head_adapter="TRL reads the head's weights directly",
         is_proven=lambda spec: _shards_evenly(spec) and not (spec.offload_optimizer or spec.offload_param),
+    ),
+    "reward": ObjectiveSpec(
+        "reward modelling",
+        (_PREFERENCE,),
+        trl="Reward",
+        sequences=2,
+        methods=("full", "lora"),
+        new_head="score",
+        cuts=False,
+        head_adapter="a reward model does not have that layer",
+        is_proven=lambda spec: _shards_evenly(spec) and _is_main(spec),
     ),
 }

@@ -57,5 +57,11 @@ def _refused_by_trl(run: "Run", spec: ObjectiveSpec) -> Iterator[str]:
             f"micro_batch_size: 1 cannot be combined with {objective}, which compares the examples of a micro batch. "
             "Set 2 or more, or auto"
         )
+    if spec.new_head:
+        yield from (
+            f"evaluation.{key} has no effect with {objective}, whose model does not generate text. Remove it"
+            for key in ("prompts", "lm_eval", "serve")
+            if getattr(run.evaluation, key)
+        )
     if run.data.loss_on == "all":
         yield f"data.loss_on: all has no effect with {objective}, which learns from answers. Remove loss_on"

@@ -17,6 +17,7 @@ from shardmake.core.atomic import write_json, write_text
 from shardmake.core.errors import ModelError
 
 _CONFIG = "config.json"
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 _TEMPLATE = "chat_template.jinja"
 _TEMPLATES = "additional_chat_templates"
 _TOKENIZER = (
@@ -84,6 +85,10 @@ def copy_aux_files(
     if template is not None:
         write_text(target / _TEMPLATE, template)
         changes.append("The training changed the chat template: the model has the new one.")
+    if adapter is None and (token := find_new_padding(base, trained)) is not None:
+        path = target / _TOKENIZER_CONFIG
+        write_json(path, {**_read_if_exists(target, path.name), "pad_token": token})
+        changes.append(f"The model finds the end of a sequence by its padding: the tokenizer pads with {token!r} now.")
     if adapter is None and not code and "auto_map" in read_object(target / _CONFIG):
         changes.append("config.json names code of the base model, which is not copied without --trust-remote-code.")
     return changes
@@ -169,6 +174,27 @@ def find_changed_template(base: Path, trained: Sequence[Path]) -> str | None:
         template = _template(folder)
         if template is not None:
             return template if template != _template(base) else None
+    return None
+
+
+def find_new_padding(base: Path, trained: Sequence[Path]) -> str | None:
+    """Return the padding token of a trained sequence classifier if the base model's tokenizer has none.
+
+    The classifier reads its score at the last token that is not the padding token of its config.
+    """
+    for folder in trained:
+        architecture = next(iter(_read_if_exists(folder, _CONFIG).get("architectures") or ()), "")
+        token = _padding(folder)
+        if architecture.endswith("ForSequenceClassification") and token is not None:
+            return token if _padding(base) is None else None
+    return None
+
+
+def _padding(folder: Path) -> str | None:
+    for name in (_TOKENIZER_CONFIG, "special_tokens_map.json"):
+        token = _read_if_exists(folder, name).get("pad_token")
+        if token is not None:
+            return str(token["content"] if isinstance(token, dict) else token)
     return None
 
 

@@ -47,6 +47,11 @@ class LoadingReport:
     unloaded: tuple[str, ...] = ()
     error: str = ""
 
+    @property
+    def is_classifier(self) -> bool:
+        """Return True for a sequence classifier, whose head replaces the one over the vocabulary."""
+        return self.architecture.endswith("ForSequenceClassification")
+
     def problems(self, accepted: Collection[str] = ()) -> list[str]:
         """Return one sentence per problem; an empty list if the folder loads completely.
 

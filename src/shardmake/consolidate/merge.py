@@ -131,7 +131,8 @@ def final_plan(
     check = pool.submit(plan.check_skeleton, skeleton, trust_remote_code, model_class)
     if plan.matches_base():
         return plan, check
-    in_layout = plan.in_layout(check.result().weights).with_unloaded(check.result().unloaded)
+    found = check.result()
+    in_layout = plan.in_layout(found.weights).with_unloaded(found.unloaded).without_old_head(found)
     if in_layout is not plan:
         check = pool.submit(in_layout.check_skeleton, skeleton, trust_remote_code, model_class)
     return in_layout.without_ties(check.result()), check

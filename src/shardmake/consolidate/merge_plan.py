@@ -22,7 +22,7 @@ from shardmake.consolidate.tied_weights import without_aliases
 from shardmake.core.atomic import write_json
 from shardmake.core.errors import CheckpointError, ConfigError
 from shardmake.core.units import parse_size
-from shardmake.run.model_class import ModelClass
+from shardmake.run.model_class import OLD_HEAD, ModelClass
 
 logger = logging.getLogger(__name__)
 _MAX_LINES = 20
@@ -83,6 +83,18 @@ class MergePlan:
         return self._of(
             self.contents.with_tensors([*self.contents.tensors.values(), *(held[name] for name in missing)])
         )
+
+    def without_old_head(self, loading: LoadingReport) -> "MergePlan":
+        """Return the plan without the base model's head over the vocabulary, if a sequence classifier replaces it.
+
+        An adapter is added to the base model's own weights, which have that head.
+        """
+        head = self.contents.tensors.get(OLD_HEAD)
+        is_of_base = head is not None and all(piece.record.path.parent == self.base for piece in head.pieces)
+        if not (is_of_base and loading.is_classifier and OLD_HEAD in loading.unexpected):
+            return self
+        kept = (tensor for name, tensor in self.contents.tensors.items() if name != OLD_HEAD)
+        return self._of(self.contents.with_tensors(kept))
 
     def without_ties(self, loading: LoadingReport) -> "MergePlan":
         """Return the plan in which each weight that transformers reports as tied is stored once."""

@@ -39,6 +39,8 @@ class Encoder:
     tokenizer: "PreTrainedTokenizerBase"
     layout: Layout
     assistant_only: bool
+    cuts: bool = True
+    """Pairs of answers that are too long are cut; else they are dropped."""
 
     def __call__(self, example: Mapping[str, Any], place: str) -> Tokens:
         """Return token ids and loss mask of ``example``, of equal length; ``place`` names it in errors.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardmake.config.chat_template import read_template
 from shardmake.config.models import Run
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ModelError
 from shardmake.core.units import plural
@@ -109,7 +110,7 @@ def make_encoder(
     unused = [column for column in _columns_of(rows) if column not in layout.columns.values()]
     rest = f" Columns that are not used: {', '.join(unused)}." if unused else ""
     logger.info(f"{source}: the examples are in the format {layout}.{rest}")
-    return Encoder(tokenizer, layout, loss_on_assistant(run.data, layout.format))
+    return Encoder(tokenizer, layout, loss_on_assistant(run.data, layout.format), OBJECTIVES[run.objective].cuts)
 
 
 def recognize_layout(run: Run, source: Source, rows: Sequence[Mapping[str, Any]]) -> Layout:
@@ -131,7 +132,7 @@ def encode_rows(
     if encoder.layout.format == "preference":
         places = [place_of(row, source) for row in rows]
         pairs = [encoder.pair(example_in(row), place) for row, place in zip(rows, places, strict=True)]
-        return columns_of_pairs([fit_pair(pair, length) for pair in pairs], places)
+        return columns_of_pairs([fit_pair(pair, length, cuts=encoder.cuts) for pair in pairs], places)
     if encoder.layout.format == "unpaired-preference":
         places = [place_of(row, source) for row in rows]
         examples = [example_in(row) for row in rows]
@@ -162,8 +163,9 @@ def check_learned(part: str, counts: Mapping[str, int], dropped: Sequence[str], 
         return
     roles = " Only messages with the role assistant are learned." if encoder.assistant_only else ""
     if encoder.layout.format == "preference":
-        roles = " Pairs are learned whose answers differ before sequence_length."
-    count = counts["dropped_without_loss"] + counts["dropped_loss_truncated"]
+        where = "before sequence_length" if encoder.cuts else "and are not longer than sequence_length"
+        roles = f" Pairs are learned whose answers differ {where}."
+    count = sum(number for outcome, number in counts.items() if outcome.startswith("dropped_"))
     if count < counts["examples"]:
         logger.warning(
             f"Examples of the {part} data with nothing to learn are dropped: {count:,} of {counts['examples']:,}. "
@@ -196,6 +198,7 @@ def describe_outcomes(counts: Mapping[str, Any]) -> str:
         "split": "split into pieces",
         "dropped_without_loss": "dropped, with nothing to learn",
         "dropped_loss_truncated": "dropped, with nothing to learn before the cut",
+        "dropped_too_long": "dropped, longer than sequence_length",
     }
     parts_found = [f"{counts[key]:,} {words}" for key, words in parts.items() if counts[key]]
     return "; ".join([plural(counts["examples"], "example"), *parts_found])

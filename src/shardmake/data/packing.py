@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     import datasets
     import numpy as np
 
-Outcome = Literal["whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated"]
+Outcome = Literal[
+    "whole", "truncated", "split", "continued", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long"
+]
 KEPT: tuple[Outcome, ...] = ("whole", "truncated", "split", "continued")
 _TOKENS_PACKED_AT_ONCE = 2**25
 NAMED = 5
@@ -39,8 +41,8 @@ def fit(tokens: Tokens, length: int, *, split: bool) -> list[tuple[Tokens, Outco
     return [(pieces[0], "truncated") if any(pieces[0][1]) else (([], []), "dropped_loss_truncated")]
 
 
-def fit_pair(pair: TokenPair, length: int) -> tuple[TokenPair, Outcome]:
-    """Cut both answers so that each is at most ``length`` tokens long with the prompt.
+def fit_pair(pair: TokenPair, length: int, *, cuts: bool = True) -> tuple[TokenPair, Outcome]:
+    """Cut both answers so that each is at most ``length`` tokens long with the prompt; without ``cuts``, drop the pair.
 
     Pairs with equal answers, from the start or after the cut, have nothing to learn. TRL cuts and drops in the same way
     but keeps equal answers, whose gradient is zero.
@@ -50,6 +52,8 @@ def fit_pair(pair: TokenPair, length: int) -> tuple[TokenPair, Outcome]:
     empty = TokenPair([], [], [])
     if pair.chosen == pair.rejected:
         return empty, "dropped_without_loss"
+    if not cuts and cut != pair:
+        return empty, "dropped_too_long"
     if room <= 0 or cut.chosen == cut.rejected:
         return empty, "dropped_loss_truncated"
     return cut, "whole" if cut == pair else "truncated"
@@ -80,7 +84,7 @@ def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprin
 def count_outcomes(outcomes: Iterable[Outcome]) -> dict[str, int]:
     """Count examples by outcome; ``truncated``, ``split`` and ``dropped_*`` are parts of ``examples``."""
     counts: Mapping[str, int] = Counter(outcomes)
-    reported = ("truncated", "split", "dropped_without_loss", "dropped_loss_truncated")
+    reported = ("truncated", "split", "dropped_without_loss", "dropped_loss_truncated", "dropped_too_long")
     return {
         "examples": sum(counts.values()) - counts["continued"],
         **{outcome: counts[outcome] for outcome in reported},

@@ -33,6 +33,27 @@ class Pairs(Dataset[Pair]):
 
 
 @dataclass(frozen=True)
+class RewardCollator:
+    """Makes TRL's batches of prompts with answers: all chosen ones, then all rejected ones, padded on the right."""
+
+    pad_token_id: int
+
+    @classmethod
+    def of(cls, folder: Path) -> "RewardCollator":
+        """Return the collator for the data in ``folder``."""
+        return cls(DataReceipt.read(folder / DATA_RECEIPT).pad_token_id)
+
+    def __call__(self, pairs: Sequence[Pair]) -> dict[str, Any]:
+        """Return ``input_ids`` and ``attention_mask``, each of shape [2 x pairs, tokens]."""
+        from trl.trainer.reward_trainer import DataCollatorForPreference
+
+        answers = ("chosen_ids", "rejected_ids")
+        whole = [{answer: [*pair["prompt_ids"], *pair[answer]] for answer in answers} for pair in pairs]
+        batch: dict[str, Any] = DataCollatorForPreference(self.pad_token_id)(whole)
+        return batch
+
+
+@dataclass(frozen=True)
 class PairCollator:
     """Makes TRL's batches: all chosen answers, then all rejected ones, padded on the right to the longest of both."""
 

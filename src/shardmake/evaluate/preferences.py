@@ -1,4 +1,4 @@
-"""Compare both answers of each held-out pair by their log-probabilities under the base and the tuned model."""
+"""Compare both answers of each held-out pair: by their log-probabilities under two models, or by their rewards."""
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,10 +6,11 @@ from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from shardmake.evaluate.losses import LossPerToken
 from shardmake.evaluate.scores import IGNORED, Example, pad_examples, smaller_after_out_of_memory
-from shardmake.run.evaluation import CompletionScore, PreferenceScore
+from shardmake.run.evaluation import CompletionScore, PreferenceScore, RewardModelScore
 from shardmake.run.metrics import MeanRewards, Rewards
 
 if TYPE_CHECKING:
@@ -70,13 +71,46 @@ def score_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence
     return found
 
 
+def rate_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence[Sequence[int]]) -> dict[int, float]:
+    """Return the reward of each answer in ``passes`` by number, from a model with one output.
+
+    The model reads it at the last token that is not padding. Passes without answers and errors are those of
+    `shardmake.evaluate.scores.score`.
+    """
+    padding = network.config.get_text_config().pad_token_id
+    found: dict[int, float] = {}
+    with torch.inference_mode():
+        for numbers in passes:
+            rows = [answers[number]["input_ids"] for number in numbers or [0]]
+            ids = pad_sequence(rows, batch_first=True, padding_value=padding).to(network.device)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(network.device)
+            with smaller_after_out_of_memory(*ids.shape):
+                rewards = network(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, 0].double().cpu()
+            found.update(zip(numbers, rewards.tolist(), strict=False))  # a pass without answers has a stand-in
+    return found
+
+
+def score_rewards(rewards: Mapping[int, float]) -> RewardModelScore:
+    """Return the scores of pairs from the rewards of their answers, by number."""
+    chosen, rejected = _by_answer(rewards)
+    return RewardModelScore(
+        pairs=len(chosen),
+        accuracy=_accuracy(rewards),
+        margin=fmean(chosen) - fmean(rejected),
+        chosen=fmean(chosen),
+        rejected=fmean(rejected),
+        smallest=min(rewards.values()),
+        largest=max(rewards.values()),
+    )
+
+
 def compare_answers(base: Mapping[int, float], tuned: Mapping[int, float], beta: float) -> PreferenceScore:
     """Return the scores of pairs from the log-probabilities of their answers under both models.
 
     A reward is ``beta * (tuned - base)``, that of Rafailov et al. (2023), with the base model as the reference.
     """
     rewards = {number: beta * (value - base[number]) for number, value in tuned.items()}
-    chosen, rejected = ([rewards[number] for number in range(first, len(rewards), 2)] for first in (0, 1))
+    chosen, rejected = _by_answer(rewards)
     return PreferenceScore(
         pairs=len(chosen),
         base_accuracy=_accuracy(base),
@@ -113,6 +147,12 @@ def compare_completions(
         ),
         accuracy=smaller / (len(desirable) * len(undesirable)),
     )
+
+
+def _by_answer(values: Mapping[int, float]) -> tuple[list[float], list[float]]:
+    """Return the values of all chosen and of all rejected answers, in the order of their pairs."""
+    chosen, rejected = ([values[number] for number in range(first, len(values), 2)] for first in (0, 1))
+    return chosen, rejected
 
 
 def _accuracy(values: Mapping[int, float]) -> float:

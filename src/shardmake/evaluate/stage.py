@@ -51,6 +51,8 @@ from shardmake.run.sources import localize
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from shardmake.evaluate.preferences import Answers
+
 logger = logging.getLogger(__name__)
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -60,7 +62,8 @@ _PROMPTS = 3
 def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> EvaluationResult:
     """Write and return ``evaluation.json``.
 
-    Each rank scores a share of the sequences.
+    Each rank scores a share of the sequences. A reward model is measured alone, because its base model has no head for
+    rewards.
     Raises `ShardmakeError` if a model cannot be loaded completely or the evaluation split has no loss tokens.
     """
     from transformers import AutoTokenizer
@@ -72,16 +75,17 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     check_serving(run.evaluation)
     examples = load(rundir.data, "eval")
     tokenizer = AutoTokenizer.from_pretrained(rundir.model)
-    prompts = _prompts(run, tokenizer, examples)
+    is_reward_model = bool(OBJECTIVES[run.objective].new_head)
+    prompts = [] if is_reward_model else _prompts(run, tokenizer, examples)
     machine = this_machine(cluster.nvme_path if cluster else None)
     setup = _choose_setup(run, rundir, machine)
     served = serve(run, rundir.model, prompts, machine) if run.evaluation.serve else None
-    logger.info(f"Measuring the base and the tuned model on {len(examples):,} sequences, {setup}.")
     model_class = planned_class(run, rundir)
-    models = [
-        EvaluationTask(run, rundir, run.model, model_class, run.revision, prompts),
-        EvaluationTask(run, rundir, str(rundir.model), model_class, None, prompts),
-    ]
+    ours = EvaluationTask(run, rundir, str(rundir.model), model_class, None, prompts)
+    if is_reward_model:
+        return _evaluate_reward_model(ours, setup)
+    logger.info(f"Measuring the base and the tuned model on {len(examples):,} sequences, {setup}.")
+    models = [EvaluationTask(run, rundir, run.model, model_class, run.revision, prompts), ours]
     base, tuned = _assess_with_retries(models, setup)
     sources = [source.name for source in DataReceipt.read(rundir.data_receipt).eval.sources]
     result = EvaluationResult(
@@ -100,7 +104,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         ],
         served=as_record(run.evaluation.serve, served, tuned.answers) if run.evaluation.serve and served else None,
     )
-    for name, found in {"base": result.base, "tuned": result.tuned}.items():
+    for name, found in zip(("base", "tuned"), result.scores or (), strict=True):
         logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, {found.tokens:,} tokens")
     if result.preferences:
         rewards = result.preferences.rewards
@@ -108,6 +112,33 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
     if labelled := result.completions:
         logger.info(f"reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}")
     result.write(rundir.evaluation)
+    return result
+
+
+def _evaluate_reward_model(task: "EvaluationTask", setup: "EvaluationSetup") -> EvaluationResult:
+    """Write and return the rewards of the held-out pairs."""
+    from shardmake.evaluate.preferences import score_rewards
+
+    answers = _held_out_answers(task)
+    logger.info(
+        f"Measuring the reward model on {len(answers) // 2:,} pairs, {setup}. Its base model has no head for rewards "
+        "and is not measured."
+    )
+    (found,) = _assess_with_retries([task], setup)
+    scores = score_rewards(found.pairs)
+    result = EvaluationResult(
+        sequences=len(answers),
+        tokens=sum(answers.lengths()),
+        backend=setup.backend,
+        ranks=setup.ranks,
+        base=None,
+        tuned=None,
+        reward_model=scores,
+        samples=[],
+        tasks=[],
+    )
+    logger.info(f"preference accuracy {scores.accuracy:.1%}, margin {scores.margin:.4f}")
+    result.write(task.rundir.evaluation)
     return result
 
 
@@ -149,7 +180,8 @@ class EvaluationTask:
 class Assessment:
     """Scores of a model, its answers (token ids, by prompt), and its results by task and metric.
 
-    ``pairs`` has the log-probabilities of the answers of pairs, by `shardmake.evaluate.preferences.Answers`'s number.
+    ``pairs`` has the log-probabilities or rewards of the answers of pairs, by the number that
+    `shardmake.evaluate.preferences.Answers` gives them. A reward model has nothing else.
     """
 
     scores: Scores
@@ -250,6 +282,8 @@ def _assess_model(task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo) 
         trust_remote_code=task.run.trust_remote_code,
         nvme=setup.nvme,
     )
+    if OBJECTIVES[task.run.objective].new_head:
+        return Assessment(Scores(), [], {}, _rate_pairs(network, task, setup, rank))
     examples = load(task.rundir.data, "eval")
     together = rank.rendezvous is not None
     own = _own_passes(examples.lengths(), setup, rank)
@@ -277,15 +311,31 @@ def _score_pairs(
     network: "PreTrainedModel", task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo
 ) -> dict[int, float]:
     """Return the log-probabilities of a rank's share of the held-out answers, by number."""
+    from shardmake.evaluate.preferences import score_answers
+
+    answers = _held_out_answers(task)
+    return score_answers(network, answers, _own_passes(answers.lengths(), setup, rank))
+
+
+def _rate_pairs(
+    network: "PreTrainedModel", task: EvaluationTask, setup: EvaluationSetup, rank: RankInfo
+) -> dict[int, float]:
+    """Return the rewards of a rank's share of the answers of the held-out pairs, by number."""
+    from shardmake.evaluate.preferences import rate_answers
+
+    answers = _held_out_answers(task)
+    return rate_answers(network, answers, _own_passes(answers.lengths(), setup, rank))
+
+
+def _held_out_answers(task: EvaluationTask) -> "Answers":
     from shardmake.data.pairs import Pairs
     from shardmake.data.unpaired import Completions
-    from shardmake.evaluate.preferences import Answers, LabelledAnswers, score_answers
+    from shardmake.evaluate.preferences import Answers, LabelledAnswers
 
     unpaired = isinstance(task.run.objective_settings, Kto)
     examples = (Completions if unpaired else Pairs)(task.rundir.data, "eval")
     kind = LabelledAnswers if unpaired else Answers
-    answers = kind((examples[number] for number in range(len(examples))), task.run.sequence_length)
-    return score_answers(network, answers, _own_passes(answers.lengths(), setup, rank))
+    return kind((examples[number] for number in range(len(examples))), task.run.sequence_length)
 
 
 def _prompts(run: Run, tokenizer: "PreTrainedTokenizerBase", examples: Examples) -> list[list[int]]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from shardmake.config.attention import FLASH_KERNELS
 from shardmake.memory import size_tensors
-from shardmake.memory.model import Decoder, is_quantized
+from shardmake.memory.model import SCORE_HEAD, TRAINED_HEAD, Decoder, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.size_tensors import GradNode, Parameter, SizeStorage, SizeTensor, Tape, TensorEvent
 
@@ -313,6 +313,8 @@ class _DecoderStep:
 
     def _loss(self, hidden: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         self.tape.mark("loss")
+        if self.scenario.model.is_classifier:
+            return self._score(hidden), None
         head = self.weights.items.get("lm_head.weight") or self._parameter("model.embed_tokens.weight")
         if self.scenario.log_probs:
             return size_tensors.tiled_log_probs(hidden, head, self.shape.v, self.shape.h, self.tokens), None
@@ -321,6 +323,12 @@ class _DecoderStep:
         if self.scenario.loss == "chunked":
             return size_tensors.chunked_loss(hidden, head, self.shape.v, self.shape.h, self.tokens), None
         return self._cross_entropy(size_tensors.linear(hidden, head, self.shape.v, self.shape.h))
+
+    def _score(self, hidden: SizeTensor) -> SizeTensor:
+        """Run ``GenericForSequenceClassification``: a score of every token, of which the last one of a row is taken."""
+        items = self.weights.items
+        head = items.get(f"{TRAINED_HEAD}.weight") or items[f"{SCORE_HEAD}.weight"]
+        return size_tensors.pick(size_tensors.linear(hidden, head, 1, self.shape.h), self.scenario.micro_batch)
 
     def _cross_entropy(self, logits: SizeTensor) -> tuple[SizeTensor, SizeTensor | None]:
         """Run ``ForCausalLMLoss``: logits in fp32, log-softmax, nll; the caller may keep the 16-bit logits.

@@ -4,10 +4,10 @@
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from shardmake.memory.model import Decoder, Model, ParameterSpec
+from shardmake.memory.model import SCORE_HEAD, Decoder, Model, ParameterSpec, is_head
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,22 @@ def written_down(family: Family, config: Mapping[str, Any], source: str) -> Mode
         decoder=decoder,
         config=config,
         source=source,
+    )
+
+
+def as_classifier(model: Model) -> Model:
+    """Return ``model`` of a family as transformers' sequence classifier with one output.
+
+    The layer `SCORE_HEAD` is in place of the head over the vocabulary, and the embedding is not tied to it.
+    """
+    architecture = model.architecture.replace("ForCausalLM", "ForSequenceClassification")
+    kept = (tensor for tensor in model.tensors if not is_head(tensor))
+    return replace(
+        model,
+        architecture=architecture,
+        tensors=(*kept, ParameterSpec(f"{SCORE_HEAD}.weight", (1, model.hidden_size), "linear")),
+        tied=False,
+        config={**model.config, "architectures": [architecture], "num_labels": 1},
     )
 
 

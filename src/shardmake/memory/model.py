@@ -13,6 +13,9 @@ from shardmake.memory.cache import cached_helper
 INVENTORY = "shardmake.memory.parameter_inventory"
 Kind = Literal["linear", "embedding", "norm", "other"]
 HEADS = ("lm_head", "embed_out")
+SCORE_HEAD = "score"
+"""The head of transformers' sequence classifiers of a decoder."""
+TRAINED_HEAD = f"{SCORE_HEAD}.modules_to_save"
 
 
 @dataclass(frozen=True)
@@ -105,6 +108,11 @@ class Model:
         return sum(tensor.numel for tensor in self.tensors if tensor.kind == "embedding" or is_head(tensor))
 
     @property
+    def is_classifier(self) -> bool:
+        """Return True for a sequence classifier, which has `SCORE_HEAD`."""
+        return self.architecture.endswith("ForSequenceClassification")
+
+    @property
     def key(self) -> str:
         """Digest of the config, for cache keys."""
         return digest(dict(self.config))
@@ -151,15 +159,16 @@ def _active(tensor: ParameterSpec, model: Model) -> float:
 
 
 def is_head(tensor: ParameterSpec) -> bool:
-    """Return True for an output head over the vocabulary, which gets no adapters and is not quantized."""
-    return tensor.block is None and tensor.kind == "linear" and tensor.module.endswith(HEADS)
+    """Return True for an output head, which gets no adapters and is not quantized."""
+    is_output = tensor.module.endswith(HEADS) or tensor.module == SCORE_HEAD
+    return tensor.block is None and tensor.kind == "linear" and is_output
 
 
 def split(model: Model, method: str, rank: int = 16, targets: Iterable[str] | str = "all-linear") -> Split:
     """Return trained, frozen and quantized elements of ``model`` under ``method`` (`full`, `lora` or `qlora`)."""
     if method == "full":
         return Split(model.parameters, 0, 0)
-    adapters = _adapters(model, rank, targets)
+    adapters = (*_adapters(model, rank, targets), *_trained_head(model))
     trainable = sum(tensor.numel for tensor in adapters)
     if method == "lora":
         return Split(trainable, model.parameters, 0, adapters)
@@ -199,6 +208,12 @@ def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> tuple[Pa
         request = inventory_request(model.config, model.source, model.trust_remote_code)
         return tensors_from_json(cached_helper(INVENTORY, {**request, "adapters": named}))
     return tuple(adapter for tensor in layers for adapter in _pair(tensor, rank))
+
+
+def _trained_head(model: Model) -> Iterator[ParameterSpec]:
+    """Yield the copy of a classifier's head that PEFT trains in full beside the adapters (``modules_to_save``)."""
+    if model.is_classifier:
+        yield ParameterSpec(f"{TRAINED_HEAD}.weight", (1, model.hidden_size), "linear")
 
 
 def _pair(tensor: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:

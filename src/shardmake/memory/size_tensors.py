@@ -499,6 +499,13 @@ def nll_of_log_softmax(logits: SizeTensor, rows: int) -> SizeTensor:
     return derive(new(logits, 1), [logits], function, saved)
 
 
+def pick(tensor: SizeTensor, rows: int) -> SizeTensor:
+    """Model the choice of one element of each of ``rows`` rows, whose gradient is as large as ``tensor``."""
+    indices = [SizeStorage(tensor.tape, 8 * rows), SizeStorage(tensor.tape, 8 * rows)]
+    numel = tensor.numel
+    return derive(new(tensor, rows), [tensor], lambda grad: [new(grad, numel)], indices)
+
+
 def fused_loss(hidden: SizeTensor, head: Parameter, vocabulary: int, width: int, rows: int) -> SizeTensor:
     """Model Liger's fused linear cross entropy: logits in chunks, gradients of x and head in the forward pass."""
     chunk = fused_chunk(rows, width, vocabulary)

@@ -93,7 +93,10 @@ def _with_adapters(model: nn.Module, request: Mapping[str, Any]) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     config = LoraConfig(
-        r=request["rank"], target_modules=request["targets"], lora_dropout=request["dropout"], task_type=None
+        r=request["rank"],
+        target_modules=request["targets"],
+        lora_dropout=request["dropout"],
+        task_type="SEQ_CLS" if _is_classifier(model) else None,
     )
     with torch.device("meta"):
         return get_peft_model(model, config)
@@ -157,13 +160,17 @@ def materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype, wid
 
 def _inputs(model: Any, batch: int, length: int, masked: bool) -> dict[str, torch.Tensor]:
     tokens = torch.zeros((batch, length), dtype=torch.long)
-    classifies = "SequenceClassification" in type(_base(model)).__name__
-    inputs = {"input_ids": tokens, "labels": torch.zeros(batch, dtype=torch.long) if classifies else tokens}
+    labels = torch.zeros(batch, dtype=torch.long) if _is_classifier(model) else tokens
+    inputs = {"input_ids": tokens, "labels": labels}
     if masked:
         inputs["attention_mask"] = torch.ones((batch, length), dtype=torch.long)
     if model.config.is_encoder_decoder:
         inputs["decoder_input_ids"] = tokens
     return inputs
+
+
+def _is_classifier(model: Any) -> bool:
+    return "SequenceClassification" in type(_base(model)).__name__
 
 
 # ---------------------------------------------------------------------------------------------------------------------

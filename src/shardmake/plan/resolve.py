@@ -1,7 +1,7 @@
 """The settings of a run that do not depend on memory, and contradictions between them."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
@@ -13,6 +13,7 @@ from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.config.user_files import UserFiles, read_user_files
 from shardmake.core.errors import ConfigError
+from shardmake.memory.families import as_classifier
 from shardmake.memory.hardware import Hardware, from_cluster
 from shardmake.memory.model import Model, Split, has_own_class, split
 from shardmake.memory.read_config import read_model
@@ -71,6 +72,7 @@ class ResolvedRun:
             model_class=ModelClass(
                 name=self.abilities.model_class,
                 own_code=has_own_class(self.model.config, self.run.trust_remote_code),
+                new_head=OBJECTIVES[self.run.objective].new_head,
             ),
             sequence_length=self.run.sequence_length,
             packing=self.run.packing,
@@ -99,6 +101,9 @@ def resolve(run: Run, cluster: Cluster) -> ResolvedRun:
     _check_objective(run, hardware, model)
     abilities = find_abilities(model, run)
     check_settings(run, abilities)
+    if OBJECTIVES[run.objective].new_head:
+        model = as_classifier(model)
+        abilities = replace(abilities, model_class=model.architecture)
     precision = _precision(run, hardware)
     check_tf32(run, precision, hardware)
     attention = _attention(run, hardware, precision, abilities)
@@ -132,6 +137,11 @@ def _check_objective(run: Run, hardware: Hardware, model: Model) -> None:
         raise ConfigError(
             f"objective: {run.objective} is not supported for {model.architecture}, a mixture of experts: the routers' "
             "loss would depend on the micro batch. Use a dense model."
+        )
+    if OBJECTIVES[run.objective].new_head and model.decoder is None:
+        raise ConfigError(
+            f"objective: {run.objective} is not supported for {model.architecture}. Use a model of the Llama, Mistral, "
+            "Qwen2, Qwen3 or Gemma family."
         )
     if not hardware.is_cpu and model.decoder is None:
         raise ConfigError(

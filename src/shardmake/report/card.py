@@ -55,8 +55,9 @@ def render_card(run: Run, rundir: RunDir) -> str:
         is_hub=_hub_name(run) is not None,
         has_chat_template=_has_chat_template(rundir.model),
         prompt=json.dumps(_example_prompt(_public_samples(run, evaluation)), ensure_ascii=False),
-        buckets=list(zip(evaluation.base.by_length, evaluation.tuned.by_length, strict=True)),
-        by_source=list(zip(evaluation.base.by_source, evaluation.tuned.by_source, strict=True)),
+        scores=evaluation.scores,
+        buckets=list(zip(*(score.by_length for score in evaluation.scores or ()), strict=True)),
+        by_source=list(zip(*(score.by_source for score in evaluation.scores or ()), strict=True)),
         length_name=length_name,
     )
     return str(card)
@@ -73,23 +74,33 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
 
     run, evaluation = records.run, records.evaluation
     data = public_name(run.data.eval) if run.data.eval else public_names(run.data)
-    perplexity = EvalResult(
-        task_type="text-generation",
+    task = "text-classification" if evaluation.reward_model else "text-generation"
+    metric, value = _headline(evaluation)
+    headline = EvalResult(
+        task_type=task,
         dataset_type=data,
         dataset_name=data if run.data.eval else f"{data} (evaluation split)",
-        metric_type="perplexity",
-        metric_value=round(evaluation.tuned.perplexity, 4),
+        metric_type=metric,
+        metric_value=round(value, 4),
     )
     return ModelCardData(
         base_model=records.hub_model or base.get("base_model"),
         datasets=None if run.script else list(dict.fromkeys(records.hub_datasets)) or None,
         library_name="transformers",
         model_name=records.name,
-        pipeline_tag="text-generation",
-        tags=["shardmake"],
-        eval_results=[perplexity, *_task_results(evaluation)],
+        pipeline_tag=task,
+        tags=["shardmake", *(["reward-model"] if evaluation.reward_model else [])],
+        eval_results=[headline, *_task_results(evaluation)],
         **{key: base[key] for key in _CARRIED_KEYS if base.get(key)},
     )
+
+
+def _headline(evaluation: EvaluationResult) -> tuple[str, float]:
+    """Return name and value of the metric that describes the model: its perplexity, or a reward model's accuracy."""
+    if evaluation.reward_model:
+        return "accuracy", evaluation.reward_model.accuracy
+    assert evaluation.tuned is not None
+    return "perplexity", evaluation.tuned.perplexity
 
 
 def _task_results(evaluation: EvaluationResult) -> "list[EvalResult]":
@@ -127,10 +138,11 @@ def _trained_sentence(records: Records) -> str:
 
 def held_out(records: Records) -> str:
     """Return what the evaluation's tokens are, and how many of its examples are training examples too."""
-    data, evaluation = records.data, records.run.data.eval
+    data, evaluation, rated = records.data, records.run.data.eval, records.evaluation.reward_model
     share = f"{100 * data.settings.eval_fraction:.3g} % of the examples of {public_names(records.run.data)}"
     source = public_name(evaluation) if evaluation else f"{share}, which were held out"
-    return f"{plural(records.evaluation.tokens, 'token')} of {source}. {_repeated(records)}"
+    count = plural(rated.pairs, "pair") if rated else plural(records.evaluation.tokens, "token")
+    return f"{count} of {source}. {_repeated(records)}"
 
 
 def _repeated(records: Records) -> str:

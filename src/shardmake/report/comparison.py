@@ -149,6 +149,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
         _column(runs, "evaluation loss", lambda run: _score(run, "tuned", "loss"), "{:.4f}", same_data),
         _column(runs, "perplexity", lambda run: _score(run, "tuned", "perplexity"), "{:,.2f}", same_data),
         _column(runs, "exact answers, %", _exact, "{:.1f}", same_data and "highest"),
+        _column(runs, "preference accuracy, %", _preference_accuracy, "{:.1f}", same_data and "highest"),
         *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
         _column(runs, "tokens/s", _speed, "{:,.0f}", "highest"),
         _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}", "lowest"),
@@ -202,12 +203,21 @@ def _score(run: ComparedRun, model: Literal["base", "tuned"], key: Literal["loss
     if run.evaluation is None:
         return None
     score = run.evaluation.base if model == "base" else run.evaluation.tuned
+    if score is None:
+        return None
     return score.loss if key == "loss" else score.perplexity
 
 
 def _exact(run: ComparedRun) -> float | None:
     """Return the percentage of held-out examples that the run's model answers word for word."""
-    return 100 * run.evaluation.tuned.exact if run.evaluation and run.evaluation.has_exact else None
+    tuned = run.evaluation.tuned if run.evaluation and run.evaluation.has_exact else None
+    return None if tuned is None else 100 * tuned.exact
+
+
+def _preference_accuracy(run: ComparedRun) -> float | None:
+    """Return the percentage of held-out pairs whose chosen answer gets the larger reward from a reward model."""
+    found = run.evaluation.reward_model if run.evaluation else None
+    return None if found is None else 100 * found.accuracy
 
 
 def _gib(size: int | None) -> float | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from shardmake.core.units import GIB, format_bytes
 from shardmake.report.flops import Utilization
 from shardmake.report.history import TrainingHistory
-from shardmake.run.evaluation import EvaluationResult, LengthScore
+from shardmake.run.evaluation import LengthScore, ModelScore
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -147,13 +147,13 @@ def _visible(found: Memory) -> dict[str, int]:
     return shown | ({"other" if "other" not in shown else "small terms": small} if small else {})
 
 
-def by_length(evaluation: EvaluationResult) -> Drawing:
+def by_length(base: ModelScore, tuned: ModelScore) -> Drawing:
     """Draw the loss of the base and the tuned model by the length of the example."""
 
     def draw(figure: "Figure") -> None:
         axes = figure.subplots()
-        for offset, (name, colour) in enumerate((("base", GREY), ("tuned", BLUE))):
-            buckets = (evaluation.base if name == "base" else evaluation.tuned).by_length
+        for offset, (name, colour, score) in enumerate((("base", GREY, base), ("tuned", BLUE, tuned))):
+            buckets = score.by_length
             places = [index + 0.4 * offset for index in range(len(buckets))]
             axes.bar(places, [bucket.loss for bucket in buckets], width=0.38, color=colour, label=name)
         axes.set_xticks([index + 0.2 for index in range(len(buckets))], [length_name(bucket) for bucket in buckets])

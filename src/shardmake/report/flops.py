@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from shardmake.config.accelerators import find_accelerator
 from shardmake.config.models import Method, Run
+from shardmake.config.objectives import OBJECTIVES
+from shardmake.memory.families import as_classifier
 from shardmake.memory.model import Model, matrix_weights
 from shardmake.memory.read_config import read_model
 from shardmake.report.history import TrainingHistory, attempt_of
@@ -40,6 +42,8 @@ def utilization(run: Run, rundir: RunDir, history: TrainingHistory) -> Utilizati
         return None
     local = localize(run, rundir)
     model = read_model(local.model, revision=local.revision, trust_remote_code=run.trust_remote_code)
+    if OBJECTIVES[run.objective].new_head:
+        model = as_classifier(model)
     per_token = flops_per_token(model, run.method, mean_context(rundir))
     shares = [(line.tokens_per_second or 0) * per_token / peaks[line.attempt or 0] for line in lines]
     return Utilization([line.step for line in lines], shares)

@@ -45,8 +45,9 @@ def plots(records: Records) -> dict[str, Plot]:
         measured = "the measured peak of the allocator" if memory.measured is not None else "no peak was logged"
         caption = f"Memory of the fullest rank: the estimate's terms in the phase with the peak; {measured}."
         found["memory"] = Plot("Memory, predicted and measured", caption, figures.memory(memory))
-    caption = "Loss on the evaluation split by the length of the example, base and tuned model."
-    found["by-length"] = Plot("Evaluation loss by length", caption, figures.by_length(records.evaluation))
+    if scores := records.evaluation.scores:
+        caption = "Loss on the evaluation split by the length of the example, base and tuned model."
+        found["by-length"] = Plot("Evaluation loss by length", caption, figures.by_length(*scores))
     return found
 
 

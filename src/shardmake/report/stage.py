@@ -15,6 +15,7 @@ from shardmake.report.plots import memory_of, missing_metrics, plots
 from shardmake.report.records import Records, public_names
 from shardmake.report.reproduce import configuration
 from shardmake.report.training_facts import training_facts
+from shardmake.run.evaluation import ModelScore
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushReceipt
 
@@ -48,7 +49,7 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
         bucket=length_name, duration=format_duration, gib=lambda size: f"{size / GIB:.1f} GiB", moment=_moment
     )
     pushed = PushReceipt.read_if_exists(rundir.push_receipt)
-    lengths = zip(records.evaluation.base.by_length, records.evaluation.tuned.by_length, strict=True)
+    scores = records.evaluation.scores or ()
     return environment.from_string(TEMPLATE.read_text()).render(
         records=records,
         name=rundir.name,
@@ -61,8 +62,9 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
         held_out=held_out(records),
         figures=drawings,
         captions=captions,
-        buckets=list(lengths),
-        by_source=list(zip(records.evaluation.base.by_source, records.evaluation.tuned.by_source, strict=True)),
+        scores=records.evaluation.scores,
+        buckets=list(zip(*(score.by_length for score in scores), strict=True)),
+        by_source=list(zip(*(score.by_source for score in scores), strict=True)),
         pushed=pushed.destinations if pushed else [],
         configuration=configuration(rundir.name, records.run),
     )
@@ -76,14 +78,15 @@ def _moment(seconds: float) -> str:
 def _tiles(records: Records) -> dict[str, str]:
     """Return the key figures for the top of the page, as far as they are known."""
     training, history, evaluation = records.training, records.history, records.evaluation
-    preferences, completions = evaluation.preferences, evaluation.completions
+    preferences, completions, rated = evaluation.preferences, evaluation.completions, evaluation.reward_model
     accuracy = preferences.rewards.accuracies if preferences else completions.accuracy if completions else None
+    base, tuned = evaluation.scores or (None, None)
     rates = history.series("tokens_per_second")[1]
     lost = sum(item.seconds for item in history.interruptions)
     tiles = {
-        "evaluation loss": f"{evaluation.base.loss:.3f} → {evaluation.tuned.loss:.3f}",
-        "perplexity": f"{evaluation.base.perplexity:,.1f} → {evaluation.tuned.perplexity:,.1f}",
-        "exact answers": f"{evaluation.base.exact:.1%} → {evaluation.tuned.exact:.1%}" if evaluation.has_exact else "",
+        **(_loss_tiles(base, tuned, has_exact=evaluation.has_exact) if base and tuned else {}),
+        "preference accuracy": f"{rated.accuracy:.1%}" if rated else "",
+        "reward margin": f"{rated.margin:.3f}" if rated else "",
         "reward accuracy": f"{accuracy:.1%}" if accuracy is not None else "",
         "optimizer steps": "" if training.steps is None else f"{training.steps:,}",
         "tokens": "" if training.tokens is None else f"{training.tokens:,}",
@@ -93,6 +96,14 @@ def _tiles(records: Records) -> dict[str, str]:
         "lost to interruptions": format_duration(lost) if history.interruptions else "",
     }
     return {name: value for name, value in tiles.items() if value}
+
+
+def _loss_tiles(base: ModelScore, tuned: ModelScore, *, has_exact: bool) -> dict[str, str]:
+    return {
+        "evaluation loss": f"{base.loss:.3f} → {tuned.loss:.3f}",
+        "perplexity": f"{base.perplexity:,.1f} → {tuned.perplexity:,.1f}",
+        "exact answers": f"{base.exact:.1%} → {tuned.exact:.1%}" if has_exact else "",
+    }
 
 
 def _notes(records: Records) -> list[str]:

@@ -82,6 +82,18 @@ class CompletionScore(RunRecord):
     )
 
 
+class RewardModelScore(RunRecord):
+    """Rewards that a reward model gives to held-out pairs. Its base model has no head for rewards, so it gives none."""
+
+    pairs: int = Field(description="Pairs of answers.")
+    accuracy: float = Field(description="Part of the pairs whose chosen answer has the larger reward, 0 to 1.")
+    margin: float = Field(description="Mean reward of the chosen answers less that of the rejected ones.")
+    chosen: float = Field(description="Mean reward of the chosen answers.")
+    rejected: float = Field(description="Mean reward of the rejected answers.")
+    smallest: float = Field(description="Smallest reward.")
+    largest: float = Field(description="Largest reward.")
+
+
 class Served(RunRecord):
     """A smoke test of serving the tuned model."""
 
@@ -95,11 +107,11 @@ class EvaluationResult(RunRecord):
 
     made_by: ClassVar[str] = "shardmake evaluate NAME"
     sequences: int = Field(description="Evaluation sequences.")
-    tokens: int = Field(description="Tokens with loss.")
+    tokens: int = Field(description="Tokens with loss; for a reward model, tokens that it read.")
     backend: str = Field(description="How the models were run.")
     ranks: int = Field(description="Processes that shared the sequences.")
-    base: ModelScore = Field(description="Scores of the base model.")
-    tuned: ModelScore = Field(description="Scores of the tuned model.")
+    base: ModelScore | None = Field(description="Scores of the base model; None if the tuned one is a reward model.")
+    tuned: ModelScore | None = Field(description="Scores of the tuned model; None for a reward model.")
     preferences: PreferenceScore | None = Field(
         None, exclude_if=operator.not_, description="Scores of the pairs, for the objective dpo."
     )
@@ -108,6 +120,9 @@ class EvaluationResult(RunRecord):
         exclude_if=operator.not_,
         description="Scores of the completions, for the objective kto; None if all have the same label.",
     )
+    reward_model: RewardModelScore | None = Field(
+        None, exclude_if=operator.not_, description="Scores of a reward model."
+    )
     samples: list[Sample] = Field(description="Prompts with both answers.")
     tasks: list[TaskScore] = Field(description="Tasks of lm_eval.")
     served: Served | None = Field(
@@ -115,6 +130,11 @@ class EvaluationResult(RunRecord):
     )
 
     @property
+    def scores(self) -> tuple[ModelScore, ModelScore] | None:
+        """Return the scores of the base and the tuned model as language models; None for a reward model."""
+        return None if self.base is None or self.tuned is None else (self.base, self.tuned)
+
+    @property
     def has_exact(self) -> bool:
         """Return if a model answers an example word for word; with long answers, none does."""
-        return max(self.base.exact, self.tuned.exact) > 0
+        return max((score.exact for score in self.scores or ()), default=0) > 0

@@ -32,6 +32,17 @@ class Rewards(MeanRewards):
     accuracies: float = Field(description="Part of the pairs whose chosen answer has the larger reward, 0 to 1.")
 
 
+class RewardScores(BaseModel):
+    """Means over the batches of a reward model's training, since the line before or of an evaluation."""
+
+    model_config = ConfigDict(frozen=True)
+    accuracy: float = Field(description="Part of the pairs whose chosen answer has the larger reward, 0 to 1.")
+    margin: float = Field(description="Reward of the chosen answer less that of the rejected one.")
+    min_reward: float = Field(description="Smallest reward of a batch.")
+    mean_reward: float = Field(description="Mean reward.")
+    max_reward: float = Field(description="Largest reward of a batch.")
+
+
 class MetricsLine(BaseModel):
     """One line of metrics. A script need not write more than ``step``, and may write fields of its own."""
 
@@ -48,6 +59,8 @@ class MetricsLine(BaseModel):
     kl: float | None = Field(
         None, description="Estimated KL divergence from the reference model in nats, for the objective kto."
     )
+    reward_scores: RewardScores | None = Field(None, description="Of the training, for the objective reward.")
+    eval_reward_scores: RewardScores | None = Field(None, description="Of the evaluation, for the objective reward.")
     tokens: int | None = Field(None, description="Tokens of all ranks since step 0, padding included.")
     tokens_per_second: float | None = Field(None, description="Rate of all ranks since the line before.")
     memory: DeviceMemory | None = Field(None, description="None on a CPU.")

@@ -2,7 +2,7 @@
 
 import operator
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import Field
 
@@ -13,6 +13,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _SHOWN_NAMES = 3
+OLD_HEAD = "lm_head.weight"
+"""The head over the vocabulary in the families of `shardmake.memory.families`."""
+
+
+class Heads(NamedTuple):
+    """Names of weights that differ between a model and its base: the one that is new, and the one that it replaces."""
+
+    new: str
+    replaced: str
 
 
 class ModelClass(RunRecord):
@@ -22,6 +31,16 @@ class ModelClass(RunRecord):
     own_code: bool = Field(
         False, exclude_if=operator.not_, description="The class is code beside config.json, not one of transformers."
     )
+    new_head: str = Field(
+        "",
+        exclude_if=operator.not_,
+        description="Layer of one output that replaces the base model's head over the vocabulary; empty: none does.",
+    )
+
+    @property
+    def config_changes(self) -> dict[str, Any]:
+        """Return what differs from the base model's config.json, as keyword arguments of ``from_pretrained``."""
+        return {"num_labels": 1, "architectures": [self.name]} if self.new_head else {}
 
     def find(self) -> Any:
         """Return the class, or transformers' AutoModelForCausalLM, which imports code that lies beside config.json.
@@ -45,7 +64,20 @@ class ModelClass(RunRecord):
         Raises:
             ModelError: A weight is missing, left over or of another shape, or the code defines another class.
         """
-        network = load_complete(self.find(), model, **options)
+        return self._checked(load_complete(self.find(), model, **options), model)
+
+    def load_base(self, model: str, **options: Any) -> "PreTrainedModel":
+        """Return the base model at ``model`` in this class, with random weights in a new head; else as `load`.
+
+        Raises:
+            ModelError: The weights are not those of the class, apart from its new head and the head that it replaces.
+        """
+        if not self.new_head:
+            return self.load(model, **options)
+        heads = Heads(f"{self.new_head}.weight", OLD_HEAD)
+        return self._checked(load_complete(self.find(), model, heads, **self.config_changes, **options), model)
+
+    def _checked(self, network: "PreTrainedModel", model: str) -> "PreTrainedModel":
         if type(network).__name__ != self.name:
             raise ModelError(
                 f"{model} is of the class {type(network).__name__}, and the plan is for {self.name}. "
@@ -54,14 +86,19 @@ class ModelClass(RunRecord):
         return network
 
 
-def load_complete(kind: Any, model: str, **options: Any) -> "PreTrainedModel":
+def load_complete(kind: Any, model: str, heads: Heads | None = None, **options: Any) -> "PreTrainedModel":
     """Return the model at ``model``, loaded by the class ``kind``; `ModelError` unless every weight is found and used.
 
-    transformers only warns, gives a missing weight random values and ignores one that is left over.
+    transformers only warns, gives a missing weight random values and ignores one that is left over. Of ``heads``, the
+    new weight must be missing, and the replaced one may be left over.
     """
     # Other shapes are reported with the rest; transformers' own error names none of them.
     network, info = kind.from_pretrained(model, output_loading_info=True, ignore_mismatched_sizes=True, **options)
-    wrong = {label: sorted(_name(item) for item in found) for label, found in info.items() if found}
+    names = {label: {_name(item) for item in found} for label, found in info.items()}
+    if heads is not None:
+        names["missing_keys"] ^= {heads.new}
+        names["unexpected_keys"] -= {heads.replaced}
+    wrong = {label: sorted(found) for label, found in names.items() if found}
     if wrong:
         parts = (f"{label.replace('_', ' ')}: {', '.join(names[:_SHOWN_NAMES])}" for label, names in wrong.items())
         raise ModelError(

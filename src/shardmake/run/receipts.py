@@ -85,6 +85,9 @@ class SplitReceipt(RunRecord):
     split: int = Field(description="Examples split into several pieces.")
     dropped_without_loss: int = Field(description="Examples without a token to learn.")
     dropped_loss_truncated: int = Field(description="Examples without a token to learn before the cut.")
+    dropped_too_long: int = Field(
+        0, exclude_if=operator.not_, description="Pairs that are too long for an objective that needs whole answers."
+    )
     first_dropped: list[str] = Field(description="The first dropped examples, each with its file and line.")
     sequences: int = Field(description="Sequences written.")
     tokens: int = Field(description="Tokens written, without padding.")

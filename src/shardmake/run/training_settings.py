@@ -90,6 +90,21 @@ class KtoSettings(ObjectiveSettings):
         )
 
 
+class RewardSettings(ObjectiveSettings):
+    """Reward modelling."""
+
+    center_rewards_coefficient: float | None = Field(
+        description="Weight of the squared mean of both rewards of a pair in the loss; None: it is not in the loss."
+    )
+
+    def describe(self) -> str:
+        """Return what the loss has beside the difference of the rewards."""
+        weight = self.center_rewards_coefficient
+        return (
+            "rewards that are not centered" if weight is None else f"rewards centered with the coefficient {weight:g}"
+        )
+
+
 class OptimizerSettings(RunRecord):
     """An optimizer that the training arguments cannot name."""
 
@@ -170,6 +185,9 @@ class TrainingSettings(RunRecord):
     )
     kto: KtoSettings | None = Field(
         None, exclude_if=operator.not_, description="Settings of the objective kto; None for another one."
+    )
+    reward: RewardSettings | None = Field(
+        None, exclude_if=operator.not_, description="Settings of the objective reward; None for another one."
     )
     method: FullMethod | AdapterMethod = Field(description="Full fine-tuning or adapters.")
     arguments: dict[str, Any] = Field(

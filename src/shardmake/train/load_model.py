@@ -19,7 +19,7 @@ from shardmake.config.strategies import FSDP
 from shardmake.core.errors import CheckpointError
 from shardmake.core.units import plural
 from shardmake.data.varlen import register_varlen
-from shardmake.run.model_class import ModelClass
+from shardmake.run.model_class import OLD_HEAD, ModelClass
 from shardmake.run.training_settings import ExpectedDeepSpeed, FullMethod, TrainingSettings
 from shardmake.train.checkpointed_adapters import name_checkpointed_adapters
 from shardmake.train.chunked_loss import use_chunked_loss
@@ -48,7 +48,7 @@ def load_model(settings: TrainingSettings) -> PreTrainedModel:
         lora_alpha=method.alpha,
         lora_dropout=method.dropout,
         target_modules=method.targets,
-        task_type="CAUSAL_LM",
+        task_type="SEQ_CLS" if settings.model.model_class.new_head else "CAUSAL_LM",
     )
     name_checkpointed_adapters(tuners_utils)
     adapted = get_peft_model(model, adapters)
@@ -135,7 +135,7 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
     TrainingArguments must exist already: transformers reads them to load the model sharded.
     """
     model = settings.model
-    source = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
+    source: dict[str, Any] = {"revision": model.revision, "trust_remote_code": model.trust_remote_code}
     dtype = getattr(torch, model.dtype)
     if model.attention == "varlen":
         register_varlen()
@@ -148,11 +148,12 @@ def load_base(settings: TrainingSettings) -> PreTrainedModel:
     receives = settings.expected.engine == FSDP and settings.method.kind != "qlora"
     if receives:
         broadcast_saved_buffers(fsdp_utils)
+    changes = model.model_class.config_changes
     if receives and os.environ.get("LOCAL_RANK", "0") != "0":
-        return _empty_model(AutoConfig.from_pretrained(model.path, **source), options, model.model_class)
-    base = model.model_class.load(model.path, **source, **options)
+        return _empty_model(AutoConfig.from_pretrained(model.path, **source, **changes), options, model.model_class)
+    base = model.model_class.load_base(model.path, **source, **options)
     if settings.expected.zero_stage == 3:
-        check_all_loaded(base, model.path, model.revision)
+        check_all_loaded(base, model.path, model.revision, replaced=OLD_HEAD if model.model_class.new_head else None)
     return base
 
 

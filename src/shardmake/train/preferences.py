@@ -8,11 +8,11 @@ from accelerate import Accelerator
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
-from trl import DPOTrainer, KTOTrainer
+from trl import DPOTrainer, KTOTrainer, RewardTrainer
 from trl.trainer import dpo_trainer, kto_trainer
 
 from shardmake.config.strategies import FSDP
-from shardmake.data.pairs import PairCollator, Pairs
+from shardmake.data.pairs import PairCollator, Pairs, RewardCollator
 from shardmake.data.unpaired import Completions, UnpairedCollator
 from shardmake.run.training_settings import FullMethod, TrainingSettings
 from shardmake.train.load_model import load_base, load_model
@@ -122,8 +122,26 @@ def _second_model(settings: TrainingSettings) -> torch.nn.Module:
     return load_base(settings).requires_grad_(False)
 
 
+class RewardModelTrainer(TrlTrainer, RewardTrainer):
+    """TRL's trainer of reward models."""
+
+
+def make_reward_trainer(
+    context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
+) -> TrlTrainer:
+    """Return the trainer of a model with one output, the reward of a conversation."""
+    folder = context.attempt.rundir.data
+    train, held_out = Pairs(folder, "train"), Pairs(folder, "eval")
+    options = trl_options(context, arguments, callbacks, train, held_out, RewardCollator.of(folder))
+    return RewardModelTrainer(**options, model=load_model(context.settings))
+
+
 MakeTrainer = Callable[[RankContext, TrainingArguments, list[TrainerCallback]], TrlTrainer]
-TRAINERS: Final[dict[str, MakeTrainer]] = {"dpo": make_dpo_trainer, "kto": make_kto_trainer}
+TRAINERS: Final[dict[str, MakeTrainer]] = {
+    "dpo": make_dpo_trainer,
+    "kto": make_kto_trainer,
+    "reward": make_reward_trainer,
+}
 
 
 def make_trl_trainer(

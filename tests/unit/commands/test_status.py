@@ -28,6 +28,7 @@ from shardmake.run.settings import current
 from tests.finished_run import (
     EVALUATED,
     PREFERENCES,
+    RATED,
     make_data_receipt,
     make_plan,
     make_run,
@@ -274,3 +275,9 @@ def test_scores_of_pairs_are_shown(finished: RunDir) -> None:
     EVALUATED.model_copy(update={"preferences": PREFERENCES}).write(finished.evaluation)
     shown = describe(make_run(push=PUSH), LOCAL, finished)
     assert "Held-out pairs: reward accuracy 87.5%, margin 1.2500." in shown
+
+
+def test_scores_of_a_reward_model_are_shown(finished: RunDir) -> None:
+    RATED.write(finished.evaluation)
+    text = describe(make_run(push=PUSH), LOCAL, finished)
+    assert "Held-out pairs: preference accuracy 87.5%, margin 1.2500." in text and "perplexity" not in text

@@ -6,7 +6,7 @@ import pytest
 
 from shardmake.config import objectives
 from shardmake.config.formats import DataFormat
-from shardmake.config.models import Dpo, Kto
+from shardmake.config.models import Dpo, Kto, Reward
 from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import make_run
@@ -93,6 +93,33 @@ def test_only_an_objective_with_a_reference_model_has_one() -> None:
 def test_what_dpo_does_not_take_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make_run(**{"objective": "dpo", "packing": False, **changes})
+
+
+def test_settings_of_reward_have_the_defaults_of_trl() -> None:
+    from trl import RewardConfig
+
+    settings = make_run(objective="reward", packing=False).objective_settings
+    default = RewardConfig.__dataclass_fields__["center_rewards_coefficient"].default
+    assert isinstance(settings, Reward) and settings.center_rewards_coefficient == default
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"objective": "dpo", "reward": {}}, "reward has no effect with objective: dpo"),
+        ({"dpo": {}}, "dpo has no effect with objective: reward"),
+        ({"packing": True}, "packing: true cannot be combined with objective: reward"),
+        ({"method": "qlora"}, "method: qlora is not supported with objective: reward. Take full or lora"),
+        ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "a reward model does not have that layer"),
+        ({"evaluation": {"prompts": ["Hi"]}}, r"evaluation\.prompts has no effect with objective: reward"),
+        ({"evaluation": {"lm_eval": ["piqa"]}}, r"evaluation\.lm_eval has no effect with objective: reward"),
+        ({"evaluation": {"serve": "vllm", "prompts": []}}, r"evaluation\.serve has no effect with objective: reward"),
+        ({"reward": {"center_rewards_coefficient": 0}}, "center_rewards_coefficient"),
+    ],
+)
+def test_what_reward_does_not_take_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make_run(**{"objective": "reward", "packing": False, **changes})
 
 
 def test_an_unknown_objective_is_rejected() -> None:

@@ -73,6 +73,30 @@ def test_adapter_gets_the_tokenizer_alone(place: Path) -> None:
     assert found.keys() == {"tokenizer.json", "vocab.json", "merges.txt", "tokenizer_config.json"}
 
 
+CLASSIFIER = '{"architectures": ["LlamaForSequenceClassification"]}'
+
+
+@pytest.mark.parametrize(
+    ("config", "base", "expected"),
+    [
+        (CLASSIFIER, "tokenizer_config.json", "</s>"),
+        (CLASSIFIER, "special_tokens_map.json", None),
+        ('{"architectures": ["LlamaForCausalLM"]}', "tokenizer_config.json", None),
+    ],
+    ids=["new", "base has one", "not a classifier"],
+)
+def test_a_classifier_keeps_the_padding_token_of_its_training(
+    place: Path, config: str, base: str, expected: str | None
+) -> None:
+    write(place / "trained", {"config.json": config, "tokenizer_config.json": '{"pad_token": "</s>"}'})
+    write(
+        place / "base", {base: '{"pad_token": {"content": "<pad>"}}' if base.startswith("special") else PUBLISHED[base]}
+    )
+    found = copied(place)
+    assert json.loads(found["tokenizer_config.json"]).get("pad_token") == expected
+    assert expected is not None or found["tokenizer_config.json"] == PUBLISHED["tokenizer_config.json"]
+
+
 def test_missing_code_is_reported(place: Path) -> None:
     write(place / "trained", {"config.json": '{"auto_map": {"AutoConfig": "settings.Config"}}'})
     (change,) = copy_aux_files(place / "base", [place / "trained"], place / "model", ["BF16"])

@@ -10,6 +10,7 @@ from shardmake.core.errors import DataError
 from shardmake.data.encode import Encoder, TokenPair
 from shardmake.data.layout import Layout, recognize, split_prompt
 from shardmake.data.packing import fit_pair
+from shardmake.data.pairs import RewardCollator
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
 
 PLACE = "f.jsonl, line 3"
@@ -77,3 +78,19 @@ def test_both_answers_are_cut(length: int, chosen: list[int], rejected: list[int
     pair, found = fit_pair(TokenPair([1, 2], chosen, rejected), length)
     assert found == outcome
     assert max(len(pair.prompt + pair.chosen), len(pair.prompt + pair.rejected)) <= length
+
+
+def test_pairs_that_are_too_long_are_dropped_where_whole_answers_are_needed() -> None:
+    pair = TokenPair([1, 2], [3, 4], [5])
+    assert fit_pair(pair, 3, cuts=False)[1] == "dropped_too_long"
+    assert fit_pair(pair, 4, cuts=False) == (pair, "whole")
+
+
+def test_batches_of_a_reward_model_are_whole_conversations() -> None:
+    rows = [
+        {"prompt_ids": [1, 2], "chosen_ids": [3], "rejected_ids": [4, 5]},
+        {"prompt_ids": [6], "chosen_ids": [7], "rejected_ids": [8]},
+    ]
+    batch = RewardCollator(pad_token_id=9)(rows)
+    assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [6, 7, 9, 9], [1, 2, 4, 5], [6, 8, 9, 9]]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]

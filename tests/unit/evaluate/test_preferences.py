@@ -2,13 +2,16 @@
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from shardmake.evaluate.preferences import (
     Answers,
     LabelledAnswers,
     compare_answers,
     compare_completions,
+    rate_answers,
     score_answers,
+    score_rewards,
 )
 from shardmake.evaluate.scores import plan_passes
 from tests.unit.evaluate.test_losses import make_network
@@ -67,3 +70,29 @@ def test_completions_are_cut_as_in_training() -> None:
     answers = LabelledAnswers([{"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "label": [True]}], 4)
     assert answers.lengths() == [4]
     assert answers[0]["labels"].tolist() == [-100, -100, 7, 8]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_rewards_are_those_of_each_answer_alone(ranks: int) -> None:
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        pad_token_id=0, num_labels=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    network, answers = LlamaForSequenceClassification(config).eval(), Answers(PAIRS, LENGTH)
+    passes = plan_passes(answers.lengths(), 16, ranks)
+    found: dict[int, float] = {}
+    for rank in range(ranks):
+        found |= rate_answers(network, answers, [*passes[rank::ranks], []])
+    assert sorted(found) == list(range(6))
+    for number in range(6):
+        with torch.inference_mode():
+            alone = network(input_ids=answers[number]["input_ids"][None]).logits.item()
+        assert found[number] == pytest.approx(alone, abs=1e-5)
+
+
+def test_scores_of_a_reward_model() -> None:
+    found = score_rewards({0: 2.0, 1: 1.0, 2: -1.0, 3: 0.5})
+    assert found.model_dump() == {
+        "pairs": 2, "accuracy": 0.5, "margin": -0.25, "chosen": 0.5, "rejected": 0.75, "smallest": -1.0, "largest": 2.0,
+    }  # fmt: skip

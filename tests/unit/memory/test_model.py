@@ -1,7 +1,7 @@
 import pytest
 
 from shardmake.memory import parameter_inventory
-from shardmake.memory.families import FAMILIES
+from shardmake.memory.families import FAMILIES, as_classifier
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 
@@ -40,6 +40,19 @@ def test_families_match_what_transformers_builds(variant: dict) -> None:
     for field in ("architecture", "tied", "buffer_bytes", "hidden_size", "vocab_size"):
         assert getattr(written, field) == built[field], field
     assert list(written.block_classes) == built["block_classes"]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_sequence_classifiers_match_what_transformers_builds(variant: dict) -> None:
+    causal = from_config({**SIZES, **variant})
+    written = as_classifier(causal)
+    built = parameter_inventory.inventory(parameter_inventory.build(written.config, "test"))
+    assert [(t.name, list(t.shape), t.kind, t.block) for t in written.tensors] == [
+        (t["name"], list(t["shape"]), t["kind"], t["block"]) for t in built["tensors"]
+    ]
+    for field in ("architecture", "tied", "buffer_bytes", "hidden_size", "vocab_size"):
+        assert getattr(written, field) == built[field], field
+    assert written.key != causal.key
 
 
 def test_published_sizes() -> None:

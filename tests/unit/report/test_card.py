@@ -20,6 +20,7 @@ from tests.finished_run import (
     EVALUATED,
     PLOTS,
     PREFERENCES,
+    RATED,
     SETTINGS,
     TRAINED,
     make_attempt,
@@ -76,6 +77,25 @@ def test_card_and_report_show_the_scores_of_pairs(tmp_path: Path) -> None:
     page = rundir.report.read_text()
     assert "On 1,200 held-out pairs." in page
     assert '<td>reward margin</td><td></td><td class="number">1.2500</td>' in page
+
+
+def test_card_and_report_of_a_reward_model(tmp_path: Path) -> None:
+    """The base model has no head for rewards: there is no number of it, and no loss or perplexity."""
+    rundir = make_rundir(tmp_path)
+    RATED.write(rundir.evaluation)
+    card = render_card(make_run(), rundir)
+    header = ModelCard(card).data.to_dict()
+    assert (header["pipeline_tag"], header["tags"]) == ("text-classification", ["shardmake", "reward-model"])
+    (metric,) = header["model-index"][0]["results"][0]["metrics"]
+    assert (metric["type"], metric["value"]) == ("accuracy", 0.875)
+    assert "On 1,200 pairs of " in card and "The base model has no head for rewards, so it gives none." in card
+    assert "| Pairs whose chosen answer has the larger reward | 87.5% |\n| Margin | 1.2500 |" in card
+    assert "AutoModelForSequenceClassification.from_pretrained(" in card and "AutoModelForCausalLM" not in card
+    assert "erplexity" not in card and "by-length" not in card
+    write_report(make_run(), rundir)
+    page = rundir.report.read_text()
+    assert "Rewards of 1,200 held-out pairs." in page and "erplexity" not in page
+    assert '<td>margin</td><td class="number">1.2500</td>' in page
 
 
 def test_values_of_own_files_are_stated_without_paths(tmp_path: Path) -> None:

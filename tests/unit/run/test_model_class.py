@@ -16,12 +16,16 @@ WEIGHT = "model.layers.0.mlp.up_proj.weight"
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
+    make_llama(tmp_path, tied=True)
+    return tmp_path
+
+
+def make_llama(folder: Path, tied: bool) -> None:
     config = LlamaConfig(
         vocab_size=32, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        tie_word_embeddings=True, pad_token_id=0,
+        tie_word_embeddings=tied, pad_token_id=0,
     )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    return tmp_path
+    LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def test_the_planned_class_loads_with_its_ties(folder: Path) -> None:
@@ -55,3 +59,31 @@ def test_code_of_its_own_must_define_the_planned_class(folder: Path, monkeypatch
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(ModelError, match="of the class LlamaForCausalLM, and the plan is for OwnForCausalLM"):
         planned.load(str(folder))
+
+
+CLASSIFIER = ModelClass(name="LlamaForSequenceClassification", new_head="score")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_new_head_replaces_that_of_the_base_model(tmp_path: Path, tied: bool) -> None:
+    make_llama(tmp_path / "base", tied)
+    model = CLASSIFIER.load_base(str(tmp_path / "base"), dtype=torch.float32)
+    assert model.score.weight.shape == (1, 8) and model.config.num_labels == 1
+    assert model.config.architectures == ["LlamaForSequenceClassification"]
+    model.save_pretrained(tmp_path / "tuned")
+    tuned = CLASSIFIER.load(str(tmp_path / "tuned"))
+    assert tuned.score.weight.equal(model.score.weight)
+    with pytest.raises(ModelError, match=r"completely: missing keys: score\.weight"):
+        CLASSIFIER.load_base(str(tmp_path / "tuned"))  # it has the head already
+
+
+def test_only_the_heads_may_differ_from_the_base_model(tmp_path: Path) -> None:
+    make_llama(tmp_path, tied=False)
+    held = load_file(tmp_path / "model.safetensors")
+    save_file({**held, "extra": torch.ones(2)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match="completely: unexpected keys: extra"):
+        CLASSIFIER.load_base(str(tmp_path))
+    del held[WEIGHT]
+    save_file(held, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ModelError, match=f"completely: missing keys: {WEIGHT}"):
+        CLASSIFIER.load_base(str(tmp_path))

@@ -80,10 +80,12 @@ def unloaded_names(model: "PreTrainedModel", names: Iterable[str]) -> list[str]:
     return sorted(name for name in names if name not in parameters and any(re.search(p, name) for p in patterns))
 
 
-def check_all_loaded(model: "PreTrainedModel", source: str, revision: str | None = None) -> None:
+def check_all_loaded(
+    model: "PreTrainedModel", source: str, revision: str | None = None, replaced: str | None = None
+) -> None:
     """Raise a `ModelError` if the files of ``source``, a folder or hub id, hold weights that ``model`` does not have.
 
-    transformers does not look for them if it loads under ZeRO-3.
+    They may hold ``replaced``. transformers does not look for them if it loads under ZeRO-3.
     """
     from transformers.core_model_loading import LoadStateDictInfo
     from transformers.utils import cached_file
@@ -91,8 +93,7 @@ def check_all_loaded(model: "PreTrainedModel", source: str, revision: str | None
     folder = Path(str(cached_file(source, "config.json", revision=revision))).parent
     info = LoadStateDictInfo(set(), _convert(model, huggingface.weight_names(folder))[1], set(), [], {}, set())
     model._adjust_missing_and_unexpected_keys(info)  # removes the names that the class does not load
-    if info.unexpected_keys:
-        names = sorted(info.unexpected_keys)
+    if names := sorted(set(info.unexpected_keys) - {replaced}):
         raise ModelError(
             f"Cannot load {source} completely: unexpected keys: {', '.join(names[:_MOST_NAMES])} ({len(names)} in "
             "all). Check that its files belong together."

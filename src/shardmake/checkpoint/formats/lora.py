@@ -77,7 +77,8 @@ def split(contents: Contents) -> Adapter:
             )
     if any(_QUANTIZED.fullmatch(name) or tensor.dtype == "U8" for name, tensor in contents.tensors.items()):
         base = {}
-    if contents.format == "PEFT adapter":  # PEFT's own file holds no base weights, only fully trained ones
+    # PEFT's own file and its part of a model's states hold no base weights, only those that were trained in full.
+    if contents.format == "PEFT adapter" or not any(f"{module}.weight" in base for module in factors):
         saved, base = {**saved, **base}, {}
     return Adapter({module: (pair["A"], pair["B"]) for module, pair in factors.items()}, saved, base)
 

@@ -4,13 +4,16 @@ import contextlib
 import os
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from pydantic import BaseModel
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from shardmake.run.metrics import DeviceMemory, MeanRewards, MetricsLine, Rewards, parse_line
+from shardmake.run.metrics import DeviceMemory, MeanRewards, MetricsLine, Rewards, RewardScores, parse_line
 from shardmake.train.callbacks.best_effort import BestEffortWriter
+
+Values = TypeVar("Values", bound=BaseModel)
 
 
 class MetricsCallback(TrainerCallback):
@@ -58,6 +61,8 @@ class MetricsCallback(TrainerCallback):
             rewards=_rewards(logs, "rewards/"),
             eval_rewards=_rewards(logs, "eval_rewards/"),
             kl=logs.get("kl"),
+            reward_scores=_reward_scores(logs, ""),
+            eval_reward_scores=_reward_scores(logs, "eval_"),
             tokens=None if self.tokens_per_step is None else step * self.tokens_per_step,
             tokens_per_second=rate,
             memory=_device_memory(),
@@ -75,6 +80,12 @@ def _rewards(logs: dict[str, float], start: str) -> MeanRewards | None:
     if "margins" not in found:
         return None
     return (Rewards if "accuracies" in found else MeanRewards).model_validate(found)
+
+
+def _reward_scores(logs: dict[str, float], start: str) -> RewardScores | None:
+    """Return the values of ``logs`` of a reward model, whose names begin with ``start``, as TRL logs them."""
+    found = {name: logs.get(start + name) for name in RewardScores.model_fields}
+    return None if None in found.values() else RewardScores.model_validate(found)
 
 
 def _append(path: Path, text: str) -> None:

@@ -1,0 +1,104 @@
+"""The step of a reward model: the simulation matches a recording of TRL's own code on small tensors.
+
+The peak is in a layer's backward pass, where a recording has one gradient more: see `tests.unit.memory.test_decoder`.
+"""
+
+from collections import defaultdict
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from shardmake.config.strategies import STRATEGY_SPECS
+from shardmake.memory.buckets import Buckets
+from shardmake.memory.closed_form import of_events, profile
+from shardmake.memory.decoder import micro_step
+from shardmake.memory.estimate import estimate_closed_form, estimate_simulated
+from shardmake.memory.families import as_classifier
+from shardmake.memory.read_config import from_config
+from shardmake.memory.scenario import Scenario
+from shardmake.memory.trace import _request
+from tests.unit.memory.test_decoder import LAYERS, SIZES, figures, gradients, saved, scenario
+from tests.unit.memory.test_preferences import accelerator
+
+SMALL = {"hidden_size": 256, "intermediate_size": 704, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def reward(config: dict[str, Any] | None = None, **more: Any) -> Scenario:
+    model = as_classifier(from_config({**SIZES, **SMALL, **(config or {})}))
+    return scenario(model=model, **{"sequence_length": 256, "micro_batch": 4, **more})
+
+
+CASES: dict[str, Scenario] = {
+    "bf16": reward(),
+    "checkpointing": reward(checkpointing=True),
+    "autocast": reward(strategy="ddp"),
+    "masked": reward(attention="sdpa", masked=True),
+    "fp32": reward(precision="fp32"),
+    "lora": reward(method="lora"),
+    "lora with checkpointing": reward(method="lora", checkpointing=True),
+    "lora under autocast": reward(method="lora", strategy="ddp"),
+    "qwen3": reward({"model_type": "qwen3", "head_dim": 64}),
+    "gemma": reward({"model_type": "gemma", "head_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_simulated_step_matches_the_recorded_one(name: str, tracer: Any) -> None:
+    case = CASES[name]
+    recorded, simulated = recorded_step(case, tracer), micro_step(case)
+    assert saved(simulated) == pytest.approx(saved(recorded), rel=5e-3)
+    ours, theirs = (figures(of_events(events, LAYERS)) for events in (simulated, recorded))
+    assert ours == pytest.approx(theirs, rel=0.04)
+    assert gradients(simulated) == gradients(recorded)
+
+
+def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
+    """Return the events of TRL's loss and its backward pass."""
+    import torch
+    from trl import RewardTrainer
+
+    request = {**_request(case), "layers": None}
+    tracer.emulate_gpu_kernels(request["softmax_saves_input"])
+    model = tracer.prepare(request)
+    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened")))
+    model.config.pad_token_id = 1
+    trainer: Any = RewardTrainer.__new__(RewardTrainer)
+    settings = {
+        "model": model, "accelerator": accelerator(), "args": SimpleNamespace(center_rewards_coefficient=0.01),
+        "_metrics": defaultdict(lambda: defaultdict(list)), "_total_train_tokens": 0, "_tp_size": 1,
+    }  # fmt: skip
+    for key, value in settings.items():
+        setattr(trainer, key, value)
+    tokens = torch.zeros((case.micro_batch, case.sequence_length), dtype=torch.long)
+    recorder = tracer.Recorder()
+    with tracer._without_collector():
+        tracer._mark_blocks(model, recorder)
+        tracer._mark_gradients(model, recorder)
+        with recorder:
+            for _ in range(2):
+                recorder.start()
+                inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
+                with tracer._autocast(request):
+                    loss = RewardTrainer.compute_loss(trainer, model, inputs)
+                recorder.mark("backward")
+                loss.backward()
+                del loss
+    return list(recorder.events)
+
+
+def test_a_reward_model_needs_less_than_a_language_model_of_its_base() -> None:
+    """It has no logits over the vocabulary."""
+    case = CASES["bf16"]
+    language = replace(case, model=from_config({**SIZES, **SMALL}))
+    assert saved(micro_step(case)) < saved(micro_step(language))
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+@pytest.mark.parametrize("strategy", [name for name, spec in STRATEGY_SPECS.items() if not spec.uses_nvme])
+def test_every_strategy_has_an_estimate(strategy: Any, method: str) -> None:
+    case = reward(strategy=strategy, method=method, ranks_per_node=4)
+    simulated = estimate_simulated(case, Buckets(4096), micro_step(case)).gpu
+    planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
+    assert planned.allocated >= 0.97 * simulated.allocated
