@@ -41,13 +41,7 @@ SETTINGS: dict[str, Any] = {
     "eval_every_steps": 2,
 }
 CASES = [("full", "ddp")]
-SHARDED = ("zero1", "zero1-offload", "zero2", "zero2-offload", "zero3", "zero3-offload-optimizer", "zero3-offload")
-OTHERS = [
-    ("lora", "ddp"),
-    *(("full", strategy) for strategy in (*SHARDED, "fsdp", "fsdp-grad-op", "fsdp-offload")),
-    *(("lora", strategy) for strategy in ("zero1", "zero2", "zero2-offload", "zero3", "zero3-offload")),
-    *(("lora", strategy) for strategy in ("fsdp", "fsdp-offload")),
-]
+OTHERS = [("lora", "ddp"), *((method, name) for name in ("zero2", "zero3", "fsdp") for method in ("full", "lora"))]
 ON_DEMAND = pytest.mark.objectives
 SCORES = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Final
 
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.errors import nearest
 
 if TYPE_CHECKING:
@@ -57,6 +58,11 @@ def _check_known(name: str, before: str, runs: Mapping[str, "Run"], sweeps: Mapp
     if before not in runs:
         known = ", ".join(PREFIX + run for run in runs if run != name) or "none besides this one"
         raise ValueError(f"{key}: run {before!r} does not exist.{nearest(before, runs)} The runs are: {known}")
+    if OBJECTIVES[runs[before].objective].new_head:
+        raise ValueError(
+            f"{key}: run {before!r} trains a reward model, which has no head for text and cannot be a base model. Name "
+            "a run of another objective"
+        )
 
 
 def _check_circle(name: str, runs: Mapping[str, "Run"]) -> None:

@@ -36,10 +36,8 @@ CASES: dict[str, Scenario] = {
     "autocast": reward(strategy="ddp"),
     "masked": reward(attention="sdpa", masked=True),
     "fp32": reward(precision="fp32"),
-    "lora": reward(method="lora"),
     "lora with checkpointing": reward(method="lora", checkpointing=True),
     "lora under autocast": reward(method="lora", strategy="ddp"),
-    "qwen3": reward({"model_type": "qwen3", "head_dim": 64}),
     "gemma": reward({"model_type": "gemma", "head_dim": 64}),
 }
 
@@ -95,10 +93,9 @@ def test_a_reward_model_needs_less_than_a_language_model_of_its_base() -> None:
     assert saved(micro_step(case)) < saved(micro_step(language))
 
 
-@pytest.mark.parametrize("method", ["full", "lora"])
 @pytest.mark.parametrize("strategy", [name for name, spec in STRATEGY_SPECS.items() if not spec.uses_nvme])
-def test_every_strategy_has_an_estimate(strategy: Any, method: str) -> None:
-    case = reward(strategy=strategy, method=method, ranks_per_node=4)
+def test_every_strategy_has_an_estimate(strategy: Any) -> None:
+    case = reward(strategy=strategy, ranks_per_node=4)
     simulated = estimate_simulated(case, Buckets(4096), micro_step(case)).gpu
     planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
     assert planned.allocated >= 0.97 * simulated.allocated
