@@ -89,6 +89,8 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     base = states.resident(scenario, buckets)
     whole = {"accumulated gradients": states.gradients(scenario)}
     held = whole if scenario.accumulation > 1 or scenario.behavior.keeps_gradients else {}
+    # The gradient of a classifier's small head is there while all activations are, and with it ZeRO-2's part.
+    at_head = whole if scenario.zero_stage == 2 and scenario.model.is_classifier else held
     bucket = {
         "gradients before reduction": states.bucket_bytes(scenario, buckets),
         "gradients": base.get("gradients", 0) + states.added_gradients(scenario),
@@ -107,7 +109,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
     return {
         "load": {"weights during loading": loading},
         "cross entropy": {**base, **held, **_with_flat(scenario, head), "activations": activations.loss},
-        "backward of the head": {**base, **held, **head, **flat, "activations": activations.head},
+        "backward of the head": {**base, **at_head, **head, **flat, "activations": activations.head},
         "backward of the last layer": {
             **base, **held, **layer, **bucket, **last, "activations": activations.last_layer
         },
