@@ -18,7 +18,7 @@ from benchmarks.deepspeed_table import table
 from benchmarks.formulas import accelerate_training, cookbook, deepspeed_states
 from benchmarks.published_models import CONFIGS, config_file
 from benchmarks.published_parts import Part, part_of
-from benchmarks.published_runs import Figure, NotModelledError, run_of
+from benchmarks.published_runs import Figure, NotModelledError, residual_of, run_of
 from shardmake.commands.estimate import candidates, resolve_request
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import GIB
@@ -155,6 +155,21 @@ def beside(results: list[Result], name: str) -> str:
     return f"{name}: median absolute error {theirs:.1f} % on {len(rows)} full fine-tunes, ours {ours:.1f} %"
 
 
+def margins(results: list[Result]) -> Iterator[str]:
+    """Yield how many runs exceed the estimate with the margin that a plan calls enough, and why rows are too low."""
+    graded = [result for result in results if grade(result.row) in ("A", "A-")]
+    over = [
+        item
+        for item in graded
+        if item.estimate * (1 + FAMILY_ERRORS[item.family].largest) < 0.9995 * measured(item.row)
+    ]
+    yield f"With the margin that a plan calls enough, {len(over)} of {len(graded)} runs need more than the estimate."
+    yield "Too low by more than 5 %:"
+    for result in graded:
+        if result.error < LOW:
+            yield f"{_head(result.row)} {result.error:+6.1f} %   {residual_of(result.row)}"
+
+
 def _key(row: Row) -> tuple[str, ...]:
     return grade(row), row["source_url"], row["model"], row["strategy"]
 
@@ -166,6 +181,8 @@ def report(rows: Iterable[Row]) -> Iterator[str]:
     yield from (line(result) for result in results)
     yield ""
     yield from summaries(results)
+    yield ""
+    yield from margins(results)
     yield ""
     for name in ("deepspeed (states)", "accelerate", "cookbook"):
         yield beside(results, name)
