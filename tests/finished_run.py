@@ -12,6 +12,7 @@ from shardmake.core.manifest import read_files
 from shardmake.run.attempt import Attempt, AttemptDir, Heartbeat, NodeExit, NodeHeartbeats
 from shardmake.run.attempt_history import AttemptRecord, save_history
 from shardmake.run.evaluation import (
+    CompletionScore,
     EvaluationResult,
     LengthScore,
     ModelScore,
@@ -20,7 +21,7 @@ from shardmake.run.evaluation import (
     Sample,
     TaskScore,
 )
-from shardmake.run.metrics import MetricsLine, Rewards
+from shardmake.run.metrics import MeanRewards, MetricsLine, Rewards
 from shardmake.run.model_class import ModelClass
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import (
@@ -306,6 +307,14 @@ REWARD_MODEL = RewardModelScore(
 )
 RATED = EVALUATED.model_copy(
     update={"base": None, "tuned": None, "reward_model": REWARD_MODEL, "samples": [], "tasks": []}
+)
+
+
+COMPLETIONS = CompletionScore(
+    desirable=700,
+    undesirable=500,
+    rewards=MeanRewards(chosen=0.25, rejected=-1.0, margins=1.25),
+    accuracy=0.875,
 )
 
 

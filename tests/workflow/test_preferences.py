@@ -260,6 +260,46 @@ def assert_stopped_training_resumes(
     assert [name for name in expected if not expected[name].equal(found[name])] == []
 
 
+SHORTAGE = """
+import json, os, sys
+def refuse(event, arguments):
+    if event == "open" and str(arguments[0]).endswith("metrics.jsonl") and "a" in str(arguments[1]):
+        with open(os.path.join(sys.argv[1], "plan.json")) as file:
+            choice = json.load(file)["choice"]
+        saved = os.path.join(os.path.dirname(arguments[0]), "checkpoints/checkpoint-2/shardmake.json")
+        if os.path.exists(saved) and not choice["gradient_checkpointing"]:
+            import torch
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB (simulated).")
+if "shardmake.train" in sys.orig_argv:
+    sys.addaudithook(refuse)
+"""
+
+
+@pytest.mark.objectives
+@pytest.mark.parametrize("reference", ["model", "precomputed"])
+def test_after_out_of_memory_dpo_resumes_with_the_next_fallback(
+    pairs: Forked,
+    plain: Callable[[str], list[dict[str, Any]]],
+    monkeypatch: pytest.MonkeyPatch,
+    reference: str,
+) -> None:
+    """torch's own error in step 3 without gradient checkpointing; all four losses are those of plain TRL."""
+    checkout = pairs.checkout
+    (checkout.root / "sitecustomize.py").write_text(SHORTAGE)
+    monkeypatch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+    changes = {"strategy": "zero3", "nodes": 1, "global_batch_size": 12, "dpo": {"reference": reference}}
+    checkout.configure({"processes_per_node": 2}, **SETTINGS | changes)
+    shutil.rmtree(checkout.run / "train", ignore_errors=True)
+    for stage in ("plan", "render", "train"):
+        checkout("shardmake", stage, "demo")
+    history = checkout.read("train/attempts/index.json")
+    ends = [(entry["end"], entry["fallback"]) for entry in history]
+    assert ends == [("GPU out of memory", 0), ("finished", 1)]
+    assert checkout.read("train/attempts/002/attempt.json")["resume_from"].endswith("checkpoint-2")
+    expected = {number: line["loss"] for number, line in enumerate(plain("full"), start=1)}
+    assert checkout.losses() == pytest.approx(expected, abs=1e-5)
+
+
 def merged(rundir: RunDir, out: Path, method: str) -> dict[str, torch.Tensor]:
     """Return the weights of the final model, or of the adapter alone, by name."""
     consolidate(rundir.checkpoints / "checkpoint-4", out, adapter=method == "lora", workers=1)

@@ -26,6 +26,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.receipts import PushedTo, PushReceipt, WeightsReceipt
 from shardmake.run.settings import current
 from tests.finished_run import (
+    COMPLETIONS,
     EVALUATED,
     PREFERENCES,
     RATED,
@@ -275,6 +276,9 @@ def test_scores_of_pairs_are_shown(finished: RunDir) -> None:
     EVALUATED.model_copy(update={"preferences": PREFERENCES}).write(finished.evaluation)
     shown = describe(make_run(push=PUSH), LOCAL, finished)
     assert "Held-out pairs: reward accuracy 87.5%, margin 1.2500." in shown
+    EVALUATED.model_copy(update={"completions": COMPLETIONS}).write(finished.evaluation)
+    shown = describe(make_run(push=PUSH), LOCAL, finished)
+    assert "Held-out completions: reward accuracy 87.5%, margin 1.2500." in shown
 
 
 def test_scores_of_a_reward_model_are_shown(finished: RunDir) -> None:

@@ -17,6 +17,7 @@ from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import AdapterMethod, ScriptProgram
 from tests.finished_run import (
     CHOICE,
+    COMPLETIONS,
     EVALUATED,
     PLOTS,
     PREFERENCES,
@@ -96,6 +97,18 @@ def test_card_and_report_of_a_reward_model(tmp_path: Path) -> None:
     page = rundir.report.read_text()
     assert "Rewards of 1,200 held-out pairs." in page and "erplexity" not in page
     assert '<td>margin</td><td class="number">1.2500</td>' in page
+
+
+def test_card_and_report_show_the_scores_of_completions_with_labels(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    EVALUATED.model_copy(update={"completions": COMPLETIONS}).write(rundir.evaluation)
+    card = render_card(make_run(), rundir)
+    assert "| Mean reward of desirable completions | | 0.2500 |" in card
+    assert "| Mean reward of undesirable completions | | -1.0000 |\n| Reward accuracy | | 87.5% |" in card
+    write_report(make_run(), rundir)
+    page = rundir.report.read_text()
+    assert '<td>undesirable</td><td class="number">500</td><td class="number">-1.0000</td>' in page
+    assert "larger reward in 87.5% of all pairs" in page
 
 
 def test_values_of_own_files_are_stated_without_paths(tmp_path: Path) -> None:
