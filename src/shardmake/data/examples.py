@@ -73,7 +73,8 @@ def in_reading_order(parts: Mapping[str, Sequence[Part]]) -> Iterator[tuple[str,
 def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of the run's model, with the run's chat template if it has one.
 
-    Raises `ModelError` if the tokenizer cannot be loaded, and `ConfigError` if the template cannot.
+    Raises `ModelError` if the tokenizer cannot be loaded or lacks a token that the objective needs, and `ConfigError`
+    if the template cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -83,6 +84,12 @@ def load_tokenizer(run: Run) -> "PreTrainedTokenizerBase":
         )
     except (OSError, ValueError) as error:
         raise ModelError(f"Cannot load the tokenizer of {run.model!r}: {error}") from None
+    if OBJECTIVES[run.objective].new_head and tokenizer.pad_token is None and tokenizer.eos_token is None:
+        raise ModelError(
+            f"Cannot train {run.model!r} with objective: {run.objective}. A reward model finds the end of a sequence "
+            "by its padding, and the tokenizer has neither a padding nor an end-of-sequence token. Set pad_token in "
+            "tokenizer_config.json."
+        )
     if run.data.chat_template is not None:
         tokenizer.chat_template = read_template(Path(run.data.chat_template))
     return tokenizer

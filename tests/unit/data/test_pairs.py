@@ -1,17 +1,20 @@
 """Pairs of answers: their forms, the split into prompt and answers, cuts, and broken rows."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 from trl.data_utils import extract_prompt
 
 from shardmake.config.models import Data
-from shardmake.core.errors import DataError
+from shardmake.core.errors import DataError, ModelError
 from shardmake.data.encode import Encoder, TokenPair
+from shardmake.data.examples import load_tokenizer
 from shardmake.data.layout import Layout, recognize, split_prompt
 from shardmake.data.packing import fit_pair
 from shardmake.data.pairs import RewardCollator
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
+from tests.unit.plans import make_run
 
 PLACE = "f.jsonl, line 3"
 
@@ -94,3 +97,15 @@ def test_batches_of_a_reward_model_are_whole_conversations() -> None:
     batch = RewardCollator(pad_token_id=9)(rows)
     assert batch["input_ids"].tolist() == [[1, 2, 3, 9], [6, 7, 9, 9], [1, 2, 4, 5], [6, 8, 9, 9]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 0, 0]]
+
+
+def test_a_reward_model_needs_a_padding_token(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer(PLAIN)
+    tokenizer.save_pretrained(tmp_path)
+    run = make_run(model=str(tmp_path), objective="reward", packing=False)
+    assert load_tokenizer(run).eos_token is not None
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="neither a padding nor an end-of-sequence token"):
+        load_tokenizer(run)
+    assert load_tokenizer(run.model_copy(update={"objective": "dpo"})).pad_token is None

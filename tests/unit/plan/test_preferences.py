@@ -100,3 +100,20 @@ def test_kto_runs_each_model_twice(folders: dict[str, str]) -> None:
     settings = kto(folders["tiny"])
     scenario = scenario_of(settings, next(iter(choices(settings, ["ddp"]))))
     assert (scenario.extra_forwards, scenario.reference_weights, scenario.log_probs) == (3, True, True)
+
+
+REWARD: dict[str, Any] = {"objective": "reward", "packing": False}
+
+
+def test_strategies_that_train_reward_models() -> None:
+    run = make_run(**REWARD)
+    proven = [name for name in STRATEGIES if not unsuitable(run, name)]
+    assert proven == ["ddp", "zero2", "zero3", "fsdp"]
+    assert "Take fsdp_version: 2" in unsuitable(make_run(**REWARD, fsdp_version=1), "fsdp")
+
+
+def test_reward_models_of_other_families_are_refused() -> None:
+    run, on_cpus = make_run(**REWARD), from_cluster(make_cluster(accelerator="cpu"))
+    with pytest.raises(ConfigError, match=r"objective: reward is not supported for .* Use a model of the Llama"):
+        _check_objective(run, on_cpus, replace(make_model(), decoder=None))
+    _check_objective(run, on_cpus, make_model())
