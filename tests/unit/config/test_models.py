@@ -58,8 +58,8 @@ INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
                              f"Allowed here: {RUN_KEYS}."]),
     ({"cuda": 5}, [f"cuda: there is no such key. Allowed here: {RUN_KEYS}."]),
     ({"data": {"train": "a", "format": "cat"}}, ["data.format: 'cat' is not allowed. Did you mean 'chat'? Allowed: "
-                                                 "auto, chat, sharegpt, alpaca, prompt-completion, text, preference, "
-            "unpaired-preference."]),
+                                                 "auto, raw, chat, sharegpt, alpaca, prompt-completion, text, preference, "
+                                                 "unpaired-preference."]),
     ({"data": {"train": "a", "columns": {"promt": "q"}}}, ["data.columns.promt: there is no such key. Did you mean "
      "'prompt'? Allowed here: messages, role, content, tools, system, prompt, completion, label, text, chosen, rejected, "
      "instruction, input, output."]),
