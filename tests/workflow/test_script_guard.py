@@ -39,6 +39,7 @@ TORCH = ACCELERATE
 TRL = [
     *("--model_name_or_path", "$SHARDMAKE_BASE", "--dataset_name", "FOLDER", "--output_dir", "$SHARDMAKE_OUTPUT"),
     *("--max_steps", "4", "--max_length", "64", "--report_to", "none", "--use_cpu", "True", "--bf16", "False"),
+    *("--logging_steps", "1"),
     *("--per_device_train_batch_size", BATCH[0], "--gradient_accumulation_steps", BATCH[1]),
 ]
 
@@ -126,7 +127,7 @@ def test_programs_train_as_planned(
     reports = [json.loads((folder.ranks / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [report["world_size"] for report in reports] == [2, 2]
     steps = [line.step for line in read_metrics(rundir.metrics)]
-    assert steps == ([1, 2, 3, 4] if script == "hf_trainer.py" else [])
+    assert steps == ([1, 2, 3, 4] if found["api"] == "trainer" else [])
 
 
 @pytest.mark.parametrize(
@@ -184,6 +185,16 @@ def test_the_ranks_of_a_tensor_parallel_group_train_on_the_same_rows(programs: P
 def results(rundir: RunDir) -> tuple[list[float | None], dict[str, torch.Tensor]]:
     """Return the losses of the steps and the weights that the script saved."""
     return [line.loss for line in read_metrics(rundir.metrics)], load_file(rundir.script_output / "model.safetensors")
+
+
+def test_trl_stops_on_request(programs: Programs) -> None:
+    rundir = RunDir(programs.folder / "lab")
+    rundir.train.mkdir(parents=True)
+    rundir.stop_file.touch()
+    _, folder, codes = programs.train("ddp", "-m trl.scripts.sft", TRL)
+    assert codes == [0, 0], log(rundir)
+    assert RequestedStop.read(folder.stopped).step == 1
+    assert [path.name for path in rundir.script_output.glob("checkpoint-*")] == ["checkpoint-1"]
 
 
 def test_trainer_stops_on_request_and_resumes(programs: Programs) -> None:
