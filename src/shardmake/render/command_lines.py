@@ -196,9 +196,9 @@ def _from_line(title: str, words: list[str], variables: dict[str, str]) -> Comma
     expanded: list[str] = []
     for word in words:
         text = _expand(word, variables)
-        # A variable that stands alone may hold several words.
+        # A variable that stands alone may hold several words. A shell does not evaluate the quotes in it.
         alone = re.fullmatch(r"\$\{?\w+\}?", word) is not None and not _unknown(text)
-        expanded += shlex.split(text) if alone else [text]
+        expanded += text.split() if alone else [text]
     start = _start(expanded)
     if start is None:
         return None

@@ -90,7 +90,8 @@ def _optimizer_class(found: EngineSettings) -> Any:
         if found.config.optimizer_params and found.config.optimizer_params.get("torch_adam"):
             return torch.optim.AdamW
         return DeepSpeedCPUAdam if _offloads_optimizer(found) else FusedAdam
-    return getattr(torch.optim, {"adagrad": "Adagrad"}.get(name, name), None)
+    optimizer = getattr(torch.optim, {"adagrad": "Adagrad"}.get(name, name), None)
+    return optimizer if inspect.isclass(optimizer) else None
 
 
 def _parameter(name: str, argument: Runs) -> tuple[Runs, Runs]:
@@ -144,7 +145,9 @@ def _schedule_parameters(found: EngineSettings) -> dict[str, inspect.Parameter]:
 
     name = str(found.config.scheduler_name)
     schedule = getattr(lr_schedules, name, None) or getattr(torch.optim.lr_scheduler, name, None)
-    return {} if schedule is None else dict(list(inspect.signature(schedule).parameters.items())[1:])
+    if not inspect.isclass(schedule):
+        return {}
+    return dict(list(inspect.signature(schedule).parameters.items())[1:])
 
 
 def _scheduler(found: EngineSettings) -> Any:

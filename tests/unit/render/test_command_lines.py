@@ -97,6 +97,11 @@ def test_a_script() -> None:
     assert read_arguments(second) == Arguments({}, "ds.json")
 
 
+def test_a_variable_with_a_single_quote_is_read() -> None:
+    (found,) = read_script("train.sh", 'NAME="it\'s --bf16"\ntorchrun train.py --max_steps 5 $NAME\n')
+    assert read_arguments(found).trainer == {"max_steps": 5, "bf16": True}
+
+
 def test_a_script_without_a_launcher_is_refused() -> None:
     with pytest.raises(ConfigError, match="no line of it starts accelerate"):
         read_script("train.sh", "#!/bin/sh\n$LAUNCHER train.py\n")

@@ -57,6 +57,8 @@ FACTS: dict[str, tuple[dict[str, object], str, str, str]] = {
         {"zero_optimization": {"stage": 3, "mics_shard_size": 2}},
         "zero_optimization.mics_shard_size", "error", "FSDP's hybrid sharding replaced MiCS",
     ),
+    "no schedule": ({"scheduler": {"type": "math", "params": {}}}, "scheduler.type", "error", "nor torch has it"),
+    "no optimizer": ({"optimizer": {"type": "lr_scheduler"}}, "optimizer.type", "error", "nor torch has it"),
     "1-bit Adam": (
         {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-4}}},
         "optimizer.type", "error", "DeepSpeed has removed the 1-bit optimizers",
