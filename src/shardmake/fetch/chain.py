@@ -95,7 +95,7 @@ def _check_description(before: RunDir, folder: Path, run: Run, files: Mapping[st
     }
     present = {name: fingerprint(folder / name) for name in compared if (folder / name).is_file()}
     problems = [name for name, entry in compared.items() if present.get(name) != entry]
-    problems += _other_sizes(before.model / _CONFIG, folder / _CONFIG)
+    problems += _other_values(before.model / _CONFIG, folder / _CONFIG)
     if problems:
         raise ModelError(
             f"The model of run {before.name} has another config or tokenizer than its base model, by which this run "
@@ -104,9 +104,9 @@ def _check_description(before: RunDir, folder: Path, run: Run, files: Mapping[st
         )
 
 
-def _other_sizes(trained: Path, planned: Path) -> list[str]:
-    """Return a sentence for each size in both config files that differs; token ids are no sizes."""
-    ours, theirs = (_sizes(json.loads(path.read_bytes())) for path in (trained, planned))
+def _other_values(trained: Path, planned: Path) -> list[str]:
+    """Return a sentence for each size, and for the class, that differs in the config files; token ids are not sizes."""
+    ours, theirs = (_planned_by(json.loads(path.read_bytes())) for path in (trained, planned))
     return [
         f"{name} is {ours[name]} instead of {theirs[name]}"
         for name in sorted(ours.keys() & theirs.keys())
@@ -114,5 +114,9 @@ def _other_sizes(trained: Path, planned: Path) -> list[str]:
     ]
 
 
-def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    return {name: value for name, value in config.items() if type(value) is int and not name.endswith("_token_id")}
+def _planned_by(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in config.items()
+        if name == "architectures" or (type(value) is int and not name.endswith("_token_id"))
+    }

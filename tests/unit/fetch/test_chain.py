@@ -12,7 +12,13 @@ from shardmake.run.paths import RunDir
 from shardmake.run.sources import Sources, content_of_model, localize, read_sources, require_weights
 from tests.finished_run import make_run, write_model
 
-CONFIG = {"model_type": "llama", "hidden_size": 8, "vocab_size": 32, "eos_token_id": 2}
+CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 8,
+    "vocab_size": 32,
+    "eos_token_id": 2,
+}
 BASE = {"config.json": json.dumps(CONFIG).encode(), "tokenizer.json": b"{}", "LICENSE": b"free", "README.md": b"# base"}
 WEIGHTS = {"model-00001-of-00002.safetensors": b"one", "model-00002-of-00002.safetensors": b"two"}
 MERGED = {
@@ -124,6 +130,10 @@ OTHER: list[tuple[dict[str, bytes], str]] = [
     (
         changed("config.json", json.dumps(CONFIG | {"vocab_size": 40}).encode()),
         "vocab_size is 40 instead of 32",
+    ),
+    (
+        changed("config.json", json.dumps(CONFIG | {"architectures": ["LlamaForSequenceClassification"]}).encode()),
+        r"architectures is \['LlamaForSequenceClassification'\] instead of \['LlamaForCausalLM'\]",
     ),
 ]
 
