@@ -6,7 +6,10 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.inputs import check_script
+from shardmake.config.load import load_config
 from shardmake.demo import make_preferences
+from tests.workflow.checkout import REPOSITORY
 
 
 @pytest.fixture(scope="module")
@@ -42,3 +45,15 @@ def test_no_request_is_trained_on_and_held_out(folder: Path) -> None:
     held_out = {row["messages"][0]["content"] for row in rows(folder, "eval.jsonl")}
     held_out |= {row["prompt"][0]["content"] for row in rows(folder, "held-out-pairs.jsonl")}
     assert not trained & held_out
+
+
+def test_the_examples_share_their_first_run_and_name_this_data(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    examples = REPOSITORY / "config/examples"
+    preferences, grpo = (load_config(examples / f"{name}.yaml").runs for name in ("preferences", "grpo"))
+    assert preferences["sbatch-answers"] == grpo["sbatch-answers"]
+    named = [run.data for runs in (preferences, grpo) for run in runs.values()]
+    files = {Path(name) for data in named for name in (data.train, data.eval) if isinstance(name, str)}
+    assert {file.parent for file in files} == {Path("resources/preferences")}
+    assert all((folder / file.name).exists() for file in files)
+    monkeypatch.chdir(REPOSITORY)
+    check_script("script", Path(str(grpo["sbatch-rewarded"].script)))
