@@ -23,6 +23,7 @@ from shardmake.config.models import (
 )
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
+from shardmake.core.log import warn_while_slow
 from shardmake.core.units import GB, GIB
 from shardmake.memory import calibration, states
 from shardmake.memory.calibration import Calibration
@@ -158,7 +159,8 @@ def estimate(request: EstimateRequest) -> EstimateResult:
         request, settings.model, settings.split, tuple(rows), measured=measured, inputs=tuple(_inputs(settings))
     )
     if not any(row.fits for row in rows):
-        return replace(result, advice=smallest_change(request))
+        with warn_while_slow("Nothing fits; planning single changes that would"):
+            return replace(result, advice=smallest_change(request))
     choice, _ = choose(rows, planner)
     fallbacks, _ = find_fallbacks(choice, rows, planner)
     return replace(result, choice=choice, reason=reason_of(choice, rows, fallbacks))

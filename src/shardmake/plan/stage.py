@@ -8,6 +8,7 @@ from shardmake.config.inputs import check_script
 from shardmake.config.models import Cluster, Run
 from shardmake.config.script_file import script_file
 from shardmake.core.atomic import write_text
+from shardmake.core.log import warn_while_slow
 from shardmake.core.units import GIB, format_bytes, plural
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.host import evaluation_bytes
@@ -72,17 +73,18 @@ def plan_offline(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
 
 def _planned(run: Run, cluster: Cluster, rundir: RunDir) -> tuple[Plan, MemoryEstimates]:
     """Return the plan with its advice, and the estimates; without a plan, raise what would fit."""
-    check_fsdp(run, cluster)
-    try:
-        made = choose_run(run, cluster)
-    except NothingFitsError as error:
-        _keep_memory(rundir, memory_estimates(error.settings, error.candidates), None)
-        raise NothingFitsError(f"{error}{_advice(error.settings)}", error.settings, error.candidates) from None
-    memory = memory_estimates(made.settings, made.candidates)
-    _keep_memory(rundir, memory, made.chosen.choice)
-    advice = suggest_faster(made.settings, made.chosen, made.candidates)
-    lines = [f"{setting}: {value} ({outcome})" for setting, value, outcome in advice]
-    return as_plan(rundir.name, made).model_copy(update={"advice": lines}), memory
+    with warn_while_slow(f"Planning run {rundir.name}: comparing strategies, nodes and micro batches"):
+        check_fsdp(run, cluster)
+        try:
+            made = choose_run(run, cluster)
+        except NothingFitsError as error:
+            _keep_memory(rundir, memory_estimates(error.settings, error.candidates), None)
+            raise NothingFitsError(f"{error}{_advice(error.settings)}", error.settings, error.candidates) from None
+        memory = memory_estimates(made.settings, made.candidates)
+        _keep_memory(rundir, memory, made.chosen.choice)
+        advice = suggest_faster(made.settings, made.chosen, made.candidates)
+        lines = [f"{setting}: {value} ({outcome})" for setting, value, outcome in advice]
+        return as_plan(rundir.name, made).model_copy(update={"advice": lines}), memory
 
 
 def _advice(settings: ResolvedRun) -> str:
