@@ -1,5 +1,6 @@
 """Evaluation of real, tiny models against losses computed another way."""
 
+import csv
 import json
 import math
 import shutil
@@ -207,10 +208,16 @@ def test_ranks_share_the_sequences(folder: Path, rundir: RunDir, tmp_path: Path,
     (tmp_path / "train.jsonl").write_text(lines + lines.splitlines(keepends=True)[0] * 4)
     run = a_run(folder, tmp_path)
     prepare(run, rundir)
+    wanted = a_run(folder, tmp_path, backend=backend, processes=2, batch_tokens=1, losses=True)
+    together = evaluate(wanted, rundir).as_json()
+    rows = list(csv.DictReader(rundir.evaluation_losses.open()))
+    assert len(rows) == 8 and {row["tokens"] for row in rows} == {"2"}
+    mean = sum(float(row["tuned_loss"]) for row in rows) / 8
+    assert mean == pytest.approx(together["tuned"]["loss"], rel=1e-4)
     alone = evaluate(run, rundir).as_json()
-    together = evaluate(a_run(folder, tmp_path, backend=backend, processes=2, batch_tokens=1), rundir).as_json()
     assert (together["backend"], together["ranks"], together["sequences"]) == (backend, 2, 3)
     assert together["samples"] == alone["samples"]
+    assert not rundir.evaluation_losses.exists(), "only on request"
     for model in ("base", "tuned"):
         assert together[model]["tokens"] == alone[model]["tokens"] == 16
         assert together[model]["loss"] == pytest.approx(alone[model]["loss"], rel=1e-6)

@@ -393,6 +393,12 @@ class Evaluation(Section):
     )
     lm_eval_path: PathText | None = Field(None, description="Folder with your own `lm_eval` task files.")
     lm_eval_limit: Steps | None = Field(None, description="Examples per `lm_eval` task. Without it, all.")
+    losses: bool = Field(
+        False,
+        description="Also write `evaluation.csv`: for each held-out example the number of its sequence in `data/eval`, "
+        "its first token there, its tokens with loss, and under both models its mean loss and whether greedy decoding "
+        "answers it word for word.",
+    )
     serve: Literal["vllm"] | None = Field(
         None,
         description="`vllm`: the final model must also load and answer the prompts in vLLM, which has to be installed.",

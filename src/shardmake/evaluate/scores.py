@@ -62,11 +62,26 @@ class Score:
         return {"loss": mean, "perplexity": math.exp(mean), "tokens": self.tokens, "exact": share}
 
 
+@dataclass(frozen=True)
+class ExampleLoss:
+    """The loss of one example: the number of its sequence, and the position of its first token in it."""
+
+    sequence: int
+    start: int
+    tokens: int
+    """Tokens with loss."""
+    loss: float
+    """Mean over these, nats per token."""
+    exact: bool
+    """True if each of these is the most likely one."""
+
+
 @dataclass
 class Scores:
-    """Scores by the source of the examples, and within it by length bucket."""
+    """Scores by the source of the examples, and within it by length bucket; and those of each example."""
 
     bins: list[Score] = field(default_factory=lambda: [Score() for _ in range(_WIDTH)])
+    examples: list[ExampleLoss] = field(default_factory=list)
 
     @property
     def total(self) -> Score:
@@ -153,10 +168,17 @@ def score(
             batch = pad_examples([examples[row] for row in rows or [0]])
             with smaller_after_out_of_memory(*batch["input_ids"].shape):
                 first_bins = torch.tensor([bisect_right(ends, row) * _WIDTH for row in rows or [0]])
-                found = _losses(measure, batch, first_bins, len(scores.bins))
+                found = _losses(measure, batch, first_bins, len(scores.bins), rows)
             if rows:
-                scores = Scores([add_up(pair) for pair in zip(scores.bins, found.bins, strict=True)])
+                scores = combine([scores, found])
     return scores
+
+
+def combine(parts: Sequence[Scores]) -> Scores:
+    """Return the scores of all examples of ``parts``, in the order of their sequences."""
+    bins = [add_up(scores) for scores in zip(*(part.bins for part in parts), strict=True)]
+    examples = [example for part in parts for example in part.examples]
+    return Scores(bins, sorted(examples, key=lambda example: (example.sequence, example.start)))
 
 
 @contextmanager
@@ -175,10 +197,13 @@ def smaller_after_out_of_memory(sequences: int, length: int) -> Iterator[None]:
         ) from error
 
 
-def _losses(measure: "LossPerToken", batch: "dict[str, Tensor]", first_bins: "Tensor", bins: int) -> Scores:
+def _losses(
+    measure: "LossPerToken", batch: "dict[str, Tensor]", first_bins: "Tensor", bins: int, rows: Sequence[int]
+) -> Scores:
     """Return the scores of one batch of ``[sequences, tokens]``: each position predicts the label after it.
 
-    ``first_bins`` has the first bin of each sequence's source, ``bins`` is the number of bins.
+    ``first_bins`` has the first bin of each sequence's source, ``bins`` is the number of bins, ``rows`` has the number
+    of each sequence.
     """
     import torch
 
@@ -193,7 +218,38 @@ def _losses(measure: "LossPerToken", batch: "dict[str, Tensor]", first_bins: "Te
     sums = torch.bincount(places, losses.double().cpu(), minlength=bins)
     tokens = torch.bincount(places, minlength=bins)
     columns = (column.tolist() for column in (sums, tokens, examples, exact))
-    return Scores([Score(*values) for values in zip(*columns, strict=True)])
+    each = _example_losses(rows, batch["position_ids"], learned, example_of, losses.double().cpu(), likeliest.cpu())
+    return Scores([Score(*values) for values in zip(*columns, strict=True)], each)
+
+
+def _example_losses(
+    rows: Sequence[int],
+    position_ids: "Tensor",
+    learned: "Tensor",
+    example_of: "Tensor",
+    losses: "Tensor",
+    likeliest: "Tensor",
+) -> list[ExampleLoss]:
+    """Return the loss of each example of a batch.
+
+    ``position_ids`` is ``[sequences, tokens]``, ``learned`` the same without the first token; the others have one value
+    per token with loss (1-D).
+    """
+    import torch
+
+    places, columns = learned.nonzero(as_tuple=True)
+    starts = columns + 1 - position_ids[:, 1:][learned]
+    numbers, index = example_of.unique(return_inverse=True)
+    tokens = torch.bincount(index, minlength=len(numbers))
+    values = (
+        torch.zeros_like(numbers).scatter(0, index, places),
+        torch.zeros_like(numbers).scatter(0, index, starts),
+        tokens,
+        torch.bincount(index, losses, minlength=len(numbers)) / tokens,
+        torch.bincount(index[~likeliest], minlength=len(numbers)) == 0,
+    )
+    found = zip(*(value.tolist() for value in values), strict=True)
+    return [ExampleLoss(rows[place], *rest) for place, *rest in found if place < len(rows)]
 
 
 def _count_examples(places: "Tensor", example_of: "Tensor", likeliest: "Tensor", bins: int) -> "tuple[Tensor, Tensor]":

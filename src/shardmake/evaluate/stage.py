@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from shardmake.config.models import Cluster, Dpo, EvaluationBackend, Kto, Run
 from shardmake.config.objectives import OBJECTIVES
+from shardmake.core.atomic import write_text
 from shardmake.core.errors import ConfigError
 from shardmake.core.secrets import redact
 from shardmake.core.units import plural
@@ -36,7 +37,7 @@ from shardmake.evaluate.scores import (
     Examples,
     PassOutOfMemoryError,
     Scores,
-    add_up,
+    combine,
     plan_passes,
     score,
 )
@@ -111,6 +112,10 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         logger.info(f"reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}")
     if labelled := result.completions:
         logger.info(f"reward accuracy {labelled.accuracy:.1%}, margin {labelled.rewards.margins:.4f}")
+    rundir.evaluation_losses.unlink(missing_ok=True)
+    if run.evaluation.losses:
+        write_text(rundir.evaluation_losses, _losses_table(base.scores, tuned.scores))
+        logger.info(f"The loss of each example is in {rundir.evaluation_losses}.")
     result.write(rundir.evaluation)
     return result
 
@@ -140,6 +145,16 @@ def _evaluate_reward_model(task: "EvaluationTask", setup: "EvaluationSetup") -> 
     logger.info(f"preference accuracy {scores.accuracy:.1%}, margin {scores.margin:.4f}")
     result.write(task.rundir.evaluation)
     return result
+
+
+def _losses_table(base: Scores, tuned: Scores) -> str:
+    """Return a table with the loss of each held-out example under both models, as comma-separated values."""
+    pairs = zip(base.examples, tuned.examples, strict=True)
+    lines = [
+        f"{one.sequence},{one.start},{one.tokens},{one.loss:.6g},{other.loss:.6g},{one.exact:d},{other.exact:d}\n"
+        for one, other in pairs
+    ]
+    return "".join(["sequence,start,tokens,base_loss,tuned_loss,base_exact,tuned_exact\n", *lines])
 
 
 @dataclass(frozen=True)
@@ -236,9 +251,8 @@ def in_processes(function: Callable[[Item], Result], items: list[Item]) -> list[
 
 
 def _combine(shares: list[Assessment]) -> Assessment:
-    bins = zip(*(share.scores.bins for share in shares), strict=True)
     pairs = {number: value for share in shares for number, value in share.pairs.items()}
-    return Assessment(Scores([add_up(scores) for scores in bins]), shares[0].answers, shares[0].tasks, pairs)
+    return Assessment(combine([share.scores for share in shares]), shares[0].answers, shares[0].tasks, pairs)
 
 
 def _compare_pairs(run: Run, base: Assessment, tuned: Assessment) -> PreferenceScore | None:

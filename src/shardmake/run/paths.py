@@ -86,6 +86,7 @@ class RunDir:
     model = BelowRoot("model", "The final model as a Hugging Face folder.")
     model_receipt = BelowRoot("model/receipt.json", "Origin and checks of the model; not pushed with it.")
     evaluation = BelowRoot("evaluation.json", "Losses and samples of the base and the tuned model.")
+    evaluation_losses = BelowRoot("evaluation.csv", "The loss of each held-out example, if `evaluation.losses` asks.")
     push_receipt = BelowRoot("push/receipt.json", "Destinations that were read back and compared.")
     settings = BelowRoot(
         "settings", "Folder of the settings with which each stage last ran (`shardmake.run.settings.StageSettings`)."

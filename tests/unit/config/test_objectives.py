@@ -112,6 +112,7 @@ def test_settings_of_reward_have_the_defaults_of_trl() -> None:
         ({"method": "qlora"}, "method: qlora is not supported with objective: reward. Take full or lora"),
         ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "a reward model does not have that layer"),
         ({"evaluation": {"prompts": ["Hi"]}}, r"evaluation\.prompts has no effect with objective: reward"),
+        ({"evaluation": {"losses": True}}, r"evaluation\.losses has no effect with objective: reward"),
         ({"evaluation": {"lm_eval": ["piqa"]}}, r"evaluation\.lm_eval has no effect with objective: reward"),
         ({"evaluation": {"serve": "vllm", "prompts": []}}, r"evaluation\.serve has no effect with objective: reward"),
         ({"reward": {"center_rewards_coefficient": 0}}, "center_rewards_coefficient"),

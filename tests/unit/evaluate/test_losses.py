@@ -228,6 +228,23 @@ def test_exact_examples_are_counted_by_source() -> None:
     assert [source.exact for source in found.as_record(["a", "b"]).by_source] == [0.5, 1.0]
 
 
+@pytest.mark.parametrize("passes", [[[0, 1, 2]], [[2], [1, 0]]])
+def test_each_example_has_its_own_loss(passes: list[list[int]]) -> None:
+    """Against passes over each example alone; the sequences are packed and of unlike length."""
+    network = make_network()
+    right, long = greedy_example(network, 6, 9), greedy_example(network, 4, 17)
+    wrong = with_another_token(right, 10)
+    found = score(network, [pack(right, wrong), long, pack(wrong, long, right)], passes).examples
+    places = [(one.sequence, one.start) for one in found]
+    expected = {(0, 0): right, (0, 15): wrong, (1, 0): long, (2, 0): wrong, (2, 15): long, (2, 36): right}
+    assert places == [*expected]
+    for one in found:
+        (alone,) = score(network, [expected[one.sequence, one.start]], [[0]]).examples
+        assert one.loss == pytest.approx(alone.loss, rel=1e-5)
+        assert (one.tokens, one.exact) == (alone.tokens, alone.exact)
+    assert sum(one.exact for one in found) == 4
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf, 1e6])
 def test_a_diverged_model_has_no_perplexity(loss: float) -> None:
     with pytest.raises(ModelError, match=r"the model's loss is .* per token.*lower learning_rate"):

@@ -34,6 +34,7 @@ PATHS = {
     "model": "model",
     "model_receipt": "model/receipt.json",
     "evaluation": "evaluation.json",
+    "evaluation_losses": "evaluation.csv",
     "push_receipt": "push/receipt.json",
     "settings": "settings",
     "figures": "figures",
