@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 def preview(run: Run, count: int) -> Iterator[str]:
     """Yield a heading and the text of each of the first ``count`` training examples of each source; nothing is written.
 
-    Loss tokens stand in ``[[ ]]``. ``[cut: N tokens]`` marks where ``sequence_length`` ends. Raises what the data stage
-    raises for these examples.
+    Loss tokens stand in ``[[ ]]``; of a pair, both answers are shown. ``[cut: N tokens]`` marks where
+    ``sequence_length`` ends. Raises what the data stage raises for these examples.
     """
     tokenizer = load_tokenizer(run)
     for part in _shown(locate_parts(run)):
@@ -28,7 +28,13 @@ def preview(run: Run, count: int) -> Iterator[str]:
             ids, learned = encoder(example_in(row), place)
             heading = f"{place}: {len(ids):,} tokens, {sum(learned[: run.sequence_length]):,} of them learned"
             cut = None if encoder.layout.format == "text" else run.sequence_length
-            yield f"{heading}\n{marked(tokenizer, (ids, learned), cut)}\n"
+            lines = [heading, marked(tokenizer, (ids, learned), cut)]
+            if encoder.layout.format == "preference":
+                pair = encoder.pair(example_in(row), place)
+                rejected = [*pair.prompt, *pair.rejected]
+                mask = [False] * len(pair.prompt) + [True] * len(pair.rejected)
+                lines += ["rejected:", marked(tokenizer, (rejected, mask), cut)]
+            yield "\n".join(lines) + "\n"
 
 
 def _shown(parts: Mapping[str, Sequence[Part]]) -> Sequence[Part]:

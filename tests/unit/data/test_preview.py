@@ -26,6 +26,14 @@ def test_loss_tokens_are_marked_and_a_cut_is_shown(base: Path, tmp_path: Path) -
     assert texts == ["<user>hi</s><assistant>[[yes</s>]]", "<user>hi</s><assistant>[[wwww]][cut:6tokens]"]
 
 
+def test_both_answers_of_a_pair_are_shown(base: Path, tmp_path: Path) -> None:
+    rows = [{"prompt": "a:", "chosen": " b", "rejected": " c"}]
+    run = make_run(base, {"train": write_jsonl(tmp_path / "t.jsonl", rows)}, objective="dpo", packing=False)
+    (text,) = preview(run, 1)
+    _, chosen, title, rejected = (line.replace(" ", "") for line in text.splitlines())
+    assert (chosen, title, rejected) == ("<s>a:[[b</s>]]", "rejected:", "<s>a:[[c</s>]]")
+
+
 def test_a_wrong_example_is_named_by_its_line(base: Path, tmp_path: Path) -> None:
     (tmp_path / "t.jsonl").write_text(json.dumps({"messages": chat("u:a", "a:b")}) + '\n{"messages": 3}\n')
     with pytest.raises(DataError, match="line 2: messages is not a list"):
