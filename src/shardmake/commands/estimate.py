@@ -205,10 +205,7 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
     for error in FAMILY_ERRORS.values():
         yield (
             f"error of {error.name} trainings",
-            (
-                f"{error.typical:.1%} (median of {error.runs} published runs), 19 in 20 needed at most "
-                f"{error.largest:.1%} more"
-            ),
+            (f"{error.typical:.1%} (median of {error.sample}), 19 in 20 needed at most {error.largest:.1%} more"),
         )
     yield "versions", ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers", "peft", "deepspeed"))
 

@@ -9,6 +9,9 @@ from typing import Final, NamedTuple
 
 from shardmake.memory.scenario import Scenario
 
+FEW: Final = 10
+"""A family of fewer runs has at least the errors of all runs."""
+
 
 class FamilyError(NamedTuple):
     """The errors of the estimates of one family; shares of the estimate, which a margin has to cover."""
@@ -21,6 +24,11 @@ class FamilyError(NamedTuple):
     """Median of the absolute errors; see the module for small families."""
     largest: float
     """Nineteen in twenty runs needed at most this much more than estimated."""
+
+    @property
+    def sample(self) -> str:
+        """The runs behind the figures, in messages."""
+        return f"{self.runs} published runs" + (", or that of all if larger" if self.runs < FEW else "")
 
 
 FAMILY_ERRORS: Final[dict[str, FamilyError]] = {

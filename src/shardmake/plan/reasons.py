@@ -35,7 +35,7 @@ def risk(candidate: Candidate) -> str:
     """Return the estimator's own error for trainings like ``candidate``, as a clause."""
     error = candidate.error
     return (
-        f"estimates of {error.name} trainings are off by {error.typical:.1%} (median of {error.runs} published runs), "
+        f"estimates of {error.name} trainings are off by {error.typical:.1%} (median of {error.sample}), "
         f"and nineteen in twenty needed at most {error.largest:.1%} more"
     )
 

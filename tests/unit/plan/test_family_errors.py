@@ -7,10 +7,9 @@ from statistics import median
 
 import pytest
 
-from shardmake.plan.family_errors import FAMILY_ERRORS
+from shardmake.plan.family_errors import FAMILY_ERRORS, FEW
 
 RESULT = Path(__file__).parents[3] / "benchmarks" / "results" / "memory_accuracy.txt"
-FEW = 10
 FAMILIES = "|".join(FAMILY_ERRORS)
 ROW = re.compile(rf"A-? +.{{26}} .{{34}} s=\S+ +b=\S+ +({FAMILIES}) +\w+ +[\d.]+ +[\d.]+ +([+-][\d.]+) %")
 
