@@ -57,7 +57,10 @@ class DriverJobs:
     def active(self) -> list[str]:
         """Return the ids of the driver jobs in the queue."""
         jobs = self.cluster.jobs()
-        return [job.id for job in jobs if job.name.startswith("driver-") and job.state in ("PENDING", "RUNNING")]
+        active = ("PENDING", "RUNNING", "COMPLETING")
+        return [
+            job.id for job in jobs if job.name.startswith("driver-") and job.state in active and "_" not in job.name
+        ]
 
 
 def configure(checkout: ClusterCheckout, steps: int, **slurm: object) -> None:
@@ -110,6 +113,7 @@ def test_slurm_itself_asks_for_the_next_job_and_every_stage_runs(driver: DriverJ
 
 @pytest.mark.faults
 def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(driver: DriverJobs) -> None:
+    configure(driver.checkout, 120)
     first = driver.submit("train")
     driver.wait_for_steps(3)
     again = driver.checkout.on_login_node("shardmake", "submit", "train", check=False)
@@ -125,7 +129,7 @@ def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(drive
     driver.submit("train")
     driver.wait_for_end("done")
     assert "Adopting job" in driver.log()
-    assert_trained_once(driver, STEPS)
+    assert_trained_once(driver, 120)
     losses = driver.checkout.losses()
     shutil.rmtree(driver.checkout.run / "train")
     driver.submit("train")
