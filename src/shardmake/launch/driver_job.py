@@ -60,7 +60,8 @@ class Signals:
         self.must_end = False
 
     def catch(self) -> None:
-        """Record SIGUSR1 and SIGTERM from now on."""
+        """Record SIGUSR1 and SIGTERM from now on. Snakemake must react to SIGINT, also if this process ignores it."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGUSR1, self._handle)
         signal.signal(signal.SIGTERM, self._handle)
 
@@ -90,7 +91,7 @@ class DriverJob:
             time.sleep(_POLL_SECONDS)
         if snakemake.returncode:
             time.sleep(_POLL_SECONDS)  # scancel ends Snakemake too, which may end before the signal arrives here
-        return self.stop(snakemake) if self.signals.must_end else self.finish(snakemake.returncode)
+        return self.stop(snakemake) if self.signals.must_end else self.finish(snakemake)
 
     # ---- start ------------------------------------------------------------------------------------------------------
 
@@ -121,10 +122,11 @@ class DriverJob:
 
     # ---- end --------------------------------------------------------------------------------------------------------
 
-    def finish(self, status: int) -> int:
+    def finish(self, snakemake: "subprocess.Popen[bytes]") -> int:
         """Record the end of the workflow. A job that was submitted to continue is not needed any more."""
+        status = snakemake.returncode
         self.cancel_next()
-        self.close("failed" if status else "done")
+        self.close("failed" if status else "done", snakemake)
         logger.info(
             "The workflow is done." if status == 0 else
             "The workflow ended with failures or stopped runs, see above. Trainings that still run have their own "
@@ -140,7 +142,7 @@ class DriverJob:
         end_snakemake(snakemake, _HASTE)
         if continues and not self.has_next():
             self.submit_next()
-        self.close(end)
+        self.close(end, snakemake)
         logger.info("Driver job %s ends, the jobs of trainings keep running.", self.job)
         return 0 if continues else 1
 
@@ -158,25 +160,25 @@ class DriverJob:
         interrupted = DriverState.read(self.folder.state).interrupted + 1 if unfinished else 0
         end_snakemake(snakemake, _HASTE if unfinished else _PATIENCE)
         if snakemake.returncode == 0:
-            return self.finish(0)
+            return self.finish(snakemake)
         if interrupted >= MOST_INTERRUPTIONS:
-            return self.give_up(interrupted)
-        self.close("continued" if submitted else "failed", interrupted=interrupted)
+            return self.give_up(interrupted, snakemake)
+        self.close("continued" if submitted else "failed", snakemake, interrupted=interrupted)
         return 0 if submitted else 1
 
-    def give_up(self, interrupted: int) -> int:
+    def give_up(self, interrupted: int, snakemake: "subprocess.Popen[bytes]") -> int:
         """End for good, because a stage does not fit into the time limit."""
         self.cancel_next()
-        self.close("failed", interrupted=0)
+        self.close("failed", snakemake, interrupted=0)
         self.report(
             f"The job of a stage was interrupted by the time limit of the driver job {interrupted} times in a row. "
             "Increase slurm.driver_time_limit, and run `shardmake submit` again."
         )
         return 1
 
-    def close(self, end: End, **changes: object) -> None:
-        """Record that Snakemake and this job have ended."""
-        self.record(snakemake_started=False, end=end, **changes)
+    def close(self, end: End, snakemake: "subprocess.Popen[bytes]", **changes: object) -> None:
+        """Record that this job has ended. A Snakemake that was killed leaves what the next job has to remove."""
+        self.record(snakemake_started=snakemake.returncode is None or snakemake.returncode < 0, end=end, **changes)
 
     def report(self, message: str) -> None:
         """Log an error and notify the persons of all runs."""

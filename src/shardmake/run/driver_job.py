@@ -39,7 +39,7 @@ class DriverState(RunRecord):
     made_by: ClassVar[str] = "shardmake submit"
     jobs: list[str] = Field(description="Ids of the driver jobs that have started, oldest first.")
     host: str = Field("", description="Node of the last one, once it has started.")
-    snakemake_started: bool = Field(False, description="Snakemake was started and its end was not recorded.")
+    snakemake_started: bool = Field(False, description="Snakemake runs, or was killed and left locks and jobs.")
     interrupted: int = Field(0, description="Driver jobs in a row whose end interrupted the job of a stage.")
     end: End | None = Field(None, description="Why the last driver job ended; continued: another one continues.")
 

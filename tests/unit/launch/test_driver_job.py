@@ -96,9 +96,10 @@ def test_a_job_that_a_person_cancels_does_not_continue(
     assert ended_by_slurm("12") == continues
 
 
+@pytest.mark.parametrize("command", ["exit 1", "kill -KILL $$"])
 @pytest.mark.parametrize(("signalled", "end"), [(True, "cancelled"), (False, "failed")])
 def test_a_snakemake_that_scancel_ended_first_has_not_failed(
-    signalled: bool, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    signalled: bool, end: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The signal to this process arrives when Snakemake has ended already; Slurm does not answer here."""
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -109,9 +110,11 @@ def test_a_snakemake_that_scancel_ended_first_has_not_failed(
     workflow = Workflow(name="driver-0", user="ada", runs=["a"], config="", arguments=[], offline=True, lead_seconds=1)
     DriverState(jobs=[]).write(folder.state)
     job = DriverJob(folder, "12", workflow)
-    ended = subprocess.Popen(["false"], start_new_session=True)
+    ended = subprocess.Popen(["sh", "-c", command], start_new_session=True)
     ended.wait()
     monkeypatch.setattr(job, "start_snakemake", lambda: ended)
     job.signals.must_end = signalled
     assert job.run() == 1
-    assert DriverState.read(folder.state).end == end
+    state = DriverState.read(folder.state)
+    assert state.end == end
+    assert state.snakemake_started == (command != "exit 1"), "the next driver job clears up after a kill"
