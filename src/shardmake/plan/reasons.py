@@ -65,8 +65,8 @@ def _node_sentence(chosen: Candidate, candidates: Sequence[Candidate]) -> list[s
         return []
     best = min(fewer, key=lambda candidate: candidate.gpu_seconds)
     return [
-        f"It takes {_gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
-        f"{_gpu_seconds(best)} ({seconds(best)} per step)."
+        f"It takes {gpu_seconds(chosen)} GPU-seconds per step; {best.name}, the cheapest on fewer nodes, takes "
+        f"{gpu_seconds(best)} ({seconds(best)} per step)."
     ]
 
 
@@ -96,8 +96,8 @@ def _why_not(candidate: Candidate, chosen: Candidate) -> str:
         return f"{candidate.reason} ({seconds(candidate)} per step{method})"
     if not _same_nodes(candidate, chosen):
         return (
-            f"{_gpu_seconds(candidate)} GPU-seconds per step on {plural(candidate.choice.nodes, 'node')}, against "
-            f"{_gpu_seconds(chosen)} on {chosen.choice.nodes} ({seconds(candidate)} per step, {memory})"
+            f"{gpu_seconds(candidate)} GPU-seconds per step on {plural(candidate.choice.nodes, 'node')}, against "
+            f"{gpu_seconds(chosen)} on {chosen.choice.nodes} ({seconds(candidate)} per step, {memory})"
         )
     against = f"{seconds(candidate)} per step against {seconds(chosen)}, {memory}"
     if candidate.rounded_seconds > chosen.rounded_seconds:
@@ -111,12 +111,21 @@ def _same_nodes(candidate: Candidate, chosen: Candidate) -> bool:
     return candidate.choice.nodes == chosen.choice.nodes
 
 
+def beside(found: Candidate, chosen: Candidate) -> str:
+    """Return how ``chosen`` compares with ``found``, as the end of a sentence: on other nodes also in GPU-seconds."""
+    against = f" against {seconds(chosen)}"
+    if _same_nodes(found, chosen):
+        return against
+    return f"{against} on {chosen.choice.nodes}, {gpu_seconds(found)} GPU-seconds against {gpu_seconds(chosen)}"
+
+
 def seconds(candidate: Candidate) -> str:
     """Return the seconds per step as text."""
     return f"{candidate.step_seconds:.3g} s"
 
 
-def _gpu_seconds(candidate: Candidate) -> str:
+def gpu_seconds(candidate: Candidate) -> str:
+    """Return the GPU-seconds per step as text."""
     return f"{candidate.gpu_seconds:,.0f}" if candidate.gpu_seconds >= 100 else f"{candidate.gpu_seconds:.3g}"
 
 

@@ -222,7 +222,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
-            *(f"  clearly faster: {line}" for line in plan.advice),
+            *(f"  clearly less GPU-time: {line}" for line in plan.advice),
             *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
             *(f"  {line}" for line in plan.own_files),
             f"  {_describe_disk(plan, rundir)}",

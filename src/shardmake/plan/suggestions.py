@@ -1,7 +1,7 @@
 """Suggestions: single changes of the configuration, each planned like the run itself.
 
-If nothing fits, they are the changes that fit. If something fits, they are the changes that are clearly faster. The
-plan makes none of them, because each would replace a value of the run.
+If nothing fits, they are the changes that fit. If something fits, they are the changes that cost clearly less GPU-time.
+The plan makes none of them, because each would replace a value of the run.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import CLEARLY, choose_from
 from shardmake.plan.planner import Planner
-from shardmake.plan.reasons import memory_and_time, seconds
+from shardmake.plan.reasons import beside, memory_and_time
 from shardmake.plan.resolve import ResolvedRun, check, missing_packages, resolve
 
 MAX_NODE_FACTOR = 64
@@ -120,7 +120,7 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
         found = _plan_with(settings, setting, value)
         if found is None or found.gpu_seconds >= limit:
             return None
-        return _describe(found, _changed(run, setting, value), f" against {seconds(chosen)}")
+        return _describe(found, _changed(run, setting, value), beside(found, chosen))
 
     return suggestions(kinds, outcome)
 

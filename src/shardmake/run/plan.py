@@ -152,7 +152,7 @@ class Plan(RunRecord):
     advice: list[str] = Field(
         default_factory=list,
         exclude_if=operator.not_,
-        description="Changes of the configuration that would each be clearly faster; the plan makes none of them.",
+        description="Changes of the configuration that would each cost clearly less GPU-time; the plan makes none.",
     )
     attention_reason: str = Field(
         "", exclude_if=operator.not_, description="Why the attention kernel is not varlen, the fastest one."

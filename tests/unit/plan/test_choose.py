@@ -13,7 +13,7 @@ from shardmake.plan.candidates import Candidate
 from shardmake.plan.choose import NothingFitsError, choose
 from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.family_errors import FAMILY_ERRORS, FamilyError
-from shardmake.plan.reasons import reason_of, rejected
+from shardmake.plan.reasons import beside, reason_of, rejected
 from shardmake.plan.verdict import Headroom, Verdict, judge
 from shardmake.run.plan import Choice
 
@@ -177,3 +177,9 @@ def test_nothing_fits_carries_every_candidate() -> None:
     with pytest.raises(NothingFitsError, match=r"Nothing fits: even ddp, .* needs 300.0 GiB") as caught:
         chosen(large)
     assert caught.value.candidates == [large]
+
+
+def test_a_change_on_other_nodes_is_compared_in_gpu_time() -> None:
+    chosen, fewer = candidate("fsdp", 424.0, 70.0, nodes=16), candidate("fsdp", 516.0, 70.0, nodes=8)
+    assert beside(fewer, chosen) == " against 424 s on 16, 33,024 GPU-seconds against 54,272"
+    assert beside(candidate("fsdp", 300.0, 70.0, nodes=16), chosen) == " against 424 s"
