@@ -41,7 +41,12 @@ SETTINGS: dict[str, Any] = {
     "eval_every_steps": 2,
 }
 CASES = [("full", "ddp")]
-OTHERS = [("lora", "ddp"), *((method, name) for name in ("zero2", "zero3", "fsdp") for method in ("full", "lora"))]
+OTHERS = [
+    ("lora", "ddp"),
+    *((method, name) for name in ("zero2", "zero3", "fsdp") for method in ("full", "lora")),
+    *(("full", name) for name in ("zero2-offload", "zero3-offload-optimizer", "zero3-offload")),
+    *(("lora", name) for name in ("zero2-offload", "zero3-offload")),
+]
 ON_DEMAND = pytest.mark.objectives
 SCORES = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 

@@ -58,9 +58,9 @@ def _shards_evenly(spec: StrategySpec) -> bool:
     return not (spec.uses_nvme or spec.hpz or spec.hybrid)
 
 
-def _is_main(spec: StrategySpec) -> bool:
-    """Return True for DDP, ZeRO-2, ZeRO-3 and FSDP without offload."""
-    return spec.offload_optimizer is None and spec.zero_stage != 1 and spec.reshard_after_forward
+def _is_tried(spec: StrategySpec) -> bool:
+    """Return True for DDP, for ZeRO-2 and ZeRO-3 with and without offload, and for FSDP without it."""
+    return spec.zero_stage != 1 and spec.reshard_after_forward and not (spec.is_fsdp and spec.offload_param)
 
 
 _PREFERENCE: Final[DataFormat] = "preference"
@@ -99,6 +99,6 @@ OBJECTIVES: Final = {
         new_head="score",
         cuts=False,
         head_adapter="a reward model does not have that layer",
-        is_proven=lambda spec: _shards_evenly(spec) and _is_main(spec),
+        is_proven=lambda spec: _shards_evenly(spec) and _is_tried(spec),
     ),
 }
