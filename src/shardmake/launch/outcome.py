@@ -200,11 +200,21 @@ def _failed_nodes(evidence: Evidence) -> str:
 
 
 def _by_missing_worker(evidence: Evidence) -> Outcome | None:
-    """Recognize a killed worker: the other nodes lose their peers, or Slurm ends them with SIGTERM."""
+    """Recognize a killed worker: the other nodes lose their peers, or Slurm ends them with SIGTERM.
+
+    Slurm may end the other workers before they write their records. Their ranks then have reported the lost peers.
+    """
     missing = evidence.nodes - len(evidence.exits)
     stopped = bool(evidence.errors) or any(node.stop_signal for node in evidence.exits)
-    if evidence.slurm_state != "FAILED" or missing <= 0 or not stopped or not evidence.exits:
+    if evidence.slurm_state != "FAILED" or missing <= 0 or not stopped:
         return None
+    if not evidence.exits:
+        lost = sorted({error.host for error in evidence.errors})
+        killed = ", ".join(sorted(set(evidence.hosts) - set(lost)))
+        message = (
+            f"The worker on {killed} was killed: it left no record, and ranks on {', '.join(lost)} lost their peers."
+        )
+        return Outcome(EndReason.KILLED, message) if killed else None
     where = f" on {', '.join(evidence.silent_hosts)}" if evidence.silent_hosts else ""
     message = (
         f"The worker{where} was killed: {missing} of {evidence.nodes} nodes left no exit record, and the others ended "

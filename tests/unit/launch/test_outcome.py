@@ -121,6 +121,12 @@ def test_nodes_without_a_record_are_named() -> None:
     nodes = {"nodes": 3, "hosts": ["c1", "c2", "c3"], "exits": [node(0), node(2)]}
     assert classify(evidence(slurm_state="NODE_FAIL", **nodes)).message.endswith("No record came from c2.")
     assert "The worker on c2 was killed" in classify(evidence(errors=[PEER_GONE], **nodes)).message
+    none = {"nodes": 2, "hosts": ["c1", "c3"], "exits": [], "errors": [PEER_GONE]}
+    killed = classify(evidence(slurm_state="FAILED", **none))
+    assert killed.end is EndReason.KILLED
+    assert killed.message == ("The worker on c3 was killed: it left no record, and ranks on c1 lost their peers.")
+    everywhere = none | {"errors": [PEER_GONE, PEER_GONE.model_copy(update={"host": "c3"})]}
+    assert classify(evidence(slurm_state="FAILED", **everywhere)).end is EndReason.COMMUNICATION
     silent = classify(evidence(slurm_state="NODE_FAIL", hosts=["c1", "c2"], nodes=2)).message
     assert silent == "Slurm ended the job: NODE_FAIL. It ran on c1, c2."
     both_wrote = {"nodes": 2, "hosts": ["c1", "c2"], "exits": [node(0), node(1)]}
