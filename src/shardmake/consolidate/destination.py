@@ -1,5 +1,6 @@
 """The destination of a merge: which folder may be replaced, and which must not."""
 
+import errno
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -26,10 +27,9 @@ def check_destination(out: Path, sources: Mapping[Path, str], *, overwrite: bool
         overwrite: Accept an ``out`` with any other content.
     """
     cannot = f"Cannot write the model to {out}."
-    try:
-        place = out.resolve()
-    except (OSError, RuntimeError):  # pathlib raises RuntimeError for a loop of links before Python 3.13
-        raise ConfigError(f"{cannot} Its symbolic links form a loop. Name another folder.") from None
+    if _is_loop(out):
+        raise ConfigError(f"{cannot} Its symbolic links form a loop. Name another folder.")
+    place = out.resolve()
     staging = staging_folder(out)
     for folder, what in sources.items():
         if relation := _relation(place, folder.resolve()):
@@ -49,6 +49,15 @@ def check_destination(out: Path, sources: Mapping[Path, str], *, overwrite: bool
             f"{cannot} It holds files that are not the result of an earlier merge: {_list(foreign)}. Name a new "
             "folder, or add --overwrite to delete everything in this one."
         )
+
+
+def _is_loop(path: Path) -> bool:
+    """Return whether the symbolic links of ``path`` form a loop. Path.resolve refuses one only before Python 3.13."""
+    try:
+        path.stat()
+    except OSError as error:
+        return error.errno == errno.ELOOP
+    return False
 
 
 def staging_folder(out: Path) -> Path:

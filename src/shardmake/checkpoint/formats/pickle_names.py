@@ -21,7 +21,7 @@ _EXPECTED = re.compile(
             r"_codecs\.encode",
             r"collections\.(OrderedDict|defaultdict)",
             r"(builtins|__builtin__)\.(set|frozenset|complex)",
-            r"pathlib\.(PosixPath|PurePosixPath|Path)",
+            r"pathlib\.(_local\.)?(PosixPath|PurePosixPath|Path)",
             r"numpy\.(dtype|ndarray)",
             r"numpy\.(_core|core)\.multiarray\.(_reconstruct|scalar)",
             r"torch\.(Tensor|Size|device|dtype|[A-Z][A-Za-z0-9]+Storage|(bfloat|float|u?int|qu?int|complex)[0-9]\w*|bool)",
@@ -38,7 +38,10 @@ _EXPECTED = re.compile(
         )
     )
 )
-"""Names that DeepSpeed 0.19, torch 2.13 and numpy 2 write. None of them runs code that the file brings along."""
+"""Names that DeepSpeed 0.19, torch 2.13 and numpy 2 write; ``pathlib._local`` is Python 3.13's.
+
+None of them runs code that the file brings along.
+"""
 
 
 def find_foreign_names(checkpoint: Path, files: Iterable[str]) -> dict[str, list[str]]:
