@@ -46,7 +46,7 @@ def test_ranks_that_read_the_weights_and_where_to(
     monkeypatch: pytest.MonkeyPatch, strategy: Strategy, method: str, local_rank: str, reads: bool, on_gpu: bool
 ) -> None:
     monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
-    monkeypatch.setattr(load_model, "check_all_loaded", lambda *_: None)
+    monkeypatch.setattr(load_model, "check_all_loaded", lambda *_, **__: None)
     monkeypatch.setattr(load_model, "AutoConfig", SimpleNamespace(from_pretrained=lambda *_, **__: None))
     monkeypatch.setattr(load_model, "_empty_model", lambda *given: None)
     monkeypatch.setattr(load_model, "_four_bit_config", lambda dtype: "four bits")
@@ -61,7 +61,7 @@ def test_ranks_that_read_the_weights_and_where_to(
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_without_gpus_the_weights_stay_on_the_host(monkeypatch: pytest.MonkeyPatch, strategy: Strategy) -> None:
     monkeypatch.setattr(ModelClass, "load", lambda *_, **options: options)
-    monkeypatch.setattr(load_model, "check_all_loaded", lambda *_: None)
+    monkeypatch.setattr(load_model, "check_all_loaded", lambda *_, **__: None)
     assert "device_map" not in cast(dict[str, Any], load_model.load_base(settings_on("cpu", strategy)))
 
 
