@@ -40,10 +40,11 @@ PIPELINE = """
 
 def rule_graph(found: str) -> str:
     """Return Snakemake's graph ``found`` with the names of stages and one style."""
-    nodes = re.findall(r'(\d+)\[label = "(\w+)"', found)
+    nodes = dict(re.findall(r'(\d+)\[label = "(\w+)"', found))
     edges = re.findall(r"(\d+) -> (\d+)", found)
-    lines = [f'  {number} [label="{name.removesuffix("_run").replace("_", " ")}"];' for number, name in nodes]
-    return "\n".join([*lines, *(f"  {source} -> {target};" for source, target in edges)])
+    lines = [f'  {name} [label="{name.removesuffix("_run").replace("_", " ")}"];' for name in nodes.values()]
+    # Snakemake's numbers and order are not the same every time.
+    return "\n".join(sorted([*lines, *(f"  {nodes[source]} -> {nodes[target]};" for source, target in edges)]))
 
 
 def drawn(body: str) -> str:
