@@ -53,7 +53,7 @@ def test_qlora_trains_resumes_and_merges(
     rundir, (expected, reference) = RunDir(tmp_path / "run"), qlora_under_ddp
     changes = {"method": "qlora", "checkpoints": {"every_steps": 2}}
     steps = train(quantizing, rundir, strategy, **changes)
-    for what, off in (("loss", {"abs": 2e-3}), ("grad_norm", {"rel": 5e-3})):
+    for what, off in (("loss", {"abs": 6e-3}), ("grad_norm", {"rel": 5e-3})):
         assert [step[what] for step in steps] == pytest.approx([step[what] for step in expected], **off)
 
     uninterrupted = losses(rundir)
