@@ -624,7 +624,9 @@ def _read_deepspeed(settings: Settings, plugin: Any, found: EngineSettings) -> N
             config = _fill_last(config, auto, found)
     _check_batch(config, found)
     reader = lambda less: parsers.deepspeed_settings(less, {})  # noqa: E731
-    while (key := culprit(config, reader)) is not None:
+    refused: set[str] = set()  # the size of a micro batch is put back, and may fail again
+    while (key := culprit(config, reader)) is not None and key not in refused:
+        refused.add(key)
         _refuse_for_deepspeed(key, dict(parsers.leaves(config))[key], found)
         config = {"train_micro_batch_size_per_gpu": 1} | without(config, key)  # DeepSpeed reads no file without it
     try:

@@ -236,6 +236,12 @@ def test_any_value_in_any_key_gives_a_comparison(cases: list[Settings]) -> None:
     assert len(compare_settings(cases)) == len(cases)
 
 
+@pytest.mark.timeout(120)
+def test_a_micro_batch_that_fails_with_its_default_too_ends_the_reading() -> None:
+    batch = {"train_micro_batch_size_per_gpu": "x", "train_batch_size": 4, "gradient_accumulation_steps": 2}
+    assert len(compare_settings([Settings(trainer=None, deepspeed=batch, accelerate=None)])) == 1
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
