@@ -11,6 +11,7 @@ from typing import Any
 from pydantic.json_schema import models_json_schema
 
 from shardmake.checkpoint.record import CheckpointRecord
+from shardmake.commands.overview import ListedRun, RunStatus
 from shardmake.run.attempt import (
     Attempt,
     Hang,
@@ -66,12 +67,15 @@ RECORDS: Mapping[str, type] = {
     "../.driver/NNN/workflow.json": Workflow,
     "../.driver/NNN/state.json": DriverState,
     "../.driver/NNN/ended/RUN.json": EndedRun,
+    "shardmake status --json, one entry": RunStatus,
+    "shardmake list --json, one entry": ListedRun,
 }
 HEAD = """# File formats
 
-Every JSON file that one process writes and another reads, by its path below `runs/NAME/`. Unknown fields are errors.
-The same as a JSON Schema, for programs that read these files: [file-formats.schema.json](file-formats.schema.json); its
-`files` names the definition of each file. Both are generated: `make docs`.
+Every JSON file that one process writes and another reads, by its path below `runs/NAME/`, and at the end the output of
+two commands. Unknown fields are errors. The same as a JSON Schema, for programs:
+[file-formats.schema.json](file-formats.schema.json); its `files` names the definition of each file.
+Both are generated: `make docs`.
 """
 
 

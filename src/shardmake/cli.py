@@ -663,7 +663,7 @@ def status(
     if watch and not as_json:
         overview.watch(lambda: overview.status_rows(read, cluster, runs))
     elif as_json:
-        typer.echo(json.dumps([row.as_json() for row in overview.status_rows(read, cluster, runs)], indent=2))
+        typer.echo(json.dumps(overview.status_json(read, cluster, runs), indent=2))
     elif name:
         typer.echo(describe(run, cluster, RunDir(runs / name)))
     else:
@@ -675,15 +675,13 @@ def status(
 @app.command("list")
 def list_all(config: ConfigFiles = CONFIG, runs: Runs = RUNS, as_json: AsJson = False) -> None:
     """List the runs of the configuration, those of its sweeps, and folders of other runs."""
-    from dataclasses import asdict
-
     from shardmake.commands.overview import LIST_HEADERS, list_runs
     from shardmake.commands.text_table import print_table
 
     read = load_config(*config)
     found = list_runs(read, load_cluster(Path(read.cluster)), runs)
     if as_json:
-        typer.echo(json.dumps([asdict(run) for run in found], indent=2))
+        typer.echo(json.dumps([run.as_json() for run in found], indent=2))
     else:
         print_table(LIST_HEADERS, [run.cells() for run in found])
 

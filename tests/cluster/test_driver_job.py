@@ -122,6 +122,13 @@ def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(drive
     assert f"Driver job {first} of root (running) works on demo already." in again
     status = driver.checkout.on_login_node("shardmake", "status", "demo")
     assert f"Driver of demo: job {first} is running on c1. Output: runs/.driver/001/driver.log" in status
+    (printed,) = json.loads(driver.checkout.on_login_node("shardmake", "status", "--json"))
+    assert printed["driver_job"] == {
+        "job": first,
+        "state": "running",
+        "nodes": "c1",
+        "log": "runs/.driver/001/driver.log",
+    }
     assert "Adopting" not in driver.checkout.on_login_node("shardmake", "logs", "demo", "--driver")
     cancelled = driver.checkout.on_login_node("shardmake", "cancel", "demo", "--driver")
     assert f"Cancelled driver job {first} of demo. Trainings keep running." in cancelled

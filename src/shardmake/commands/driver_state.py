@@ -2,6 +2,9 @@
 
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.driver_script import jobs_of
@@ -9,6 +12,7 @@ from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.run.driver_job import DriverDir, DriverState, Workflow, driver_dirs
 from shardmake.run.paths import RunDir, short_path
+from shardmake.run.record import RunRecord
 
 
 def newest_workflows(runs: Path, names: Collection[str]) -> Iterator[tuple[DriverDir, Workflow, list[str]]]:
@@ -21,31 +25,74 @@ def newest_workflows(runs: Path, names: Collection[str]) -> Iterator[tuple[Drive
             yield folder, workflow, common
 
 
+class DriverJobStatus(RunRecord):
+    """State of the driver jobs of the workflow that was submitted last for a run."""
+
+    job: str | None = Field(description="Id of the driver job that runs, waits, or was the last to start.")
+    state: Literal["running", "pending", "done", "failed", "cancelled", "killed", "unknown"] = Field(
+        description="`killed`: it ended and recorded nothing. `unknown`: Slurm does not answer."
+    )
+    nodes: str = Field("", description="Its node; while it waits, Slurm's reason in parentheses.")
+    log: str = Field(description="Output of all driver jobs of the workflow.")
+
+
+def driver_jobs(runs: Path, names: Collection[str]) -> dict[str, DriverJobStatus]:
+    """Return the state of the driver jobs by run, for those of ``names`` that were submitted. Slurm gets one query."""
+    found = list(newest_workflows(runs, names))
+    unfinished = {workflow.name for folder, workflow, _ in found if DriverState.read(folder.state).end != "done"}
+    try:
+        queue = jobs_of(*unfinished) if unfinished else {}
+    except SlurmError:
+        queue = None
+    return {
+        run: status
+        for folder, workflow, common in found
+        for status in [_status(folder, workflow, queue)]
+        for run in common
+    }
+
+
+def _status(folder: DriverDir, workflow: Workflow, queue: Mapping[str, JobStatus] | None) -> DriverJobStatus:
+    """Return the state of the driver jobs of a workflow; ``queue`` has those in the queue, None without an answer."""
+    state, log = DriverState.read(folder.state), short_path(folder.log)
+    last = state.jobs[-1] if state.jobs else None
+    if state.end == "done":
+        return DriverJobStatus(job=last, state="done", log=log)
+    if queue is None:
+        return DriverJobStatus(job=last, state="unknown", log=log)
+    active = [(job, status) for job, status in queue.items() if status.job_name == workflow.name]
+    for job, status in sorted(active, key=lambda item: item[1].state is not JobState.RUNNING):
+        name: Literal["running", "pending"] = "running" if status.state is JobState.RUNNING else "pending"
+        return DriverJobStatus(job=job, state=name, nodes=status.nodes, log=log)
+    if state.end in ("failed", "cancelled"):
+        return DriverJobStatus(job=last, state=state.end, log=log)
+    return DriverJobStatus(job=last, state="killed", log=log)
+
+
 def describe_drivers(runs: Path, names: Collection[str]) -> list[str]:
     """Return a sentence for each workflow that driver jobs work on, or that ended before its runs were done."""
-    lines = []
-    for folder, workflow, common in newest_workflows(runs, names):
-        state = DriverState.read(folder.state)
-        if state.end == "done":
-            continue
-        try:
-            text = _describe(state, jobs_of(workflow.name))
-        except SlurmError:
-            text = "Slurm does not say whether a driver job works on them."
-        lines.append(f"Driver of {', '.join(common)}: {text} Output: {short_path(folder.log)}")
-    return lines
+    by_log: dict[str, tuple[DriverJobStatus, list[str]]] = {}
+    for run, status in driver_jobs(runs, names).items():
+        if status.state != "done":
+            by_log.setdefault(status.log, (status, []))[1].append(run)
+    return [
+        f"Driver of {', '.join(common)}: {_describe(status)} Output: {status.log}" for status, common in by_log.values()
+    ]
 
 
-def _describe(state: DriverState, jobs: Mapping[str, JobStatus]) -> str:
-    """Return the state of the driver jobs of a workflow; ``jobs`` are those in the queue."""
-    for job, status in sorted(jobs.items(), key=lambda item: item[1].state is not JobState.RUNNING):
-        where = f"on {status.nodes}" if status.state is JobState.RUNNING else status.nodes
-        return f"job {job} is {status.state.value} {where}."
-    last = f"job {state.jobs[-1]}" if state.jobs else "its job"
-    if state.end == "failed":
-        return f"{last} ended, because a person is needed. Fix the cause and run `shardmake submit` again."
-    ended = "was cancelled" if state.end == "cancelled" else "was killed or cancelled"
-    return f"{last} {ended}; trainings keep running. Run `shardmake submit` to continue."
+def _describe(status: DriverJobStatus) -> str:
+    job = f"job {status.job}" if status.job else "its job"
+    match status.state:
+        case "running":
+            return f"{job} is running on {status.nodes}."
+        case "pending":
+            return f"{job} is pending {status.nodes}."
+        case "unknown":
+            return "Slurm does not say whether a driver job works on them."
+        case "failed":
+            return f"{job} ended, because a person is needed. Fix the cause and run `shardmake submit` again."
+    ended = "was cancelled" if status.state == "cancelled" else "was killed or cancelled"
+    return f"{job} {ended}; trainings keep running. Run `shardmake submit` to continue."
 
 
 def cancel_driver(rundir: RunDir) -> str:

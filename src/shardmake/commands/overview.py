@@ -9,6 +9,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final
 
+from pydantic import Field
+
+from shardmake.commands.driver_state import DriverJobStatus, driver_jobs
 from shardmake.commands.last_event import Event, last_event
 from shardmake.commands.status import CHANGED, DONE, Queue, Stages, queue_of, stage_states, unfinished_training
 from shardmake.commands.text_table import print_table, rich_table
@@ -18,6 +21,7 @@ from shardmake.config.models import Cluster, Config, Run
 from shardmake.core.errors import ConfigError, ShardmakeError
 from shardmake.core.units import format_duration
 from shardmake.run.paths import RunDir
+from shardmake.run.record import RunRecord
 
 REFRESH_SECONDS: Final = 10.0
 """Seconds between two screens of ``--watch``; each one asks Slurm once for all runs."""
@@ -58,23 +62,50 @@ class RunRow:
             "" if self.event is None else str(self.event),
         )
 
-    def as_json(self) -> dict[str, Any]:
-        """Return the row as JSON data: times in Unix seconds, durations in seconds."""
-        at = dataclasses.asdict(self.progress) if self.progress else dict.fromkeys(_PROGRESS)
-        return {
-            "run": self.run,
-            "stage": self.stage,
-            "state": self.state,
-            **at,
-            "seconds_left": self.progress.seconds_left if self.progress else None,
-            "queue": self.queue or None,
-            "expected_start": self.starts,
-            "last_event": dataclasses.asdict(self.event) if self.event else None,
-            "stages": dict(self.stages),
-        }
+    def as_json(self, driver_job: DriverJobStatus | None = None) -> Any:
+        """Return the row and the run's driver jobs as JSON data."""
+        at = self.progress
+        return RunStatus(
+            run=self.run,
+            stage=self.stage,
+            state=self.state,
+            **(dataclasses.asdict(at) if at else {}),
+            seconds_left=at.seconds_left if at else None,
+            queue=self.queue or None,
+            expected_start=self.starts,
+            last_event=self.event,
+            stages=dict(self.stages),
+            driver_job=driver_job,
+        ).as_json()
 
 
-_PROGRESS: Final = [field.name for field in dataclasses.fields(Progress)]
+class RunStatus(RunRecord):
+    """The state of one run: an entry of what ``shardmake status --json`` prints. A value that is not known is null."""
+
+    run: str = Field(description="Name of the run.")
+    stage: str = Field(
+        description="Stage that is in progress or next; `done` after the last one, empty if the run cannot be read."
+    )
+    state: str = Field(description="State of the run, in words.")
+    step: int | None = Field(None, description="Last optimizer step.")
+    total: int | None = Field(None, description="Optimizer steps of the whole training.")
+    loss: float | None = Field(None, description="Last logged loss.")
+    tokens_per_second: float | None = Field(None, description="Last logged speed of all ranks.")
+    step_seconds: float | None = Field(None, description="Median seconds of the last steps.")
+    seconds_left: float | None = Field(None, description="Seconds until the last step at that speed.")
+    queue: str | None = Field(description="State of the training's job in the queue, and its nodes or why it waits.")
+    expected_start: float | None = Field(description="Unix time at which Slurm expects to start the job.")
+    last_event: Event | None = Field(description="Newest event.")
+    stages: dict[str, str] = Field(description="State of each stage: done, changed, outdated or open.")
+    driver_job: DriverJobStatus | None = Field(
+        description="Driver jobs of the workflow that was submitted last for the run, if `shardmake submit` was used."
+    )
+
+
+def status_json(config: Config, cluster: Cluster, runs: Path) -> list[Any]:
+    """Return what ``shardmake status --json`` prints: a `RunStatus` for each run of the configuration."""
+    drivers = driver_jobs(runs, config.runs) if cluster.executor == "slurm" else {}
+    return [row.as_json(drivers.get(row.run)) for row in status_rows(config, cluster, runs)]
 
 
 def status_rows(config: Config, cluster: Cluster, runs: Path) -> list[RunRow]:
@@ -138,16 +169,14 @@ def watch(read: Callable[[], list[RunRow]]) -> None:
         return
 
 
-@dataclass(frozen=True)
-class ListedRun:
-    """One run in the configuration or in the folder of runs."""
+class ListedRun(RunRecord):
+    """One run in the configuration or in the folder of runs: an entry of what ``shardmake list --json`` prints."""
 
-    run: str
-    sweep: str = ""
-    model: str = ""
-    data: str = ""
-    stage: str = ""
-    """As in `RunRow`; for a run that the configuration lacks, a note."""
+    run: str = Field(description="Name of the run.")
+    sweep: str = Field("", description="Sweep that the run is a point of.")
+    model: str = Field("", description="Model that it starts from.")
+    data: str = Field("", description="Sources of the training data.")
+    stage: str = Field("", description="Stage that is in progress or next, or that the configuration lacks the run.")
 
     def cells(self) -> tuple[str, ...]:
         """Return the row of the table with `LIST_HEADERS`."""
@@ -166,6 +195,8 @@ def list_runs(config: Config, cluster: Cluster, runs: Path) -> list[ListedRun]:
             stage = _next_stage(stage_states(run, cluster, RunDir(runs / name)))[0]
         except (ShardmakeError, OSError):
             stage = "cannot be read"
-        listed.append(ListedRun(name, sweep_of.get(name, ""), model, data, stage))
+        listed.append(ListedRun(run=name, sweep=sweep_of.get(name, ""), model=model, data=data, stage=stage))
     folders = sorted(path.name for path in runs.glob("[!.]*/") if path.is_dir())
-    return listed + [ListedRun(name, stage="not in the configuration") for name in folders if name not in config.runs]
+    return listed + [
+        ListedRun(run=name, stage="not in the configuration") for name in folders if name not in config.runs
+    ]

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.commands.driver_state import cancel_driver, describe_drivers, read_driver_log
+from shardmake.commands.driver_state import cancel_driver, describe_drivers, driver_jobs, read_driver_log
 from shardmake.core.errors import ConfigError, SlurmError
 from shardmake.launch.driver_script import refuse_while_driven
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow, new_driver_dir
@@ -37,21 +37,41 @@ def submitted(runs: list[str], end: End | None = None, name: str = "driver-0a1b"
 
 
 @pytest.mark.parametrize(
-    ("queue", "end", "text"),
+    ("queue", "end", "text", "state"),
     [
-        (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1."),
-        (f"{WAITING}\n", "continued", "job 13 is pending (Dependency)."),
-        ("", None, "job 12 was killed or cancelled; trainings keep running. Run `shardmake submit` to continue."),
-        ("", "cancelled", "job 12 was cancelled; trainings keep running. Run `shardmake submit` to continue."),
-        ("", "failed", "job 12 ended, because a person is needed. Fix the cause and run `shardmake submit` again."),
-        (None, None, "Slurm does not say whether a driver job works on them."),
+        (f"{WAITING}\n{RUNNING}\n", None, "job 12 is running on c1.", "running"),
+        (f"{WAITING}\n", "continued", "job 13 is pending (Dependency).", "pending"),
+        (
+            "",
+            None,
+            "job 12 was killed or cancelled; trainings keep running. Run `shardmake submit` to continue.",
+            "killed",
+        ),
+        (
+            "",
+            "cancelled",
+            "job 12 was cancelled; trainings keep running. Run `shardmake submit` to continue.",
+            "cancelled",
+        ),
+        (
+            "",
+            "failed",
+            "job 12 ended, because a person is needed. Fix the cause and run `shardmake submit` again.",
+            "failed",
+        ),
+        (None, None, "Slurm does not say whether a driver job works on them.", "unknown"),
     ],
 )
-def test_status_has_the_driver_job_of_a_run(slurm: Path, queue: str | None, end: End | None, text: str) -> None:
+def test_status_has_the_driver_job_of_a_run(
+    slurm: Path, queue: str | None, end: End | None, text: str, state: str
+) -> None:
     if queue is not None:
         slurm.write_text(queue)
     submitted(["chat", "code"], end)
     assert describe_drivers(Path("runs"), ["chat", "other"]) == [f"Driver of chat: {text} {OUTPUT}"]
+    assert {run: status.state for run, status in driver_jobs(Path("runs"), ["chat", "other"]).items()} == {
+        "chat": state
+    }
 
 
 def test_only_the_last_workflow_of_a_run_counts(slurm: Path) -> None:
@@ -59,6 +79,22 @@ def test_only_the_last_workflow_of_a_run_counts(slurm: Path) -> None:
     submitted(["chat", "code"], "failed")
     submitted(["chat"], "done")
     assert [line.partition(":")[0] for line in describe_drivers(Path("runs"), ["chat", "code"])] == ["Driver of code"]
+
+
+def test_the_driver_jobs_of_all_runs_cost_one_query(slurm: Path) -> None:
+    slurm.write_text(f"{RUNNING}\n14|PENDING|(Priority)|driver-ffff\n")
+    submitted(["done"], "done", "driver-eeee")
+    assert driver_jobs(Path("runs"), ["done"])["done"].state == "done" and not Path("asked").exists()
+    submitted(["chat", "code"])
+    submitted(["other"], None, "driver-ffff")
+    found = driver_jobs(Path("runs"), ["chat", "code", "other", "new"])
+    assert {run: (status.job, status.nodes) for run, status in found.items()} == {
+        "other": ("14", "(Priority)"),
+        "chat": ("12", "c1"),
+        "code": ("12", "c1"),
+    }
+    assert found["code"].log == "runs/.driver/002/driver.log"
+    assert len(Path("asked").read_text().splitlines()) == 1
 
 
 def test_a_second_snakemake_for_the_same_runs_is_refused_with_one_query(slurm: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from shardmake.commands import overview
+from shardmake.commands.driver_state import DriverJobStatus
 from shardmake.commands.last_event import last_event
-from shardmake.commands.overview import RunRow, list_runs, status_row, status_rows
+from shardmake.commands.overview import RunRow, RunStatus, list_runs, status_row, status_rows
 from shardmake.commands.text_table import plain_table
 from shardmake.commands.training_state import Progress
 from shardmake.config.load import parse_config
@@ -51,9 +52,16 @@ def test_a_row_has_progress_for_people_and_for_programs(training: RunDir) -> Non
     queue = parse_rows(f"12|RUNNING|c[1-2]|{job_name(training.root)}|{START}\n")
     row = status_row(make_run(), SLURM, training, queue)
     assert row.cells()[1:8] == ("train", "training", "60/60", "0.15", "205", "0 s", "running c[1-2]")
-    read = json.loads(json.dumps(row.as_json()))
+    driver = DriverJobStatus(job="14", state="running", nodes="c3", log="runs/.driver/001/driver.log")
+    read = json.loads(json.dumps(row.as_json(driver)))
+    assert read["driver_job"] == {"job": "14", "state": "running", "nodes": "c3", "log": "runs/.driver/001/driver.log"}
     assert read["step"] == 60 and read["total"] == 60 and read["seconds_left"] == 0 and read["step_seconds"] == 2
     assert read["stages"]["evaluate"] == "outdated" and read["last_event"]["text"] == "job 12 submitted"
+
+
+def test_a_run_that_cannot_be_read_and_one_without_a_job_are_valid_output() -> None:
+    row = RunRow("chat", "", "cannot be read: no permission").as_json()
+    assert row["driver_job"] is None and row["step"] is None and RunStatus.model_validate(row).run == "chat"
 
 
 def test_time_left_is_unknown_without_a_total_or_a_speed() -> None:
