@@ -40,12 +40,13 @@ SETTINGS: dict[str, Any] = {
     "checkpoints": {"every_steps": 2},
     "eval_every_steps": 2,
 }
+OFFLOADED = ("zero1-offload", "zero2-offload", "zero3-offload-optimizer", "zero3-offload", "fsdp-offload")
 CASES = [("full", "ddp")]
 OTHERS = [
     ("lora", "ddp"),
-    *((method, name) for name in ("zero2", "zero3", "fsdp") for method in ("full", "lora")),
-    *(("full", name) for name in ("zero2-offload", "zero3-offload-optimizer", "zero3-offload")),
-    *(("lora", name) for name in ("zero2-offload", "zero3-offload")),
+    *((method, name) for name in ("zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op") for method in ("full", "lora")),
+    *(("full", name) for name in OFFLOADED),
+    *(("lora", name) for name in ("zero1-offload", "zero2-offload", "zero3-offload", "fsdp-offload")),
 ]
 ON_DEMAND = pytest.mark.objectives
 SCORES = ("accuracy", "margin", "min_reward", "mean_reward", "max_reward")

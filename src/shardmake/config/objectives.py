@@ -58,11 +58,6 @@ def _shards_evenly(spec: StrategySpec) -> bool:
     return not (spec.uses_nvme or spec.hpz or spec.hybrid)
 
 
-def _is_tried(spec: StrategySpec) -> bool:
-    """Return True for DDP, for ZeRO-2 and ZeRO-3 with and without offload, and for FSDP without it."""
-    return spec.zero_stage != 1 and spec.reshard_after_forward and not (spec.is_fsdp and spec.offload_param)
-
-
 _PREFERENCE: Final[DataFormat] = "preference"
 _UNPAIRED: Final[DataFormat] = "unpaired-preference"
 OBJECTIVES: Final = {
@@ -99,6 +94,6 @@ OBJECTIVES: Final = {
         new_head="score",
         cuts=False,
         head_adapter="a reward model does not have that layer",
-        is_proven=lambda spec: _shards_evenly(spec) and _is_tried(spec),
+        is_proven=_shards_evenly,
     ),
 }

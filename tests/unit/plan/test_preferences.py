@@ -30,12 +30,14 @@ __all__ = ["folders"]
 DPO: dict[str, Any] = {"objective": "dpo", "packing": False}
 
 
-def test_strategies_that_train_on_preferences() -> None:
-    run = make_run(**DPO)
+@pytest.mark.parametrize("objective", ["dpo", "reward"])
+def test_strategies_that_train_on_preferences(objective: str) -> None:
+    run = make_run(objective=objective, packing=False)
     refused = [name for name in STRATEGIES if unsuitable(run, name)]
     assert refused == ["zero3-hpz", "zero3-nvme", "fsdp-hybrid"]
-    assert unsuitable(run, "zero3-nvme") == "objective: dpo is not tested under zero3-nvme. Take another strategy."
-    assert "Take fsdp_version: 2" in unsuitable(make_run(**DPO, fsdp_version=1), "fsdp")
+    message = f"objective: {objective} is not tested under zero3-nvme. Take another strategy."
+    assert unsuitable(run, "zero3-nvme") == message
+    assert "Take fsdp_version: 2" in unsuitable(run.model_copy(update={"fsdp_version": 1}), "fsdp")
 
 
 def test_what_the_plan_cannot_estimate_or_run_is_refused() -> None:
@@ -102,20 +104,8 @@ def test_kto_runs_each_model_twice(folders: dict[str, str]) -> None:
     assert (scenario.extra_forwards, scenario.reference_weights, scenario.log_probs) == (3, True, True)
 
 
-REWARD: dict[str, Any] = {"objective": "reward", "packing": False}
-
-
-def test_strategies_that_train_reward_models() -> None:
-    run = make_run(**REWARD)
-    proven = [name for name in STRATEGIES if not unsuitable(run, name)]
-    assert proven == [
-        "ddp", "zero2", "zero2-offload", "zero3", "zero3-offload-optimizer", "zero3-offload", "fsdp"
-    ]  # fmt: skip
-    assert "Take fsdp_version: 2" in unsuitable(make_run(**REWARD, fsdp_version=1), "fsdp")
-
-
 def test_reward_models_of_other_families_are_refused() -> None:
-    run, on_cpus = make_run(**REWARD), from_cluster(make_cluster(accelerator="cpu"))
+    run, on_cpus = make_run(objective="reward", packing=False), from_cluster(make_cluster(accelerator="cpu"))
     with pytest.raises(ConfigError, match=r"objective: reward is not supported for .* Use a model of the Llama"):
         _check_objective(run, on_cpus, replace(make_model(), decoder=None))
     _check_objective(run, on_cpus, make_model())
