@@ -101,6 +101,7 @@ TABLE: dict[str, Why | str] = {
     "data/raw.py:files_of_raw": "data/check.py:check_sources",
     "evaluate/backends.py:check_backend": "cli.py:plan",
     "evaluate/harness.py": "cli.py:plan",
+    "evaluate/preferences.py:score_rewards": R,
     "evaluate/scores.py:Score.means": R,
     "evaluate/scores.py:Scores.as_record": A,
     "evaluate/scores.py:smaller_after_out_of_memory": Why.RANKS,

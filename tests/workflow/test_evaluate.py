@@ -370,6 +370,37 @@ def test_tasks_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Pa
     assert found["base"] + found["tuned"] == pytest.approx(1) and 0 <= found["base"] <= 1
 
 
+PERPLEXITY_TASK = """
+task: lab_texts
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {file}}}}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{{{question}}}}"
+metric_list: [{{metric: word_perplexity}}, {{metric: bits_per_byte}}]
+"""
+
+
+def test_a_perplexity_that_overflows_is_null_in_valid_json(
+    folder: Path, rundir: RunDir, tmp_path: Path, task: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A model with a loss far above 709 nats: also lm_eval's perplexity overflows."""
+    caplog.set_level("INFO", "shardmake")
+    tensors = load_file(rundir.model / "model.safetensors")
+    tensors["lm_head.weight"] *= 1e6
+    save_file(tensors, rundir.model / "model.safetensors", {"format": "pt"})
+    (task / "sums.yaml").write_text(PERPLEXITY_TASK.format(file=task / "sums.jsonl"))
+    evaluate(a_run(folder, tmp_path, lm_eval=["lab_texts"], lm_eval_path=str(task)), rundir)
+    found = json.loads(rundir.evaluation.read_text(), parse_constant=pytest.fail)
+    assert found["base"]["perplexity"] == pytest.approx(math.exp(found["base"]["loss"]))
+    assert found["tuned"]["loss"] > 1000 and found["tuned"]["perplexity"] is None
+    values = {score["metric"]: (score["base"], score["tuned"]) for score in found["tasks"]}
+    assert values["word_perplexity"][1] is None and values["bits_per_byte"][1] > 1000
+    assert all(base > 0 for base, _ in values.values())
+    assert caplog.messages[-1].startswith("tuned: loss") and "perplexity above 1e+308, 8 tokens" in caplog.messages[-1]
+
+
 def test_a_misspelt_task_of_lm_eval(folder: Path, rundir: RunDir, tmp_path: Path, task: Path) -> None:
     with pytest.raises(ShardmakeError, match=r"unknown task 'lab_sumz'\. Did you mean 'lab_sums'"):
         evaluate(a_run(folder, tmp_path, lm_eval=["lab_sumz"], lm_eval_path=str(task)), rundir)

@@ -94,7 +94,7 @@ def _evaluation(evaluation: EvaluationResult) -> list[str]:
         base, tuned = evaluation.scores
         lines.append(
             f"Evaluation loss {base.loss:.3f} -> {tuned.loss:.3f}, "
-            f"perplexity {base.perplexity:,.1f} -> {tuned.perplexity:,.1f}."
+            f"perplexity {base.perplexity_text(1)} -> {tuned.perplexity_text(1)}."
         )
         if evaluation.has_exact:
             lines.append(

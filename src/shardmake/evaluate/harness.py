@@ -1,6 +1,10 @@
 """Tasks of EleutherAI's evaluation harness (``lm_eval``), if its package is installed."""
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.models import Evaluation
@@ -48,9 +52,10 @@ def _manager(evaluation: Evaluation) -> Any:
 
 def measure_tasks(
     network: "PreTrainedModel", tokenizer: Path, evaluation: Evaluation, batch_tokens: int
-) -> dict[tuple[str, str], float]:
+) -> dict[tuple[str, str], float | None]:
     """Return the results of the configured tasks by lm_eval's task and metric names, without standard errors.
 
+    A result that is not a finite number, such as the perplexity of a loss above 709 nats, is None.
     lm_eval takes a number of sequences for a pass: as many as have ``batch_tokens`` tokens, if most are short.
     """
     if not evaluation.lm_eval:
@@ -61,7 +66,7 @@ def measure_tasks(
 
     sequences = max(1, batch_tokens // _LENGTH)
     language_model = HFLM(pretrained=network, tokenizer=AutoTokenizer.from_pretrained(tokenizer), batch_size=sequences)
-    with smaller_after_out_of_memory(sequences, _LENGTH):
+    with smaller_after_out_of_memory(sequences, _LENGTH), _overflow_to_infinity():
         found = simple_evaluate(
             model=language_model,
             tasks=list(evaluation.lm_eval),
@@ -71,8 +76,26 @@ def measure_tasks(
             log_samples=False,
         )
     return {
-        (task, metric.removesuffix(",none")): float(value)
+        (task, metric.removesuffix(",none")): float(value) if math.isfinite(value) else None
         for task, metrics in found["results"].items()
         for metric, value in metrics.items()
         if isinstance(value, int | float) and "stderr" not in metric and metric != "sample_len"
     }
+
+
+@contextmanager
+def _overflow_to_infinity() -> Iterator[None]:
+    """Let lm_eval's perplexities be infinite if they overflow; its `math.exp` would end the evaluation."""
+    from lm_eval.api import metrics
+
+    def exp(value: float) -> float:
+        try:
+            return math.exp(value)
+        except OverflowError:
+            return math.inf
+
+    metrics.math = SimpleNamespace(**{**vars(math), "exp": exp})
+    try:
+        yield
+    finally:
+        metrics.math = math

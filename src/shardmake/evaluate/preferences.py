@@ -2,12 +2,14 @@
 
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
+from math import isfinite
 from statistics import fmean
 from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from shardmake.core.errors import ModelError
 from shardmake.evaluate.losses import LossPerToken
 from shardmake.evaluate.scores import IGNORED, Example, pad_examples, smaller_after_out_of_memory
 from shardmake.run.evaluation import CompletionScore, PreferenceScore, RewardModelScore
@@ -91,7 +93,16 @@ def rate_answers(network: "PreTrainedModel", answers: Answers, passes: Sequence[
 
 
 def score_rewards(rewards: Mapping[int, float]) -> RewardModelScore:
-    """Return the scores of pairs from the rewards of their answers, by number."""
+    """Return the scores of pairs from the rewards of their answers, by number.
+
+    Raises `ModelError` if a reward is not finite.
+    """
+    if bad := [reward for reward in rewards.values() if not isfinite(reward)]:
+        raise ModelError(
+            f"Evaluation failed: {len(bad):,} of {len(rewards):,} rewards are not finite, such as {bad[0]}. The "
+            "model's weights are damaged or the training diverged. Look at the losses with shardmake status NAME, and "
+            "train again with a lower learning_rate."
+        )
     chosen, rejected = _by_answer(rewards)
     return RewardModelScore(
         pairs=len(chosen),

@@ -35,7 +35,7 @@ class Examples(Protocol):
 
 
 _LARGEST_LOSS = math.log(sys.float_info.max)
-"""A perplexity of a larger loss, in nats, is no number."""
+"""The exponential of a larger loss, in nats, is not a floating-point number."""
 
 
 @dataclass
@@ -50,16 +50,16 @@ class Score:
     def means(self) -> dict[str, Any]:
         """Return mean loss over tokens, its exponential, the number of tokens, and the share of exact examples.
 
-        Raises `ModelError` if the loss is no number, or too large for a perplexity.
+        The exponential is None if it is too large for a float. Raises `ModelError` if the loss is not finite.
         """
         mean = self.loss / self.tokens
-        if not mean < _LARGEST_LOSS:
+        if not math.isfinite(mean):
             raise ModelError(
                 f"Evaluation failed: the model's loss is {mean:.6g} per token. Its weights are damaged or the training "
                 "diverged. Look at the losses with shardmake status NAME, and train again with a lower learning_rate."
             )
-        share = self.exact / self.examples
-        return {"loss": mean, "perplexity": math.exp(mean), "tokens": self.tokens, "exact": share}
+        perplexity = math.exp(mean) if mean < _LARGEST_LOSS else None
+        return {"loss": mean, "perplexity": perplexity, "tokens": self.tokens, "exact": self.exact / self.examples}
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def evaluate(run: Run, rundir: RunDir, cluster: Cluster | None = None) -> Evalua
         served=as_record(run.evaluation.serve, served, tuned.answers) if run.evaluation.serve and served else None,
     )
     for name, found in zip(("base", "tuned"), result.scores or (), strict=True):
-        logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity:,.2f}, {found.tokens:,} tokens")
+        logger.info(f"{name}: loss {found.loss:.4f}, perplexity {found.perplexity_text()}, {found.tokens:,} tokens")
     if result.preferences:
         rewards = result.preferences.rewards
         logger.info(f"reward accuracy {rewards.accuracies:.1%}, margin {rewards.margins:.4f}")
@@ -201,7 +201,7 @@ class Assessment:
 
     scores: Scores
     answers: list[list[int]]
-    tasks: dict[tuple[str, str], float]
+    tasks: dict[tuple[str, str], float | None]
     pairs: dict[int, float]
 
 

@@ -96,11 +96,15 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
 
 
 def _headline(evaluation: EvaluationResult) -> tuple[str, float]:
-    """Return name and value of the metric that describes the model: its perplexity, or a reward model's accuracy."""
+    """Return name and value of the metric that describes the model.
+
+    That is a reward model's accuracy, else the perplexity, or the loss if the perplexity is not known.
+    """
     if evaluation.reward_model:
         return "accuracy", evaluation.reward_model.accuracy
     assert evaluation.tuned is not None
-    return "perplexity", evaluation.tuned.perplexity
+    perplexity = evaluation.tuned.perplexity
+    return ("loss", evaluation.tuned.loss) if perplexity is None else ("perplexity", perplexity)
 
 
 def _task_results(evaluation: EvaluationResult) -> "list[EvalResult]":
@@ -115,6 +119,7 @@ def _task_results(evaluation: EvaluationResult) -> "list[EvalResult]":
             metric_value=round(result.tuned, 4),
         )
         for result in evaluation.tasks
+        if result.tuned is not None
     ]
 
 

@@ -12,7 +12,7 @@ from shardmake.report.figures import Memory
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.report.plots import find_memory
 from shardmake.run.attempt import Attempt
-from shardmake.run.evaluation import EvaluationResult
+from shardmake.run.evaluation import EvaluationResult, format_perplexity
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import MemoryEstimates, Plan
 from shardmake.run.receipts import DataReceipt, TrainingReceipt
@@ -142,25 +142,28 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
     same_data: Best | None = "lowest" if _same_evaluation_data(runs) else None
     on_gpus = all(run.attempt is None or run.attempt.accelerator != "cpu" for run in runs)
     columns = [
-        _column(runs, "steps", lambda run: _last(run, "step"), "{:,.0f}"),
-        _column(runs, "tokens", lambda run: _last(run, "tokens"), "{:,.0f}"),
-        _column(runs, "training loss", lambda run: _last(run, "loss"), "{:.4f}"),
-        _column(runs, "base loss", lambda run: _score(run, "base", "loss"), "{:.4f}"),
-        _column(runs, "evaluation loss", lambda run: _score(run, "tuned", "loss"), "{:.4f}", same_data),
-        _column(runs, "perplexity", lambda run: _score(run, "tuned", "perplexity"), "{:,.2f}", same_data),
-        _column(runs, "exact answers, %", _exact, "{:.1f}", same_data and "highest"),
-        _column(runs, "preference accuracy, %", _preference_accuracy, "{:.1f}", same_data and "highest"),
+        _column(runs, "steps", lambda run: _last(run, "step"), "{:,.0f}".format),
+        _column(runs, "tokens", lambda run: _last(run, "tokens"), "{:,.0f}".format),
+        _column(runs, "training loss", lambda run: _last(run, "loss"), "{:.4f}".format),
+        _column(runs, "base loss", lambda run: _score(run, "base", "loss"), "{:.4f}".format),
+        _column(runs, "evaluation loss", lambda run: _score(run, "tuned", "loss"), "{:.4f}".format, same_data),
+        _column(runs, "perplexity", lambda run: _score(run, "tuned", "perplexity"), format_perplexity, same_data),
+        _column(runs, "exact answers, %", _exact, "{:.1f}".format, same_data and "highest"),
+        _column(runs, "preference accuracy, %", _preference_accuracy, "{:.1f}".format, same_data and "highest"),
         *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
-        _column(runs, "tokens/s", _speed, "{:,.0f}", "highest"),
-        _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}", "lowest"),
+        _column(runs, "tokens/s", _speed, "{:,.0f}".format, "highest"),
+        _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}".format, "lowest"),
         _column(
-            runs, "memory predicted, GiB", lambda run: _gib(run.memory.predicted if run.memory else None), "{:.1f}"
+            runs,
+            "memory predicted, GiB",
+            lambda run: _gib(run.memory.predicted if run.memory else None),
+            "{:.1f}".format,
         ),
         _column(
             runs,
             "memory measured, GiB",
             lambda run: _gib(run.memory.measured if run.memory else None),
-            "{:.1f}",
+            "{:.1f}".format,
             "lowest",
         ),
     ]
@@ -171,7 +174,7 @@ def _column(
     runs: Sequence[ComparedRun],
     name: str,
     value: Callable[[ComparedRun], float | None],
-    form: str,
+    text: Callable[[float], str],
     best: Best | None = None,
 ) -> ResultColumn:
     """Return a column. Only runs that have finished their training can be the best, and not if all are equal."""
@@ -182,7 +185,7 @@ def _column(
     marked = None
     if best and len(set(finished.values())) > 1:
         marked = (min if best == "lowest" else max)(finished, key=lambda index: finished[index])
-    return ResultColumn(name, values, form.format, marked)
+    return ResultColumn(name, values, text, marked)
 
 
 def _last(run: ComparedRun, key: str) -> float | None:
@@ -234,7 +237,7 @@ def _task_column(runs: Sequence[ComparedRun], task: str, metric: str) -> ResultC
         scores = run.evaluation.tasks if run.evaluation else []
         return next((score.tuned for score in scores if (score.task, score.metric) == (task, metric)), None)
 
-    return _column(runs, f"{task} {metric}", value, "{:.4f}", _TASK_METRICS.get(metric.partition(",")[0]))
+    return _column(runs, f"{task} {metric}", value, "{:.4f}".format, _TASK_METRICS.get(metric.partition(",")[0]))
 
 
 def _same_evaluation_data(runs: Sequence[ComparedRun]) -> bool:

@@ -101,7 +101,7 @@ def _tiles(records: Records) -> dict[str, str]:
 def _loss_tiles(base: ModelScore, tuned: ModelScore, *, has_exact: bool) -> dict[str, str]:
     return {
         "evaluation loss": f"{base.loss:.3f} → {tuned.loss:.3f}",
-        "perplexity": f"{base.perplexity:,.1f} → {tuned.perplexity:,.1f}",
+        "perplexity": f"{base.perplexity_text(1)} → {tuned.perplexity_text(1)}",
         "exact answers": f"{base.exact:.1%} → {tuned.exact:.1%}" if has_exact else "",
     }
 

@@ -9,33 +9,43 @@ from shardmake.run.metrics import MeanRewards, Rewards
 from shardmake.run.record import RunRecord
 
 
-class LengthScore(RunRecord):
+def format_perplexity(value: float | None, decimals: int = 2) -> str:
+    """Return a perplexity for a reader: a large one in scientific notation, None as ``above 1e+308``."""
+    if value is None:
+        return "above 1e+308"
+    return f"{value:,.{decimals}f}" if value < 10**9 else f"{value:.2e}"
+
+
+class LossScore(RunRecord):
+    """Scores of some held-out examples."""
+
+    loss: float = Field(description="Mean loss, nats per token with loss.")
+    perplexity: float | None = Field(
+        description="Its exponential; null for a loss above 709.78, whose exponential is not a floating-point number."
+    )
+    tokens: int = Field(description="Tokens with loss.")
+    exact: float = Field(description="Share of the examples that greedy decoding answers word for word.")
+
+    def perplexity_text(self, decimals: int = 2) -> str:
+        """Return the perplexity for a reader."""
+        return format_perplexity(self.perplexity, decimals)
+
+
+class LengthScore(LossScore):
     """Scores of the examples of similar length."""
 
     up_to: int | None = Field(description="Most tokens of an example; None: no limit.")
-    loss: float = Field(description="Mean loss, nats per token with loss.")
-    perplexity: float = Field(description="Its exponential.")
-    tokens: int = Field(description="Tokens with loss.")
-    exact: float = Field(description="Share of the examples that greedy decoding answers word for word.")
 
 
-class SourceScore(RunRecord):
+class SourceScore(LossScore):
     """Scores of the held-out examples of one of several sources."""
 
     name: str = Field(description="Name of the source.")
-    loss: float = Field(description="Mean loss, nats per token with loss.")
-    perplexity: float = Field(description="Its exponential.")
-    tokens: int = Field(description="Tokens with loss.")
-    exact: float = Field(description="Share of the examples that greedy decoding answers word for word.")
 
 
-class ModelScore(RunRecord):
+class ModelScore(LossScore):
     """Scores of one model."""
 
-    loss: float = Field(description="Mean loss, nats per token with loss.")
-    perplexity: float = Field(description="Its exponential.")
-    tokens: int = Field(description="Tokens with loss.")
-    exact: float = Field(description="Share of the examples that greedy decoding answers word for word.")
     by_length: list[LengthScore] = Field(description="The same by the length of the example.")
     by_source: list[SourceScore] = Field(
         [], exclude_if=operator.not_, description="The same by the source of the examples, if there are several."
@@ -55,8 +65,13 @@ class TaskScore(RunRecord):
 
     task: str = Field(description="Name of the task.")
     metric: str = Field(description="Name of the metric.")
-    base: float = Field(description="Value of the base model.")
-    tuned: float = Field(description="Value of the tuned model.")
+    base: float | None = Field(description="Value of the base model; null if it is not a finite number.")
+    tuned: float | None = Field(description="Value of the tuned model; null if it is not a finite number.")
+
+    def texts(self) -> tuple[str, str]:
+        """Return the values of the base and the tuned model for a reader."""
+        base, tuned = ("not finite" if value is None else f"{value:.4f}" for value in (self.base, self.tuned))
+        return base, tuned
 
 
 class PreferenceScore(RunRecord):

@@ -1,5 +1,6 @@
 """Losses without all logits at once, against the logits of the whole model."""
 
+import json
 import math
 from typing import Any
 
@@ -245,8 +246,19 @@ def test_each_example_has_its_own_loss(passes: list[list[int]]) -> None:
     assert sum(one.exact for one in found) == 4
 
 
-@pytest.mark.parametrize("loss", [math.nan, math.inf, 1e6])
-def test_a_diverged_model_has_no_perplexity(loss: float) -> None:
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_is_an_error(loss: float) -> None:
     with pytest.raises(ModelError, match=r"the model's loss is .* per token.*lower learning_rate"):
         scores.Score(loss=loss, tokens=10, examples=1).means()
-    assert scores.Score(loss=7000.0, tokens=10, examples=1).means()["perplexity"] > 1e300
+
+
+def test_a_perplexity_that_overflows_is_null() -> None:
+    """The exponential of 709.78 is the largest float. The other bucket still has its number."""
+    bins = [scores.Score(loss=loss, tokens=10, examples=1) for loss in (20.0, 7097.0, 7098.0)]
+    record = scores.Scores([*bins, *(scores.Score() for _ in range(3))]).as_record()
+    shown = [one.perplexity_text() for one in record.by_length]
+    assert shown == ["7.39", "1.65e+308", "above 1e+308"]
+    text = json.dumps(record.as_json(), allow_nan=False)
+    assert json.loads(text)["by_length"][2] == {
+        "loss": 709.8, "perplexity": None, "tokens": 10, "exact": 0.0, "up_to": 2048,
+    }  # fmt: skip

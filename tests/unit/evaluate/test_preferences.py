@@ -1,9 +1,12 @@
 """Log-probabilities of both answers of a pair against the model's own logits, and the scores made from them."""
 
+import math
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForSequenceClassification
 
+from shardmake.core.errors import ModelError
 from shardmake.evaluate.preferences import (
     Answers,
     LabelledAnswers,
@@ -96,3 +99,9 @@ def test_scores_of_a_reward_model() -> None:
     assert found.model_dump() == {
         "pairs": 2, "accuracy": 0.5, "margin": -0.25, "chosen": 0.5, "rejected": 0.75, "smallest": -1.0, "largest": 2.0,
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf])
+def test_rewards_that_are_not_finite_are_an_error(reward: float) -> None:
+    with pytest.raises(ModelError, match=r"1 of 2 rewards are not finite, such as .*lower learning_rate"):
+        score_rewards({0: 1.0, 1: reward})

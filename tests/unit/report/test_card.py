@@ -9,7 +9,7 @@ from shardmake.core.errors import ShardmakeError
 from shardmake.report.card import card_plots, render_card
 from shardmake.report.records import public_name
 from shardmake.report.stage import write_report
-from shardmake.run.evaluation import Sample
+from shardmake.run.evaluation import Sample, TaskScore
 from shardmake.run.learning_settings import LearningSettings
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import PinnedSource, Sources
@@ -22,6 +22,7 @@ from tests.finished_run import (
     PLOTS,
     PREFERENCES,
     RATED,
+    SCORES,
     SETTINGS,
     TRAINED,
     make_attempt,
@@ -99,6 +100,24 @@ def test_card_and_report_of_a_reward_model(tmp_path: Path) -> None:
     assert '<td>margin</td><td class="number">1.2500</td>' in page
 
 
+def test_card_and_report_show_a_perplexity_that_overflows(tmp_path: Path) -> None:
+    """The loss is the metric then, and a task without a finite value is left out of the model's index."""
+    rundir = make_rundir(tmp_path)
+    tuned = SCORES.model_copy(update={"loss": 1234.5, "perplexity": None})
+    tasks = [TaskScore(task="texts", metric="word_perplexity", base=2.0, tuned=None)]
+    EVALUATED.model_copy(update={"tuned": tuned, "tasks": tasks}).write(rundir.evaluation)
+    card = render_card(make_run(), rundir)
+    (metric,) = (
+        found for one in ModelCard(card).data.to_dict()["model-index"][0]["results"] for found in one["metrics"]
+    )
+    assert (metric["type"], metric["value"]) == ("loss", 1234.5)
+    assert "| Perplexity | 8,103.10 | above 1e+308 |" in card
+    assert "| texts, word_perplexity | 2.0000 | not finite |" in card
+    write_report(make_run(), rundir)
+    page = rundir.report.read_text()
+    assert "8,103.1 → above 1e+308" in page and '<td class="number">not finite</td>' in page
+
+
 def test_card_and_report_show_the_scores_of_completions_with_labels(tmp_path: Path) -> None:
     rundir = make_rundir(tmp_path)
     EVALUATED.model_copy(update={"completions": COMPLETIONS}).write(rundir.evaluation)
@@ -168,7 +187,7 @@ def test_card_shows_what_the_receipts_hold(tmp_path: Path) -> None:
         "| Time | 0.50 h, 1.00 device hours, 2 attempts, finished 2023-11-14 |",
         "| Libraries | torch 2.13.0, transformers 5.23.0 |",
         "| Loss | 9.0000 | 2.5000 |",
-        "| Perplexity | 8103.10 | 12.18 |",
+        "| Perplexity | 8,103.10 | 12.18 |",
         "| Loss, up to 128 tokens | 2.6000 | 2.6000 |",
         "| Loss, longer | 2.4000 | 2.4000 |",
         "| sums, acc | 0.2500 | 0.7500 |",
