@@ -5,6 +5,14 @@ set -euo pipefail
 purpose=${1:?usage: system.sh demo|test}
 python=${PYTHON:-python3}
 
+case $PWD in
+*[\"\$\`\\]*)
+  echo "Cannot install in $PWD. The shell would run parts of this path in the scripts of .venv/bin, which pip writes." \
+    "Move the folder to a path without \", \$, \` and \\." >&2
+  exit 1
+  ;;
+esac
+
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
   { echo "$python is older than Python 3.11. Name a later one: make $purpose PYTHON=python3.12" >&2; exit 1; }
 
