@@ -584,9 +584,9 @@ def report(name: Name, config: ConfigFiles = CONFIG, runs: Runs = RUNS) -> None:
     """Write the report of the run: losses, speed, memory, samples."""
     from shardmake.report.stage import write_report
 
-    run, _, rundir = _open(name, config, runs)
+    run, cluster, rundir = _open(name, config, runs)
     with notified("report", run, rundir):
-        logger.info("Wrote %s.", write_report(run, rundir))
+        logger.info("Wrote %s.", write_report(run, rundir, cluster.profile))
 
 
 @app.command()

@@ -103,12 +103,11 @@ def write_config(answers: Answers, out: Path) -> str:
             file.write(text)
     except FileExistsError:
         raise ConfigError(f"--out: {str(out)!r} exists, and init never overwrites. Name another file.") from None
-    profile = "slurm" if cluster.executor == "slurm" else "profiles/local"
     where = "" if _in_clone() else "In the folder of your clone of Shardmake, r"
     return (
         f"Wrote {out}: the run {name}.\n"
         f"{where or 'R'}un this next. It checks everything and queues nothing:\n"
-        f"  snakemake --profile {profile} plan --configfile {shlex.quote(_path(str(out)))}"
+        f"  snakemake --profile {cluster.profile} plan --configfile {shlex.quote(_path(str(out)))}"
     )
 
 

@@ -882,6 +882,11 @@ class Cluster(Section):
         return self.accelerator == "cpu"
 
     @property
+    def profile(self) -> str:
+        """Return the name of Snakemake's profile for this cluster."""
+        return "slurm" if self.executor == "slurm" else "profiles/local"
+
+    @property
     def variables(self) -> dict[str, str]:
         """Return `env` as text."""
         return {name: str(value) for name, value in self.env.items()}

@@ -22,10 +22,10 @@ from shardmake.run.receipts import PushReceipt
 TEMPLATE = Path(__file__).with_name("report.html.jinja")
 
 
-def write_report(run: Run, rundir: RunDir) -> Path:
+def write_report(run: Run, rundir: RunDir, profile: str = "slurm") -> Path:
     """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
 
-    A figure without data is not drawn; the page says in words what is missing. Raises `ShardmakeError` if a required
+    The command that repeats the run has Snakemake's ``profile``. A figure without data is not drawn; the page says in words what is missing. Raises `ShardmakeError` if a required
     stage has not run.
     """
     records = Records.read(run, rundir)
@@ -37,11 +37,13 @@ def write_report(run: Run, rundir: RunDir) -> Path:
     for name, drawing in drawings.items():
         write_text(rundir.figure(name), drawing)
     captions = {name: plot.caption for name, plot in shown.items()}
-    write_text(rundir.report, redact(_page(records, rundir, drawings, captions)))
+    write_text(rundir.report, redact(_page(records, rundir, profile, drawings, captions)))
     return rundir.report
 
 
-def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: dict[str, str]) -> str:
+def _page(
+    records: Records, rundir: RunDir, profile: str, drawings: dict[str, str], captions: dict[str, str]
+) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
@@ -67,6 +69,7 @@ def _page(records: Records, rundir: RunDir, drawings: dict[str, str], captions: 
         by_source=list(zip(*(score.by_source for score in scores), strict=True)),
         pushed=pushed.destinations if pushed else [],
         configuration=configuration(rundir.name, records.run),
+        profile=profile,
     )
 
 

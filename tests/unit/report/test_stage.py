@@ -162,6 +162,14 @@ def test_the_settings_make_the_same_run_again(tmp_path: Path) -> None:
     assert parse_config({"cluster": "c.yaml", "runs": {"chat": entry}}, "test").runs["chat"] == run
 
 
+def test_the_command_that_repeats_a_local_run_is_local(tmp_path: Path) -> None:
+    text = text_of(write_report(make_run(model="/home/ada/base"), make_rundir(tmp_path), "profiles/local").read_text())
+    assert "snakemake --profile profiles/local runs/chat/report.html" in text
+    assert "with your own folders in place of the three dots" in text
+    text = text_of(write_report(make_run(), make_rundir(tmp_path / "public")).read_text())
+    assert "Write this entry into the configuration file, name a cluster file above it" in text
+
+
 def test_private_folders_are_not_in_the_settings() -> None:
     run = make_run(model="/home/ada/base", push={"to": ["file:/scratch/ada/out", "s3://lab/a/b"]})
     entry = yaml.safe_load(configuration("chat", run))["runs"]["chat"]
