@@ -1,8 +1,8 @@
 """Write ``docs/evidence.md``: for which runs a test shows what. ``python -m tools.evidence [REPORT...]``.
 
 REPORT is a JUnit file of the tests. Its results replace those of the same tests in
-``benchmarks/results/evidence.json``, from which the page is written. Reports of `make gpu-check` are read from
-``benchmarks/results/gpu``.
+``benchmarks/results/evidence.json``, from which the page is written, except those of changes without
+a commit. Reports of `make gpu-check` are read from ``benchmarks/results/gpu``.
 """
 
 import json
@@ -57,13 +57,14 @@ SHOWS = {
 METHODS = ("full", "lora", "qlora")
 LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "peft", "trl", "snakemake")
 _IMPLIES_TRAINING = ("fp32", "bf16", "resumed", "killed", "resharded", "slurm", "gpu")
+_NOT_PASSED = ("failure", "error", "skipped")
 _AXES = ("strategy", "method", "objective")
 HEAD = """# What the tests show
 
-A number leads to the test below that shows the property of the column; an empty cell has no test. All trainings are of
-small models on CPUs with gloo, unless the last column says otherwise. A test marks what it shows with
-`@pytest.mark.proves`. This page is generated from the reports of `make test`, `make test-all` and the commands for
-longer tests: `make docs`.
+A number leads to the test below that shows the property of the column; an empty cell has no recorded result. All
+trainings are of small models on CPUs with gloo, unless the last column says otherwise. A test marks what it shows with
+`@pytest.mark.proves`. `make docs` writes this page from the reports of `make test`, `make test-all` and the commands
+for longer tests, without results of changes that have no commit.
 """
 
 
@@ -91,20 +92,37 @@ def stored() -> dict[str, Any]:
 
 
 def update(results: dict[str, Any], reports: Iterable[Path]) -> None:
-    """Replace the results of the reports' tests and write them; a test that did not pass shows nothing."""
+    """Replace the results of the reports' tests and write them; a test that did not pass shows nothing.
+
+    Results at a commit that nobody can check out change nothing; a line names their report.
+    """
     for report in reports:
-        for case in ElementTree.parse(report).iter("testcase"):
-            for found in (json.loads(entry.attrib["value"]) for entry in case.iter("property") if _is_claim(entry)):
-                results["tests"].pop(found["node"], None)
-                if all(case.find(kind) is None for kind in ("failure", "error", "skipped")):
-                    results["tests"][found["node"]] = {"commit": found["commit"], "claims": found["claims"]}
+        found = read_results(report)
+        recorded = [result for result in found if has_commit(result)]
+        if left_out := len(found) - len(recorded):
+            print(f"{report}: results left out, because the tests ran on changes without a commit: {left_out}")
+        for result in recorded:
+            results["tests"].pop(result["node"], None)
+            if result["passed"]:
+                results["tests"][result["node"]] = {"commit": result["commit"], "claims": result["claims"]}
     results["tests"] = dict(sorted(results["tests"].items()))
     results["versions"] = {"Python": platform.python_version(), **installed_versions(LIBRARIES)}
     write_json(STORE, results)
 
 
-def _is_claim(entry: ElementTree.Element) -> bool:
-    return entry.attrib["name"] == PROPERTY
+def read_results(report: Path) -> list[dict[str, Any]]:
+    """Return node, commit, claims and outcome of each test of a JUnit file that makes claims."""
+    return [
+        {**json.loads(entry.attrib["value"]), "passed": not any(case.find(kind) is not None for kind in _NOT_PASSED)}
+        for case in ElementTree.parse(report).iter("testcase")
+        for entry in case.iter("property")
+        if entry.attrib["name"] == PROPERTY
+    ]
+
+
+def has_commit(result: dict[str, Any]) -> bool:
+    """Return whether the commit of a result has the code that was tested."""
+    return result["commit"] != "unknown" and not result["commit"].endswith("-dirty")
 
 
 def gpu_claims() -> list[Claim]:

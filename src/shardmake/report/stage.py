@@ -25,8 +25,8 @@ TEMPLATE = Path(__file__).with_name("report.html.jinja")
 def write_report(run: Run, rundir: RunDir, profile: str = "slurm") -> Path:
     """Write ``report.html`` and ``figures/*.svg`` of a run that was trained and evaluated; return the page's path.
 
-    The command that repeats the run has Snakemake's ``profile``. A figure without data is not drawn; the page says in words what is missing. Raises `ShardmakeError` if a required
-    stage has not run.
+    The command that repeats the run has Snakemake's ``profile``. A figure without data is not drawn; the page says in
+    words what is missing. Raises `ShardmakeError` if a required stage has not run.
     """
     records = Records.read(run, rundir)
     shown = plots(records)
@@ -41,9 +41,7 @@ def write_report(run: Run, rundir: RunDir, profile: str = "slurm") -> Path:
     return rundir.report
 
 
-def _page(
-    records: Records, rundir: RunDir, profile: str, drawings: dict[str, str], captions: dict[str, str]
-) -> str:
+def _page(records: Records, rundir: RunDir, profile: str, drawings: dict[str, str], captions: dict[str, str]) -> str:
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

@@ -37,9 +37,9 @@ def test_claims_come_from_the_marker_and_the_parameters() -> None:
             claims_of(item("t", {}, marker))
 
 
-def report(folder: Path, outcome: str) -> Path:
+def report(folder: Path, outcome: str, commit: str = "c0ffee") -> Path:
     """Write the JUnit report of one test."""
-    value = json.dumps({"node": "tests/a.py::test_b[zero2]", "commit": "c0ffee", "claims": [CLAIM]})
+    value = json.dumps({"node": "tests/a.py::test_b[zero2]", "commit": commit, "claims": [CLAIM]})
     entry = f"<property name='proves' value='{value}'/>"
     path = folder / "report.xml"
     path.write_text(f"<testsuites><testcase><properties>{entry}</properties>{outcome}</testcase></testsuites>")
@@ -57,6 +57,21 @@ def test_only_tests_that_passed_have_claims(tmp_path: Path, monkeypatch: pytest.
     report(tmp_path, "<failure/>")
     evidence.main()
     assert "[1]" not in evidence.PAGE.read_text()
+
+
+@pytest.mark.parametrize("commit", ["c0ffee-dirty", "unknown"])
+def test_results_without_a_commit_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], commit: str
+) -> None:
+    monkeypatch.setattr(evidence, "STORE", tmp_path / "evidence.json")
+    for outcome, recorded in (("", commit), ("", "c0ffee"), ("<failure/>", commit)):
+        evidence.update(evidence.stored(), [report(tmp_path, outcome, recorded)])
+        assert ("without a commit: 1" in capsys.readouterr().out) == (recorded == commit)
+    assert [found["commit"] for found in evidence.stored()["tests"].values()] == ["c0ffee"]
+
+
+def test_every_stored_result_has_a_commit() -> None:
+    assert [node for node, found in evidence.stored()["tests"].items() if not evidence.has_commit(found)] == []
 
 
 def test_every_linked_test_exists_and_still_makes_its_claims(tmp_path: Path) -> None:
