@@ -17,7 +17,6 @@ fast as the others. Memory is the sampled peak of the anonymous memory of the pr
 import argparse
 import json
 import os
-import platform
 import re
 import resource
 import shutil
@@ -26,14 +25,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from benchmarks.synthetic import llama, shapes, write_zero3
 
 DROP_CACHES = "/proc/sys/vm/drop_caches"
 RESULTS = Path("benchmarks/results")
+PACKAGES = ("torch", "deepspeed", "accelerate", "safetensors", "numpy")
 CP = "cp of the fp32 model"
 CP_DCP = "cp of the DCP checkpoint"
 DEEPSPEED = """
@@ -97,7 +97,12 @@ def main() -> None:
     for done in range(1, options.rounds + 1):
         for cache in ("cold",) if options.large else ("cold", "warm"):
             measure(tools, options.folder / "out", cache, runs)
-            result = {"machine": machine(), "model_bytes": sources["bytes"], "rounds": done, "tools": summary(runs)}
+            result = {
+                "machine": machine(PACKAGES),
+                "model_bytes": sources["bytes"],
+                "rounds": done,
+                "tools": summary(runs),
+            }
             options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 
@@ -275,17 +280,6 @@ def _medians(found: list[dict[str, Any]]) -> dict[str, Any]:
         values["copy_times_cp"] = statistics.median(run["copy"] / run["cp"] for run in found)
     rounded = {key: round(value, 3) for key, value in values.items()}
     return {**rounded, "seconds_all": [round(run["seconds"], 2) for run in found]}
-
-
-def machine() -> dict[str, Any]:
-    packages = ("torch", "deepspeed", "accelerate", "safetensors", "numpy")
-    return {
-        "cpu": platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg()[0],
-        "python": platform.python_version(),
-        **{name: version(name) for name in packages},
-    }
 
 
 if __name__ == "__main__":

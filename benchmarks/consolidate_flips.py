@@ -16,7 +16,6 @@ import json
 import logging
 import multiprocessing
 import os
-import platform
 import random
 import resource
 import shutil
@@ -25,6 +24,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+from benchmarks.machine import machine
 from shardmake.checkpoint.formats.dtypes import Target
 from shardmake.checkpoint.formats.registry import read_checkpoint
 from shardmake.consolidate.merge import consolidate
@@ -51,7 +51,7 @@ def main() -> None:
             contents = read_checkpoint(checkpoint)
             name = f"{contents.format}, {contents.world_size} ranks, --dtype {dtype}"
             found[name] = pool.submit(damage, checkpoint, dtype, options.count, options.seed).result()
-    result = {"python": platform.python_version(), "limit_mib": LIMIT >> 20, "seed": options.seed, "merges": found}
+    result = {"machine": machine(), "limit_mib": LIMIT >> 20, "seed": options.seed, "merges": found}
     options.out.write_text(json.dumps(result, indent=2) + "\n")
 
 

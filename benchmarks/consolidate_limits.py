@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.consolidate import ACCELERATE, DEEPSPEED, WHOLE, machine, watch
+from benchmarks.consolidate import ACCELERATE, DEEPSPEED, PACKAGES, WHOLE, watch
+from benchmarks.machine import machine
 from benchmarks.synthetic import llama, write_sparse_zero2, write_zero3
 
 LIMIT = 512 << 20
@@ -43,7 +44,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/consolidate_limits.json"))
     options = parser.parse_args()
     result = json.loads(options.out.read_text()) if options.out.exists() else {}
-    result |= {"machine": machine(), "plan": {str(case): plan(options.folder, case) for case in CASES}}
+    result |= {"machine": machine(PACKAGES), "plan": {str(case): plan(options.folder, case) for case in CASES}}
     if not options.plans:
         result["in_512_mib"] = in_cgroup(options.folder)
     options.out.parent.mkdir(parents=True, exist_ok=True)

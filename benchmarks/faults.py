@@ -9,16 +9,17 @@ results of a strategy replace its earlier ones in results/faults.json.
 
 import argparse
 import json
+import os
 import random
 import tempfile
 import time
 from collections import Counter
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.machine import machine
 from shardmake.checkpoint import store
 from shardmake.demo import make_inputs
 from shardmake.run.paths import RunDir
@@ -117,7 +118,7 @@ def campaign(run: FaultRun, strategy: str, count: int) -> dict[str, Any]:
     run.steps, run.every = count * STEPS_PER_FAULT, EVERY
     run.configure(strategy)
     baseline, undisturbed = undisturbed_training(run)
-    started = time.time()
+    started, before = time.time(), os.getloadavg()
     rows, needed = disturb(run, count)
     history, (losses, weights) = run.history(), (run.result(), run.weights())
     return {
@@ -134,7 +135,7 @@ def campaign(run: FaultRun, strategy: str, count: int) -> dict[str, Any]:
         "largest_difference_of_losses": max(abs(baseline[0][step] - loss) for step, loss in losses.items()),
         "losses_of_every_step": losses.keys() == baseline[0].keys(),
         "weights_equal_bit_for_bit": all(torch.equal(weights[name], tensor) for name, tensor in baseline[1].items()),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")},
+        "machine": machine(before=before),
         "rows": rows,
     }
 

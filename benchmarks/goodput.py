@@ -22,6 +22,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import machine
 from shardmake.checkpoint.interval import interval_seconds
 from shardmake.launch.outcome import Action, Outcome, RetryState, decide
 from shardmake.run.attempt_history import AttemptRecord, EndReason, failed_alike, failing_nodes, idle_attempts
@@ -236,7 +237,7 @@ def main() -> None:
         print(f"  {ratio:<7} {where} ({source})")
     published = [{"where": where, "ratio": ratio, "source": source} for where, ratio, source in PUBLISHED]
     assumed = {"costs_seconds": vars(costs), "rates": [vars(rates) for rates in RATES], "days": arguments.days}
-    result = {"simulated": rows, "published": published, "assumed": assumed}
+    result = {"simulated": rows, "published": published, "assumed": assumed, "machine": machine()}
     arguments.results.write_text(json.dumps(result, indent=2) + "\n")
 
 

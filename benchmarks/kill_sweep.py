@@ -16,12 +16,13 @@ For comparison, Hugging Face's Trainer with ``resume_from_checkpoint=True`` reco
 
 import argparse
 import json
+import os
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from benchmarks.machine import Load, machine
 from shardmake.demo import make_inputs
 from tests.fork_server import ForkServer
 from tests.workflow.checkout import Checkout
@@ -44,19 +45,22 @@ def main() -> None:
         checkout("shardmake", "data", "demo")
         server = ForkServer()
         for case in cases:
-            keep(list(swept(Sweep(Forked(checkout, server), root / "-".join(map(str, case)), *case))))
+            before = os.getloadavg()
+            keep(list(swept(Sweep(Forked(checkout, server), root / "-".join(map(str, case)), *case))), before)
         server.close()
 
 
-def keep(rows: list[dict[str, Any]]) -> None:
-    """Put the rows of a case into the results."""
-    known = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
-    libraries = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
-    rows = [row for row in known if case_of(row) != case_of(rows[0])] + [row | {"versions": libraries} for row in rows]
+def keep(rows: list[dict[str, Any]], before: Load) -> None:
+    """Put the rows of a case into the results; ``before`` is the load of the machine when it began."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    case, found = case_of(rows[0]), machine(before=before)
+    others = [row for row in known.get("rows", []) if case_of(row) != case]
+    rows = others + [row | {"versions": found["versions"]} for row in rows]
     recovered = sum(row["recovered"] for row in rows)
     summary = {"recovered": recovered, "points": len(rows), "by_case": by_case(rows)}
     print(json.dumps(summary), flush=True)
-    RESULTS.write_text(json.dumps(summary | {"rows": rows}, indent=1) + "\n")
+    machines = known.get("machines", {}) | {case: found}
+    RESULTS.write_text(json.dumps(summary | {"machines": machines, "rows": rows}, indent=1) + "\n")
 
 
 def swept(sweep: Sweep) -> Iterator[dict[str, Any]]:

@@ -13,12 +13,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 
+from benchmarks.machine import machine
 from shardmake.checkpoint import store
 from shardmake.config.load import get_run, load_cluster, load_config
 from shardmake.config.models import Strategy
@@ -147,14 +147,12 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--results", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    before, found = os.getloadavg(), {}
+    found = {}
     for strategy in STRATEGIES:
         with tempfile.TemporaryDirectory() as folder:
             found[strategy] = summary(measure(strategy, arguments.rounds, Path(folder)))
         print(json.dumps({strategy: found[strategy]}, indent=2), flush=True)
-    libraries = {name: version(name) for name in ("torch", "transformers", "accelerate", "deepspeed")}
-    machine = {"cores": os.cpu_count(), "load_before": before, "load_after": os.getloadavg(), "versions": libraries}
-    arguments.results.write_text(json.dumps({"saves": found, "machine": machine}, indent=2) + "\n")
+    arguments.results.write_text(json.dumps({"saves": found, "machine": machine()}, indent=2) + "\n")
 
 
 if __name__ == "__main__":

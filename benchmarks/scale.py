@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.counting import PLACE, FakeGroup, NodePool, OperationCounter, run_on_nodes
+from benchmarks.machine import machine
 from shardmake.checkpoint import node_files, record, store
 from shardmake.checkpoint.record import RECORD_NAME
 from shardmake.checkpoint.store import Retention
@@ -314,7 +315,9 @@ def main() -> None:
                 f"{phase.busiest:>13,} {phase.received + phase.login + phase.storage:>9.2g} {seconds:>8.2f}",
                 flush=True,
             )
-    arguments.results.write_text(json.dumps({"phases": rows, "assumed": asdict(rates)}, indent=2) + "\n")
+    arguments.results.write_text(
+        json.dumps({"phases": rows, "assumed": asdict(rates), "machine": machine()}, indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":
