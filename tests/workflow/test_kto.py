@@ -35,9 +35,11 @@ KTO: dict[str, Any] = SETTINGS | {
     "data": {"train": "completions.jsonl", "eval": "held_out.jsonl", "order": "given"},
 }
 IN_CI = ("full", "zero3")
+OFFLOADED = ("zero1-offload", "zero2-offload", "zero3-offload-optimizer", "zero3-offload", "fsdp-offload")
 ON_DEMAND = [
-    *(("full", name) for name in ("ddp", "zero1", "zero2", "fsdp", "fsdp-grad-op")),
+    *(("full", name) for name in ("ddp", "zero1", "zero2", "fsdp", "fsdp-grad-op", *OFFLOADED)),
     *(("lora", name) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op")),
+    *(("lora", name) for name in ("zero2-offload", "zero3-offload", "fsdp-offload")),
 ]
 Training = tuple[Plan, Run, Cluster]
 

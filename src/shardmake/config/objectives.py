@@ -83,7 +83,7 @@ OBJECTIVES: Final = {
         compares_batch=True,
         methods=("full", "lora"),
         head_adapter="TRL reads the head's weights directly",
-        is_proven=lambda spec: _shards_evenly(spec) and not (spec.offload_optimizer or spec.offload_param),
+        is_proven=_shards_evenly,
     ),
     "reward": ObjectiveSpec(
         "reward modelling",

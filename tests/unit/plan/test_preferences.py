@@ -30,7 +30,7 @@ __all__ = ["folders"]
 DPO: dict[str, Any] = {"objective": "dpo", "packing": False}
 
 
-@pytest.mark.parametrize("objective", ["dpo", "reward"])
+@pytest.mark.parametrize("objective", ["dpo", "kto", "reward"])
 def test_strategies_that_train_on_preferences(objective: str) -> None:
     run = make_run(objective=objective, packing=False)
     refused = [name for name in STRATEGIES if unsuitable(run, name)]
