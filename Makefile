@@ -113,21 +113,21 @@ test-trackers: install-test
 test-two-users: install-test
 	$(BIN)/pytest -m two_users tests/cluster
 
-# Every fault for every strategy on two three-node Slurms side by side: over an hour.
+# Every fault for every strategy on two three-node Slurms side by side.
 test-faults: install-test
 	$(BIN)/pytest -m faults tests/workflow
 	$(PYTEST) -m faults tests/cluster --junit-xml=$(REPORTS)/faults.xml
 	$(BIN)/python -m tools.fault_matrix $(REPORTS)/faults.xml benchmarks/results/fault_matrix.txt
 
-# A rank is killed at every write of a save: half an hour.
+# A rank is killed at every write of a save.
 test-sweep: install-test
 	$(BIN)/pytest -m sweep tests/workflow --junit-xml=$(REPORTS)/sweep.xml
 
-# Training on preferences under every other strategy: a quarter of an hour.
+# Training on preferences under every other strategy, chains of runs, the examples.
 test-objectives: install-test
 	$(BIN)/pytest -m objectives tests/workflow --junit-xml=$(REPORTS)/objectives.xml
 
-# Every family of mixtures of experts under every strategy: a quarter of an hour.
+# Every family of mixtures of experts under every strategy.
 test-mixtures: install-test
 	$(BIN)/pytest -m mixtures tests/workflow --junit-xml=$(REPORTS)/mixtures.xml
 
