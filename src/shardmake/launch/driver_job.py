@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,6 +37,7 @@ from shardmake.launch.driver_script import (
 )
 from shardmake.launch.slurm_jobs import run_slurm
 from shardmake.run import driver_job
+from shardmake.run.attempt import restarts
 from shardmake.run.driver_job import DriverDir, DriverState, End, Workflow
 from shardmake.run.notification import notify
 from shardmake.run.paths import RunDir
@@ -77,6 +79,8 @@ class DriverJob:
     folder: DriverDir
     job: str
     workflow: Workflow
+    restarts: int = 0
+    """How often Slurm has restarted this job."""
     signals: Signals = field(default_factory=Signals)
 
     def run(self) -> int:
@@ -135,12 +139,17 @@ class DriverJob:
         return 1 if status else 0
 
     def stop(self, snakemake: "subprocess.Popen[bytes]") -> int:
-        """End at once, because Slurm is about to kill this job; continue in another job unless a person cancelled."""
-        continues = ended_by_slurm(self.job)
+        """End at once, because Slurm is about to kill this job; continue in another job unless a person cancelled.
+
+        If Slurm has queued this job again, it is the job that continues.
+        """
+        shown = show_job(self.job)
+        queued_again = int(shown.get("Restarts", "0")) > self.restarts
+        continues = queued_again or ended_by_slurm(shown)
         end: End = "continued" if continues else "cancelled"
         self.record(end=end)  # Slurm may kill this process before Snakemake has ended
         end_snakemake(snakemake, _HASTE)
-        if continues and not self.has_next():
+        if continues and not queued_again and not self.has_next():
             self.submit_next()
         self.close(end, snakemake)
         logger.info("Driver job %s ends, the jobs of trainings keep running.", self.job)
@@ -263,19 +272,23 @@ def _kill(snakemake: "subprocess.Popen[bytes]") -> None:
     os.killpg(snakemake.pid, signal.SIGKILL)
 
 
-def ended_by_slurm(job: str) -> bool:
-    """Return whether Slurm ends ``job`` for its time limit or for another user's job, as opposed to a person."""
+def show_job(job: str) -> dict[str, str]:
+    """Return what ``scontrol show job`` has of ``job``, by field; empty if Slurm does not answer."""
     answer = run_slurm("scontrol", "show", "job", job)
-    fields = dict(part.split("=", 1) for part in answer.stdout.split() if "=" in part)
-    preempted = fields.get("PreemptTime", "None") != "None"
-    return preempted or fields.get("JobState") in ("TIMEOUT", "PREEMPTED")
+    return dict(part.split("=", 1) for part in answer.stdout.split() if "=" in part)
+
+
+def ended_by_slurm(shown: Mapping[str, str]) -> bool:
+    """Return whether Slurm ends a job for its time limit or for another user's job, as opposed to a person."""
+    preempted = shown.get("PreemptTime", "None") != "None"
+    return preempted or shown.get("JobState") in ("TIMEOUT", "PREEMPTED")
 
 
 def main(folder: str) -> int:
     """Run the driver job of the workflow in ``folder``, and return its exit status."""
     configure_logging()
     driver = DriverDir(Path(folder))
-    job = DriverJob(driver, os.environ["SLURM_JOB_ID"], Workflow.read(driver.workflow))
+    job = DriverJob(driver, os.environ["SLURM_JOB_ID"], Workflow.read(driver.workflow), restarts())
     job.signals.catch()
     leave_job(os.environ)
     try:

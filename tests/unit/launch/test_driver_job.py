@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch import driver_job
-from shardmake.launch.driver_job import DriverJob, end_snakemake, ended_by_slurm
+from shardmake.launch.driver_job import DriverJob, end_snakemake
 from shardmake.launch.driver_script import remove_locks
 from shardmake.run.driver_job import DriverState, Workflow, new_driver_dir
 
@@ -76,24 +76,42 @@ def test_only_a_killed_snakemake_leaves_locks_and_only_those_of_these_runs_are_r
     assert [lock.name for lock in locks.iterdir()] == ["1.output.lock"]
 
 
+def make_job(runs: Path, restarts: int = 0) -> DriverJob:
+    """Return driver job 12 of a workflow below the folder ``runs``."""
+    folder = new_driver_dir(runs)
+    workflow = Workflow(name="driver-0", user="ada", runs=["a"], config="", arguments=[], offline=True, lead_seconds=1)
+    DriverState(jobs=[]).write(folder.state)
+    return DriverJob(folder, "12", workflow, restarts)
+
+
 @pytest.mark.parametrize(
-    ("state", "preempted", "continues"),
+    ("shown", "end", "submitted"),
     [
-        ("CANCELLED", "None", False),
-        ("COMPLETING", "None", False),
-        ("TIMEOUT", "None", True),
-        ("RUNNING", "2026-11-24T20:00:00", True),
+        ("JobState=CANCELLED Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
+        ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=None", "cancelled", False),
+        ("JobState=TIMEOUT Reason=None\n Restarts=1 PreemptTime=None", "continued", True),
+        ("JobState=COMPLETING Reason=None\n Restarts=1 PreemptTime=2026-11-24T20:00:00", "continued", True),
+        ("JobState=COMPLETING Reason=None\n Restarts=2", "continued", False),
     ],
 )
-def test_a_job_that_a_person_cancels_does_not_continue(
-    state: str, preempted: str, continues: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_job_that_slurm_ends_continues_and_one_that_a_person_cancels_does_not(
+    shown: str, end: str, submitted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``scontrol show job``, printed by a program of this test."""
-    program = tmp_path / "scontrol"
-    program.write_text(f"#!/bin/sh\necho 'JobId=12 JobState={state} Reason=None\n PreemptTime={preempted}'\n")
-    program.chmod(0o755)
+    """``scontrol show job`` prints ``shown``, as Slurm 22.05 does; the job was restarted once before."""
+    for name, line in {
+        "scontrol": f"echo '{shown}'",
+        "squeue": ":",
+        "sbatch": f"touch {tmp_path}/asked; echo 13",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{line}\n")
+        (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    assert ended_by_slurm("12") == continues
+    job = make_job(tmp_path, restarts=1)
+    ended = subprocess.Popen(["true"], start_new_session=True)
+    ended.wait()
+    job.stop(ended)
+    assert DriverState.read(job.folder.state).end == end
+    assert (tmp_path / "asked").exists() == submitted
 
 
 @pytest.mark.parametrize("command", ["exit 1", "kill -KILL $$"])
@@ -106,15 +124,12 @@ def test_a_snakemake_that_scancel_ended_first_has_not_failed(
     monkeypatch.setattr(driver_job, "_POLL_SECONDS", 0.1)
     monkeypatch.setattr(driver_job, "run_slurm", lambda *words: subprocess.CompletedProcess(words, 1, "", ""))
     monkeypatch.setattr(driver_job, "jobs_of", lambda name: {})
-    folder = new_driver_dir(tmp_path)
-    workflow = Workflow(name="driver-0", user="ada", runs=["a"], config="", arguments=[], offline=True, lead_seconds=1)
-    DriverState(jobs=[]).write(folder.state)
-    job = DriverJob(folder, "12", workflow)
+    job = make_job(tmp_path)
     ended = subprocess.Popen(["sh", "-c", command], start_new_session=True)
     ended.wait()
     monkeypatch.setattr(job, "start_snakemake", lambda: ended)
     job.signals.must_end = signalled
     assert job.run() == 1
-    state = DriverState.read(folder.state)
+    state = DriverState.read(job.folder.state)
     assert state.end == end
     assert state.snakemake_started == (command != "exit 1"), "the next driver job clears up after a kill"
