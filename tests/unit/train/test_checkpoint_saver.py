@@ -1,6 +1,8 @@
 """Disk space for a checkpoint: what is removed, in which order, if that is not enough; checksums of its files."""
 
+import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -94,6 +96,27 @@ def test_last_valid_checkpoints_are_never_removed(small: Path, caplog: pytest.Lo
     assert "checkpoint-6 is skipped. The next checkpoint needs" in caplog.text
     with pytest.raises(ShardmakeError, match=r"The next checkpoint needs 10 KiB.*\(your quota\)"):
         save(saver, 7, required=True)
+    assert steps(small) == [5, 4, 3, 2, 1]
+
+
+def test_a_required_save_waits_until_somebody_makes_room(
+    small: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "shardmake")
+    monkeypatch.setattr(checkpoint_saver, "_ROOM_POLL_SECONDS", 0.01)
+    saver = Saver(small, describe, Retention(keep=5), room_seconds=60)
+    assert all(save(saver, step) for step in (1, 2, 3, 4))
+    (small / "checkpoint-4/latest").write_bytes(b"x" * len(FILES["latest"]))  # so older checkpoints are not removed
+    other = small / "other"
+    other.write_bytes(bytes(SIZE))
+    with ThreadPoolExecutor(1) as pool:
+        saved = pool.submit(save, saver, 5, required=True)
+        while "Training waits up to" not in caplog.text and not saved.done():
+            time.sleep(0.01)
+        assert not saved.done()
+        os.truncate(other, 0)
+        assert saved.result()
+    assert "There is room for checkpoint-5 now." in caplog.text
     assert steps(small) == [5, 4, 3, 2, 1]
 
 
