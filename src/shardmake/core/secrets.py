@@ -20,6 +20,8 @@ _SHAPES = re.compile(
     r"|\bwandb_v1_\w{20,}|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}|-----BEGIN [A-Z ]*PRIVATE KEY-----"
 )
 _SHORTEST = 8
+_PHRASE = 16
+"""A value without digits and capitals is a passphrase from this length."""
 _USER = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*|[^/@\s]+)@")
 """User and password of a URL; a password may have slashes."""
 _QUOTE = r"""(?:\\?["']|&(?:quot|apos|\#34|\#39);)?"""
@@ -82,9 +84,17 @@ def mask(text: str) -> str:
 
 
 def _known() -> Iterable[str]:
-    """Return known secrets that are long and have a digit; a short or plain word occurs in any text."""
+    """Return the values of variables that are named like secrets, and the hub's token, without plain words."""
     values = {_hub_token(), *(value for name, value in os.environ.items() if is_secret(name))}
-    return {value for value in values if len(value) >= _SHORTEST and any(c.isdigit() for c in value)}
+    return {value for value in values if not _is_plain(value)}
+
+
+def _is_plain(value: str) -> bool:
+    """Return if ``value`` may occur in ordinary text: a short one, a word in small letters, the path of a file."""
+    if len(value) < _SHORTEST:
+        return True
+    without_digit = not any(character.isdigit() for character in value)
+    return without_digit and (value.startswith("/") or (value.islower() and len(value) < _PHRASE))
 
 
 @cache

@@ -80,7 +80,14 @@ SHAPES = {
     "private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
 }
 """A text of each form; its last word, or what stands after ``:`` or ``=``, is the secret."""
-BY_NAME = {"MY_DB_PASSWORD": "hunter2w", "SIGNING_KEY": "zebra-42", "BOT_TOKEN": "x.y.z.1234", "THE_SECRET": "q1w2e3r4"}
+BY_NAME = {
+    "MY_DB_PASSWORD": "hunter2w",
+    "SIGNING_KEY": "zebra-42",
+    "BOT_TOKEN": "x.y.z.1234",
+    "THE_SECRET": "q1w2e3r4",
+    "OTHER_PASSWORD": "SecretHorse",
+    "MY_PASSPHRASE": "correct horse battery",
+}
 
 
 def secret_of(text: str) -> str:
@@ -191,10 +198,11 @@ def test_variables_that_hold_secrets_are_known_by_their_names(name: str) -> None
     assert is_secret(name) and not is_secret("KEYBOARD") and not is_secret("TOKENIZERS_PARALLELISM")
 
 
-@pytest.mark.parametrize("text", ["hf_hub_download", "the tokenizer", "sk-learn", "AKIA"])
+@pytest.mark.parametrize("text", ["hf_hub_download", "the tokenizer", "sk-learn", "AKIA", "/etc/ssl/private/host.pem"])
 def test_ordinary_words_are_not_removed(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     monkeypatch.setenv("MY_PASSWORD", "tokenizer")
+    monkeypatch.setenv("SSL_KEY_FILE", "/etc/ssl/private/host.pem")
     assert redact(text) == text
 
 
