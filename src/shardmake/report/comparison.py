@@ -59,7 +59,7 @@ class ComparedRun:
         ran_with = (read_settings("train", rundir) or read_settings("render", rundir) or now).values
         return cls(
             name=rundir.name,
-            settings={key: ran_with[key] for key in now.values if key in ran_with},
+            settings={key: ran_with.get(key, value) for key, value in now.values.items()},
             plan=used,
             attempt=attempt,
             history=history,
@@ -150,6 +150,7 @@ def _results(runs: Sequence[ComparedRun]) -> list[ResultColumn]:
         _column(runs, "perplexity", lambda run: _score(run, "tuned", "perplexity"), format_perplexity, same_data),
         _column(runs, "exact answers, %", _exact, "{:.1f}".format, same_data and "highest"),
         _column(runs, "preference accuracy, %", _preference_accuracy, "{:.1f}".format, same_data and "highest"),
+        _column(runs, "reward accuracy, %", _reward_accuracy, "{:.1f}".format, same_data and "highest"),
         *(_task_column(runs, task, metric) for task, metric in _tasks(runs)),
         _column(runs, "tokens/s", _speed, "{:,.0f}".format, "highest"),
         _column(runs, "GPU-hours" if on_gpus else "device hours", _hours, "{:,.2f}".format, "lowest"),
@@ -223,6 +224,15 @@ def _preference_accuracy(run: ComparedRun) -> float | None:
     return None if found is None else 100 * found.accuracy
 
 
+def _reward_accuracy(run: ComparedRun) -> float | None:
+    """Return the percentage of held-out pairs of answers in which a dpo or kto model rewards the right one more."""
+    if run.evaluation is None:
+        return None
+    pairs, completions = run.evaluation.preferences, run.evaluation.completions
+    found = pairs.rewards.accuracies if pairs else completions.accuracy if completions else None
+    return None if found is None else 100 * found
+
+
 def _gib(size: int | None) -> float | None:
     return None if size is None else size / GIB
 
@@ -248,6 +258,8 @@ def _notes(runs: Sequence[ComparedRun]) -> list[str]:
     notes = []
     if unfinished := [run.name for run in runs if run.training is None]:
         notes.append(f"Not trained to the end, so never marked as the best: {', '.join(unfinished)}.")
+    if len({run.settings["objective"] for run in runs}) > 1:
+        notes.append("The runs have different objectives, so their training losses cannot be compared.")
     if not _same_evaluation_data(runs):
         notes.append(
             "The runs were evaluated on other examples, another tokenizer or another sequence length, so no evaluation "

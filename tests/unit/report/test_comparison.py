@@ -15,7 +15,8 @@ from shardmake.report.comparison import Comparison, compare
 from shardmake.run.metrics import DeviceMemory, read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.receipts import DataFile, DataReceipt
-from tests.finished_run import EVALUATED, make_data_receipt, make_run, make_rundir, write_history
+from shardmake.run.settings import current
+from tests.finished_run import EVALUATED, PREFERENCES, make_data_receipt, make_run, make_rundir, write_history
 from tests.unit.plans import make_cluster
 
 GPU = make_cluster(accelerator="a100-80gb")
@@ -68,6 +69,32 @@ def test_settings_that_differ_and_the_best_results(
     assert "grid-lr2e-5  2e-05" in capsys.readouterr().out
     runs = found.as_json()["runs"]
     assert runs[1]["best"] == ["evaluation loss"] and runs[2]["results"]["evaluation loss"] is None
+
+
+def test_a_rendered_run_differs_only_in_its_own_settings(sweep: tuple[Config, Path]) -> None:
+    """Rendering reads fewer settings than the training does."""
+    config, runs = sweep
+    for stage, name in (("train", "grid-lr1e-5"), ("render", "grid-lr3e-5")):
+        rundir = RunDir(runs / name)
+        current(stage, config.runs[name], GPU).write(rundir.stage_settings(stage))
+    assert list(compare_sweep(*sweep).settings) == ["learning_rate"]
+
+
+def test_losses_of_different_objectives_are_not_compared(tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    names = ("sft", "dpo")
+    for name in names:
+        make_finished(tmp_path, name, 2.5)
+    rundir = RunDir(tmp_path / "runs/dpo")
+    EVALUATED.model_copy(update={"preferences": PREFERENCES}).write(rundir.evaluation)
+    runs = {name: RUN | {"objective": name} for name in names}
+    runs["dpo"] |= {"packing": False}
+    config = parse_config({"cluster": "c", "runs": runs}, "test")
+    found = compare(select_runs(config, names, None), GPU, tmp_path / "runs")
+    assert found.settings["objective"] == ["sft", "dpo"]
+    assert found.notes == ["The runs have different objectives, so their training losses cannot be compared."]
+    header, rows = found.table()
+    assert [row[header.index("reward accuracy, %")] for row in rows] == ["", "87.5"]
 
 
 def test_losses_on_other_examples_are_not_ranked(sweep: tuple[Config, Path]) -> None:
