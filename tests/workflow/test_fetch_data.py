@@ -67,8 +67,7 @@ def test_splits_come_as_parquet_pinned_to_the_commit_and_stay_offline(hub: FakeH
     assert done.returncode == 0, done.stderr
     rundir = RunDir(tmp_path / "runs" / "chat")
     sources = Sources.model_validate_json(rundir.sources.read_text())
-    assert sources.eval is not None
-    assert (sources.train[0].commit, sources.eval.commit) == (commit, commit)
+    assert [one.commit for one in (*sources.train, *sources.eval)] == [commit, commit]
     run = localize(make_run(model="base", data={"train": "lab/talk", "eval": "lab/talk"}), rundir)
     assert texts(tmp_path / run.data.train) == ["a", "b"]
     assert texts(tmp_path / str(run.data.eval)) == ["c"]

@@ -2,6 +2,7 @@
 
 import filecmp
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Final
 
@@ -12,6 +13,7 @@ from shardmake.config.models import Data, Run
 from shardmake.config.script_file import module_of, script_file
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError
+from shardmake.core.hub import is_hub_id
 from shardmake.core.secrets import public_url
 from shardmake.core.stores import is_url, protocol_problem
 
@@ -23,8 +25,7 @@ def local_files(run: Run, *parts: str) -> list[str]:
     """Return the files on this machine that a run names, so that Snakemake notices an edit.
 
     ``parts`` are ``model`` (its files without the weights) and ``data`` (each file of a folder). A hub id is not among
-    them. A name counts as a path if it exists, ends in a data suffix, starts with ``.`` or ``/``, or has more than one
-    ``/``.
+    them. A name counts as a path if it exists, ends in a data suffix, or is not a hub id (``org/name``).
     """
     files: list[Path] = []
     if "model" in parts and is_local(run.model):
@@ -33,13 +34,15 @@ def local_files(run: Run, *parts: str) -> list[str]:
         files += [Path(run.data.chat_template)] if run.data.chat_template else []
         read = raw_files if run.data.is_raw else _data_files
         files += [file for one in run.data.sources if is_local(one.source) for file in read(Path(one.source))]
-        files += _data_files(Path(run.data.eval)) if run.data.eval and is_local(run.data.eval) else []
+        files += [
+            file for one in run.data.eval_sources if is_local(one.source) for file in _data_files(Path(one.source))
+        ]
     return [str(file) for file in files]
 
 
 def named_paths(run: Run) -> list[Path]:
     """Return every file and folder on this machine that a run names, as it is written there."""
-    named = [run.model, *(one.source for one in run.data.sources), *([run.data.eval] if run.data.eval else [])]
+    named = [run.model, *(one.source for one in (*run.data.sources, *run.data.eval_sources))]
     files = [run.data.chat_template, run.deepspeed_config, run.accelerate_config]
     files += [run.script] if run.script and module_of(run.script) is None else []
     return [Path(name) for name in named if is_local(name)] + [Path(file) for file in files if file]
@@ -62,7 +65,7 @@ def is_local(name: str) -> bool:
     """Return True if the name of a model or of data is a path, not a hub id, a URL or another run's model."""
     if is_url(name) or run_before(name) is not None:
         return False
-    return Path(name).exists() or name.startswith((".", "/")) or name.count("/") > 1 or data_kind(name) is not None
+    return Path(name).exists() or data_kind(name) is not None or not is_hub_id(name.partition(":")[0])
 
 
 def check_inputs(name: str, run: Run) -> None:
@@ -82,6 +85,11 @@ def check_inputs(name: str, run: Run) -> None:
     read_user_files(run)
     _check_urls(name, run)
     for file in local_files(run, "model", "data"):
+        if "{" in file:
+            raise ConfigError(
+                f"runs.{name}: {file!r} has a brace in its path, which Snakemake takes for the start of a wildcard. "
+                "Rename the file or folder, or name a link to it that has none."
+            )
         if Path(file).exists():
             continue
         if Path(file).name == "config.json":
@@ -99,7 +107,7 @@ def check_inputs(name: str, run: Run) -> None:
 def _check_urls(name: str, run: Run) -> None:
     """Refuse a URL that cannot be fetched, as far as that is seen without the network."""
     named = [("model", run.model), *(("data.train", one.source) for one in run.data.sources)]
-    for key, url in [*named, ("data.eval", run.data.eval or "")]:
+    for key, url in [*named, *(("data.eval", one.source) for one in run.data.eval_sources)]:
         if not is_url(url):
             continue
         if public_url(url) != url:
@@ -116,11 +124,11 @@ def _check_urls(name: str, run: Run) -> None:
 def _check_evaluation_data(name: str, data: Data) -> None:
     if data.is_raw:  # the script decides which files it learns from
         return
-    for train in (one.source for one in data.sources):
-        if data.eval is not None and _shares_examples(train, data.eval):
+    for train, held_out in product(data.sources, data.eval_sources):
+        if _shares_examples(train.source, held_out.source):
             raise ConfigError(
-                f"runs.{name}.data.eval: {data.eval!r} has the examples of data.train ({train!r}). It would "
-                "measure examples that training has seen. Name other examples, or remove eval: eval_fraction of "
+                f"runs.{name}.data.eval: {held_out.source!r} has the examples of data.train ({train.source!r}). It "
+                "would measure examples that training has seen. Name other examples, or remove eval: eval_fraction of "
                 "train is then held out."
             )
 

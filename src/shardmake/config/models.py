@@ -124,22 +124,14 @@ class Columns(Section):
         return self.model_dump(exclude_none=True)
 
 
-class TrainSource(Section):
-    """One of several sources of training examples."""
+class EvalSource(Section):
+    """One of several sources of evaluation examples."""
 
     source: PathText = Field(description="A file, a folder, a hub data set or a URL, as for a single `train`.")
     name: str | None = Field(
         None,
         description="Name in the report and in the losses by source. Without it, that of the file, folder or data set.",
     )
-    weight: Annotated[float, Field(gt=0, le=10**6), AsNumber] | None = Field(
-        None,
-        description="Share of the examples, relative to the other sources, all of which then need a weight. Examples "
-        "are drawn until every source was read once, so some repeat in the meantime. Without weights, every example "
-        "is used once.",
-    )
-    repeat: Annotated[int, Field(ge=1, le=1000)] = Field(1, description="Number of times that each example is used.")
-    limit: Steps | None = Field(None, description="Maximum number of training examples, chosen at random by `seed`.")
     format: Literal["auto"] | Format | None = Field(None, description="Without it, `data.format`.")
     columns: Columns | None = Field(None, description="Without it, `data.columns`.")
     subset: str | None = Field(None, description="Subset (configuration) of a hub data set that has several.")
@@ -159,6 +151,19 @@ class TrainSource(Section):
         return self.name or re.sub(r"\.(jsonl?|csv|tsv|parquet)(\.\w+)?$", "", last)
 
 
+class TrainSource(EvalSource):
+    """One of several sources of training examples."""
+
+    weight: Annotated[float, Field(gt=0, le=10**6), AsNumber] | None = Field(
+        None,
+        description="Share of the examples, relative to the other sources, all of which then need a weight. Examples "
+        "are drawn until every source was read once, so some repeat in the meantime. Without weights, every example "
+        "is used once.",
+    )
+    repeat: Annotated[int, Field(ge=1, le=1000)] = Field(1, description="Number of times that each example is used.")
+    limit: Steps | None = Field(None, description="Maximum number of training examples, chosen at random by `seed`.")
+
+
 class Data(Section):
     """The source of the examples and their format."""
 
@@ -169,10 +174,11 @@ class Data(Section):
         "URL (`s3://`, `gs://`, `https://`, any protocol of fsspec), which is copied. Or a list of sources, which are "
         "mixed."
     )
-    eval: PathText | None = Field(
+    eval: PathText | list[EvalSource] | None = Field(
         None,
-        description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). "
-        "Without it, a part of `train` is held out. `format: raw` needs them, in a format that Shardmake reads.",
+        description="Evaluation examples, as for `train` (of a hub data set, its `validation` or `test` split). Or a "
+        "list of sources, whose losses are also measured one by one. Without it, a part of `train` is held out, of "
+        "each of its sources. `format: raw` needs them, in a format that Shardmake reads.",
     )
     eval_fraction: Annotated[float, Field(gt=0, lt=0.5), AsNumber] = Field(
         0.02, description="Fraction of `train` that is held out for evaluation if `eval` is not set."
@@ -212,7 +218,16 @@ class Data(Section):
     @property
     def sources(self) -> list[TrainSource]:
         """Return the sources of the training examples, one if ``train`` is a name."""
-        return [TrainSource(source=self.train)] if isinstance(self.train, str) else self.train
+        if isinstance(self.train, str):
+            return [TrainSource(source=self.train, subset=self.subset, revision=self.revision)]
+        return self.train
+
+    @property
+    def eval_sources(self) -> list[EvalSource]:
+        """Return the sources of the evaluation examples; none if these are held out."""
+        if isinstance(self.eval, str):
+            return [EvalSource(source=self.eval, subset=self.subset, revision=self.revision)]
+        return self.eval or []
 
     @property
     def is_raw(self) -> bool:
@@ -224,10 +239,8 @@ class Data(Section):
         """Return the names of all training sources for a message."""
         return ", ".join(one.source for one in self.sources)
 
-    def only(self, one: TrainSource) -> "Data":
-        """Return these settings with ``one`` as the only source of training examples."""
-        if isinstance(self.train, str):
-            return self
+    def only(self, one: EvalSource) -> "Data":
+        """Return these settings with ``one`` as the only source of examples."""
         own = {"format": one.format, "columns": one.columns}
         settings = {key: value for key, value in own.items() if value is not None}
         hub = {"subset": one.subset, "revision": one.revision}
@@ -235,7 +248,7 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _check_columns(self) -> "Data":
-        for one in self.sources:
+        for one in (*self.sources, *self.eval_sources):
             data = self.only(one)
             named = data.columns.named
             formats = FORMATS if data.format == "auto" or data.format == RAW else {data.format: FORMATS[data.format]}
@@ -261,15 +274,13 @@ class Data(Section):
 
     @model_validator(mode="after")
     def _check_sources(self) -> "Data":
+        for key, found in (("train", self.train), ("eval", self.eval)):
+            if isinstance(found, list):
+                _check_list(key, [one.label for one in found])
         if isinstance(self.train, str):
             return self
-        if not self.train:
-            raise ValueError("train: the list has no source. Name at least one")
         if self.subset is not None or self.revision is not None:
             raise ValueError("subset and revision belong to one source. Write them into the entries of train")
-        labels = [one.label for one in self.train]
-        if repeated := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"train: several sources are called {repeated[0]!r}. Give each a `name` of its own")
         weighted = [one for one in self.train if one.weight is not None]
         if weighted and len(weighted) < len(self.train):
             missing = next(one.label for one in self.train if one.weight is None)
@@ -277,6 +288,14 @@ class Data(Section):
         if any(one.repeat > 1 for one in weighted):
             raise ValueError("train: a source has both weight and repeat, and both say how often. Remove one of them")
         return self
+
+
+def _check_list(key: str, labels: list[str]) -> None:
+    """Refuse an empty list of sources, and one in which several have the same name."""
+    if not labels:
+        raise ValueError(f"{key}: the list has no source. Name at least one")
+    if repeated := sorted({label for label in labels if labels.count(label) > 1}):
+        raise ValueError(f"{key}: several sources are called {repeated[0]!r}. Give each a `name` of its own")
 
 
 class Lora(Section):

@@ -15,6 +15,7 @@ from shardmake.data.examples import (
     check_learned,
     check_vocabulary,
     encode_rows,
+    has_own_layout,
     in_reading_order,
     make_encoder,
 )
@@ -91,7 +92,7 @@ def _encode_all(
     encoders: list[Encoder] = []
     for number, (split, part) in enumerate(in_reading_order(parts)):
         rows = read(part.source, work / "cache" / f"{split}-{number}")
-        if split == "train" or len(parts["train"]) != 1:
+        if has_own_layout(split, part, parts):
             first = [rows[i] for i in range(min(FIRST_ROWS, len(rows)))]
             encoders.append(make_encoder(part.run, tokenizer, part.source, first))
         splits = {split: rows} if parts["eval"] else _split_off_evaluation(rows, part.run)

@@ -11,6 +11,7 @@ from shardmake.data.examples import (
     check_vocabulary,
     encode_rows,
     first_of,
+    has_own_layout,
     in_reading_order,
     load_tokenizer,
     locate_parts,
@@ -32,7 +33,7 @@ def check_sources(run: Run) -> None:
         files_of_raw(Path(run.data.sources[0].source))
     parts = locate_parts(run)
     layouts = [_layout(part) for part in parts["train"]]
-    evaluated = [layouts[0] if len(layouts) == 1 else _layout(part) for part in parts["eval"]]
+    evaluated = [_layout(part) if has_own_layout("eval", part, parts) else layouts[0] for part in parts["eval"]]
     for part, layout in zip((*parts["train"], *parts["eval"]), (*layouts, *evaluated), strict=True):
         for example, place in text_examples(part.source):
             layout.standardize(example, place)
@@ -54,7 +55,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         rows = first_of(part.source, limit)
         if not parts["eval"]:
             check_divisible(len(rows), part.run)
-        if split == "train" or len(parts["train"]) != 1:
+        if has_own_layout(split, part, parts):
             encoders.append(make_encoder(part.run, tokenizer, part.source, rows))
         encoded = encode_rows(rows, encoders[-1], run.sequence_length, part.source)
         token_lists = [*encoded["input_ids"], *encoded.get("rejected_ids", [])]

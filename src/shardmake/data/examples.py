@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.chat_template import read_template
-from shardmake.config.models import Run
+from shardmake.config.models import EvalSource, Run
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.core.atomic import digest
 from shardmake.core.errors import DataError, ModelError
@@ -49,19 +49,28 @@ def locate_parts(run: Run) -> dict[str, list[Part]]:
 
     Raw data has no examples, so the first list is empty for it.
     """
-    if run.data.is_raw:
-        assert run.data.eval is not None, "raw data has evaluation examples of its own"
-        read = run.model_copy(update={"data": run.data.model_copy(update={"format": "auto"})})
-        return {"train": [], "eval": [Part("", read, locate(run.data.eval, run.data, EVAL_SPLITS))]}
-    mixed = not isinstance(run.data.train, str)
-    views = [run.model_copy(update={"data": run.data.only(one)}) for one in run.data.sources]
-    train = [
-        Part(one.label if mixed else "", view, locate(one.source, view.data, TRAIN_SPLITS))
-        for one, view in zip(run.data.sources, views, strict=True)
-    ]
-    held_out = run.data.eval
-    evaluation = [] if held_out is None else [Part("", run, locate(held_out, run.data, EVAL_SPLITS))]
-    return {"train": train, "eval": evaluation}
+    data = run.data
+    read = run.model_copy(update={"data": data.model_copy(update={"format": "auto"})}) if data.is_raw else run
+
+    def parts(sources: Sequence[EvalSource], splits: tuple[str, ...], *, several: bool) -> list[Part]:
+        views = [read.model_copy(update={"data": read.data.only(one)}) for one in sources]
+        return [
+            Part(one.label if several else "", view, locate(one.source, view.data, splits))
+            for one, view in zip(sources, views, strict=True)
+        ]
+
+    return {
+        "train": [] if data.is_raw else parts(data.sources, TRAIN_SPLITS, several=isinstance(data.train, list)),
+        "eval": parts(data.eval_sources, EVAL_SPLITS, several=isinstance(data.eval, list)),
+    }
+
+
+def has_own_layout(split: str, part: Part, parts: Mapping[str, Sequence[Part]]) -> bool:
+    """Return if the layout of ``part`` is recognized by itself.
+
+    A single source of evaluation examples has the layout of a single source of training examples.
+    """
+    return split == "train" or bool(part.name) or len(parts["train"]) != 1
 
 
 def in_reading_order(parts: Mapping[str, Sequence[Part]]) -> Iterator[tuple[str, Part]]:

@@ -7,13 +7,13 @@ temporary folder and renamed. The receipt is written last.
 import json
 import logging
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardmake.config.formats import RAW
-from shardmake.config.models import Run
+from shardmake.config.models import EvalSource, Run
 from shardmake.core.atomic import digest, fsync_directory
 from shardmake.core.errors import ShardmakeError
 from shardmake.core.units import plural
@@ -93,11 +93,13 @@ def _trained_on(run: Run, raw: Mapping[str, Any], results: Mapping[str, Any]) ->
 
 def _mix_settings(run: Run) -> dict[str, Any]:
     """Return what the data depend on if they have several sources, besides the content of these."""
-    if isinstance(run.data.train, str):
-        return {}
     reading = {"source", "subset", "revision"}
-    named = [{"name": one.label} | one.model_dump(exclude=reading | {"name"}) for one in run.data.train]
-    return {"mix": [{key: value for key, value in one.items() if value is not None} for one in named]}
+
+    def named(sources: Sequence[EvalSource]) -> list[dict[str, Any]]:
+        return [{"name": one.label} | one.model_dump(exclude=reading | {"name"}, exclude_none=True) for one in sources]
+
+    lists = {"mix": run.data.train, "evaluated": run.data.eval}
+    return {key: named(sources) for key, sources in lists.items() if isinstance(sources, list)}
 
 
 def _pad_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:

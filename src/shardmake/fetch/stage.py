@@ -9,13 +9,13 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from shardmake.config.chains import run_before
-from shardmake.config.models import Data, Run
+from shardmake.config.models import Data, EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
 from shardmake.core.errors import ModelError
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 Part = Literal["all", "description", "weights"]
+Split = Literal["train", "eval"]
 
 
 def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
@@ -82,17 +83,19 @@ def _fetch_weights(model: PinnedSource) -> None:
 
 def _describe(run: Run, rundir: RunDir) -> Sources:
     before = read_sources(rundir)
-    earlier = {} if before is None else {source.path: source for source in (*before.train, before.eval) if source}
+    earlier = {} if before is None else {source.path: source for source in (*before.train, *before.eval)}
 
-    def examples(name: str, data: Data, split: str) -> PinnedSource:
-        return _examples(name, data, rundir.fetched / split, split, earlier)
+    def examples(split: Split, sources: Sequence[EvalSource], *, several: bool) -> list[PinnedSource]:
+        folders = [rundir.fetched / (f"{split}-{one.label}" if several else split) for one in sources]
+        return [
+            _examples(one.source, run.data.only(one), folder, split, earlier)
+            for one, folder in zip(sources, folders, strict=True)
+        ]
 
-    parts = run.data.sources
-    folders = ["train"] if isinstance(run.data.train, str) else [f"train-{one.label}" for one in parts]
     sources = Sources(
         model=_model(run, rundir, before.model if before else None),
-        train=[examples(one.source, run.data.only(one), split) for one, split in zip(parts, folders, strict=True)],
-        eval=examples(run.data.eval, run.data, "eval") if run.data.eval else None,
+        train=examples("train", run.data.sources, several=isinstance(run.data.train, list)),
+        eval=examples("eval", run.data.eval_sources, several=isinstance(run.data.eval, list)),
     )
     sources.write(rundir.sources)
     return sources
@@ -129,7 +132,7 @@ def digest_of_model(folder: Path, run: Run) -> str:
     return digest({path.name: sha256(path) for path in (folder / "config.json", *code)})
 
 
-def _examples(name: str, data: Data, folder: Path, split: str, earlier: Mapping[str, PinnedSource]) -> PinnedSource:
+def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mapping[str, PinnedSource]) -> PinnedSource:
     """Write one split of a hub data set as a Parquet file with all its columns into ``folder``.
 
     ``earlier`` has the sources of an earlier fetch by their path.
@@ -154,7 +157,7 @@ def _examples(name: str, data: Data, folder: Path, split: str, earlier: Mapping[
     logger.info(f"Fetching data {name}.")
     commit = _commit_of_data(_connect(), source.repository, source.revision)
     rows = read_hub(replace(source, revision=commit))
-    path = folder / f"{split}.parquet"
+    path = folder / f"{folder.name}.parquet"
     path.parent.mkdir(parents=True, exist_ok=True)
     rows.to_parquet(str(path))
     return PinnedSource(

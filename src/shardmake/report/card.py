@@ -16,7 +16,7 @@ from shardmake.core.units import plural
 from shardmake.report import figures
 from shardmake.report.figures import length_name
 from shardmake.report.plots import plots
-from shardmake.report.records import Records, public_name, public_names
+from shardmake.report.records import Records, public_names
 from shardmake.report.training_facts import training_facts
 from shardmake.run.evaluation import EvaluationResult, Sample
 from shardmake.run.paths import RunDir
@@ -73,7 +73,7 @@ def _metadata(records: Records, base: dict[str, Any]) -> "ModelCardData":
     from huggingface_hub import EvalResult, ModelCardData
 
     run, evaluation = records.run, records.evaluation
-    data = public_name(run.data.eval) if run.data.eval else public_names(run.data)
+    data = public_names(run.data.eval_sources or run.data.sources)
     task = "text-classification" if evaluation.reward_model else "text-generation"
     metric, value = _headline(evaluation)
     headline = EvalResult(
@@ -143,9 +143,9 @@ def _trained_sentence(records: Records) -> str:
 
 def held_out(records: Records) -> str:
     """Return what the evaluation's tokens are, and how many of its examples are training examples too."""
-    data, evaluation, rated = records.data, records.run.data.eval, records.evaluation.reward_model
-    share = f"{100 * data.settings.eval_fraction:.3g} % of the examples of {public_names(records.run.data)}"
-    source = public_name(evaluation) if evaluation else f"{share}, which were held out"
+    data, rated = records.run.data, records.evaluation.reward_model
+    share = f"{100 * records.data.settings.eval_fraction:.3g} % of the examples of {public_names(data.sources)}"
+    source = public_names(data.eval_sources) if data.eval else f"{share}, which were held out"
     count = plural(rated.pairs, "pair") if rated else plural(records.evaluation.tokens, "token")
     return f"{count} of {source}. {_repeated(records)}"
 

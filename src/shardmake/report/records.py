@@ -1,11 +1,12 @@
 """Everything that the report and the model card read from a run's folder."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from shardmake.config.chains import run_before
-from shardmake.config.models import Data, Run
+from shardmake.config.models import EvalSource, Run
 from shardmake.core.hub import is_hub_id
 from shardmake.report.flops import Utilization, utilization
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
@@ -113,6 +114,6 @@ def public_name(source: str) -> str:
     return source if is_hub_id(source.partition(":")[0]) else Path(source).name
 
 
-def public_names(data: Data) -> str:
-    """Return the public names of all sources of training examples."""
-    return ", ".join(public_name(one.source) for one in data.sources)
+def public_names(sources: Sequence[EvalSource]) -> str:
+    """Return the public names of all ``sources`` of examples."""
+    return ", ".join(public_name(one.source) for one in sources)

@@ -54,7 +54,7 @@ def _page(records: Records, rundir: RunDir, profile: str, drawings: dict[str, st
         records=records,
         name=rundir.name,
         base=records.base,
-        data=public_names(records.run.data),
+        data=public_names(records.run.data.sources),
         facts={name: value.replace("`", "") for name, value in training_facts(records).items()},
         tiles=_tiles(records),
         notes=_notes(records),

@@ -4,10 +4,10 @@ Shardmake's own trainings state what their last attempt learned with, as its ran
 user's script may not follow them. Of a script only those settings are stated that its ranks or its metrics showed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.config.objectives import OBJECTIVES
@@ -50,12 +50,12 @@ def training_facts(records: Records) -> dict[str, str]:
 
 
 def _inputs(records: Records) -> dict[str, str]:
-    run, sources, data = records.run, records.sources, records.data
+    run, data = records.run, records.data
     read_by_script = "" if not records.is_script else "; the script may have read other data"
     examples = f"{plural(data.train.examples, 'example')}, {plural(data.train.tokens, 'token')}"
     values = {
         "Base model": _base(records),
-        "Data": "; ".join(_sources(records)) + read_by_script,
+        "Data": "; ".join(_sources(records, "train")) + read_by_script,
         "Examples": f"{plural(len(data.sources['train']['files']), 'file')}, read by the script"
         if run.data.is_raw
         else f"{examples} in {plural(data.train.sequences, 'sequence')}{read_by_script}",
@@ -63,8 +63,7 @@ def _inputs(records: Records) -> dict[str, str]:
     if not records.is_script:
         values["Data format"] = data.describe_format()
     if run.data.eval:
-        name = _named(run.data.eval, sources.eval if sources else None, run.data.revision)
-        values["Evaluation data"] = name + _checksum(records, "eval")
+        values["Evaluation data"] = "; ".join(_sources(records, "eval"))
     return values
 
 
@@ -73,15 +72,16 @@ def _base(records: Records) -> str:
     return _named(first.name if first else records.run.model, first, records.run.revision) + records.runs_before
 
 
-def _sources(records: Records) -> Iterator[str]:
-    """Yield each source of training examples, with the examples that were used if there are several."""
-    run, receipt = records.run, records.data
-    used = {share.name: share for share in receipt.train.sources}
-    for number, one in enumerate(run.data.sources):
-        pinned = records.sources.train[number] if records.sources else None
+def _sources(records: Records, split: Literal["train", "eval"]) -> Iterator[str]:
+    """Yield each source of a split's examples, with the examples that were used if there are several."""
+    data = records.run.data
+    used = {share.name: share for share in getattr(records.data, split).sources}
+    fetched: Sequence[PinnedSource] = getattr(records.sources, split) if records.sources else []
+    for number, one in enumerate(data.sources if split == "train" else data.eval_sources):
+        pinned = fetched[number] if fetched else None
         several = one.label in used
-        name = _named(one.source, pinned, run.data.only(one).revision)
-        name += _checksum(records, f"train/{one.label}" if several else "train")
+        name = _named(one.source, pinned, data.only(one).revision)
+        name += _checksum(records, f"{split}/{one.label}" if several else split)
         yield name + (f" ({used[one.label].describe()})" if several else "")
 
 

@@ -57,6 +57,9 @@ class DataSettings(RunRecord):
         exclude_if=operator.not_,
         description="Weight, repeat, limit and format of each of several sources.",
     )
+    evaluated: list[dict[str, Any]] = Field(
+        [], exclude_if=operator.not_, description="Name and format of each of several sources of evaluation examples."
+    )
 
 
 class SourceShare(RunRecord):

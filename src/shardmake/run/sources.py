@@ -12,7 +12,7 @@ from typing import ClassVar
 from pydantic import Field
 
 from shardmake.config.chains import run_before
-from shardmake.config.models import Data, Run, TrainSource
+from shardmake.config.models import EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.errors import ConfigError, ModelError
 from shardmake.core.manifest import FileRecord
@@ -58,7 +58,7 @@ class Sources(RunRecord):
 
     model: PinnedSource = Field(description="The base model.")
     train: list[PinnedSource] = Field(description="The sources of the training examples, in the configured order.")
-    eval: PinnedSource | None = Field(None, description="The evaluation examples, if configured separately.")
+    eval: list[PinnedSource] = Field([], description="The sources of the evaluation examples, if configured.")
 
 
 def read_sources(rundir: RunDir) -> Sources | None:
@@ -81,14 +81,13 @@ def localize(run: Run, rundir: RunDir) -> Run:
     if sources is None:
         return run
     _check_same((run.model, None, run.revision), sources.model, rundir)
-    for one, source in zip_longest(run.data.sources, sources.train):
-        hub = run.data.only(one) if one else run.data
+    data = run.data
+    for one, source in (*zip_longest(data.sources, sources.train), *zip_longest(data.eval_sources, sources.eval)):
+        hub = data.only(one) if one else data
         _check_same((one.source if one else None, hub.subset, hub.revision), source, rundir)
-    if run.data.eval or sources.eval:
-        _check_same((run.data.eval, run.data.subset, run.data.revision), sources.eval, rundir)
     here = {
-        "train": _local_sources(run.data, sources.train),
-        "eval": sources.eval.path if sources.eval else run.data.eval,
+        "train": _local_sources(data.train, sources.train),
+        "eval": None if data.eval is None else _local_sources(data.eval, sources.eval),
         "subset": None,
         "revision": None,
     }
@@ -96,12 +95,12 @@ def localize(run: Run, rundir: RunDir) -> Run:
     return run.model_copy(update=update)
 
 
-def _local_sources(data: Data, pinned: Sequence[PinnedSource]) -> str | list[TrainSource]:
-    if isinstance(data.train, str):
+def _local_sources(sources: str | Sequence[EvalSource], pinned: Sequence[PinnedSource]) -> str | list[EvalSource]:
+    if isinstance(sources, str):
         return pinned[0].path
     return [
         one.model_copy(update={"source": source.path, "name": one.label, "subset": None, "revision": None})
-        for one, source in zip(data.train, pinned, strict=True)
+        for one, source in zip(sources, pinned, strict=True)
     ]
 
 

@@ -18,6 +18,24 @@ def test_own_files_must_exist_and_be_readable(tmp_path: Path) -> None:
         check_inputs("chat", run.model_copy(update={"accelerate_config": None}))
 
 
+def test_a_path_that_snakemake_takes_for_a_wildcard_is_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "{lab}"
+    folder.mkdir()
+    (folder / "train.jsonl").touch()
+    run = make_run(data={"train": str(folder / "train.jsonl")})
+    with pytest.raises(
+        ShardmakeError, match=r"runs\.a: '.*\{lab\}/train\.jsonl' has a brace in its path, .* a wildcard"
+    ):
+        check_inputs("a", run)
+
+
+@pytest.mark.parametrize(("model", "data"), [("gpt2", "org/data"), ("org/model", "data"), ("org/model", "./org/data")])
+def test_a_name_that_is_neither_a_path_nor_a_hub_id_is_refused(model: str, data: str) -> None:
+    with pytest.raises(ShardmakeError, match=r"is not a model folder.*or a hub id|does not exist\..*or a hub data set"):
+        check_inputs("a", make_run(model=model, data={"train": data}))
+    check_inputs("a", make_run(model="org/model", data={"train": "org/data:split"}))
+
+
 def test_files_of_a_model_without_its_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base").mkdir()

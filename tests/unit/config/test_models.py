@@ -313,6 +313,7 @@ NOT_PATHS = {
     "Columns": None,  # every key of the section
     "Data": {"subset", "revision"},
     "TrainSource": {"name", "subset", "revision"},
+    "EvalSource": {"name", "subset", "revision"},
     "Notify": {"command"},  # the shell expands it
     "Push": {"to", "revision"},  # `to` begins with a kind; its paths are tested below
     "Run": {"revision"},

@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,26 @@ def test_sources_of_different_formats_are_each_read_as_their_own(model: Path, tm
     assert [text.split(",")[0].rpartition("/")[2] for text in preview(run, 1)] == ["a.jsonl", "t.jsonl"]
 
 
+def test_evaluation_sources_have_names_and_formats_of_their_own(model: Path, tmp_path: Path) -> None:
+    """The model is trained on one source and evaluated on two, of which one has another format."""
+    (train, chats) = sources(tmp_path, train=40, chats=30)
+    texts = {"source": write_jsonl(tmp_path / "t.jsonl", [{"body": "xyz"}] * 9)}
+    texts |= {"format": "text", "columns": {"text": "body"}, "name": "texts"}
+    data = {"train": train["source"], "eval": [chats, texts]}
+    run, rundir = make_run(model, data, packing=False), RunDir(tmp_path / "run")
+    check_sources(run)
+    check_first_rows(run)
+    receipt = prepare(run, rundir)
+    assert names_in(model, rundir, "train") == {"train": 40} and not receipt.train.sources
+    found = [(one.name, one.format, one.examples) for one in receipt.eval.sources]
+    assert found == [("chats", "chat (messages)", 30), ("texts", "text (body)", 9)]
+    assert ["user" in text for text in decoded(model, rundir.data, "eval")] == [True] * 30 + [False] * 9
+    assert [one.sequences for one in receipt.eval.sources] == [30, 9]
+    assert sum(one.tokens for one in receipt.eval.sources) == receipt.eval.tokens
+    again = prepare(make_run(model, data | {"eval": [texts, chats]}, packing=False), rundir)
+    assert [one.name for one in again.eval.sources] == ["texts", "chats"] and again.digest == receipt.digest
+
+
 @pytest.mark.parametrize("change", [{"weight": 2.0}, {"weight": 1.0, "limit": 3}])
 def test_another_mixture_is_other_data(model: Path, tmp_path: Path, change: dict[str, float]) -> None:
     train = [one | {"weight": 1.0} for one in sources(tmp_path, a=20, b=20)]
@@ -88,10 +109,12 @@ def test_another_mixture_is_other_data(model: Path, tmp_path: Path, change: dict
 
 def test_a_wrong_example_of_a_later_source_is_found_before_anything_is_queued(model: Path, tmp_path: Path) -> None:
     wrong = write_jsonl(tmp_path / "wrong.jsonl", [{"messages": chat("u:a", "a:b")}, {"messages": 3}])
-    run = make_run(model, {"train": [*sources(tmp_path, a=9), {"source": wrong}]})
-    for check in (check_sources, check_first_rows):
+    (good,) = sources(tmp_path, a=9)
+    mixture = {"train": [good, {"source": wrong}]}
+    evaluated = {"train": good["source"], "eval": [*sources(tmp_path, b=9), {"source": wrong}]}
+    for data, check in product((mixture, evaluated), (check_sources, check_first_rows)):
         with pytest.raises(DataError, match=r"wrong\.jsonl, line 2: messages is not a list"):
-            check(run)
+            check(make_run(model, data))
 
 
 @pytest.mark.parametrize(
@@ -110,6 +133,21 @@ def test_a_wrong_example_of_a_later_source_is_found_before_anything_is_queued(mo
 def test_a_mixture_that_means_nothing_is_refused(train: list[Any], says: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_run(Path("base"), {"train": train})
+    assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("held_out", "says"),
+    [
+        ([], "eval: the list has no source. Name at least one"),
+        ([{"source": "a.jsonl"}, {"source": "b/a.jsonl"}], "eval: several sources are called 'a'. Give each a `name`"),
+        ([{"source": "a", "weight": 1}], "runs.chat.data.eval.0.weight: there is no such key."),
+        ([{"source": "a", "columns": {"text": "x", "prompt": "y"}}], "no format reads"),
+    ],
+)
+def test_evaluation_sources_that_mean_nothing_are_refused(held_out: list[Any], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_run(Path("base"), {"train": "train.jsonl", "eval": held_out})
     assert says in str(caught.value)
 
 

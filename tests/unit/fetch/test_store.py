@@ -70,13 +70,13 @@ def test_config_and_data_come_first_and_the_weights_after_the_plan(bucket: Any, 
     assert missing_files(sources.model) == ["model.safetensors"] and "optimizer.pt" not in sources.model.files
     assert [sorted(source.files) for source in sources.train] == [["a.jsonl", "b.jsonl"]]
     local = localize(RUN, rundir)
-    assert (Path(local.data.eval or "") / "a.jsonl").read_bytes() == ROWS
+    assert Path(str(local.data.eval), "a.jsonl").read_bytes() == ROWS
     assert sorted(path.name for path in Path(str(local.data.train)).iterdir()) == ["a.jsonl", "b.jsonl"]
 
     raw = RUN.model_copy(update={"script": "train.py", "data": RUN.data.model_copy(update={"format": "raw"})})
     found = fetch(raw, rundir.sibling("raw"), "description")
     assert [sorted(source.files) for source in found.train] == [["README.md", "a.jsonl", "b.jsonl"]]
-    assert found.eval is not None and list(found.eval.files) == ["a.jsonl"]
+    assert [list(source.files) for source in found.eval] == [["a.jsonl"]]
 
     fetch(RUN, rundir, "weights")
     assert (Path(local.model) / "model.safetensors").read_bytes() == b"weights"
