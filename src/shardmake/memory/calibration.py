@@ -6,6 +6,7 @@ The user's cache holds a calibration per accelerator and torch version, so that 
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -70,7 +71,12 @@ def fit(
 
 def path_of(accelerator: str) -> Path:
     """Return the file with the calibration of ``accelerator`` (its name in the catalogue) for this torch."""
-    return cache_folder() / f"calibration-{accelerator}-{digest(version('torch'))[:12]}.json"
+    return cache_folder() / f"calibration-{accelerator}-{_torch()}.json"
+
+
+@cache
+def _torch() -> str:
+    return digest(version("torch"))[:12]
 
 
 def read(accelerator: str) -> Calibration | None:

@@ -74,10 +74,10 @@ def estimate_closed_form(
 
 
 def estimate_simulated(
-    scenario: Scenario, buckets: Buckets, events: StepEvents, kept: int = 2, capacity: int | None = None
+    scenario: Scenario, buckets: Buckets, timeline: Timeline, kept: int = 2, capacity: int | None = None
 ) -> Estimate:
-    """Return the estimate from the simulated step and the allocator's model."""
-    return _estimate(scenario, buckets, gpu_memory(scenario, buckets, events, capacity), kept)
+    """Return the estimate from the ``timeline`` of a simulated step and the allocator's model."""
+    return _estimate(scenario, buckets, memory_of(scenario, timeline, capacity), kept)
 
 
 def _estimate(scenario: Scenario, buckets: Buckets, figures: GpuMemory, kept: int) -> Estimate:
@@ -93,7 +93,11 @@ def gpu_memory(
     scenario: Scenario, buckets: Buckets, events: StepEvents | None = None, capacity: int | None = None
 ) -> GpuMemory:
     """Return the memory of the fullest rank from a simulated step, on a device of ``capacity`` bytes."""
-    timeline = simulate(scenario, buckets, events or events_of(scenario))
+    return memory_of(scenario, simulate(scenario, buckets, events or events_of(scenario)), capacity)
+
+
+def memory_of(scenario: Scenario, timeline: Timeline, capacity: int | None = None) -> GpuMemory:
+    """Return the memory of the fullest rank from its ``timeline``, on a device of ``capacity`` bytes."""
     phase = timeline.highest()
     peak = timeline.peaks[phase]
     wanted = reserved = timeline.resident() if scenario.on_cpu else timeline.reserved()

@@ -2,9 +2,9 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from shardmake.core.atomic import digest
 from shardmake.core.errors import ModelError, nearest
@@ -15,6 +15,8 @@ Kind = Literal["linear", "embedding", "norm", "other"]
 HEADS = ("lm_head", "embed_out")
 SCORE_HEAD = "score"
 """The head of transformers' sequence classifiers of a decoder."""
+MODELS: Final = 16
+"""Models whose sums are kept; a plan compares hundreds of candidates of a few models."""
 TRAINED_HEAD = f"{SCORE_HEAD}.modules_to_save"
 
 
@@ -27,7 +29,7 @@ class ParameterSpec:
     kind: Kind
     block: int | None = None
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return prod(self.shape)
@@ -112,10 +114,13 @@ class Model:
         """Return True for a sequence classifier, which has `SCORE_HEAD`."""
         return self.architecture.endswith("ForSequenceClassification")
 
-    @property
+    @cached_property
     def key(self) -> str:
         """Digest of the config, for cache keys."""
         return digest(dict(self.config))
+
+    def __hash__(self) -> int:
+        return hash((self.architecture, self.key))
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,11 @@ class Split:
         """All elements, adapters included."""
         return self.trainable + self.frozen + self.quantized
 
+    def __hash__(self) -> int:
+        return hash((self.trainable, self.frozen, self.quantized))
 
+
+@lru_cache(maxsize=MODELS)
 def matrix_weights(model: Model) -> float:
     """Return the elements of ``model`` that one token is multiplied with: of a mixture, those of the selected experts.
 

@@ -4,10 +4,13 @@ Sources: DeepSpeed's ``runtime/zero/stage_1_and_2.py`` and ``stage3.py``, torch'
 sets it up, torch's ``DistributedDataParallel`` reducer, bitsandbytes' optimizers.
 """
 
+from collections.abc import Mapping
+from functools import lru_cache
 from math import ceil
 
+from shardmake.config.models import Method
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.model import ParameterSpec, is_quantized
+from shardmake.memory.model import MODELS, Model, ParameterSpec, Split, is_quantized
 from shardmake.memory.scenario import BYTES, Scenario
 
 Terms = dict[str, int]
@@ -328,26 +331,40 @@ def unit_of(tensor: ParameterSpec, tied: bool) -> Unit:
     return HEAD
 
 
-def units(scenario: Scenario) -> dict[Unit, int]:
+def units(scenario: Scenario) -> Mapping[Unit, int]:
     """Return the elements of each group; 4-bit weights count as the 16-bit elements that store them."""
-    return {unit: sum(parts) for unit, parts in unit_tensors(scenario).items()}
+    return _units(scenario.model, scenario.split, scenario.method, scenario.compute)
 
 
-def unit_tensors(scenario: Scenario) -> dict[Unit, list[int]]:
+def unit_tensors(scenario: Scenario) -> Mapping[Unit, list[int]]:
     """Return the elements of each tensor of each group."""
+    return _unit_tensors(scenario.model, scenario.split, scenario.method, scenario.compute)
+
+
+def trained_units(scenario: Scenario) -> Mapping[Unit, int]:
+    """Return the trained elements of each group."""
+    return _trained_units(scenario.model, scenario.split, scenario.method)
+
+
+@lru_cache(maxsize=MODELS)
+def _units(model: Model, part: Split, method: Method, compute: int) -> Mapping[Unit, int]:
+    return {unit: sum(parts) for unit, parts in _unit_tensors(model, part, method, compute).items()}
+
+
+@lru_cache(maxsize=MODELS)
+def _unit_tensors(model: Model, part: Split, method: Method, compute: int) -> Mapping[Unit, list[int]]:
     sizes: dict[Unit, list[int]] = {}
-    model = scenario.model
-    for tensor in (*model.tensors, *scenario.split.adapters):
-        quantized = scenario.method == "qlora" and is_quantized(tensor) and "lora_" not in tensor.name
-        numel = ceil(tensor.numel * NF4_BYTES / scenario.compute) if quantized else tensor.numel
+    for tensor in (*model.tensors, *part.adapters):
+        quantized = method == "qlora" and is_quantized(tensor) and "lora_" not in tensor.name
+        numel = ceil(tensor.numel * NF4_BYTES / compute) if quantized else tensor.numel
         sizes.setdefault(unit_of(tensor, model.tied), []).append(numel)
     return sizes
 
 
-def trained_units(scenario: Scenario) -> dict[Unit, int]:
-    """Return the trained elements of each group."""
+@lru_cache(maxsize=MODELS)
+def _trained_units(model: Model, part: Split, method: Method) -> Mapping[Unit, int]:
     sizes: dict[Unit, int] = {}
-    for tensor in trained_tensors(scenario):
-        unit = unit_of(tensor, scenario.model.tied)
+    for tensor in model.tensors if method == "full" else part.adapters:
+        unit = unit_of(tensor, model.tied)
         sizes[unit] = sizes.get(unit, 0) + tensor.numel
     return sizes

@@ -22,19 +22,30 @@ class Timeline:
     """Records allocations and frees under the name of the current phase."""
 
     phase: str = "load"
-    peaks: dict[str, Peak] = field(default_factory=dict)
     events: list[tuple[int, int, int]] = field(default_factory=list)
+    _peaks: dict[str, Peak] = field(default_factory=dict)
     _live: dict[int, tuple[int, str]] = field(default_factory=dict)
     _terms: dict[str, int] = field(default_factory=dict)
     _total: int = 0
     _peak: int = 0
+    _is_at_peak: bool = False
+    """The memory allocated now is the peak of the phase, and is not in ``_peaks`` yet."""
     _next: int = 0
+    _reserved: dict[int | None, int] = field(default_factory=dict)
+
+    @property
+    def peaks(self) -> dict[str, Peak]:
+        """The peak of each phase, by its name."""
+        self._record_peak()
+        return self._peaks
 
     def enter(self, phase: str) -> None:
         """Begin ``phase``; its peak starts from the memory allocated now."""
-        self.phase = phase
-        self._peak = self.peaks[phase].total if phase in self.peaks else 0
         self._record_peak()
+        self.phase = phase
+        self._peak = self._peaks[phase].total if phase in self._peaks else 0
+        if self._total >= self._peak:
+            self._peak, self._is_at_peak = self._total, True
 
     def alloc(self, size: int, term: str, stream: int = COMPUTE) -> int:
         """Allocate ``size`` bytes for ``term``; return the key to free them."""
@@ -46,7 +57,7 @@ class Timeline:
         self._total += size
         self.events.append((key, size, stream))
         if self._total > self._peak:
-            self._record_peak()
+            self._peak, self._is_at_peak = self._total, True
         return key
 
     def free(self, key: int) -> None:
@@ -56,6 +67,8 @@ class Timeline:
 
     def release(self, key: int) -> None:
         """Count ``key`` as free while its memory waits for another stream to finish (`record_stream`)."""
+        if self._is_at_peak:
+            self._record_peak()
         size, term = self._live.pop(key)
         self._terms[term] -= size
         self._total -= size
@@ -66,15 +79,17 @@ class Timeline:
 
     def rename(self, key: int, term: str) -> None:
         """Count the memory of ``key`` under another term from now on."""
+        self._record_peak()
         size, old = self._live[key]
         self._terms[old] -= size
         self._terms[term] = self._terms.get(term, 0) + size
         self._live[key] = (size, term)
 
     def _record_peak(self) -> None:
-        if self._total >= self._peak:
-            self._peak = self._total
-            self.peaks[self.phase] = Peak(self._total, {k: v for k, v in self._terms.items() if v})
+        """Write the peak down before the memory allocated now changes; most new peaks are exceeded at once."""
+        if self._is_at_peak:
+            self._peaks[self.phase] = Peak(self._total, {k: v for k, v in self._terms.items() if v})
+            self._is_at_peak = False
 
     @property
     def allocated(self) -> int:
@@ -102,7 +117,15 @@ class Timeline:
         return peak
 
     def reserved(self, limit: int | None = None) -> int:
-        """Return the peak of the caching allocator on a device that gives it at most ``limit`` bytes."""
+        """Return the peak of the caching allocator on a device that gives it at most ``limit`` bytes.
+
+        The timeline must be complete: the result is kept for the next call.
+        """
+        if limit not in self._reserved:
+            self._reserved[limit] = self._replay(limit)
+        return self._reserved[limit]
+
+    def _replay(self, limit: int | None) -> int:
         allocator = CachingAllocator(limit)
         for key, size, stream in self.events:
             if size >= 0:

@@ -40,6 +40,14 @@ def choose_from(planner: Planner) -> tuple[Candidate, list[Candidate]]:
     return choose([planner.scan(choice) for choice in possible], planner)
 
 
+def fits_below(limit: float, planner: Planner) -> bool:
+    """Return True if a candidate of ``planner``'s run fits that takes less than ``limit`` GPU-seconds per step."""
+    hardware = planner.settings.hardware
+    fast = [item for item in map(planner.scan, choices(planner.settings)) if item.gpu_seconds < limit]
+    fast.sort(key=lambda item: item.memory.gpu.device)
+    return any(_may_fit(item, hardware) and planner.simulate(item.choice).fits for item in fast)
+
+
 def choose(candidates: list[Candidate], planner: Planner) -> tuple[Candidate, list[Candidate]]:
     """Return the best candidate that fits, and all candidates, simulated where that was needed.
 

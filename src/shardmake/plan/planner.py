@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from shardmake.memory.estimate import (
     estimate_simulated,
     events_of,
     from_json,
+    simulate,
 )
 from shardmake.memory.scenario import Scenario
+from shardmake.memory.timeline import Timeline
 from shardmake.memory.trace import trace_all
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.family_errors import error_of
@@ -40,6 +43,7 @@ class Planner:
         self.settings = settings
         self._profiles: dict[tuple[object, ...], closed_form.Profile] = {}
         self._events: dict[tuple[object, ...], StepEvents] = {}
+        self._candidates: dict[Choice, Candidate] = {}
 
     def prepare(self, possible: Iterable[Choice]) -> None:
         """Trace the steps of ``possible`` in one process, if the model's family is not written down."""
@@ -54,20 +58,29 @@ class Planner:
         return self._candidate(choice, scenario, memory, lambda capacity: memory.gpu.device, simulated=False)
 
     def simulate(self, choice: Choice) -> Candidate:
-        """Return ``choice`` with its memory from a simulated step."""
+        """Return ``choice`` with its memory from a simulated step; it is simulated once."""
+        if choice not in self._candidates:
+            self._candidates[choice] = self._simulate(choice)
+        return self._candidates[choice]
+
+    def _simulate(self, choice: Choice) -> Candidate:
         scenario, buckets = scenario_of(self.settings, choice), buckets_of(self.settings, choice)
-        memory = self._simulated(scenario, buckets, self.settings.hardware.gpu_memory)
+        step = cache(lambda: simulate(scenario, buckets, self._events_of(scenario)))
+        memory = self._simulated(scenario, buckets, step, self.settings.hardware.gpu_memory)
         return self._candidate(
-            choice, scenario, memory, lambda capacity: self._simulated(scenario, buckets, capacity).gpu.device,
+            choice, scenario, memory, lambda capacity: self._simulated(scenario, buckets, step, capacity).gpu.device,
             simulated=True,
         )  # fmt: skip
 
-    def _simulated(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Estimate:
-        """Return the estimate on a GPU of ``capacity`` bytes."""
+    def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
+        """Return the estimate on a GPU of ``capacity`` bytes; ``step`` simulates it, once for all capacities."""
+        return estimate_simulated(scenario, buckets, step(), self._kept, capacity)
+
+    def _events_of(self, scenario: Scenario) -> StepEvents:
         key = (scenario.micro_batch, scenario.checkpointing, scenario.autocast, scenario.precision)
         if key not in self._events:
             self._events[key] = events_of(scenario)
-        return estimate_simulated(scenario, buckets, self._events[key], self._kept, capacity)
+        return self._events[key]
 
     @property
     def _kept(self) -> int:
@@ -107,11 +120,11 @@ class CachedPlanner(Planner):
         for choice in part:
             self.simulate(choice)
 
-    def _simulated(self, scenario: Scenario, buckets: Buckets, capacity: int) -> Estimate:
+    def _simulated(self, scenario: Scenario, buckets: Buckets, step: Callable[[], Timeline], capacity: int) -> Estimate:
         path = self._path(scenario, buckets, capacity)
         if path.is_file():
             return from_json(json.loads(path.read_text()))
-        memory = super()._simulated(scenario, buckets, capacity)
+        memory = super()._simulated(scenario, buckets, step, capacity)
         write_json(path, memory.as_json())
         return memory
 

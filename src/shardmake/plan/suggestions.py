@@ -5,6 +5,7 @@ The plan makes none of them, because each would replace a value of the run.
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 from pydantic import ValidationError
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.plan.candidates import Candidate
-from shardmake.plan.choose import CLEARLY, choose_from
+from shardmake.plan.choose import CLEARLY, choose_from, fits_below
 from shardmake.plan.planner import Planner
 from shardmake.plan.reasons import beside, memory_and_time
 from shardmake.plan.resolve import ResolvedRun, check, missing_packages, resolve
@@ -117,7 +118,7 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
         kinds.append(("nodes", [count for count in (2 * nodes, 4 * nodes) if count <= settings.cluster.max_nodes]))
 
     def outcome(setting: str, value: Any) -> str | None:
-        found = _plan_with(settings, setting, value)
+        found = _plan_with(settings, setting, value, limit)
         if found is None or found.gpu_seconds >= limit:
             return None
         return _describe(found, _changed(run, setting, value), beside(found, chosen))
@@ -125,8 +126,12 @@ def suggest_faster(settings: ResolvedRun, chosen: Candidate, candidates: Iterabl
     return suggestions(kinds, outcome)
 
 
-def _plan_with(settings: ResolvedRun, setting: str, value: Any) -> Candidate | None:
-    """Return the choice of the run with one other value; None if nothing fits, or if another setting excludes it."""
+def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = inf) -> Candidate | None:
+    """Return the choice of the run with one other value; None if nothing fits, or if another setting excludes it.
+
+    It is also None if nothing that fits takes less than ``limit`` GPU-seconds per step. That is found out first,
+    because few candidates are so fast, and the choice compares many.
+    """
     changed = _changed(settings.run, setting, value)
     try:
         Run.model_validate(changed.model_dump())
@@ -136,7 +141,8 @@ def _plan_with(settings: ResolvedRun, setting: str, value: Any) -> Candidate | N
     try:
         resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": max_nodes}))
         check(resolved, packages=False)
-        return choose_from(Planner(resolved))[0]
+        planner = Planner(resolved)
+        return choose_from(planner)[0] if limit == inf or fits_below(limit, planner) else None
     except ShardmakeError:
         return None
 

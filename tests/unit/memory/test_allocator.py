@@ -70,3 +70,17 @@ def test_reserved_is_at_least_allocated(requests: list[tuple[int, bool]]) -> Non
             timeline.free(keys.pop(len(keys) // 2))
     assert timeline.reserved() >= (timeline.allocated if requests else 0)
     assert timeline.allocated <= sum(rounded(size) for size, _ in requests) if requests else True
+
+
+def test_the_terms_of_a_peak_are_those_of_its_moment() -> None:
+    timeline = Timeline()
+    first = timeline.alloc(3 * MIB, "gradients")
+    second = timeline.alloc(2 * MIB, "activations")
+    timeline.rename(second, "gradients")
+    timeline.free(first)
+    timeline.enter("step")
+    assert timeline.peaks["load"].terms == {"gradients": 3 * MIB, "activations": 2 * MIB}
+    assert timeline.peaks["step"].terms == {"gradients": 2 * MIB}
+    timeline.alloc(4 * MIB, "activations")
+    assert timeline.peaks["step"].terms == {"gradients": 2 * MIB, "activations": 4 * MIB}
+    assert (timeline.highest(), timeline.allocated) == ("step", 6 * MIB)
