@@ -130,7 +130,7 @@ def _model(case: Case) -> nn.Module:
     }
     model = prepare(request)
     dtype = torch.float32 if case.ranks > 1 else torch.bfloat16
-    materialize(model, dtype, dtype, dtype)
+    materialize(model, dtype, dtype, dtype, dtype)
     return model
 
 

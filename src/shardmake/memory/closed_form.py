@@ -10,7 +10,7 @@ from dataclasses import astuple, dataclass, replace
 from shardmake.memory import states
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import micro_step
+from shardmake.memory.decoder import layer_input, micro_step
 from shardmake.memory.families import as_classifier
 from shardmake.memory.model import Decoder, split
 from shardmake.memory.read_config import from_config
@@ -114,7 +114,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
             **base, **held, **layer, **bucket, **last, "activations": activations.last_layer
         },
         "backward of the first layer": {
-            **base, **whole, **layer, **bucket, **first, "activations": activations.first_layer
+            **base, **whole, **layer, **bucket, **first, **_held(scenario), "activations": activations.first_layer
         },
         "gradient norm": {**base, **whole, "gradient norm": states.norm_bytes(scenario)},
         "optimizer step": {
@@ -150,6 +150,12 @@ def _with_flat(scenario: Scenario, gathered: Terms) -> Terms:
     if not scenario.is_fsdp or scenario.fsdp_version == 1 or scenario.shards == 1:
         return gathered
     return _term(gathered["gathered weights"] + scenario.compute * units(scenario).get(HEAD, 0))
+
+
+def _held(scenario: Scenario) -> Terms:
+    """Return the inputs of layers and their gradients that FSDP1 keeps (`Scenario.holds_inputs`)."""
+    layers = len(scenario.model.blocks)
+    return {"held inputs": (2 * layers - 3) * layer_input(scenario)} if scenario.holds_inputs else {}
 
 
 def _term(size: int) -> Terms:

@@ -36,8 +36,11 @@ def weights_of(scenario: Scenario) -> Weights:
     full = scenario.method == "full"
     item = weight_bytes(scenario)
     quantized = {t.name for t in scenario.model.tensors if is_quantized(t)} if scenario.method == "qlora" else set()
+    norm = 4 if scenario.widens_frozen and scenario.autocast else item
     items = {
-        t.name: Parameter(t.name, t.numel, scenario.compute if t.name in quantized else item, full)
+        t.name: Parameter(
+            t.name, t.numel, scenario.compute if t.name in quantized else norm if t.kind == "norm" else item, full
+        )
         for t in scenario.model.tensors
     }
     shapes = {tensor.name: tensor.shape for tensor in scenario.model.tensors}
@@ -61,10 +64,9 @@ def weight_bytes(scenario: Scenario) -> int:
     return 4 if scenario.method == "full" else scenario.frozen
 
 
-def offloaded_inputs(scenario: Scenario) -> int:
-    """Return the bytes of each layer's input on a rank, which `Scenario.activation_offload` keeps in host RAM."""
-    assert scenario.model.decoder is not None
-    return scenario.tokens * scenario.model.decoder.h * weight_bytes(scenario)
+def layer_input(scenario: Scenario) -> int:
+    """Return the bytes of each layer's input on a rank, which checkpointing keeps."""
+    return scenario.tokens * scenario.model.hidden_size * weight_bytes(scenario)
 
 
 class _DecoderStep:
@@ -157,9 +159,10 @@ class _DecoderStep:
         """Keep only the input; the backward pass runs the layer again first (torch.utils.checkpoint).
 
         With ``activation_offload`` the input is copied to the host, and back before the layer runs again
-        (``torch.autograd.graph.save_on_cpu``, which transformers and FSDP's ``offload_wrapper`` use).
+        (``torch.autograd.graph.save_on_cpu``, which transformers and FSDP's ``offload_wrapper`` use). The reentrant
+        ``CheckpointFunction.backward`` holds the layer's output and its gradient while it runs.
         """
-        tape = self.tape
+        tape, whole = self.tape, self.scenario.behavior.recomputes_whole
         tape.recording = False
         out = self._layer(hidden, index)
         tape.recording = True
@@ -170,12 +173,14 @@ class _DecoderStep:
             first = len(tape.nodes)
             entry = size_tensors.root(SizeTensor(tape, numel, item, storage=kept.pop()))
             inner = entry.node
-            again = self._layer(entry, index, stops_early=True)
+            again = self._layer(entry, index, stops_early=not whole)
             tape.casts.clear()
             assert again.node is not None and inner is not None
             again.node.grad = grad
+            held = (again.storage, grad) if whole else None
             del again, entry, grad
             size_tensors.run_backward(tape, first)
+            del held
             made, inner.grad = inner.grad, None
             return [made]
 

@@ -10,6 +10,8 @@ from math import ceil
 from shardmake.core.units import MIB
 from shardmake.memory import states
 from shardmake.memory.ddp import DdpMemory
+from shardmake.memory.decoder import layer_input
+from shardmake.memory.scenario import BYTES
 from shardmake.memory.states import EMBEDDING, HEAD, Unit, trained_units, unit_tensors, units
 from shardmake.memory.timeline import COMMUNICATION, REDUCTION, Pending
 
@@ -181,6 +183,7 @@ class Fsdp1Memory(Fsdp2Memory):
     def load(self) -> None:
         """Allocate the states as for FSDP2."""
         self._pending = Pending(self.timeline)
+        self._held: list[int] = []
         super().load()
 
     def _load_states(self) -> None:
@@ -195,6 +198,7 @@ class Fsdp1Memory(Fsdp2Memory):
 
     def _wrap(self, unit: Unit, stays: bool) -> None:
         numel, compute = self._units[unit], self.scenario.compute
+        trained, shards = self._trained.get(unit, 0), self.scenario.shards
         single = [self.timeline.alloc(compute * part, "weights during loading") for part in self._tensors[unit]]
         sizes = broadcast_buckets([compute * part for part in self._tensors[unit]])
         sent = deque([self.timeline.alloc(size, "weights during loading") for size in sizes[:2]])
@@ -207,7 +211,8 @@ class Fsdp1Memory(Fsdp2Memory):
         for key in single:
             self.timeline.free(key)
         if stays:
-            self.timeline.alloc(compute * ceil(numel / self.scenario.shards), "weights")
+            self.timeline.alloc(states.trained_bytes(self.scenario) * ceil(trained / shards), "weights")
+            self.timeline.alloc(compute * ceil((numel - trained) / shards), "frozen weights")
         self.timeline.free(flat)
 
     def start_backward(self) -> None:
@@ -216,14 +221,26 @@ class Fsdp1Memory(Fsdp2Memory):
 
     def before_backward(self, block: int) -> None:
         """Reduce the layer after this one; gather this one and the one before it."""
+        self._hold(block + 1)
         self._reduce(block + 1 if block + 1 in self._units else HEAD)
         self._gather(block)
         self._gather(block - 1)
 
     def end_backward(self) -> None:
         """End it as for FSDP2; the GPU has finished when the optimizer begins."""
+        self._hold(0)
         super().end_backward()
         self._pending.drain(0)
+        for key in self._held:
+            self.timeline.free(key)
+        self._held.clear()
+
+    def _hold(self, ended: Unit) -> None:
+        """Keep the input of a layer that has ended (`Scenario.holds_inputs`), and the gradient that it took."""
+        if not self.scenario.holds_inputs or ended not in self._units:
+            return
+        for _ in range(1 if ended == self._last else 2):
+            self._held.append(self.timeline.alloc(layer_input(self.scenario), "held inputs"))
 
     def _keeps(self, unit: Unit) -> bool:
         return super()._keeps(unit) or unit == EMBEDDING
@@ -234,10 +251,18 @@ class Fsdp1Memory(Fsdp2Memory):
             self._reshard(unit)
 
     def _gather(self, unit: Unit) -> None:
-        numel = self._numel(unit)
-        if numel:
-            self._pending.drain(IN_FLIGHT - 1)
-            self._live[unit] = self.timeline.alloc(self.scenario.compute * numel, "gathered weights", COMMUNICATION)
+        """Gather a unit; mixed precision first casts this rank's part (``_use_low_precision_shard``)."""
+        numel, scenario = self._numel(unit), self.scenario
+        if not numel:
+            return
+        self._pending.drain(IN_FLIGHT - 1)
+        trained = self._trained.get(unit, 0)
+        item = scenario.compute if scenario.method == "full" else BYTES[scenario.adapter_compute]
+        size = item * trained + scenario.compute * (numel - trained)
+        narrow = 0 if item == states.trained_bytes(scenario) else item * ceil(trained / scenario.shards)
+        part = self.timeline.alloc(narrow, "gathered weights", COMMUNICATION)
+        self._live[unit] = self.timeline.alloc(size, "gathered weights", COMMUNICATION)
+        self.timeline.free(part)
 
     def _reshard(self, unit: Unit) -> None:
         if unit in self._live:

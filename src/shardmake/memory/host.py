@@ -4,7 +4,7 @@ from math import ceil
 
 from shardmake.config.models import EvaluationBackend
 from shardmake.memory.buckets import Buckets
-from shardmake.memory.decoder import offloaded_inputs
+from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.scenario import BYTES, Scenario
 from shardmake.memory.states import (
@@ -40,7 +40,7 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
         terms["reference model"] = ranks * reference_bytes(scenario)
     if scenario.activation_offload:
         hold = int if scenario.on_cpu else pinned
-        terms["activations"] = ranks * len(scenario.model.blocks) * hold(offloaded_inputs(scenario))
+        terms["activations"] = ranks * len(scenario.model.blocks) * hold(layer_input(scenario))
     if scenario.checkpoint_in_memory:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]

@@ -41,6 +41,16 @@ class LibraryBehavior:
     """A 16-bit precision uses autocast; without it the type of the trained weights is used."""
     widens_frozen: bool = True
     """QLoRA's weights that are not in 4 bits are cast to fp32 (PEFT's ``prepare_model_for_kbit_training``)."""
+    narrows_embedding: bool = False
+    """Of these, embedding and head are cast back to 16 bits (TRL's ``peft_module_casting_to_bf16``)."""
+    recomputes_whole: bool = False
+    """A recomputed layer runs to its end, and its output stays during its backward pass (reentrant checkpointing)."""
+    holds_inputs: bool = False
+    """FSDP1 keeps the inputs of recomputed frozen layers, and their gradients, until the backward pass ends.
+
+    Its hook on a layer's input (``_register_post_backward_reshard_only_hook``) then sees the leaf that reentrant
+    checkpointing makes, and the leaf holds its data and its gradient.
+    """
 
 
 @dataclass(frozen=True)
@@ -136,8 +146,18 @@ class Scenario:
 
         PEFT casts embedding, norms, biases and head of a 4-bit model to fp32. DeepSpeed casts them back.
         """
-        widened = self.method == "qlora" and self.behavior.widens_frozen and not self.zero_stage
-        return 4 if widened else self.compute
+        return 4 if self.widens_frozen and not self.behavior.narrows_embedding else self.compute
+
+    @property
+    def widens_frozen(self) -> bool:
+        """True if weights that are not in 4 bits are cast to fp32, the norms at least."""
+        return self.method == "qlora" and self.behavior.widens_frozen and not self.zero_stage
+
+    @property
+    def holds_inputs(self) -> bool:
+        """True if FSDP1 keeps the inputs of recomputed layers until the backward pass ends."""
+        recomputes = self.checkpointing and not self.activation_offload and self.method != "full"
+        return self.is_fsdp and self.fsdp_version == 1 and recomputes and self.behavior.holds_inputs
 
     @property
     def gradient(self) -> int:
@@ -173,8 +193,9 @@ class Scenario:
 
     @property
     def adapter_compute(self) -> Precision:
-        """Data type of adapters in the forward pass: DeepSpeed and FSDP cast them, DDP does not."""
-        return self.adapter_weights if self.spec.is_ddp else self.precision
+        """Data type of adapters in the forward pass: DeepSpeed and FSDP's mixed precision cast them, DDP does not."""
+        casts = self.zero_stage > 0 or (self.is_fsdp and self.behavior.autocast)
+        return self.precision if casts else self.adapter_weights
 
     @property
     def gathers_parameters(self) -> bool:

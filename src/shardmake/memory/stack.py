@@ -19,7 +19,8 @@ WORDS: Final[dict[str, tuple[str, ...]]] = {
     "optimizer": ("foreach", "fused"),
     "outputs": ("kept", "dropped"),
     "autocast": ("yes", "no"),
-    "kbit": ("widened", "plain"),
+    "kbit": ("widened", "norms", "plain"),
+    "checkpoint": ("around", "inside", "plain"),
     "mask": ("padding", "none"),
     "load": ("gpu", "host"),
 }
@@ -43,8 +44,11 @@ class Stack:
     """``kept``: the loop holds the model's output during the backward pass."""
     autocast: Literal["yes", "no"] | None = None
     """``no``: the weights' type is the type of the computation."""
-    kbit: Literal["widened", "plain"] | None = None
-    """``plain``: QLoRA without ``prepare_model_for_kbit_training``, which casts the rest to fp32."""
+    kbit: Literal["widened", "norms", "plain"] | None = None
+    """``plain``: QLoRA without ``prepare_model_for_kbit_training``, which casts the rest to fp32. ``norms``: embedding
+    and head are cast back to 16 bits, as TRL's SFTTrainer did on one GPU."""
+    checkpoint: Literal["around", "inside", "plain"] | None = None
+    """``around`` and ``inside``: reentrant checkpointing, of FSDP1's units or inside them. ``plain``: not reentrant."""
     mask: Literal["padding", "none"] | None = None
     """``none``: SDPA gets no mask, because all sequences of a batch are equally long."""
     load: Literal["gpu", "host"] | None = None
@@ -66,9 +70,11 @@ class Stack:
 
         Sources in transformers: ``modeling_llama.py`` returns fp32 logits up to 4.45. ``ForCausalLMLoss`` copies the
         shifted logits up to 4.48 (pull request 35646). SDPA takes grouped heads from 4.54 on (39412) and contiguous
-        inputs before 4.48. Trainer takes the fused AdamW from 4.55 and torch 2.8 on.
+        inputs before 4.48. Trainer takes the fused AdamW from 4.55 and torch 2.8 on. Checkpointing is reentrant before
+        5.0 (43203); its function calls FSDP's units before 4.52, later layers checkpoint themselves (37223).
         """
         own = self.logits == "own"
+        checkpoint = self.checkpoint or self._checkpoint()
         fused = self._has("transformers", "4.55") and self._has("torch", "2.8")
         return LibraryBehavior(
             keeps_output=self.outputs == "kept",
@@ -82,7 +88,15 @@ class Stack:
             softmax_saves_input=not self._has("torch", "1.12"),
             autocast=self.autocast != "no",
             widens_frozen=self.kbit != "plain",
+            narrows_embedding=self.kbit == "norms",
+            recomputes_whole=checkpoint != "plain",
+            holds_inputs=checkpoint == "around",
         )
+
+    def _checkpoint(self) -> str:
+        if self._has("transformers", "5.0"):
+            return "plain"
+        return "inside" if self._has("transformers", "4.52") else "around"
 
     def _has(self, library: str, version: str) -> bool:
         """Return True if the library is at least ``version``, as the installed ones are."""

@@ -121,6 +121,7 @@ def _request(scenario: Scenario) -> dict[str, Any]:
         "frozen": held,
         "in_four_bits": scenario.method == "qlora",
         "widened": "fp32" if adapted and weight_bytes(scenario) == 4 else held,
+        "norms": "fp32" if scenario.widens_frozen and scenario.autocast else held,
         "keeps_output": scenario.behavior.keeps_output,
         "softmax_saves_input": scenario.behavior.softmax_saves_input,
         "method": scenario.method,

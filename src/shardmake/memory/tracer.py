@@ -49,7 +49,7 @@ def trace(request: Mapping[str, Any]) -> list[Event]:
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened")))
+        materialize(model, *(DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
         inputs = _inputs(model, request["micro_batch"], request["sequence_length"], request["masked"])
         _mark_blocks(model, recorder)
         _mark_gradients(model, recorder)
@@ -137,10 +137,13 @@ def _without_collector() -> Iterator[None]:
         gc.enable()
 
 
-def materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype, widened: torch.dtype) -> None:
+def materialize(
+    model: nn.Module, trained: torch.dtype, frozen: torch.dtype, widened: torch.dtype, norms: torch.dtype
+) -> None:
     """Replace meta parameters by fake ones on "cpu"; shared parameters stay shared.
 
-    Frozen parameters get the type ``frozen``; of a model with 4-bit layers, those outside them get ``widened``.
+    Frozen parameters get the type ``frozen``; of a model with 4-bit layers, those outside them get ``widened``, or
+    ``norms`` if they have one dimension.
     """
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -149,7 +152,8 @@ def materialize(model: nn.Module, trained: torch.dtype, frozen: torch.dtype, wid
                 continue
             if id(parameter) not in made:
                 narrow = holds_four_bits(module) and name == "weight"
-                dtype = trained if parameter.requires_grad else frozen if narrow else widened
+                outside = norms if parameter.dim() == 1 else widened
+                dtype = trained if parameter.requires_grad else frozen if narrow else outside
                 data = torch.empty(parameter.shape, dtype=dtype, device="cpu")
                 made[id(parameter)] = nn.Parameter(data, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[id(parameter)]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from shardmake.config.accelerators import Accelerator
 from shardmake.core.units import GB
-from shardmake.memory.decoder import offloaded_inputs
+from shardmake.memory.decoder import layer_input
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.model import matrix_weights
 from shardmake.memory.scenario import BYTES, Scenario
@@ -171,7 +171,7 @@ def _activation_transfers(scenario: Scenario, hardware: Hardware) -> float:
     """Return the seconds in which the inputs of layers go to the host and back, on the stream that computes."""
     if not scenario.activation_offload:
         return 0.0
-    moved = 2 * scenario.accumulation * len(scenario.model.blocks) * offloaded_inputs(scenario)
+    moved = 2 * scenario.accumulation * len(scenario.model.blocks) * layer_input(scenario)
     return moved / (hardware.accelerator.host_link * GB)
 
 

@@ -12,7 +12,7 @@ from transformers import modeling_utils
 
 from shardmake.memory.closed_form import Profile, of_events
 from shardmake.memory.ddp import StepEvents
-from shardmake.memory.decoder import micro_step, offloaded_inputs
+from shardmake.memory.decoder import micro_step, layer_input
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import LibraryBehavior, Scenario
@@ -108,7 +108,7 @@ def test_the_simulated_step_matches_the_trace_with_inputs_on_the_host(
     assert figures(of_events(simulated, LAYERS)) == pytest.approx(figures(of_events(traced, LAYERS)), rel=0.03)
     kept = saved(micro_step(CASES[name])) - saved(simulated)
     first_stays = case.method == "lora"  # the embedding's output is a leaf then, which the graph holds
-    assert kept == (LAYERS - first_stays) * offloaded_inputs(case)
+    assert kept == (LAYERS - first_stays) * layer_input(case)
 
 
 def figures(profile: Profile) -> list[int]:
@@ -191,6 +191,14 @@ def test_qlora_has_hidden_states_in_the_type_of_its_embedding(strategy: str, wid
         return three.forward - two.forward
 
     assert input_bytes(LibraryBehavior()) - input_bytes(LibraryBehavior(widens_frozen=False)) == wider * 1024 * 2 * 512
+
+
+def test_a_narrow_embedding_leaves_qlora_with_wide_inputs_after_the_first_layer() -> None:
+    """The norms stay in fp32, and a 4-bit layer returns their type (TRL's ``peft_module_casting_to_bf16``)."""
+    case = {"checkpointing": True, "method": "qlora", "strategy": "ddp"}
+    narrow = scenario(behavior=LibraryBehavior(narrows_embedding=True), **case)
+    assert saved(micro_step(scenario(**case))) - saved(micro_step(narrow)) == 1024 * 512 * 2
+    assert narrow.frozen == 2
 
 
 @pytest.mark.parametrize(("sequences", "copies"), [(1, 2), (2, 3)])

@@ -1,7 +1,24 @@
-from shardmake.memory.fsdp import Fsdp2Memory
+import weakref
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from shardmake.memory import states
+from shardmake.memory.decoder import layer_input
+from shardmake.memory.estimate import events_of, simulate
+from shardmake.memory.fsdp import Fsdp1Memory, Fsdp2Memory
+from shardmake.memory.scenario import LibraryBehavior, Scenario
 from shardmake.memory.states import HEAD, units
 from shardmake.memory.timeline import Timeline
-from tests.unit.memory.llama_8b import BUCKETS, scenario
+from tests.unit.memory.llama_8b import BUCKETS, P, scenario
+
+LAYERS = 3
+OLD = LibraryBehavior(recomputes_whole=True, holds_inputs=True)
 
 
 def test_fsdp2_frees_the_flat_weights_of_the_head_after_the_loss() -> None:
@@ -16,3 +33,85 @@ def test_fsdp2_frees_the_flat_weights_of_the_head_after_the_loss() -> None:
     assert memory.timeline._terms["gathered weights"] == 2 * head
     memory.start_backward()
     assert memory.timeline._terms["gathered weights"] == head
+
+
+@pytest.mark.parametrize(("weights", "item"), [("fp32", 4), ("bf16", 2)])
+def test_fsdp1_holds_trained_weights_in_their_own_type(weights: str, item: int) -> None:
+    """Accelerate widens the flat weights to fp32 under mixed precision; a pass gathers them in 16 bits."""
+    memory = Fsdp1Memory(scenario(strategy="fsdp", fsdp_version=1, weights=weights), BUCKETS, Timeline())
+    memory.load()
+    assert memory.timeline._terms["weights"] == pytest.approx(item * P / 8, rel=1e-3)
+
+
+def _peak(case: Scenario) -> int:
+    return simulate(case, BUCKETS, events_of(case)).peaks["backward"].terms.get("held inputs", 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "holds"),
+    [
+        ({}, True),
+        ({"behavior": LibraryBehavior(recomputes_whole=True)}, False),
+        ({"fsdp_version": 2}, False),
+        ({"method": "full"}, False),
+        ({"checkpointing": False}, False),
+    ],
+)
+def test_fsdp1_keeps_the_inputs_of_frozen_layers_with_their_gradients(changes: dict[str, object], holds: bool) -> None:
+    base = {"strategy": "fsdp", "fsdp_version": 1, "method": "lora", "behavior": OLD, "sequence_length": 65536}
+    case = scenario(**{**base, **changes})
+    layers = len(case.model.blocks)
+    assert _peak(case) == (2 * layers - 3) * layer_input(case) * holds
+
+
+class _Layer(nn.Module):
+    """A frozen layer; ``alive`` gets the number of inputs of recomputed layers that are there at each recomputation."""
+
+    def __init__(self, inputs: list[weakref.ref[torch.Tensor]], alive: list[int]) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4).requires_grad_(False)
+        self._inputs, self._alive = inputs, alive
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        if torch.is_grad_enabled():  # the recomputation
+            self._inputs.append(weakref.ref(tensor))
+            self._alive.append(sum(held() is not None for held in self._inputs))
+        return self.inner(tensor)
+
+
+class _Checkpointed(nn.Module):
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, tensor: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            tensor = checkpoint(layer, tensor, use_reentrant=True)
+        return tensor
+
+
+def _unit(module: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(module, device_id=torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("around", "left"), [(True, LAYERS), (False, 1)])
+def test_torch_keeps_these_inputs_if_checkpointing_is_around_the_units(around: bool, left: int) -> None:
+    inputs: list[weakref.ref[torch.Tensor]] = []
+    alive: list[int] = []
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        layers = [_Layer(inputs, alive) for _ in range(LAYERS)]
+        around_units = _Checkpointed([_unit(layer) for layer in layers]) if around else None
+        model = _unit(around_units or nn.Sequential(*(_unit(_Checkpointed([layer])) for layer in layers)))
+        model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    finally:
+        dist.destroy_process_group()
+    assert alive[-1] == left
+
+
+def test_states_and_fsdp1_agree_on_the_weights_of_a_rank() -> None:
+    case = scenario(strategy="fsdp", fsdp_version=1, method="lora")
+    memory = Fsdp1Memory(case, BUCKETS, Timeline())
+    memory.load()
+    terms, held = states.resident(case, BUCKETS), memory.timeline._terms
+    assert held["weights"] + held["frozen weights"] == pytest.approx(terms["weights"] + terms["frozen weights"], rel=1e-3)

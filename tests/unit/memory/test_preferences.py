@@ -112,7 +112,7 @@ def prepared(request: dict[str, Any], tracer: Any) -> Any:
     from trl.trainer.utils import add_fused_lm_head
 
     model = tracer.prepare(request)
-    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened")))
+    tracer.materialize(model, *(tracer.DTYPES[request[which]] for which in ("weights", "frozen", "widened", "norms")))
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     add_fused_lm_head(base, outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
     return model

@@ -52,11 +52,26 @@ def test_the_optimizer_is_fused_from_torch_2_8_and_transformers_4_55_on() -> Non
 
 
 @pytest.mark.parametrize(
+    ("text", "reentrant", "holds"),
+    [
+        ("", False, False),
+        ("transformers=4.57", True, False),
+        ("transformers=4.51", True, True),
+        ("transformers=4.51,checkpoint=plain", False, False),
+        ("transformers=4.38,checkpoint=inside", True, False),
+    ],
+)
+def test_checkpointing_is_reentrant_before_transformers_5(text: str, reentrant: bool, holds: bool) -> None:
+    behavior = parse_stack(text).behavior()
+    assert (behavior.recomputes_whole, behavior.holds_inputs) == (reentrant, holds)
+
+
+@pytest.mark.parametrize(
     ("text", "part"),
     [
         ("transformer=4.38", "Did you mean 'transformers'?"),
         ("torch=new", "It is not a version"),
-        ("kbit=no", "Write one of widened, plain"),
+        ("kbit=no", "Write one of widened, norms, plain"),
         ("torch", "It is not a version"),
     ],
 )
