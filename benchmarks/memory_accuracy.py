@@ -1,7 +1,9 @@
 """Compare `shardmake estimate`, and the formulas that people use today, with published measurements, row by row.
 
     python -m benchmarks.memory_accuracy [--csv FILE]
+    python -m benchmarks.memory_accuracy --csv benchmarks/data/memory_held_out.csv
 
+The second file was collected when the model was finished, and scored before anything was changed for it.
 Each row goes through the planner of the command, with the command's defaults where its source says nothing else.
 """
 
@@ -41,11 +43,19 @@ class Result:
     figure: Figure
     estimate: float
     others: dict[str, float]
+    allocated: float
+    """The estimate of PyTorch's allocated tensors, which some sources measured as well."""
 
     @property
     def error(self) -> float:
         """Relative error of the estimate, in percent."""
         return 100 * (self.estimate / measured(self.row) - 1)
+
+    @property
+    def allocated_error(self) -> float | None:
+        """Relative error of the allocated tensors, in percent."""
+        measured_allocated = self.row.get("allocated_gib")
+        return 100 * (self.allocated / float(measured_allocated) - 1) if measured_allocated else None
 
 
 @dataclass(frozen=True)
@@ -87,7 +97,7 @@ def evaluate(row: Row) -> Result | Omitted | PartResult:
     (candidate,) = found
     gpu = candidate.memory.gpu
     size = gpu.device if run.figure == "device" else gpu.reserved
-    return Result(row, candidate.error.name, run.figure, size / GIB, others(row))
+    return Result(row, candidate.error.name, run.figure, size / GIB, others(row), gpu.allocated / GIB)
 
 
 def others(row: Row) -> dict[str, float]:
@@ -97,6 +107,8 @@ def others(row: Row) -> dict[str, float]:
     model, ranks = read_model(config_file(row["model"])), int(row["gpus"])
     batch, length = int(row["micro_batch"]), int(row["seq_len"])
     checkpointing = row["grad_ckpt"].startswith("yes")
+    if model.decoder is None:
+        return {}
     figures = {
         "deepspeed (states)": deepspeed_states(model, ranks),
         "accelerate": accelerate_training(model, "bf16" in row["dtype"]),
@@ -117,6 +129,8 @@ def _head(row: Row) -> str:
 def line(result: Result) -> str:
     """Return a row with family, figure, measurement, estimate and error."""
     beside = "  ".join(f"{name} {value:.1f}" for name, value in result.others.items())
+    if result.allocated_error is not None:
+        beside = f"allocated {float(result.row['allocated_gib']):.2f} {result.allocated_error:+.1f} %  {beside}"
     return (
         f"{_head(result.row)} {result.family:9} {result.figure:9} {measured(result.row):7.2f} {result.estimate:7.2f} "
         f"{result.error:+7.1f} %   {beside}"
@@ -155,6 +169,13 @@ def beside(results: list[Result], name: str) -> str:
     return f"{name}: median absolute error {theirs:.1f} % on {len(rows)} full fine-tunes, ours {ours:.1f} %"
 
 
+def allocations(results: list[Result]) -> Iterator[str]:
+    """Yield the errors of the allocated tensors, where the source measured them."""
+    errors = sorted(abs(result.allocated_error) for result in results if result.allocated_error is not None)
+    if errors:
+        yield f"allocated tensors: median {median(errors):.1f} %, largest {errors[-1]:.1f} % on {len(errors)} rows"
+
+
 def margins(results: list[Result]) -> Iterator[str]:
     """Yield how many runs exceed the estimate with the margin that a plan calls enough, and why rows are too low."""
     graded = [result for result in results if grade(result.row) in ("A", "A-")]
@@ -181,6 +202,7 @@ def report(rows: Iterable[Row]) -> Iterator[str]:
     yield from (line(result) for result in results)
     yield ""
     yield from summaries(results)
+    yield from allocations(results)
     yield ""
     yield from margins(results)
     yield ""

@@ -114,4 +114,6 @@ def test_states_and_fsdp1_agree_on_the_weights_of_a_rank() -> None:
     memory = Fsdp1Memory(case, BUCKETS, Timeline())
     memory.load()
     terms, held = states.resident(case, BUCKETS), memory.timeline._terms
-    assert held["weights"] + held["frozen weights"] == pytest.approx(terms["weights"] + terms["frozen weights"], rel=1e-3)
+    assert held["weights"] + held["frozen weights"] == pytest.approx(
+        terms["weights"] + terms["frozen weights"], rel=1e-3
+    )
