@@ -27,7 +27,7 @@ from shardmake.fetch.stage import fetch
 from shardmake.run.paths import RunDir
 configure_logging()
 try:
-    fetch(Run.model_validate(json.loads(sys.argv[1])), RunDir(Path("runs/chat")))
+    fetch(Run.model_validate(json.loads(sys.argv[1])), RunDir(Path("runs", sys.argv[2])))
 except ShardmakeError as error:
     sys.exit(str(error))
 """
@@ -48,11 +48,11 @@ def parquet(*texts: str) -> bytes:
     return buffer.getvalue()
 
 
-def run_fetch(hub: FakeHub, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def run_fetch(hub: FakeHub, folder: Path, name: str = "chat", **environment: str) -> subprocess.CompletedProcess[str]:
     run = make_run(model="base", data={"train": "lab/talk", "eval": "lab/talk"})
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_TOKEN": READER, **environment}
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, run.model_dump_json()],
+        [sys.executable, "-c", SCRIPT, run.model_dump_json(), name],
         cwd=folder,
         env={**os.environ, **variables},
         capture_output=True,
@@ -74,6 +74,26 @@ def test_splits_come_as_parquet_pinned_to_the_commit_and_stay_offline(hub: FakeH
     hub.requests.clear()
     assert run_fetch(hub, tmp_path, HF_HUB_OFFLINE="1").returncode == 0
     assert not hub.requests
+
+
+def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Path) -> None:
+    """A newer commit for one of them leaves the other's file as it is; a damaged file is not taken."""
+    files = {"data/train-0.parquet": parquet("a", "b"), "data/validation-0.parquet": parquet("c")}
+    hub.add("datasets/lab/talk", files)
+    for name in ("first", "second"):
+        done = run_fetch(hub, tmp_path, name)
+        assert done.returncode == 0, done.stderr
+    assert "Took the data lab/talk of run first." in done.stdout and "Fetching data" not in done.stdout
+    first, second = (tmp_path / "runs" / name / "fetched/train/train.parquet" for name in ("first", "second"))
+    assert first.samefile(second)
+    hub.add("datasets/lab/talk", files | {"data/train-0.parquet": parquet("x")})
+    (tmp_path / "runs/first/sources.json").unlink()
+    assert run_fetch(hub, tmp_path, "first").returncode == 0
+    assert (texts(first.parent), texts(second.parent)) == (["x"], ["a", "b"])
+    first.write_bytes(b"damaged")
+    third = run_fetch(hub, tmp_path, "third")
+    assert "Fetching data lab/talk." in third.stdout
+    assert texts(tmp_path / "runs/third/fetched/train") == ["x"]
 
 
 def texts(folder: Path) -> list[str]:

@@ -38,16 +38,23 @@ def content_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
 def one_at_a_time(rundir: RunDir, inputs: Mapping[str, Any]) -> Iterator[None]:
     """Wait until no other run beside ``rundir`` prepares data from the same content.
 
-    On a file system without locks, each run prepares its own data.
+    On a file system without locks, each run prepares its own.
     """
-    path = rundir.root.parent / ".locks" / f"data-{digest(content_of(inputs))}"
+    with locked(rundir.root.parent, f"data-{digest(content_of(inputs))}"):
+        yield
+
+
+@contextlib.contextmanager
+def locked(runs: Path, name: str) -> Iterator[None]:
+    """Hold the lock ``name`` of a folder of runs; on a file system without locks, warn and hold none."""
+    path = runs / ".locks" / name
     with contextlib.ExitStack() as opened:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             file = opened.enter_context(path.open("a"))
             _lock(file.fileno())
         except OSError as error:
-            logger.warning("Cannot lock %s: %s. Each run tokenizes its own data.", path, error.strerror)
+            logger.warning("Cannot lock %s: %s. Each run prepares its own data.", path, error.strerror)
         yield
 
 
@@ -80,11 +87,12 @@ def take_same_data(rundir: RunDir, inputs: Mapping[str, Any], work: Path) -> Dat
 def _take_splits(folder: Path, receipt: DataReceipt, work: Path) -> bool:
     for split in ("train", "eval"):
         shutil.rmtree(work / split, ignore_errors=True)
-        shutil.copytree(folder / split, work / split, copy_function=_link)
+        shutil.copytree(folder / split, work / split, copy_function=link_or_copy)
     return all(sha256(work / file.path) == file.sha256 for part in (receipt.train, receipt.eval) for file in part.files)
 
 
-def _link(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
+    """Make ``target`` a hard link to ``source``, or a copy where that is impossible."""
     try:
         os.link(source, target)
     except OSError:  # another file system, or a file of another user

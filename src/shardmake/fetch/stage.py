@@ -10,19 +10,21 @@ and not copied. A run keeps its commits after the first fetch. To change to a ne
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from shardmake.config.chains import run_before
 from shardmake.config.models import Data, EvalSource, Run
 from shardmake.core.atomic import digest, sha256
 from shardmake.core.disk import require_space
-from shardmake.core.errors import ModelError
+from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.core.hub import is_hub_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import read_folder, record
 from shardmake.core.stores import is_url
 from shardmake.core.units import format_bytes
+from shardmake.data.sharing import link_or_copy, locked
 from shardmake.fetch import chain, store
 from shardmake.fetch.model import check_model_folder, describe_model, fetch_weights, find_in_cache, is_weights
 from shardmake.run.paths import RunDir
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Part = Literal["all", "description", "weights"]
 Split = Literal["train", "eval"]
+_RECORD: Final = ".source.json"
+"""The `PinnedSource` of a hub data set, beside its file: other runs take the file if they want the same."""
 
 
 def fetch(run: Run, rundir: RunDir, part: Part = "all") -> Sources:
@@ -154,20 +158,36 @@ def _examples(name: str, data: Data, folder: Path, split: Split, earlier: Mappin
         assert before is not None
         logger.info(f"Data {name} is already here, at commit {before.commit}.")
         return before
-    logger.info(f"Fetching data {name}.")
     commit = _commit_of_data(_connect(), source.repository, source.revision)
-    rows = read_hub(replace(source, revision=commit))
-    path = folder / f"{folder.name}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    rows.to_parquet(str(path))
-    return PinnedSource(
-        name=name,
-        subset=source.subset,
-        revision=source.revision,
-        commit=commit,
-        path=str(path.parent),
-        files={path.name: record(path)},
-    )
+    pinned = PinnedSource(name=name, subset=source.subset, revision=source.revision, commit=commit, path=str(folder))
+    path, runs = folder / f"{split}.parquet", folder.parents[2]
+    with locked(runs, f"fetch-{digest([name, source.subset, commit, split])}"):
+        for old in (folder / _RECORD, path):  # other runs may have links to the file
+            old.unlink(missing_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        if not _take_same(pinned, path, runs.glob(f"*/fetched/{split}*/{_RECORD}")):
+            logger.info(f"Fetching data {name}.")
+            read_hub(replace(source, revision=commit)).to_parquet(str(path))
+        fetched = pinned.model_copy(update={"files": {path.name: record(path)}})
+        fetched.write(folder / _RECORD)
+    return fetched
+
+
+def _take_same(wanted: PinnedSource, path: Path, records: Iterable[Path]) -> bool:
+    """Make ``path`` a link to the file of another run that fetched the same split; return False if no run has it.
+
+    ``records`` are the files `_RECORD` of all runs for this split.
+    """
+    for place in sorted(records):
+        with suppress(ShardmakeError, OSError):  # removed or renewed at this moment, or of another version
+            found = PinnedSource.read(place)
+            if (found.name, found.subset, found.commit) == (wanted.name, wanted.subset, wanted.commit):
+                link_or_copy(str(place.with_name(path.name)), str(path))
+                if record(path) == found.files[path.name]:
+                    logger.info(f"Took the data {wanted.name} of run {place.parents[2].name}.")
+                    return True
+                path.unlink()
+    return False
 
 
 def _raw_data_set(name: str, revision: str | None, earlier: Iterable[PinnedSource]) -> PinnedSource:
