@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from shardmake.config.models import Cluster, Run
+from shardmake.core.atomic import digest
 from shardmake.core.units import GIB
+from shardmake.data.sharing import content_of
 from shardmake.report.figures import Memory
 from shardmake.report.history import TrainingHistory, attempt_of, read_history
 from shardmake.report.plots import find_memory
@@ -70,9 +72,20 @@ class ComparedRun:
         )
 
     @property
-    def evaluated_on(self) -> tuple[str, ...]:
-        """The evaluation data: digests of the tokenizer and of the tokenized files."""
-        return (self.data.tokenizer, *(file.sha256 for file in self.data.eval.files)) if self.data else ()
+    def evaluated_on(self) -> str:
+        """Digest of what determines the evaluated examples and their tokens, in any order; empty without data.
+
+        Held-out examples of the training data are chosen by the seed, so their files are compared.
+        """
+        if self.data is None:
+            return ""
+        separate = {key: source for key, source in self.data.sources.items() if key.partition("/")[0] == "eval"}
+        if not separate:
+            return digest([self.data.tokenizer, *(file.sha256 for file in self.data.eval.files)])
+        read = {"format", "columns", "loss_on", "sequence_length", "objective", "evaluated"}
+        settings = self.data.settings.model_dump(include=read)
+        layout = [self.data.format, self.data.columns, self.data.loss_on_assistant]
+        return digest([self.data.tokenizer, content_of({"sources": separate}), settings, layout])
 
 
 @dataclass(frozen=True)

@@ -107,6 +107,19 @@ def test_losses_on_other_examples_are_not_ranked(sweep: tuple[Config, Path]) -> 
     assert found.notes[-1].startswith("The runs were evaluated on other examples")
 
 
+def test_runs_of_other_seeds_are_ranked_on_the_same_evaluation_data(sweep: tuple[Config, Path]) -> None:
+    """The seed changes the order of the examples, so the files differ."""
+    receipt = make_data_receipt("d")
+    for name, path, seed in (("grid-lr1e-5", "here/eval.jsonl", 1), ("grid-lr2e-5", "there/eval.jsonl", 2)):
+        files = [DataFile(path="eval", bytes=1, sha256=f"order {seed}")]
+        sources = {"eval/a": {"files": [{"path": path, "bytes": 1, "sha256": "examples"}]}}
+        settings = receipt.settings.model_copy(update={"seed": seed})
+        changes = {"eval": receipt.eval.model_copy(update={"files": files}), "sources": sources, "settings": settings}
+        receipt.model_copy(update=changes).write(RunDir(sweep[1] / name).data_receipt)
+    found = compare_sweep(*sweep)
+    assert found.as_json()["runs"][1]["best"] == ["evaluation loss"] and len(found.notes) == 1
+
+
 def test_the_page_is_whole_and_escapes_names(sweep: tuple[Config, Path], tmp_path: Path) -> None:
     page = tmp_path / "new/compare.html"
     write_comparison(compare_sweep(*sweep), "Sweep <grid>", page)
