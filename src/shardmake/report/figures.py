@@ -66,7 +66,10 @@ def losses(histories: Mapping[str, TrainingHistory]) -> Drawing:
     """Draw the losses of several runs, by name, over tokens: training as a line, evaluation as points."""
 
     def draw(figure: "Figure") -> None:
+        from matplotlib.ticker import EngFormatter
+
         axes = figure.subplots()
+        axes.xaxis.set_major_formatter(EngFormatter(sep=""))  # 400k and 2M, of which several fit side by side
         for name, history in histories.items():
             (line,) = axes.plot(*history.by_tokens("loss"), label=name, linewidth=1)
             axes.plot(*history.by_tokens("eval_loss"), color=line.get_color(), marker="o", markersize=3, linestyle="")
