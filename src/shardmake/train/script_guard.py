@@ -23,6 +23,7 @@ from shardmake.run.trained_engine import ScriptApi, TrainedEngine
 from shardmake.run.training_settings import ExpectedEngine
 from shardmake.train import first_batch
 from shardmake.train.engine_check import describe_engine, environment_report, is_deepspeed_engine
+from shardmake.train.row_overlap import MAX_ROWS, RowExchange, rows_until_repeats
 from shardmake.train.row_source import digest_source, find_shared_source
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,8 @@ class ScriptGuard:
         self.batch = Batch()
         self.declared_by_trainer = False
         self.rows_compared = False
+        self.exchange: RowExchange | None = None
+        self.ends_on_overlap = False
 
     def check_accelerator(self, distributed_type: str, world_size: int, *, has_deepspeed_plugin: bool = False) -> None:
         """Check the engine and the ranks of a new Accelerator.
@@ -201,6 +204,40 @@ class ScriptGuard:
                 "or give it a torch.utils.data.DistributedSampler. A script that draws rows independently on purpose "
                 "uses RandomSampler(replacement=True)."
             )
+
+    def watch_rows(self, loader: Any) -> None:
+        """Compare the rows of the next batches too; ``loader`` is torch's loader that yields them, if there is one."""
+        if not self.rows_compared:
+            return
+        limit = rows_until_repeats(loader, self.choice.data_parallel)
+        self.ends_on_overlap = limit is not None
+        self.exchange = RowExchange(self.choice.tensor_parallel, MAX_ROWS if limit is None else limit)
+
+    def check_more_rows(self, inputs: Any) -> bool:
+        """Check that the ranks still get different rows; return whether that is to be checked again.
+
+        Of data whose order is unknown, such as a stream that draws its files at random, a warning is logged instead.
+        """
+        exchange = self.exchange
+        if exchange is None or exchange.is_done:
+            return False
+        if exchange.collects:
+            exchange.add(first_batch.digest_rows(inputs))
+        found = exchange.compare()
+        if found is None:
+            return True
+        message = (
+            f"Ranks {found.one} and {found.other} share {found.shared} of their first {found.rows} rows, and hardly any"
+            " row came to one of them twice: each reads the same data in an order of its own."
+        )
+        if not self.ends_on_overlap:
+            logger.warning("%s If that is not on purpose, share the rows out by rank.", message)
+            return False
+        raise EngineMismatchError(
+            f"{message} Every rank needs rows of its own: shuffle with the same seed on all ranks and pass the data "
+            "loader to accelerator.prepare, or use torch.utils.data.DistributedSampler or, for a stream, "
+            "datasets.distributed.split_dataset_by_node. Checkpoints of the changed script start anew."
+        )
 
     def check_batch(self) -> None:
         """Check the global batch, if it is known; report another split of the same one."""

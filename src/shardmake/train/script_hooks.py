@@ -254,10 +254,19 @@ class ScriptObserver:
         self.guard.check_model(model, active_autocast(model) if self.guard.api == "torch" else precision)
         inputs = (kwargs, args)
         self.guard.check_rows(inputs, self.loader)
+        self.guard.watch_rows(self.loader)
+        self.rows_hook = model.register_forward_pre_hook(torch.compiler.disable(self.check_next_pass), with_kwargs=True)
         self.loader = None
         if not self.guard.declared_by_trainer:
             self.guard.batch = self.declared_batch(inputs)
             self.guard.check_batch()
+
+    def check_next_pass(self, model: Any, args: Any, kwargs: Any) -> None:
+        """Compare the rows of the ranks for some more passes of training."""
+        import torch
+
+        if model.training and torch.is_grad_enabled() and not self.guard.check_more_rows((kwargs, args)):
+            self.rows_hook.remove()
 
     def declared_batch(self, inputs: Any) -> "Batch":
         """Return the batch as far as the libraries know it before the first step."""
