@@ -16,31 +16,24 @@ from shardmake.run.attempt import USER_SCRIPT_PHASE, AttemptDir, Heartbeat, Requ
 from shardmake.run.metrics import read_metrics
 from shardmake.run.paths import RunDir
 from shardmake.run.trained_engine import TrainedEngine
+from tests.replaced_commands import RUNS, arguments_of
 from tests.workflow.forked import Forked, log
 
 pytestmark = pytest.mark.training
 SCRIPTS = Path(__file__).with_name("scripts")
-BATCH = ["$SHARDMAKE_MICRO_BATCH_SIZE", "$SHARDMAKE_GRADIENT_ACCUMULATION_STEPS"]
+FILES = ["--model", "$SHARDMAKE_BASE", "--data", "DATA", "--output_dir", "$SHARDMAKE_OUTPUT"]
+"""Paths of the programs for which the page "You have, you write" does not show them."""
 TRAINER = [
-    *("--model_name_or_path", "$SHARDMAKE_BASE", "--train_file", "DATA", "--output_dir", "$SHARDMAKE_OUTPUT"),
-    *("--max_steps", "4", "--logging_steps", "1", "--report_to", "none", "--learning_rate", "$SHARDMAKE_LEARNING_RATE"),
-    *("--per_device_train_batch_size", BATCH[0], "--gradient_accumulation_steps", BATCH[1]),
+    *arguments_of("Trainer with --deepspeed"),
+    *("--train_file", "DATA", "--logging_steps", "1", "--report_to", "none"),
 ]
-ACCELERATE = ["--model", "$SHARDMAKE_BASE", "--data", "DATA", "--output_dir", "$SHARDMAKE_OUTPUT"]
-NATIVE = [
-    *ACCELERATE,
-    "--deepspeed",
-    "--deepspeed_config",
-    "$SHARDMAKE_DEEPSPEED_CONFIG",
-    "--local_rank",
-    "$LOCAL_RANK",
-]
-TORCH = ACCELERATE
+ACCELERATE = [*arguments_of("accelerate launch"), *FILES]
+NATIVE = [*arguments_of("DeepSpeed itself"), *FILES]
+TORCH = [*arguments_of("torchrun"), *FILES]
 TRL = [
-    *("--model_name_or_path", "$SHARDMAKE_BASE", "--dataset_name", "FOLDER", "--output_dir", "$SHARDMAKE_OUTPUT"),
-    *("--max_steps", "4", "--max_length", "64", "--report_to", "none", "--use_cpu", "True", "--bf16", "False"),
+    *arguments_of("TRL's command line", dataset_name="FOLDER"),
+    *("--report_to", "none", "--use_cpu", "True", "--bf16", "False"),
     *("--logging_steps", "1"),
-    *("--per_device_train_batch_size", BATCH[0], "--gradient_accumulation_steps", BATCH[1]),
 ]
 
 
@@ -72,7 +65,13 @@ class Programs:
         names = {"DATA": str(rows / "train.jsonl"), "FOLDER": str(rows), "OWN_FILE": str(own_file)}
         words = [names.get(word, word) for word in arguments]
         program = script if script.startswith("-m ") else str(SCRIPTS / script)
-        changes = {"global_batch_size": 8, "micro_batch_size": 2, "script": program, "script_args": words}
+        changes = {
+            "global_batch_size": 8,
+            "micro_batch_size": 2,
+            "max_steps": 4,
+            "script": program,
+            "script_args": words,
+        }
         rundir = RunDir(self.folder / "lab")
         codes = self.forked.train(rundir, self.forked.plan(strategy, 2, **changes | settings))
         return rundir, AttemptDir(rundir.attempts / "001"), codes
@@ -102,20 +101,23 @@ def expected(api: str, engine: str, stage: int = 0, dtype: str = "float32") -> d
     return {"api": api, "engine": engine, "zero_stage": stage, "dtype": dtype, "rows_compared": True, **sizes}
 
 
+TRAINED: list[tuple[Strategy, str, list[str], dict[str, Any]]] = [
+    ("zero2", "hf_trainer.py", TRAINER, expected("trainer", "deepspeed", 2)),
+    ("zero2", "hf_trainer.py", [*TRAINER, "--use_cpu", "True"], expected("trainer", "deepspeed", 2)),
+    ("ddp", "hf_trainer.py", TRAINER, expected("trainer", "ddp")),
+    ("zero3", "hf_trainer.py", TRAINER, expected("trainer", "deepspeed", 3)),
+    ("zero2", "-m trl.scripts.sft", TRL, expected("trainer", "deepspeed", 2)),
+    ("zero2", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 2)),
+    ("zero3", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 3)),
+    ("ddp", "plain_torch.py", TORCH, expected("torch", "ddp")),
+    ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp"], expected("torch", "fsdp")),
+    ("zero3", "accelerate_loop.py", [*ACCELERATE, "--state_dict"], expected("accelerate", "deepspeed", 3)),
+]
+
+
 @pytest.mark.parametrize(
     ("strategy", "script", "arguments", "found"),
-    [
-        ("zero2", "hf_trainer.py", TRAINER, expected("trainer", "deepspeed", 2)),
-        ("zero2", "hf_trainer.py", [*TRAINER, "--use_cpu", "True"], expected("trainer", "deepspeed", 2)),
-        ("ddp", "hf_trainer.py", TRAINER, expected("trainer", "ddp")),
-        ("zero3", "hf_trainer.py", TRAINER, expected("trainer", "deepspeed", 3)),
-        ("zero2", "-m trl.scripts.sft", TRL, expected("trainer", "deepspeed", 2)),
-        ("zero2", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 2)),
-        ("zero3", "native_deepspeed.py", NATIVE, expected("deepspeed", "deepspeed", 3)),
-        ("ddp", "plain_torch.py", TORCH, expected("torch", "ddp")),
-        ("fsdp", "plain_torch.py", [*TORCH, "--wrap", "fsdp"], expected("torch", "fsdp")),
-        ("zero3", "accelerate_loop.py", [*ACCELERATE, "--state_dict"], expected("accelerate", "deepspeed", 3)),
-    ],
+    TRAINED,
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_programs_train_as_planned(
@@ -128,6 +130,20 @@ def test_programs_train_as_planned(
     assert [report["world_size"] for report in reports] == [2, 2]
     steps = [line.step for line in read_metrics(rundir.metrics)]
     assert steps == ([1, 2, 3, 4] if found["api"] == "trainer" else [])
+
+
+def test_each_configuration_of_the_page_trains_above() -> None:
+    cases = {
+        "Trainer with --deepspeed": ("hf_trainer.py", TRAINER),
+        "DeepSpeed itself": ("native_deepspeed.py", NATIVE),
+        "torchrun": ("plain_torch.py", TORCH),
+        "accelerate launch": ("accelerate_loop.py", ACCELERATE),
+        "TRL's command line": (RUNS["TRL's command line"]["script"], TRL),
+    }
+    assert list(cases) == list(RUNS)
+    for title, (script, arguments) in cases.items():
+        strategy = RUNS[title]["strategy"]
+        assert any(case[:2] == (strategy, script) and case[2][: len(arguments)] == arguments for case in TRAINED), title
 
 
 @pytest.mark.parametrize(
@@ -153,7 +169,12 @@ def test_programs_train_as_planned(
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "same"], "Ranks 0 and 1 got the same rows"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "reversed"], "got some of the same rows"),
         ("ddp", "accelerate_loop.py", [*ACCELERATE, "--own_loader", "shuffled"], "0 and 1 both shuffle the same data"),
-        ("zero2", "native_deepspeed.py", [*NATIVE[:8], "OWN_FILE", *NATIVE[9:]], "zero_stage: planned 2, found 3"),
+        (
+            "zero2",
+            "native_deepspeed.py",
+            [*arguments_of("DeepSpeed itself", deepspeed_config="OWN_FILE"), *FILES],
+            "zero_stage: planned 2, found 3",
+        ),
         ("zero2", "native_deepspeed.py", [*NATIVE, "--batch_size", "4"], "found 16 sequences, 2 ranks x 4 x 2"),
         ("zero2", "plain_torch.py", TORCH, "engine: planned deepspeed, found ddp"),
         ("ddp", "plain_torch.py", [*TORCH, "--wrap", "none"], "engine: planned ddp, found none"),
@@ -167,6 +188,21 @@ def test_programs_that_train_something_else_are_refused(
     programs: Programs, strategy: Strategy, script: str, arguments: list[str], words: str
 ) -> None:
     assert re.search(words, programs.refusal(strategy, script, arguments))
+
+
+@pytest.mark.parametrize(("kind", "ends"), [("ordered", True), ("unsplit", True), ("stream", False)])
+def test_ranks_that_each_read_all_rows_are_found_after_their_first_batch(
+    programs: Programs, kind: str, ends: bool
+) -> None:
+    """Two ranks, 8 rows a rank and step: their first 192 rows are compared at step 25. A stream may share rows itself."""
+    sizes = ["--batch_size", "8", "--gradient_accumulation_steps", "1", "--steps", "32", "--own_loader", kind]
+    sized = {"global_batch_size": 16, "micro_batch_size": 8, "max_steps": 32}
+    rundir, folder, codes = programs.train("ddp", "accelerate_loop.py", [*ACCELERATE, *sizes], **sized)
+    found = re.search(r"Ranks 0 and 1 share (\d+) of their first (\d+) rows", log(rundir))
+    assert found and int(found[1]) >= 48, log(rundir)
+    errors = folder.rank_errors()
+    assert any(codes) == ends and [error.kind for error in errors[:1]] == ["EngineMismatchError"] * ends
+    assert not ends or found[0] in errors[0].message
 
 
 def test_the_ranks_of_a_tensor_parallel_group_train_on_the_same_rows(programs: Programs) -> None:
