@@ -6,11 +6,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
 
 from shardmake.config.models import Data
+from shardmake.data.raw import identity_of_raw, link_raw
 from shardmake.data.sources import TRAIN_SPLITS, example_in, locate, read
 from shardmake.run.paths import RunDir
 from shardmake.run.sources import Sources, localize
@@ -48,8 +50,13 @@ def parquet(*texts: str) -> bytes:
     return buffer.getvalue()
 
 
-def run_fetch(hub: FakeHub, folder: Path, name: str = "chat", **environment: str) -> subprocess.CompletedProcess[str]:
-    run = make_run(model="base", data={"train": "lab/talk", "eval": "lab/talk"})
+TALK = {"model": "base", "data": {"train": "lab/talk", "eval": "lab/talk"}}
+
+
+def run_fetch(
+    hub: FakeHub, folder: Path, name: str = "chat", settings: dict[str, Any] = TALK, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    run = make_run(**settings)
     variables = {"HF_ENDPOINT": hub.url, "HF_HOME": str(folder / "home"), "HF_TOKEN": READER, **environment}
     return subprocess.run(
         [sys.executable, "-c", SCRIPT, run.model_dump_json(), name],
@@ -68,7 +75,7 @@ def test_splits_come_as_parquet_pinned_to_the_commit_and_stay_offline(hub: FakeH
     rundir = RunDir(tmp_path / "runs" / "chat")
     sources = Sources.model_validate_json(rundir.sources.read_text())
     assert [one.commit for one in (*sources.train, *sources.eval)] == [commit, commit]
-    run = localize(make_run(model="base", data={"train": "lab/talk", "eval": "lab/talk"}), rundir)
+    run = localize(make_run(**TALK), rundir)
     assert texts(tmp_path / run.data.train) == ["a", "b"]
     assert texts(tmp_path / str(run.data.eval)) == ["c"]
     hub.requests.clear()
@@ -94,6 +101,30 @@ def test_runs_with_the_same_data_set_share_its_files(hub: FakeHub, tmp_path: Pat
     third = run_fetch(hub, tmp_path, "third")
     assert "Fetching data lab/talk." in third.stdout
     assert texts(tmp_path / "runs/third/fetched/train") == ["x"]
+
+
+PICTURES = {"pictures/1.png": b"\x89PNG", "labels.csv": b"1,cat\n", "README.md": b"# Cats\n"}
+
+
+def test_raw_data_comes_whole_and_unchanged_from_one_commit_and_stays_offline(hub: FakeHub, tmp_path: Path) -> None:
+    first = hub.add("datasets/lab/pictures", PICTURES)
+    (tmp_path / "eval.jsonl").write_text('{"text": "a cat"}\n')
+    data = {"train": "lab/pictures", "revision": first, "eval": "eval.jsonl", "format": "raw"}
+    settings = {"model": "base", "script": "train.py", "data": data}
+    assert hub.add("datasets/lab/pictures", PICTURES | {"labels.csv": b"1,dog\n"}) != first
+    done = run_fetch(hub, tmp_path, settings=settings)
+    assert done.returncode == 0, done.stderr
+    rundir = RunDir(tmp_path / "runs" / "chat")
+    (source,) = Sources.model_validate_json(rundir.sources.read_text()).train
+    assert source.commit == first
+    folder = tmp_path / localize(make_run(**settings), rundir).data.sources[0].source
+    identity = identity_of_raw(folder)
+    link_raw(folder, identity, rundir.raw_data)
+    found = {file["path"]: (rundir.raw_data / file["path"]).read_bytes() for file in identity["files"]}
+    assert found == PICTURES, "of the pinned commit, with names and bytes as they were"
+    hub.requests.clear()
+    assert run_fetch(hub, tmp_path, settings=settings, HF_HUB_OFFLINE="1").returncode == 0
+    assert not hub.requests
 
 
 def texts(folder: Path) -> list[str]:
