@@ -120,6 +120,7 @@ TABLE: dict[str, Why | str] = {
     "launch/rendezvous.py": Why.NODE,
     "launch/resume.py:read_settings": Why.NODE,
     "launch/resume_validation.py": Why.NODE,
+    "launch/service.py": Why.NODE,
     "launch/slurm_jobs.py": N,
     "launch/stage_jobs.py:_as_text": "cli.py:plan",
     "launch/submission.py:check_stop_file": C,

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.units import plural
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous
 from shardmake.launch.slurm_jobs import SlurmJobs
@@ -72,7 +73,14 @@ def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[s
     folder = _folder(rundir)
     job = "batch script" if cluster.executor == "slurm" else "on this machine, without Slurm"
     node = f"on each node K of {plan.choice.nodes}, after node 0 has published its address"
-    return {job: _submission(plan, run, cluster, rundir, folder), node: _node(plan, cluster, rundir.root, folder)}
+    service = (
+        {f"on each of {plural(plan.service_nodes, 'node')} after these": run.service.command} if run.service else {}
+    )
+    return {
+        job: _submission(plan, run, cluster, rundir, folder),
+        node: _node(plan, cluster, rundir.root, folder),
+        **service,
+    }
 
 
 def _submission(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir, folder: AttemptDir) -> str:

@@ -49,7 +49,7 @@ EFFECTS: Final = (
             *("global_batch_size", "max_steps", "epochs", "learning_rate", "scheduler", "warmup_ratio"),
             *("weight_decay", "max_grad_norm", "optimizer", "precision", "tf32", "method", "lora."),
             *(f"{name}." for name in OBJECTIVE_SECTIONS),
-            *("script", "script_args", *(key for key in RESULT_KEYS if key != TEMPLATE)),
+            *("script", "script_args", "service.command", *(key for key in RESULT_KEYS if key != TEMPLATE)),
         ),
     ),
     # How the training is spread over the hardware, watched and saved.
@@ -58,6 +58,7 @@ EFFECTS: Final = (
         reads=_TRAINING,
         keys=(
             *("micro_batch_size", "strategy", "tensor_parallel", "sequence_parallel", "nodes", "fsdp_version"),
+            *("service_nodes", "service."),
             *("gradient_checkpointing", "activation_offload"),
             *("attention", "loss", "gradient_dtype", "engine", "deepspeed_values", "torch_compile", "non_finite"),
             *("checkpoints.", "eval_every_steps", "report_to"),

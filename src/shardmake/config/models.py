@@ -19,7 +19,8 @@ from shardmake.config.destinations import check_destination, check_distinct, wit
 from shardmake.config.formats import FORMATS, RAW, DataFormat
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.preferences import check_objective
-from shardmake.config.script_variables import check_variables
+from shardmake.config.script_variables import SCRIPT_VARIABLES, SERVICE_VARIABLES, check_variables
+from shardmake.config.service import check_service
 from shardmake.config.strategies import PARTITIONED_INFERENCE, STRATEGY_SPECS
 from shardmake.config.values import (
     AsNumber,
@@ -386,6 +387,30 @@ class Checkpoints(Section):
         return self.keep + self.keep_best + for_good
 
 
+class Service(Section):
+    """A program that serves the training script, such as a server of vLLM, on the `service_nodes`."""
+
+    command: str = Field(
+        description="Shell command that starts the service in the foreground. It finds the variables of the script in "
+        "its environment, and listens at `$SHARDMAKE_SERVICE_HOST` and `$SHARDMAKE_SERVICE_PORT`.",
+        examples=["vllm serve $SHARDMAKE_BASE --host $SHARDMAKE_SERVICE_HOST --port $SHARDMAKE_SERVICE_PORT"],
+    )
+    health: str | None = Field(
+        None,
+        description="Path that answers with status 200 over HTTP once the service is ready. Without it, the service is "
+        "ready when its port accepts connections.",
+        examples=["/health"],
+    )
+    start_seconds: Seconds = Field(1800, description="Time limit of the service's start, after which the job fails.")
+
+    @field_validator("health")
+    @classmethod
+    def _check_health(cls, health: str | None) -> str | None:
+        if health is not None and not health.startswith("/"):
+            raise ValueError(f"{health!r} is not a path. Begin it with '/', as in /health")
+        return health
+
+
 class Evaluation(Section):
     """Settings of the evaluate stage, which measures the base and the tuned model."""
 
@@ -579,6 +604,13 @@ class Run(Section):
         description="Arguments of the script, as text. `$SHARDMAKE_...` in them is replaced "
         "(docs/how-to/user-script.md).",
     )
+    service_nodes: Nodes | None = Field(
+        None,
+        description="Nodes of the job beside `nodes` that run `service` and no ranks. They count towards `max_nodes`.",
+    )
+    service: Service | None = Field(
+        None, description="A program on nodes of its own that serves the script (docs/how-to/service.md)."
+    )
     deepspeed_values: Literal["explicit", "auto"] = Field(
         "explicit",
         description='`auto`: deepspeed.json holds "auto" wherever Trainer fills in its value. The result is the same.',
@@ -681,7 +713,9 @@ class Run(Section):
             )
         if self.script is None and self.script_args:
             raise ValueError("script_args need a script. Set script, or remove script_args")
-        check_variables(self.script_args)
+        service = SERVICE_VARIABLES if self.service else ()
+        check_variables("script_args", self.script_args, (*SCRIPT_VARIABLES, *service))
+        check_service(self)
         if self.script is not None and self.engine == "loop":
             raise ValueError("engine: loop cannot be combined with script, which has its own loop. Remove one of them")
         if self.script is not None and self.checkpoints.asynchronous:

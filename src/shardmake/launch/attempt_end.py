@@ -45,6 +45,8 @@ _ADVICE = {
     EndReason.GPU_FAULT: "If the fault follows the run to other nodes, a kernel of the training is the cause: try "
     "attention: eager and loss: plain.",
     EndReason.SETUP: "Correct slurm.container in the cluster file or the image, and run the same command again.",
+    EndReason.SERVICE_START: "Correct service.command, or increase service.start_seconds, and run the same command "
+    "again.",
     EndReason.HANG: "The folder's stacks/ has the stacks of all ranks. If a step may take longer, increase "
     "hang_seconds in the cluster file.",
 }
@@ -103,7 +105,8 @@ def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus)
         slurm_state=status.name,
         exits=folder.exits(),
         errors=folder.rank_errors(),
-        nodes=folder.read().nodes,
+        nodes=folder.read().job_nodes,
+        service_nodes=folder.read().service_nodes,
         hosts=hosts,
         down_hosts=training.jobs.down_hosts(hosts) if status.name in NODE_FAILURES else (),
         damage=confirm_damage(folder),
@@ -162,6 +165,7 @@ def _retry_state(training: Training, outcome: Outcome, fallback: int | None) -> 
         has_memory=training.uses_slurm and not outcome.error and requested < training.node_memory_gib,
         host_failed_alike=failed_alike(training.attempts),
         failing_nodes=failing_nodes(training.attempts),
+        has_progress=training.attempts[-1].checkpoint_step > 0,
         may_rewind=training.run.non_finite == "rewind" and may_rewind(training.attempts),
     )
 
@@ -190,7 +194,7 @@ def failure_message(run: str, folder: AttemptDir, outcome: Outcome, action: Acti
         parts.append(f"{idle_attempts} attempts in a row brought no new checkpoint.")
     if outcome.error and not is_user_error(outcome.error.kind):
         parts.append(outcome.error.traceback.rstrip())
-    elif outcome.error is None and (log_end := _tail(folder.log(0))):
+    elif outcome.error is None and (log_end := _tail(folder.log(outcome.log))):
         parts.append(log_end)
     advice = (outcome.error and error_advice(outcome.error)) or _ADVICE.get(outcome.end, _RUN_AGAIN)
     parts.append(f"The output of all ranks is in {short_path(folder.root)}. {advice}")

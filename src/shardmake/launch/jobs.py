@@ -72,6 +72,8 @@ def attempt_settings(number: int, run_folder: Path, cluster: Cluster, plan: Plan
         number=number,
         run_folder=str(run_folder.resolve()),
         nodes=plan.choice.nodes,
+        service_nodes=plan.service_nodes,
+        on_one_machine=cluster.executor == "local",
         processes_per_node=plan.choice.processes_per_node,
         cpus_per_node=plan.resources["train"].cpus,
         accelerator=cluster.accelerator,
@@ -110,8 +112,10 @@ class LocalJobs:
         """See `Jobs`."""
         for process in psutil.process_iter(["cmdline"]):
             command = process.info["cmdline"] or []
-            if "shardmake.launch.worker" in command and any(
-                Path(word).is_relative_to(self.run_folder.resolve()) for word in command
+            if (
+                "shardmake.launch.worker" in command
+                and command[-1] == "0"
+                and any(Path(word).is_relative_to(self.run_folder.resolve()) for word in command)
             ):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     if process.status() != psutil.STATUS_ZOMBIE:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from shardmake.launch.error_texts import error_end
+from shardmake.launch.service import SERVING, STARTING
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
 
@@ -26,6 +27,8 @@ class Evidence:
     """Earliest first."""
     nodes: int = 1
     """Nodes of the job; a node whose worker is killed leaves no record."""
+    service_nodes: int = 0
+    """Those of them, the last ones, that run the service."""
     hosts: Sequence[str] = ()
     """Slurm's names of these nodes; empty if unknown."""
     down_hosts: Sequence[str] = ()
@@ -39,6 +42,11 @@ class Evidence:
     """A line of the output of Slurm's step that says why the container could not start the worker."""
     last_output: str = ""
     """The last line that Slurm's step printed. It often has the reason if no node left a record."""
+
+    @property
+    def training_nodes(self) -> int:
+        """Return the number of nodes that run ranks, which are the first ones."""
+        return self.nodes - self.service_nodes
 
     @property
     def silent_hosts(self) -> list[str]:
@@ -55,6 +63,8 @@ class Outcome:
     error: RankError | None = None
     host: str | None = None
     """The node to blame, if there is one."""
+    log: int = 0
+    """Rank of the node whose log may explain it."""
 
 
 class Action(Enum):
@@ -96,9 +106,9 @@ def classify(evidence: Evidence) -> Outcome:
     """Return why the attempt ended.
 
     A person's scancel has priority, unless a rank failed with an error in the training. A damaged checkpoint comes
-    next, because it keeps the ranks from training. A rank's own error has
-    priority over a hang, a hang over Slurm's state, and Slurm's state over the connection errors that a dying rank
-    causes on all others.
+    next, because it keeps the ranks from training. A service that ended has priority over the ranks' errors, which
+    their failed requests cause. A rank's own error has priority over a hang, a hang over Slurm's state, and Slurm's
+    state over the connection errors that a dying rank causes on all others.
     """
     if evidence.finished:
         return Outcome(EndReason.FINISHED, "Training finished.")
@@ -107,6 +117,7 @@ def classify(evidence: Evidence) -> Outcome:
     return (
         _by_person(evidence)
         or _by_checkpoint(evidence)
+        or _by_service(evidence)
         or _by_own_error(evidence)
         or _by_preflight(evidence.exits)
         or _by_hang(evidence)
@@ -140,6 +151,30 @@ def _by_checkpoint(evidence: Evidence) -> Outcome | None:
         return None
     message = f"{node.host} read the checkpoint differently than the driver, which found it intact: {node.message}."
     return Outcome(EndReason.PREFLIGHT, message, host=node.host)
+
+
+def _by_service(evidence: Evidence) -> Outcome | None:
+    """Recognize a service that did not start or ended before the training; the ranks then fail for lack of it."""
+    failed = [node for node in evidence.exits if node.phase in (STARTING, SERVING) and node.message]
+    if not failed:
+        return _by_missing_service(evidence)
+    node = max(failed, key=lambda node: node.node_rank)  # the nodes of the service come last
+    if node.stop_signal:
+        end, sender = _BY_SIGNAL[node.stop_signal]
+        return Outcome(end, f"{node.host} received {node.stop_signal}, which comes {sender}. {node.message}")
+    end = EndReason.SERVICE_START if node.phase == STARTING else EndReason.SERVICE
+    memory = f" The kernel killed {node.oom_kills} process(es) on {node.host} because the job ran out of memory."
+    return Outcome(end, node.message + memory * bool(node.oom_kills), host=node.host, log=node.node_rank)
+
+
+def _by_missing_service(evidence: Evidence) -> Outcome | None:
+    """Recognize a service's node that left no record although all nodes of the ranks did, and a rank failed."""
+    missing = set(range(evidence.nodes)) - {node.node_rank for node in evidence.exits}
+    if not missing or min(missing) < evidence.training_nodes or not evidence.errors:
+        return None
+    where = f" on {', '.join(evidence.silent_hosts)}" if evidence.silent_hosts else ""
+    message = f"The worker of the service{where} was killed: it left no exit record, and the ranks failed after that."
+    return _by_slurm(evidence) or Outcome(EndReason.KILLED, message, log=evidence.training_nodes)
 
 
 def _by_own_error(evidence: Evidence) -> Outcome | None:
@@ -296,6 +331,8 @@ class RetryState:
     failing_nodes: int = 0
     """Attempts in a row that failed the preflight, the last one included."""
     has_other_nodes: bool = True
+    has_progress: bool = False
+    """An attempt of the run has left a checkpoint, so its service started before."""
     may_rewind: bool = False
     """The run is configured to rewind, and this step's loss was finite in all earlier attempts."""
 
@@ -313,6 +350,8 @@ def decide(outcome: Outcome, state: RetryState) -> Action:
         case EndReason.FINISHED:
             return Action.FINISH
         case EndReason.STOP_REQUESTED | EndReason.CANCELLED | EndReason.SETUP | EndReason.USER_ERROR:
+            return Action.STOP
+        case EndReason.SERVICE_START if not state.has_progress:
             return Action.STOP
         case EndReason.NON_FINITE if not state.may_rewind:
             return Action.STOP

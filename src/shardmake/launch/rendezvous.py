@@ -168,7 +168,7 @@ def join_rendezvous(file: Path, node_rank: int, interface: str | None, seconds: 
     Interfaces may have other names here than on node 0. Without ``interface`` it is that of the connection.
     """
     deadline = time.monotonic() + seconds
-    found = _wait_for_file(file, deadline)
+    found = wait_for_address(file, deadline)
     error: OSError | None = None
     while time.monotonic() < deadline:
         try:
@@ -194,7 +194,12 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def _wait_for_file(file: Path, deadline: float) -> Rendezvous:
+def wait_for_address(file: Path, deadline: float) -> Rendezvous:
+    """Return what node 0 published in ``file``, until ``deadline`` on the monotonic clock.
+
+    Raises:
+        RendezvousError: it published nothing.
+    """
     pause = _POLL_SECONDS
     while time.monotonic() < deadline:
         with contextlib.suppress(FileNotFoundError):
@@ -206,11 +211,16 @@ def _wait_for_file(file: Path, deadline: float) -> Rendezvous:
     raise RendezvousError(message, absent=0)
 
 
+def address_file(folder: Path, start: int) -> Path:
+    """Return the file in which node 0 publishes its address after the job was requeued ``start`` times."""
+    return folder / f"start-{start}.json"
+
+
 def run_rendezvous(
     folder: Path, start: int, node_rank: int, nodes: int, interface: str | None, seconds: float
 ) -> Rendezvous:
     """Connect the nodes of a job; ``start`` counts its requeues, each of which has its own rendezvous."""
-    file = folder / f"start-{start}.json"
+    file = address_file(folder, start)
     if node_rank == 0:
         return host_rendezvous(file, interface, nodes, seconds)
     return join_rendezvous(file, node_rank, interface, seconds)

@@ -215,7 +215,7 @@ def make_executor(folder: Path, parameters: dict[str, Any], container: JobContai
 def sbatch_parameters(run_folder: Path, cluster: Cluster, plan: Plan, excluded: list[str]) -> dict[str, Any]:
     """Return submitit's parameters for the training job of ``plan``."""
     slurm, resources, choice = cluster.slurm, plan.resources["train"], plan.choice
-    request = NodeRequest(choice.nodes, choice.processes_per_node, resources.cpus, resources.memory_gib)
+    request = NodeRequest(plan.job_nodes, choice.processes_per_node, resources.cpus, resources.memory_gib)
     return node_parameters(cluster, request, excluded) | {
         "job_name": job_name(run_folder),
         "comment": f"shardmake {run_folder.name}: {choice.strategy}",

@@ -53,7 +53,8 @@ def is_finished(rundir: RunDir, settings_digest: str) -> bool:
 def finished_outcome(rundir: RunDir, folder: AttemptDir, settings_digest: str) -> Outcome | None:
     """Write the receipt and return the outcome if the attempt in ``folder`` finished; None if something ended it."""
     attempt, exits = folder.read(), folder.exits()
-    ended_well = len(exits) == attempt.nodes and all(node.returncode == 0 for node in exits)
+    ranks = [node for node in exits if node.node_rank < attempt.nodes]
+    ended_well = len(ranks) == attempt.nodes and all(node.returncode == 0 for node in ranks)
     if not ended_well or folder.stopped.exists() or folder.rank_errors():
         return None
     if not any(rundir.script_output.iterdir()):

@@ -28,13 +28,24 @@ from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.preflight import PreflightError, check_node
-from shardmake.launch.rendezvous import Rendezvous, RendezvousError, run_rendezvous
+from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.resume import prepare_restart, read_settings
 from shardmake.launch.resume_validation import DamagedCheckpointError, validate_share
+from shardmake.launch.service import (
+    SERVING,
+    Service,
+    ServiceError,
+    service_address,
+    service_settings,
+    training_interface,
+    wait_for_services,
+)
 from shardmake.launch.watchdog import Watchdog
 from shardmake.render.stage import launch_command
 from shardmake.run.attempt import HEARTBEATS_VARIABLE, Attempt, AttemptDir, NodeExit, host_name, restarts
 from shardmake.run.plan import Plan
+from shardmake.run.script_environment import script_environment
+from shardmake.run.training_settings import TrainingSettings
 
 WATCH_SECONDS = 5.0
 OTHERS_SECONDS = 120.0
@@ -102,7 +113,7 @@ def _all_nodes_exited(folder: AttemptDir) -> bool:
 
     Otherwise a stuck node would keep the job running until its time limit.
     """
-    nodes, deadline = folder.read().nodes, time.monotonic() + OTHERS_SECONDS
+    nodes, deadline = folder.read().job_nodes, time.monotonic() + OTHERS_SECONDS
     while folder.count_exits() < nodes and not folder.stop_file.exists():
         if time.monotonic() > deadline:
             return False
@@ -121,21 +132,30 @@ def main(attempt_folder: Path, node: WorkerNode) -> int:
     try:
         if node.start and node.rank == 0:
             prepare_restart(folder, node.start)
-        interface, seconds = attempt.network_interface, attempt.rendezvous_seconds
-        rendezvous = run_rendezvous(folder.rendezvous, node.start, node.rank, attempt.nodes, interface, seconds)
+        interface, seconds = training_interface(attempt), attempt.rendezvous_seconds
+        serves = node.rank >= attempt.nodes
+        if serves:
+            rendezvous = wait_for_address(address_file(folder.rendezvous, node.start), time.monotonic() + seconds)
+        else:
+            rendezvous = run_rendezvous(folder.rendezvous, node.start, node.rank, attempt.nodes, interface, seconds)
         attempt = read_settings(folder, node.start, seconds)
         phase, plan = "preflight", Plan.read(folder.plan)
         with folder.log(node.rank).open("a", buffering=1) as log:
             check_node(folder, attempt, plan, node.rank, lambda line: print(line, file=log))
-            if not attempt.finished:
-                phase = "checkpoint"
-                validate_share(attempt, node.rank, lambda line: print(line, file=log))
-            phase = "training"
-            returncode = 0 if attempt.finished else _run_ranks(folder, attempt, plan, node, rendezvous, log)
+            if serves:
+                phase, returncode = SERVING, _serve(folder, attempt, plan, node, log)
+            else:
+                if not attempt.finished:
+                    phase = "checkpoint"
+                    validate_share(attempt, node.rank, lambda line: print(line, file=log))
+                phase = "training"
+                returncode = 0 if attempt.finished else _run_ranks(folder, attempt, plan, node, rendezvous, log)
     except RendezvousError as error:
         message, culprit = str(error), host_name() if error.absent is None else node_name(error.absent)
     except PreflightError as error:
         phase, message = "run preflight" if error.blames_run else "preflight", str(error)
+    except ServiceError as error:
+        phase, message = error.phase, str(error)
     except DamagedCheckpointError as error:
         message, damaged = str(error), error.files
     except Exception as error:  # the driver must get every error
@@ -174,11 +194,23 @@ def _describe_error(error: Exception, folder: AttemptDir, node_rank: int) -> str
     return f"Unexpected error: {type(error).__name__}: {error}"
 
 
+def _serve(folder: AttemptDir, attempt: Attempt, plan: Plan, node: WorkerNode, log: IO[str]) -> int:
+    """Run the service of this node until the training has ended, and return 0."""
+    interface, address = service_address(attempt)
+    settings = TrainingSettings.read(folder.training)
+    variables = node_environment(attempt, interface) | script_environment(folder, attempt, plan, settings)
+    service = Service(folder, attempt, service_settings(folder), node.rank, log)
+    return service.run(_inherited_environment() | variables, address)
+
+
 def _run_ranks(
     folder: AttemptDir, attempt: Attempt, plan: Plan, node: WorkerNode, rendezvous: Rendezvous, log: IO[str]
 ) -> int:
+    services = wait_for_services(folder, attempt)
+    if services is None:
+        return 1
     command = launch_command(plan, folder.root, node.rank, rendezvous.address, rendezvous.port)
-    variables = rank_environment(attempt, rendezvous)
+    variables = rank_environment(attempt, rendezvous) | services
     print(_heading(command, variables, rendezvous, attempt, node), file=log, flush=True)
     first = node.rank * attempt.processes_per_node
     ranks = range(first, first + attempt.processes_per_node)
@@ -232,20 +264,27 @@ def rank_environment(attempt: Attempt, rendezvous: Rendezvous) -> dict[str, str]
     """
     variables = {
         "OMP_NUM_THREADS": str(max(1, attempt.cpus_per_node // attempt.processes_per_node)),
-        "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        **kernel_caches(attempt.scratch),
         # The launcher must not handle the signals that request a save: it would kill the ranks after 30 s.
         "PET_SIGNALS_TO_HANDLE": "SIGINT",
-        # Without "=", NCCL matches prefixes.
-        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or f"={rendezvous.interface}",
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or rendezvous.interface,
     }
     if attempt.accelerator == "cpu":
         variables["DS_ACCELERATOR"] = "cpu"
     elif not _ALLOCATOR & {*os.environ, *attempt.environment}:
         # Segments that grow: freed memory of another size can be used again, so less than estimated stays reserved.
         variables["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    return variables | node_environment(attempt, rendezvous.interface)
+
+
+def node_environment(attempt: Attempt, interface: str) -> dict[str, str]:
+    """Return the variables of every program of the job, with ``interface`` for traffic between nodes."""
+    variables = {
+        "PYTHONUNBUFFERED": "1",
+        **kernel_caches(attempt.scratch),
+        # Without "=", NCCL matches prefixes.
+        "NCCL_SOCKET_IFNAME": os.environ.get("NCCL_SOCKET_IFNAME") or f"={interface}",
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or interface,
+    }
     if attempt.offline:
         variables |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
     return variables | attempt.environment
@@ -296,5 +335,18 @@ def _count(file: Path) -> int:
     return int(found[1]) if found else 0
 
 
+def run_here(attempt_folder: Path, rank: int) -> int:
+    """Run the worker as a process of this machine; that of the ranks starts the one of the service beside itself."""
+    attempt = AttemptDir(attempt_folder).read()
+    if rank or not attempt.service_nodes:
+        return main(attempt_folder, WorkerNode(rank, start=0))
+    command = [sys.executable, "-m", "shardmake.launch.worker", str(attempt_folder), str(attempt.nodes)]
+    service = subprocess.Popen(command, preexec_fn=die_with_parent)
+    try:
+        return main(attempt_folder, WorkerNode(rank, start=0))
+    finally:
+        service.wait(OTHERS_SECONDS)
+
+
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), WorkerNode(rank=int(sys.argv[2]), start=0)))
+    sys.exit(run_here(Path(sys.argv[1]), int(sys.argv[2])))

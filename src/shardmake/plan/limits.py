@@ -123,7 +123,7 @@ def query_partitions() -> dict[str, Partition]:
 
 def check_request(plan: Plan, cluster: Cluster, partitions: dict[str, Partition]) -> None:
     """Raise a `ConfigError` that names the key to change, if too few nodes of the partition can ever run the plan."""
-    partition, nodes = _find("partition", cluster.slurm.partition, partitions), plan.choice.nodes
+    partition, nodes = _find("partition", cluster.slurm.partition, partitions), plan.job_nodes
     groups = list(partition.groups)
     for requirement in _requirements(plan, cluster):
         suitable = [group for group in groups if requirement.is_met(group)]

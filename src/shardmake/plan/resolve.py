@@ -167,6 +167,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
             f"The run asks for {run.nodes} nodes, but the cluster file allows {cluster.max_nodes} (max_nodes). "
             "Lower nodes, or raise max_nodes if the cluster has them."
         )
+    _check_service(run, cluster)
     spec = STRATEGY_SPECS.get(run.strategy)
     if spec and spec.uses_nvme and settings.hardware.nvme is None:
         raise ConfigError(f"Strategy {run.strategy} needs node-local NVMe; set nvme_path in the cluster file.")
@@ -185,6 +186,30 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     _check_packages(run, optional=packages)
     check_loss(run, model)
     check_activation_offload(run, cluster, model)
+
+
+def _check_service(run: Run, cluster: Cluster) -> None:
+    """Raise a `ConfigError` if the cluster does not have the nodes of the run's service."""
+    if not run.service_nodes:
+        return
+    if cluster.executor == "local":
+        if not cluster.is_cpu:
+            raise ConfigError(
+                "service_nodes cannot be used with executor: local and GPUs, because all GPUs of this machine belong "
+                "to the ranks. Use a cluster file with executor: slurm."
+            )
+        if run.service_nodes > 1:
+            raise ConfigError(
+                f"service_nodes: {run.service_nodes} cannot be used with executor: local, which runs one service "
+                "beside the ranks. Set service_nodes: 1."
+            )
+        return
+    nodes = (run.nodes or 1) + run.service_nodes
+    if nodes > cluster.max_nodes:
+        raise ConfigError(
+            f"The run asks for {nodes} nodes, {run.service_nodes} of them for its service, but the cluster file allows "
+            f"{cluster.max_nodes} (max_nodes). Lower nodes, or raise max_nodes if the cluster has them."
+        )
 
 
 def _check_gradient_dtype(settings: ResolvedRun, spec: StrategySpec | None) -> None:

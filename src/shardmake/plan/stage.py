@@ -151,8 +151,9 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         workload=settings.workload,
         reason=reason_of(chosen, candidates, fallbacks),
         attention_reason=settings.attention_reason,
+        service_nodes=settings.run.service_nodes or 0,
         rejected=rejected(chosen, candidates),
-        fallbacks=[as_fallback(candidate, settings.hardware) for candidate in fallbacks],
+        fallbacks=[as_fallback(candidate, settings) for candidate in fallbacks],
         host_memory=host_need(chosen, settings.hardware),
         resources=resources(settings, chosen),
         own_files=describe_own_files(settings.user_files, chosen.choice, settings.run),
@@ -169,17 +170,17 @@ def resources(settings: ResolvedRun, chosen: Candidate) -> dict[str, Resources]:
     ranks = wanted.processes or (1 if hardware.is_cpu else hardware.processes_per_node)
     evaluation = evaluation_bytes(model.parameters, weights, ranks, hardware, wanted.backend)
     return {
-        "train": _resources(hardware, host_need(chosen, hardware), hardware.cpus_per_node),
+        "train": _training_resources(settings, host_need(chosen, hardware)),
         "consolidate": _resources(hardware, 2 * GIB + 4 * largest, few),
         "evaluate": _resources(hardware, evaluation, few),
         "data": _resources(hardware, 4 * GIB, few),
     }
 
 
-def as_fallback(candidate: Candidate, hardware: Hardware) -> Fallback:
+def as_fallback(candidate: Candidate, settings: ResolvedRun) -> Fallback:
     """Return ``candidate`` as it is written to the plan."""
-    need = host_need(candidate, hardware)
-    asked = _resources(hardware, need, hardware.cpus_per_node)
+    need = host_need(candidate, settings.hardware)
+    asked = _training_resources(settings, need)
     return Fallback(choice=candidate.choice, host_memory=need, memory_gib=asked.memory_gib)
 
 
@@ -187,6 +188,15 @@ def host_need(candidate: Candidate, hardware: Hardware) -> int:
     """Return the host RAM per node in bytes; without GPUs it holds all tensors."""
     tensors = candidate.choice.processes_per_node * candidate.memory.gpu.reserved if hardware.is_cpu else 0
     return candidate.memory.host_total + tensors
+
+
+def _training_resources(settings: ResolvedRun, needed: int) -> Resources:
+    """Return the request of the training job for ``needed`` bytes per node.
+
+    Every node of a job has the same request, and the need of a service is not known: it gets all memory of a node.
+    """
+    hardware = settings.hardware
+    return _resources(hardware, hardware.host_memory if settings.run.service else needed, hardware.cpus_per_node)
 
 
 def _resources(hardware: Hardware, needed: int, cpus: int) -> Resources:
@@ -217,6 +227,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"{plan.run}: {choice.strategy}, {plural(choice.nodes, 'node')} x "
             f"{plural(choice.processes_per_node, 'rank')}, {plan.precision}, {checkpointing} gradient checkpointing"
             f"{place}",
+            *([f"  {_describe_service(plan)}"] if plan.service_nodes else []),
             f"  gradients are accumulated and reduced in {choice.gradients}",
             f"  global batch {choice.global_batch_size} = {choice.readers} x {choice.micro_batch_size} "
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
@@ -230,6 +241,11 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"  {len(plan.rejected)} other candidates, each with its reason, are in {rundir.plan}",
         ]
     )
+
+
+def _describe_service(plan: Plan) -> str:
+    more = plural(plan.service_nodes, "more node")
+    return f"{more} for the service, so the job takes {plan.job_nodes} nodes. The estimate does not cover the service"
 
 
 def _describe_disk(plan: Plan, rundir: RunDir) -> str:

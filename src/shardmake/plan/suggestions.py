@@ -137,7 +137,7 @@ def _plan_with(settings: ResolvedRun, setting: str, value: Any, limit: float = i
         Run.model_validate(changed.model_dump())
     except ValidationError:
         return None
-    max_nodes = max(settings.cluster.max_nodes, changed.nodes or 0)
+    max_nodes = max(settings.cluster.max_nodes, (changed.nodes or 0) + (changed.service_nodes or 0))
     try:
         resolved = resolve(changed, settings.cluster.model_copy(update={"max_nodes": max_nodes}))
         check(resolved, packages=False)

@@ -25,6 +25,7 @@ from shardmake.run.training_settings import (
     OptimizerSettings,
     RetentionSettings,
     ScriptProgram,
+    ServiceSettings,
     TrainingSettings,
 )
 
@@ -57,10 +58,15 @@ def training_settings(plan: Plan, run: Run, cluster: Cluster, model: Model) -> T
         expected=expected_engine(choice, run.fsdp_version),
         loss=run.loss,
         checkpoints=_checkpoints(choice, run, cluster),
-        program=LoopProgram(kind=run.engine)
-        if run.script is None
-        else ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(script_file(run.script))),
+        program=_program(run),
     )
+
+
+def _program(run: Run) -> LoopProgram | ScriptProgram:
+    if run.script is None:
+        return LoopProgram(kind=run.engine)
+    service = ServiceSettings(**run.service.model_dump()) if run.service else None
+    return ScriptProgram(path=run.script, args=run.script_args, sha256=sha256(script_file(run.script)), service=service)
 
 
 def load_dtype(choice: Choice, run: Run) -> str:

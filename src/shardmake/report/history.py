@@ -11,19 +11,20 @@ from shardmake.run.paths import RunDir
 
 @dataclass(frozen=True)
 class Span:
-    """One attempt: Unix times, ranks, why it ended, and the metrics of its steps that count."""
+    """One attempt: Unix times, ranks, devices of the job, why it ended, and the metrics of its steps that count."""
 
     number: int
     started: float
     ended: float
     world_size: int
+    devices: int
     end: str
     lines: list[MetricsLine]
 
     @property
     def device_hours(self) -> float:
-        """Hours of all ranks, from the start of the job to its end."""
-        return self.world_size * (self.ended - self.started) / 3600
+        """Hours of all devices, from the start of the job to its end."""
+        return self.devices * (self.ended - self.started) / 3600
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class TrainingHistory:
 
     @property
     def device_hours(self) -> float:
-        """Hours of all ranks."""
+        """Hours of all devices."""
         return sum(span.device_hours for span in self.spans)
 
     @property
@@ -108,7 +109,8 @@ def _span(folder: AttemptDir, lines: list[MetricsLine], ends: dict[int, str]) ->
     if not started:
         return None
     number = int(folder.root.name)
-    return Span(number, min(started), max(ended), folder.read().world_size, ends.get(number, "unknown"), lines)
+    attempt, end = folder.read(), ends.get(number, "unknown")
+    return Span(number, min(started), max(ended), attempt.world_size, attempt.devices, end, lines)
 
 
 def attempt_of(rundir: RunDir, number: int) -> AttemptDir:

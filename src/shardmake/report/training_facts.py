@@ -277,7 +277,9 @@ def _hardware(records: Records) -> dict[str, str]:
         return {}
     count, nodes = records.attempt.world_size, plural(records.attempt.nodes, "node")
     kind = plural(count, "CPU rank") if records.on_cpu else f"{count} x {records.attempt.accelerator.upper()}"
-    return {"Hardware": f"{kind} on {nodes}"}
+    service = records.attempt.service_nodes
+    more = f", and {plural(service, 'node')} for the service" if service else ""
+    return {"Hardware": f"{kind} on {nodes}{more}"}
 
 
 def _date(seconds: float) -> str:

@@ -26,7 +26,9 @@ class Attempt(RunRecord):
 
     number: int = Field(description="1 for the first attempt of the run.")
     run_folder: str = Field(description="Absolute path of the run's folder.")
-    nodes: int = Field(description="Nodes of the job.")
+    nodes: int = Field(description="Nodes of the job that run ranks.")
+    service_nodes: int = Field(0, description="Further nodes of the job, which run the service of the script.")
+    on_one_machine: bool = Field(False, description="The job is processes of the driver's machine, without Slurm.")
     processes_per_node: int = Field(description="Ranks per node.")
     cpus_per_node: int = Field(description="Cores of the job per node.")
     accelerator: str = Field(description="`cpu`, or the GPU model.")
@@ -62,6 +64,16 @@ class Attempt(RunRecord):
         return self.nodes * self.processes_per_node
 
     @property
+    def job_nodes(self) -> int:
+        """Nodes of the job: those of the ranks, then those of the service."""
+        return self.nodes + self.service_nodes
+
+    @property
+    def devices(self) -> int:
+        """GPUs of the job, or CPU ranks for which it takes nodes, those of the service's nodes included."""
+        return self.processes_per_node * (self.nodes if self.on_one_machine else self.job_nodes)
+
+    @property
     def rundir(self) -> RunDir:
         """The run's folder."""
         return RunDir(Path(self.run_folder))
@@ -95,7 +107,8 @@ class NodeExit(RunRecord):
     ended: float = Field(description="Unix time at which it ended.")
     phase: str = Field(
         description="The phase at the end: `rendezvous`, `preflight` (the node failed it), `run preflight` "
-        "(the run did), `checkpoint` (its validation) or `training`."
+        "(the run did), `checkpoint` (its validation), `training`, or for a run with a service `service start` and "
+        "`service`."
     )
     returncode: int | None = Field(
         description="Exit status of the launcher, negative for a signal; None if not started."
@@ -215,6 +228,7 @@ class AttemptDir:
     rendezvous = BelowRoot(
         "rendezvous", "Folder of the published addresses, one file per start of the job (Slurm may restart it)."
     )
+    services = BelowRoot("services", "Folder of the services' addresses, one file per start of the job and node.")
     stop_file = BelowRoot("STOP", "Created by a worker that received a signal: the ranks save and stop.")
     ranks = BelowRoot("ranks", "Folder of the ranks' reports.")
     errors = BelowRoot("errors", "Folder of the ranks' tracebacks.")

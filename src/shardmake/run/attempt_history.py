@@ -30,6 +30,8 @@ class EndReason(Enum):
     RENDEZVOUS = "rendezvous failed"
     COMMUNICATION = "communication failure"
     HANG = "hang"
+    SERVICE_START = "the service did not start"
+    SERVICE = "the service ended"
     KILLED = "a process was killed"
     NON_FINITE = "non-finite loss"
     USER_ERROR = "error in the training"

@@ -157,6 +157,9 @@ class Plan(RunRecord):
     attention_reason: str = Field(
         "", exclude_if=operator.not_, description="Why the attention kernel is not varlen, the fastest one."
     )
+    service_nodes: int = Field(
+        0, exclude_if=operator.not_, description="Nodes of the job that run the service, beside those of the choice."
+    )
     rejected: dict[str, str] = Field(description="Each rejected candidate with its reason.")
     fallbacks: list[Fallback] = Field(description="Choices after each out-of-memory error, in order.")
     host_memory: int = Field(gt=0, description="Host RAM per node that the choice needs, bytes.")
@@ -177,6 +180,11 @@ class Plan(RunRecord):
     def digest(self) -> str:
         """Digest of the whole plan, by which an attempt names the plan that it belongs to."""
         return digest(self.as_json())
+
+    @property
+    def job_nodes(self) -> int:
+        """Nodes of the training job: those of the ranks, then those of the service."""
+        return self.choice.nodes + self.service_nodes
 
     @property
     def precision(self) -> str:

@@ -41,6 +41,7 @@ def result_settings(
     program = settings.program
     script = {} if not isinstance(program, ScriptProgram) else {
         "script": program.path, "script_args": program.args, "content of the script": program.sha256[:16],
+        **({"service.command": program.service.command} if program.service else {}),
     }  # fmt: skip
     method, section = settings.method.as_json(), settings.objective_settings
     own_template = settings.model.chat_template

@@ -165,6 +165,14 @@ class LoopProgram(RunRecord):
     kind: Literal["trainer", "loop"] = Field(description="Module in `shardmake.train`.")
 
 
+class ServiceSettings(RunRecord):
+    """The program that serves a script from nodes of its own."""
+
+    command: str = Field(description="Shell command.")
+    health: str | None = Field(description="Path of HTTP that answers 200 once it is ready; None for its port alone.")
+    start_seconds: float = Field(description="Time limit of its start.")
+
+
 class ScriptProgram(RunRecord):
     """A user's training script. An edited script is another training."""
 
@@ -172,6 +180,9 @@ class ScriptProgram(RunRecord):
     path: str = Field(description="The script.")
     args: list[str] = Field(description="Its arguments.")
     sha256: str = Field(description="Digest of its content.")
+    service: ServiceSettings | None = Field(
+        None, exclude_if=operator.not_, description="The program that serves it; None without one."
+    )
 
 
 class TrainingSettings(RunRecord):

@@ -10,9 +10,9 @@ from pathlib import Path
 from string import Template
 
 from shardmake.config.script_file import module_of
-from shardmake.config.script_variables import PREFIX
 from shardmake.config.strategies import DEEPSPEED
 from shardmake.run.attempt import USER_SCRIPT_PHASE, rank_report, write_heartbeat
+from shardmake.run.script_environment import script_environment
 from shardmake.run.training_settings import ScriptProgram
 from shardmake.train.engine_check import environment_report
 from shardmake.train.process_group import leave_together
@@ -28,7 +28,7 @@ def train(attempt_folder: Path) -> None:
     program = settings.program
     assert isinstance(program, ScriptProgram), "this module runs scripts only"
     prepare_trackers(context.attempt, settings.arguments["report_to"])
-    os.environ.update(script_environment(context))
+    os.environ.update(script_environment(folder, context.attempt, context.plan, settings))
     write_heartbeat(folder, context.rank, USER_SCRIPT_PHASE, 0)
     rank_report(folder, context.rank, environment_report())
     install_hooks(context)
@@ -39,33 +39,6 @@ def train(attempt_folder: Path) -> None:
         sys.path[0] = str(Path(program.path).resolve().parent)
     run_script(program.path)
     leave_together()
-
-
-def script_environment(context: RankContext) -> dict[str, str]:
-    """Return the environment variables of the script, which docs/how-to/user-script.md lists."""
-    rundir, folder, plan = context.attempt.rundir, context.folder, context.plan
-    settings, arguments = context.settings, context.settings.arguments
-    values: dict[str, object] = {
-        "ATTEMPT": context.attempt.number,
-        "ATTEMPT_FOLDER": folder.root,
-        "CHECKPOINTS": rundir.checkpoints,
-        "OUTPUT": rundir.script_output,
-        "METRICS": rundir.metrics,
-        "STOP_FILES": f"{rundir.stop_file}:{folder.stop_file}",
-        "STOPPED": folder.stopped,
-        "DATA": rundir.data,
-        "RAW_DATA": rundir.raw_data if rundir.raw_data.exists() else "",
-        "BASE": settings.model.path,
-        "DEEPSPEED_CONFIG": folder.deepspeed_native if plan.choice.is_deepspeed else "",
-        "SEQUENCE_LENGTH": plan.workload.sequence_length,
-        "MICRO_BATCH_SIZE": plan.choice.micro_batch_size,
-        "GRADIENT_ACCUMULATION_STEPS": plan.choice.gradient_accumulation_steps,
-        "LEARNING_RATE": arguments["learning_rate"],
-        "MAX_STEPS": arguments.get("max_steps", ""),
-        "EPOCHS": arguments.get("num_train_epochs", ""),
-        "SEED": arguments["seed"],
-    }
-    return {f"{PREFIX}{name}": str(value) for name, value in values.items()}
 
 
 def _prepare_cpu(engine: str) -> None:

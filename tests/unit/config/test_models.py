@@ -16,6 +16,7 @@ from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.load import load_cluster, load_config, parse_config
 from shardmake.config.models import STRATEGIES, Cluster, Config, Run
 from shardmake.config.schema import Schema
+from shardmake.config.script_variables import SCRIPT_VARIABLES, SERVICE_VARIABLES
 from shardmake.core.errors import ConfigError, ShardmakeError
 from tests.unit.config.samples import CLUSTER, RUN, make_run, merged, write
 
@@ -42,12 +43,41 @@ def errors_of_cluster(tmp_path: Path, changes: dict[str, Any]) -> list[str]:
     return str(error.value).splitlines()[1:]
 
 
+WHOLE_RUN = (
+    "set exactly",
+    "data.order '",
+    "service_nodes need",
+    "service needs",
+    "service is",
+    "service_nodes cannot",
+    "service.command: $",
+    "script_args: $",
+)
+"""Beginnings of messages about keys that contradict each other, which follow the run's name after a colon."""
 INVALID_RUNS: list[tuple[dict[str, Any], list[str]]] = [
     ({"data": {"train": "a", "order": "length"}}, [
         "data.order 'length' has no effect with packing, which fills each sequence with examples that fit. "
         "Set packing: false."]),
     ({"data": {"train": "a", "order": "given"}, "script": "train.py"}, [
         "data.order 'given' has no effect with script, which reads its own data. Remove data.order."]),
+    ({"script": "t.py", "service_nodes": 1}, [
+        "service_nodes need a service with a command. Add the section service, or remove service_nodes."]),
+    ({"script": "t.py", "nodes": 2, "service": {"command": "serve"}}, [
+        "service needs nodes of its own. Set service_nodes: 1, or remove the section."]),
+    ({"nodes": 2, "service_nodes": 1, "service": {"command": "serve"}}, [
+        "service is for a script, which sends it requests. Set script, or remove the section."]),
+    ({"script": "t.py", "service_nodes": 1, "service": {"command": "serve"}}, [
+        "service_nodes cannot be combined with a number of nodes that the plan chooses, because the service is made for "
+        "a number of ranks. Set nodes."]),
+    ({"script": "t.py", "nodes": 2, "service_nodes": 0, "service": {"command": "serve"}}, [
+        "service_nodes: 0 is not allowed. Allowed: a whole number from 1 to 100,000."]),
+    ({"script": "t.py", "nodes": 2, "service_nodes": 1, "service": {"command": "serve", "health": "health"}}, [
+        "service.health: 'health' is not a path. Begin it with '/', as in /health."]),
+    ({"script": "t.py", "nodes": 2, "service_nodes": 1, "service": {"command": "serve $SHARDMAKE_SERVICE_HOSTS"}}, [
+        "service.command: $SHARDMAKE_SERVICE_HOSTS is not set for this program. Did you mean 'SHARDMAKE_SERVICE_HOST'? "
+        f"Use one of {', '.join((*SCRIPT_VARIABLES, *SERVICE_VARIABLES[:2]))}."]),
+    ({"script": "t.py", "script_args": ["$SHARDMAKE_SERVICE_PORT"]}, [
+        "script_args: $SHARDMAKE_SERVICE_PORT is set only for a run with a service. Add service and service_nodes."]),
     ({"strategy": "zero33"}, [
         f"strategy: 'zero33' is not allowed. Did you mean 'zero3'? Allowed: {', '.join(STRATEGIES)}, auto."]),
     ({"strategy": "aut"}, [
@@ -140,7 +170,7 @@ def test_a_run_is_rejected_with_key_value_and_allowed_values(
     changes: dict[str, Any], expected: list[str], tmp_path: Path
 ) -> None:
     lines = errors_of_config(tmp_path, {"cluster": "c.yaml", "runs": {"chat": merged(RUN, changes)}})
-    separator = ": " if expected[0].startswith(("set exactly", "data.order '")) else "."
+    separator = ": " if expected[0].startswith(WHOLE_RUN) else "."
     assert lines == [f"  runs.chat{separator}{line}" for line in expected]
 
 
@@ -315,6 +345,7 @@ NOT_PATHS = {
     "TrainSource": {"name", "subset", "revision"},
     "EvalSource": {"name", "subset", "revision"},
     "Notify": {"command"},  # the shell expands it
+    "Service": {"command", "health"},
     "Push": {"to", "revision"},  # `to` begins with a kind; its paths are tested below
     "Run": {"revision"},
     "Slurm": {

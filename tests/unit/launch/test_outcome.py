@@ -16,6 +16,11 @@ def node(rank: int = 0, **values: object) -> NodeExit:
     return NodeExit.model_validate(base | values)
 
 
+def service_node(**values: object) -> NodeExit:
+    ended = dict(phase="service", returncode=None, message="The service on c2 ended with status 1 before the training.")
+    return node(1, **(ended | values))
+
+
 def error(kind: str, message: str, rank: int = 0, time: float = 1.0) -> RankError:
     return RankError(
         rank=rank, host="c1", culprit="c1", time=time, kind=kind, message=message, traceback="Traceback ..."
@@ -78,6 +83,14 @@ PEER_GONE = error("DistBackendError", "[../gloo/transport/tcp/pair.cc] Connectio
         (evidence(errors=[error("OSError", "[Errno 116] Stale file handle: 'train.bin'")]), EndReason.NODE_FAILURE),
         (evidence(errors=[error("DistBackendError", "")]), EndReason.COMMUNICATION),
         (evidence(slurm_state="DEADLINE"), EndReason.TIME_LIMIT),
+        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node()], errors=[error("ConnectionError", "refused")]), EndReason.SERVICE),
+        (evidence(nodes=2, service_nodes=1, exits=[node(returncode=1), service_node(phase="service start")]), EndReason.SERVICE_START),
+        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(stop_signal="SIGTERM")], errors=[error("ConnectionError", "refused")]), EndReason.TERMINATED),
+        (evidence(nodes=2, service_nodes=1, slurm_state="CANCELLED", exits=[node(), service_node()]), EndReason.CANCELLED),
+        (evidence(nodes=2, service_nodes=1, exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.KILLED),
+        (evidence(nodes=2, service_nodes=1, slurm_state="NODE_FAIL", exits=[node()], errors=[error("ConnectionError", "refused")]), EndReason.NODE_FAILURE),
+        (evidence(nodes=2, service_nodes=1, exits=[node(), service_node(returncode=0, message="")], errors=[error("ValueError", "bad label")]), EndReason.USER_ERROR),
+        (evidence(nodes=2, service_nodes=1, exits=[node(phase="preflight", returncode=None, message="GPU 1 is in use"), service_node(returncode=0, message="")]), EndReason.PREFLIGHT),
         (evidence(slurm_state="BOOT_FAIL"), EndReason.NODE_FAILURE),
         (evidence(slurm_state="COMPLETED", exits=[node(started=0.0, ended=150.0, returncode=1)]), EndReason.KILLED),
         (evidence(exits=[node(phase="rendezvous", returncode=None, message="c2 cannot connect")]), EndReason.RENDEZVOUS),
@@ -178,6 +191,10 @@ def state(**values: object) -> RetryState:
         (EndReason.DISK_FULL, state(), Action.RESUME),
         (EndReason.DISK_FULL, state(idle_attempts=3), Action.GIVE_UP),
         (EndReason.TERMINATED, state(), Action.RESUME),
+        (EndReason.SERVICE, state(), Action.RESUME),
+        (EndReason.SERVICE, state(idle_attempts=3), Action.GIVE_UP),
+        (EndReason.SERVICE_START, state(), Action.STOP),
+        (EndReason.SERVICE_START, state(has_progress=True), Action.RESUME),
         (EndReason.NON_FINITE, state(), Action.STOP),
         (EndReason.NON_FINITE, state(may_rewind=True), Action.RESUME),
         (EndReason.NON_FINITE, state(may_rewind=True, idle_attempts=3), Action.GIVE_UP),
@@ -185,6 +202,12 @@ def state(**values: object) -> RetryState:
 )  # fmt: skip
 def test_decision(end: EndReason, before: RetryState, action: Action) -> None:
     assert decide(Outcome(end, "why", host="c2"), before) is action
+
+
+def test_the_log_of_a_failed_service_is_shown() -> None:
+    outcome = classify(evidence(nodes=2, service_nodes=1, exits=[node(), service_node(oom_kills=1)]))
+    assert (outcome.host, outcome.log) == ("c2", 1)
+    assert outcome.message.endswith("The kernel killed 1 process(es) on c2 because the job ran out of memory.")
 
 
 def test_the_missing_node_is_blamed_and_not_the_waiting_one() -> None:

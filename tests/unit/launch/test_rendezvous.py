@@ -100,7 +100,7 @@ def test_other_connections_to_the_port_are_ignored(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=host)
     thread.start()
-    found = rendezvous._wait_for_file(tmp_path / "start-0.json", deadline=float("inf"))
+    found = rendezvous.wait_for_address(tmp_path / "start-0.json", deadline=float("inf"))
     with socket.create_connection((found.address, found.port)) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
     assert rendezvous.join_rendezvous(tmp_path / "start-0.json", 1, None, seconds=20) == found

@@ -18,10 +18,10 @@ from shardmake.render.stage import render_files, write_files
 from shardmake.run.attempt import AttemptDir, NodeExit, record_error
 from shardmake.run.attempt_history import EndReason
 from shardmake.run.paths import RunDir
+from shardmake.run.script_environment import script_environment
 from shardmake.run.trained_engine import TrainedEngine
 from shardmake.run.training_settings import ScriptProgram
-from shardmake.train.rank_context import RankContext
-from shardmake.train.user_script import run_script, script_environment
+from shardmake.train.user_script import run_script
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
 
@@ -127,7 +127,7 @@ def write_exits(folder: AttemptDir, *codes: int) -> None:
 def test_all_variables_are_documented(folder: AttemptDir) -> None:
     plan, cluster = make_plan("zero2"), Cluster(**make_cluster().model_dump())
     training = render_files(plan, make_run(), cluster, make_model(), folder.root).training
-    values = script_environment(RankContext(folder, folder.read(), plan, training, rank=0))
+    values = script_environment(folder, folder.read(), plan, training)
     page = (Path(__file__).resolve().parents[3] / "docs/how-to/user-script.md").read_text()
     assert [name for name in values if f"`{name}`" not in page] == []
     assert tuple(values) == SCRIPT_VARIABLES

@@ -398,3 +398,30 @@ def test_activations_on_the_host_are_those_of_checkpointing(folders: dict[str, s
     planned = plan(folders["eight"], gpus(), activation_offload=True)
     choices = [planned.choice, *(fallback.choice for fallback in planned.fallbacks)]
     assert all(choice.gradient_checkpointing for choice in choices)
+
+
+def service(**more: Any) -> dict[str, Any]:
+    return {"script": "train.py", "service_nodes": 1, "service": {"command": "serve"}, **more}
+
+
+def test_a_service_takes_nodes_beside_those_of_the_ranks(folders: dict[str, str]) -> None:
+    made = plan(folders["tiny"], gpus(max_nodes=3), **service(nodes=2))
+    assert (made.choice.nodes, made.job_nodes, made.choice.world_size) == (2, 3, 16)
+    assert made.resources["train"].memory_gib == 1000, "the need of the service is not known"
+    assert {fallback.memory_gib for fallback in made.fallbacks} <= {1000}
+    assert plan(folders["tiny"], gpus(), nodes=2).resources["train"].memory_gib < 1000
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings", "words"),
+    [
+        (gpus(max_nodes=2), {"nodes": 2}, r"asks for 3 nodes, 1 of them for its service, .* allows 2 \(max_nodes\)"),
+        (gpus(executor="local", max_nodes=1), {"nodes": 1}, "all GPUs of this machine belong to the ranks"),
+        (CPU, {"nodes": 1, "service_nodes": 2}, "service_nodes: 2 cannot be used with executor: local"),
+    ],
+)
+def test_a_service_without_room_is_refused(
+    folders: dict[str, str], cluster: Cluster, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ShardmakeError, match=words):
+        plan(folders["tiny"], cluster, **service(**settings))

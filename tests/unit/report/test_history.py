@@ -3,6 +3,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.report.history import Interruption, read_history
+from shardmake.run.attempt import AttemptDir
 from tests.finished_run import make_rundir, write_history
 
 
@@ -48,3 +49,16 @@ def test_lines_that_name_no_attempt_belong_to_the_last(tmp_path: Path) -> None:
     rundir.metrics.write_text('{"step": 1, "loss": 2.0}\n{"step": 1, "eval_loss": 1.5}\n')
     history = read_history(rundir)
     assert history.spans[1].lines == history.lines and history.series("eval_loss") == ([1], [1.5])
+
+
+def test_device_hours_count_the_nodes_of_a_service(tmp_path: Path) -> None:
+    rundir = make_rundir(tmp_path)
+    write_history(rundir, [(0, 3600, range(1, 3), "finished")])
+    folder = AttemptDir(rundir.attempts / "001")
+    attempt, before = folder.read(), read_history(rundir)
+    assert before.device_hours == attempt.world_size
+    attempt.model_copy(update={"service_nodes": 2}).write(folder.settings)
+    more = 2 * attempt.processes_per_node
+    assert read_history(rundir).device_hours == attempt.world_size + more
+    attempt.model_copy(update={"service_nodes": 2, "on_one_machine": True}).write(folder.settings)
+    assert read_history(rundir).device_hours == attempt.world_size, "a service beside the ranks takes no node"

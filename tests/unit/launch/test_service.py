@@ -1,0 +1,163 @@
+"""The service of a node with a real process: its start, its address, its end, and what a failure says."""
+
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.service import (
+    SERVING,
+    STARTING,
+    Service,
+    ServiceAddress,
+    ServiceError,
+    answers,
+    service_variables,
+    training_interface,
+    wait_for_services,
+)
+from shardmake.render.stage import render_files, write_files
+from shardmake.run.attempt import AttemptDir, NodeExit
+from shardmake.run.training_settings import ServiceSettings
+from tests.unit.plans import make_cluster, make_model, make_plan, make_run
+
+SERVER = (
+    "import http.server as h; "
+    "h.ThreadingHTTPServer(('$SHARDMAKE_SERVICE_HOST', $SHARDMAKE_SERVICE_PORT), h.SimpleHTTPRequestHandler)"
+    ".serve_forever()"
+)
+COMMAND = f'echo loading; cd /proc/self/fd; exec {sys.executable} -c "{SERVER}"'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> AttemptDir:
+    """The attempt of a script on one node, with a service beside it, on this machine."""
+    folder = AttemptDir(tmp_path / "train/attempts/001")
+    plan = make_plan("ddp", nodes=1).model_copy(update={"service_nodes": 1})
+    attempt = attempt_settings(1, tmp_path, make_cluster(), plan, resume_from=None, settings_digest="r")
+    attempt.write(folder.settings)
+    folder.rendezvous.mkdir()
+    service = {"command": COMMAND, "start_seconds": 20}
+    script = tmp_path / "train.py"
+    script.touch()
+    run = make_run(script=str(script), nodes=1, service_nodes=1, service=service)
+    write_files(render_files(plan, run, make_cluster(), make_model(), folder.root), folder.root, make_model())
+    return folder
+
+
+def make_service(folder: AttemptDir, command: str, seconds: float, health: str | None = None) -> Service:
+    settings = ServiceSettings(command=command, health=health, start_seconds=seconds)
+    return Service(folder, folder.read(), settings, node_rank=1, log=folder.log(1).open("a", buffering=1))
+
+
+@pytest.fixture
+def serving(folder: AttemptDir) -> Iterator[list[object]]:
+    """A service that runs in a thread, and in the end what it returned or raised."""
+    found: list[object] = []
+
+    def run() -> None:
+        try:
+            found.append(make_service(folder, COMMAND, 20, "/0").run({}, "127.0.0.1"))
+        except ServiceError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield found
+    write_exit(folder, 0, 0)
+    thread.join()
+
+
+def write_exit(folder: AttemptDir, rank: int, returncode: int | None) -> None:
+    record = NodeExit(
+        node_rank=rank, host="n", started=0, ended=1, phase="training", returncode=returncode, stop_signal=None
+    )
+    record.write(folder.exit_record(rank))
+
+
+def process_at(port: int) -> psutil.Process:
+    """Return this test's own child that listens at ``port``."""
+    return next(
+        child
+        for child in psutil.Process().children(recursive=True)
+        if any(one.status == psutil.CONN_LISTEN and one.laddr.port == port for one in child.net_connections())
+    )
+
+
+def wait_for(found: list[object]) -> object:
+    deadline = time.monotonic() + 60
+    while not found and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return found[0]
+
+
+@pytest.mark.parametrize("returncode", [0, 1])
+def test_it_serves_the_ranks_until_they_end(folder: AttemptDir, serving: list[object], returncode: int) -> None:
+    variables = wait_for_services(folder, folder.read())
+    assert variables is not None
+    host, port, addresses = variables.values()
+    assert list(variables) == [f"SHARDMAKE_SERVICE_{name}" for name in ("HOST", "PORT", "ADDRESSES")]
+    assert host == "127.0.0.1" and addresses == f"{host}:{port}" and answers(host, int(port), "/0")
+    process = process_at(int(port))
+    write_exit(folder, 0, returncode)
+    assert wait_for(serving) == 0 and not process.is_running() and not answers(host, int(port), None)
+    log = folder.log(1).read_text()
+    assert f"env SHARDMAKE_SERVICE_HOST=127.0.0.1 SHARDMAKE_SERVICE_PORT={port}" in log and "loading" in log
+
+
+def test_a_service_that_ends_before_the_ranks_is_a_failure(folder: AttemptDir, serving: list[object]) -> None:
+    variables = wait_for_services(folder, folder.read())
+    assert variables is not None
+    process_at(int(variables["SHARDMAKE_SERVICE_PORT"])).kill()
+    error = wait_for(serving)
+    assert isinstance(error, ServiceError) and error.phase == SERVING
+    assert "was ended by SIGKILL before the training." in str(error)
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("echo no GPU is free; exit 3", "ended with status 3 before it was ready. Its last output: no GPU is free"),
+        ("kill -9 $$", "was ended by SIGKILL before it was ready."),
+        ("echo loading; sleep 100", "did not answer at /health within 2 s (service.start_seconds). Its last output: loading"),
+        ("echo $SHARDMAKE_MODLE", "SHARDMAKE_MODLE: "),
+        ("true", "ended with status 0 before it was ready."),
+    ],
+)  # fmt: skip
+def test_a_service_that_does_not_start_says_why(folder: AttemptDir, command: str, words: str) -> None:
+    with pytest.raises(ServiceError) as error:
+        make_service(folder, command, 2, "/health").run({"PATH": "/usr/bin:/bin"}, "127.0.0.1")
+    assert words in str(error.value) and error.value.phase == STARTING
+    assert psutil.Process().children(recursive=True) == [], "nothing that it started stays"
+
+
+def test_a_failed_node_ends_a_start_without_blame(folder: AttemptDir) -> None:
+    write_exit(folder, 0, None)
+    assert make_service(folder, "sleep 100", 20).run({"PATH": "/usr/bin:/bin"}, "127.0.0.1") == 0
+    assert wait_for_services(folder, folder.read()) is None
+
+
+def test_ranks_do_not_start_with_a_service_that_they_cannot_reach(folder: AttemptDir) -> None:
+    folder.services.mkdir()
+    gone = ServiceAddress(address="127.0.0.1", port=1, host="c3", seconds=1.0)
+    gone.write(folder.services / "start-0-node-1.json")
+    with pytest.raises(ServiceError, match=r"cannot connect to the service on c3 at 127\.0\.0\.1, port 1\. Check netw"):
+        wait_for_services(folder, folder.read())
+
+
+def test_the_variables_name_every_service() -> None:
+    services = [ServiceAddress(address=one, port=2, host="h", seconds=1.0) for one in ("10.0.0.3", "fd00::4")]
+    assert service_variables(services)["SHARDMAKE_SERVICE_ADDRESSES"] == "10.0.0.3:2,[fd00::4]:2"
+
+
+def test_a_single_training_node_leaves_loopback_for_a_service_node(folder: AttemptDir) -> None:
+    attempt = folder.read()
+    assert training_interface(attempt) is None
+    elsewhere = attempt.model_copy(update={"on_one_machine": False, "network_interface": "none0"})
+    with pytest.raises(RuntimeError, match="has no address on the interface 'none0'"):
+        training_interface(elsewhere)

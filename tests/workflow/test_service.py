@@ -1,0 +1,84 @@
+"""A script and its service on one machine: real processes, without Slurm (tests/cluster/test_service.py has the rest)."""
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.workflow.checkout import Checkout
+from tests.workflow.service_run import answers, assert_asked_in_every_step, ends, service_settings
+
+pytestmark = [pytest.mark.training, pytest.mark.objectives]
+
+
+@pytest.fixture
+def prepared(checkout: Checkout) -> Checkout:
+    """A checkout with a run of one second per step, up to its training."""
+    checkout.configure(**service_settings(checkout, seconds=1.0))
+    for stage in ("plan", "render", "data"):
+        checkout("shardmake", stage, "demo")
+    return checkout
+
+
+def test_a_killed_service_ends_the_attempt_and_the_next_one_has_another(prepared: Checkout, tmp_path: Path) -> None:
+    driver = prepared.start("shardmake", "train", "demo", log=tmp_path / "driver.log")
+    deadline = time.monotonic() + 300
+    while len(answers(prepared)) < 3 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    first = answers(prepared)[0]["server"]
+    os.kill(first, signal.SIGKILL)
+    assert driver.wait(300) == 0, (tmp_path / "driver.log").read_text()
+    assert ends(prepared) == ["the service ended", "finished"]
+    message = prepared.read("train/attempts/index.json")[0]["message"]
+    assert "was ended by SIGKILL before the training. Its last output: serving" in message
+    assert_asked_in_every_step(prepared)
+    second = answers(prepared)[-1]["server"]
+    assert second != first and not psutil.pid_exists(second), "it ends with the training"
+    assert "ended by SIGINT" in (prepared.run / "train/attempts/002/node-1.log").read_text()
+    assert prepared.read("train/attempts/002/node-1.json")["phase"] == "service"
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("echo no GPU is free && exit 3", "ended with status 3 before it was ready. Its last output: no GPU is free"),
+        ("echo loading && sleep 1000", "did not answer at /health within 3 s (service.start_seconds)"),
+        ("serve $MODLE", "MODLE: parameter not set"),
+    ],
+)
+def test_a_service_that_does_not_start_stops_the_run_with_its_output(
+    checkout: Checkout, command: str, words: str
+) -> None:
+    checkout.configure(**service_settings(checkout, command, start_seconds=3))
+    for stage in ("plan", "render", "data"):
+        checkout("shardmake", stage, "demo")
+    done = checkout("shardmake", "train", "demo", check=False)
+    assert done.returncode == 1 and words in done.stdout and "Correct service.command" in done.stdout
+    assert "Traceback" not in done.stdout
+    assert ends(checkout) == ["the service did not start"] and answers(checkout) == []
+    assert [
+        process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", "1000"]
+    ] == []
+
+
+def test_the_stop_file_ends_script_and_service(prepared: Checkout, tmp_path: Path) -> None:
+    driver = prepared.start("shardmake", "train", "demo", log=tmp_path / "driver.log")
+    deadline = time.monotonic() + 300
+    while not answers(prepared) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    prepared("shardmake", "stop", "demo")
+    driver.wait(300)
+    assert ends(prepared) == ["stop requested"]
+    assert not psutil.pid_exists(answers(prepared)[0]["server"])
+    prepared("shardmake", "train", "demo")
+    assert ends(prepared) == ["stop requested", "finished"]
+    assert_asked_in_every_step(prepared)
+
+
+def test_the_plan_states_the_nodes_of_the_service_and_the_preview_its_command(prepared: Checkout) -> None:
+    planned = prepared("shardmake", "plan", "demo").stdout
+    assert "1 more node for the service" in planned
+    assert "service.py" in prepared("shardmake", "render", "demo", "--show").stdout
