@@ -6,6 +6,7 @@ from pathlib import Path
 
 from shardmake.config.models import Cluster, Run
 from shardmake.core.errors import ShardmakeError
+from shardmake.core.secrets import redact
 from shardmake.core.units import plural
 from shardmake.launch.jobs import attempt_settings
 from shardmake.launch.rendezvous import Rendezvous
@@ -58,7 +59,7 @@ def dry_run(run: Run, cluster: Cluster, rundir: RunDir, unfetched: Run) -> str:
         edited = f"# --- changed since the last plan: {'; '.join(changes)}\n" if changes else ""
         return f"{edited}{submitted}# --- the files: shardmake render {rundir.name} --show\n"
     except (ShardmakeError, OSError) as error:
-        return f"# The submission is not known yet: {error}\n"
+        return redact(f"# The submission is not known yet: {error}\n")
 
 
 def _folder(rundir: RunDir) -> AttemptDir:
@@ -66,7 +67,8 @@ def _folder(rundir: RunDir) -> AttemptDir:
 
 
 def _page(parts: dict[str, str]) -> str:
-    return "\n".join(f"# --- {title}\n{body.strip()}\n" for title, body in parts.items())
+    """Return the parts as text without secrets, because Snakemake prints and logs a dry run."""
+    return redact("\n".join(f"# --- {title}\n{body.strip()}\n" for title, body in parts.items()))
 
 
 def _submitted(plan: Plan, run: Run, cluster: Cluster, rundir: RunDir) -> dict[str, str]:

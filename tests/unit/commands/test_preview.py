@@ -9,7 +9,7 @@ import yaml
 from typer.testing import CliRunner
 
 from shardmake.cli import app
-from shardmake.commands.preview import preview
+from shardmake.commands.preview import dry_run, preview
 from shardmake.config.models import Run
 from shardmake.run.paths import RunDir
 from tests.unit.plans import LLAMA, make_cluster, make_plan, make_run
@@ -42,6 +42,18 @@ def test_slurm_preview_contains_script_command_environment_and_files(tmp_path: P
     ):
         assert words in text
     assert not rundir.root.exists()
+
+
+def test_a_password_in_the_setup_of_jobs_is_not_shown(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_SECRET", "Plant-by-value-1")
+    setup = ["export DB_PASSWORD=Plant77w!", "login Plant-by-value-1", "module load x"]
+    cluster = make_cluster(executor="slurm", slurm={"setup": setup})
+    rundir = RunDir(tmp_path / "docs-chat")
+    make_plan("zero3").write(rundir.plan)
+    for text in (preview(make_plan("zero3"), run, cluster, rundir), dry_run(run, cluster, rundir, run)):
+        assert "export DB_PASSWORD=[removed]\nlogin [removed]\nmodule load x" in text and "Plant" not in text
 
 
 def test_nodes_with_internet_are_not_offline(tmp_path: Path, run: Run) -> None:
