@@ -32,6 +32,11 @@ _PASSWORD = re.compile(
     re.IGNORECASE,
 )
 """A password in running text; shorter values are most likely words about passwords."""
+_OPTION = re.compile(
+    r"--?[\w-]*(?:password|passwd|secret|(?:secret|access|api)[_-]?key|(?:hub|auth|access|refresh)[_-]?token)",
+    re.IGNORECASE,
+)
+_SHORTEST_PASSWORD = 6
 _WANDB = re.compile(r"(wandb\b[^\n]{0,60}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
 """W&B's keys look like any digest, so they are known by what stands before them, as in ``~/.netrc``."""
 _ASSIGNED = re.compile(
@@ -61,12 +66,27 @@ def redact(text: str) -> str:
 
 
 def keys_of_tokens(values: Any, before: str = "") -> list[str]:
-    """Return the dotted keys of nested ``values`` at which a text has the form of a token, whatever the environment."""
+    """Return the dotted keys of nested ``values`` at which a secret is written, whatever the environment.
+
+    That is a text in the form of a token, or in a list the value of an option like ``--db-password``.
+    """
     if isinstance(values, Mapping):
         return [key for name, value in values.items() for key in keys_of_tokens(value, f"{before}.{name}".lstrip("."))]
     if isinstance(values, list | tuple):
-        return list(dict.fromkeys(key for value in values for key in keys_of_tokens(value, before)))
+        found = [key for value in values for key in keys_of_tokens(value, before)]
+        return list(dict.fromkeys([*found, *([before] if _has_secret_option(values) else [])]))
     return [before] if isinstance(values, str) and _SHAPES.search(values) else []
+
+
+def _has_secret_option(arguments: Iterable[Any]) -> bool:
+    """Return if the words of a command have an option named like a secret with its value, after ``=`` or a space."""
+    words = [word if isinstance(word, str) else "" for word in arguments]
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        name, equals, value = word.partition("=")
+        secret = value if equals else following
+        if _OPTION.fullmatch(name) and len(secret) >= _SHORTEST_PASSWORD and not secret.startswith("-"):
+            return True
+    return False
 
 
 def public_url(url: str) -> str:

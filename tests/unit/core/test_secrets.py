@@ -12,7 +12,7 @@ import pytest
 
 from shardmake.config.load import parse_config
 from shardmake.core.errors import ConfigError, ShardmakeError
-from shardmake.core.secrets import find_secrets, is_secret, mask, public_url, redact
+from shardmake.core.secrets import find_secrets, is_secret, keys_of_tokens, mask, public_url, redact
 from shardmake.push.stage import push
 from shardmake.report.stage import write_report
 from shardmake.run.evaluation import Sample
@@ -153,6 +153,8 @@ def test_no_form_of_a_secret_reaches_card_report_and_records(
     ("values", "key"),
     [
         ({"script_args": ["--hub_token", TOKEN]}, "runs.chat.script_args"),
+        ({"script_args": ["--lr", "1", "--db-password", "Plant-glpat"]}, "runs.chat.script_args"),
+        ({"script_args": ["--hub_token=Plant-glpat"]}, "runs.chat.script_args"),
         ({"model": f"lab/{TOKEN}"}, "runs.chat.model"),
         ({"notify": {"command": "curl -H 'Authorization: glpat-" + "a1-B" * 5 + "'"}}, "runs.chat.notify.command"),
     ],
@@ -161,6 +163,13 @@ def test_a_token_in_the_configuration_is_refused_without_printing_it(values: dic
     with pytest.raises(ConfigError, match=rf"{key}: this looks like a token or key.* export it in") as error:
         parse_config({"cluster": "c.yaml", "runs": {"chat": values}}, "config.yaml")
     assert TOKEN not in str(error.value) and "glpat" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "words", [["--use_auth_token", "true"], ["--max_new_tokens", "100000"], ["--password-file", "/home/ada/file"]]
+)
+def test_ordinary_arguments_of_a_script_are_accepted(words: list[str]) -> None:
+    assert keys_of_tokens({"script_args": words, "other": [3, "--secret"]}) == []
 
 
 def test_a_model_file_with_a_token_is_not_pushed(hub: FakeHub, tmp_path: Path) -> None:
