@@ -125,7 +125,7 @@ test-sweep: install-test
 
 # Training on preferences under every other strategy, chains of runs, the examples.
 test-objectives: install-test
-	$(BIN)/pytest -m objectives tests/workflow --junit-xml=$(REPORTS)/objectives.xml
+	$(BIN)/pytest -m objectives tests/workflow tests/cluster --junit-xml=$(REPORTS)/objectives.xml
 
 # Every family of mixtures of experts under every strategy.
 test-mixtures: install-test
