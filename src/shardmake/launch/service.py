@@ -7,11 +7,13 @@ attempt has failed.
 
 import contextlib
 import http.client
+import io
 import os
 import shlex
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,6 +38,8 @@ _END_SECONDS = 10.0
 """How long the service may take to end after SIGINT, before SIGKILL."""
 _LATER_SECONDS = 60.0
 """How much longer than the service's own limit a training node waits: its worker may start later."""
+_COPY_SECONDS = 2.0
+"""How long the rest of the output of a service that has ended may take to reach the log."""
 _IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 """Signals that ask the ranks to save and stop, for which they need the service."""
 
@@ -78,6 +82,8 @@ class Service:
     settings: ServiceSettings
     node_rank: int
     log: IO[str]
+    copying: threading.Thread | None = None
+    """Copies the output of the service to the log."""
 
     def run(self, environment: Mapping[str, str], address: str) -> int:
         """Run the command at a free port of ``address`` until the training has ended, and return 0.
@@ -95,11 +101,14 @@ class Service:
             command,
             env={**environment, **variables},
             stdin=subprocess.DEVNULL,
-            stdout=self.log,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,
             preexec_fn=_leave_signals_to_worker,
         )
+        assert process.stdout is not None, "it is a pipe"
+        self.copying = threading.Thread(target=_copy_without_secrets, args=(process.stdout, self.log), daemon=True)
+        self.copying.start()
         try:
             if self._is_ready(process, address, port):
                 seconds = time.monotonic() - started
@@ -108,6 +117,7 @@ class Service:
                 self._watch(process)
         finally:
             _end(process)
+            self.copying.join(_COPY_SECONDS)
         return 0
 
     def _is_ready(self, process: subprocess.Popen[bytes], address: str, port: int) -> bool:
@@ -154,9 +164,11 @@ class Service:
 
     def _last(self) -> str:
         """Return the last line of the service's output as a sentence; empty without output."""
+        if self.copying is not None:
+            self.copying.join(_COPY_SECONDS)
         lines = self.folder.log(self.node_rank).read_text(errors="replace").rpartition(_OUTPUT)[2].splitlines()
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f" Its last output: {redact(last)}" if last else ""
+        return f" Its last output: {last}" if last else ""
 
 
 def service_settings(folder: AttemptDir) -> ServiceSettings:
@@ -245,6 +257,13 @@ def _leave_signals_to_worker() -> None:
     die_with_parent()
 
 
+def _copy_without_secrets(output: IO[bytes], log: IO[str]) -> None:
+    """Write each line of ``output`` to ``log``, which others may read, without its secrets."""
+    for line in io.TextIOWrapper(output, errors="replace", newline=""):
+        log.write(redact(line))
+        log.flush()
+
+
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the service and every process that it started in its session."""
     with contextlib.suppress(ProcessLookupError):
@@ -262,5 +281,5 @@ def _heading(attempt: Attempt, node_rank: int, variables: Mapping[str, str], com
     exports = " ".join(f"{name}={value}" for name, value in variables.items())
     return (
         f"# node {node_rank}: {host_name()}, a service beside the {attempt.nodes} training nodes\n"
-        f"env {exports} \\\n  {shlex.join(command)}\n{_OUTPUT}"
+        f"env {exports} \\\n  {redact(shlex.join(command))}\n{_OUTPUT}"
     )

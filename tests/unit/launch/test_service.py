@@ -1,5 +1,6 @@
 """The service of a node with a real process: its start, its address, its end, and what a failure says."""
 
+import os
 import sys
 import threading
 import time
@@ -134,6 +135,18 @@ def test_a_service_that_does_not_start_says_why(folder: AttemptDir, command: str
         make_service(folder, command, 2, "/health").run({"PATH": "/usr/bin:/bin"}, "127.0.0.1")
     assert words in str(error.value) and error.value.phase == STARTING
     assert psutil.Process().children(recursive=True) == [], "nothing that it started stays"
+
+
+def test_what_a_service_prints_reaches_the_log_without_secrets(
+    folder: AttemptDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STORE_PASSWORD", "Plant-by-value-1")
+    command = "echo serving --api-key=Plant77w!; echo $STORE_PASSWORD; echo login with password=Plant78w! >&2; exit 3"
+    with pytest.raises(ServiceError, match=r"Its last output: login with password=\[removed\]$"):
+        make_service(folder, command, 20).run(os.environ, "127.0.0.1")
+    log = folder.log(1).read_text()
+    assert log.endswith("serving --api-key=[removed]\n[removed]\nlogin with password=[removed]\n")
+    assert "Plant" not in log
 
 
 def test_a_failed_node_ends_a_start_without_blame(folder: AttemptDir) -> None:
