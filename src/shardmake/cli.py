@@ -20,7 +20,7 @@ from shardmake.config.chains import with_first_model
 from shardmake.config.inputs import check_inputs
 from shardmake.config.invocation import RUNS_VARIABLE, VARIABLE
 from shardmake.config.load import get_run, load_cluster, load_config, load_resolved, sweep_runs
-from shardmake.config.models import Cluster, GradientDtype, Method, Optimizer, Precision, Run, Strategy
+from shardmake.config.models import Cluster, GradientDtype, Method, Objective, Optimizer, Precision, Run, Strategy
 from shardmake.config.user_files import read_user_files
 from shardmake.core.build_locks import remove_stale_locks
 from shardmake.core.environment import hub_environment, kernel_caches
@@ -57,6 +57,7 @@ Workers = Annotated[int, typer.Option(help="Worker threads besides the reading o
 Weights = Literal["bf16", "fp32"]
 FetchPart = Literal["all", "description", "weights"]
 LossKind = Literal["plain", "fused", "chunked"]
+Reference = Literal["model", "precomputed"]
 CONFIG = [Path("config/config.yaml")]
 OUTPUT_CLOSED: Final = 1
 USER_ERROR: Final = 2
@@ -204,6 +205,10 @@ def estimate(
         GradientDtype, typer.Option(help="Type in which gradients are accumulated and reduced.")
     ] = "auto",
     loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
+    objective: Annotated[Objective, typer.Option(help="What training optimizes.")] = "sft",
+    reference: Annotated[
+        Reference | None, typer.Option(help="Reference of --objective dpo. Default: model, which is beside the other.")
+    ] = None,
     fsdp_version: Annotated[int, typer.Option(help="FSDP version for the fsdp strategies.", min=1, max=2)] = 2,
     host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB. Default: no limit.")] = None,
     accelerator: Annotated[str, typer.Option(help="GPU model, for its memory and speed.")] = "a100-80gb",
@@ -261,6 +266,8 @@ def estimate(
         weights=weights,
         gradient_dtype=gradient_dtype,
         loss=loss,
+        objective=objective,
+        reference=reference,
         fsdp_version=1 if fsdp_version == 1 else 2,
         host_memory=host_memory,
         accelerator=accelerator,

@@ -15,12 +15,14 @@ from shardmake.config.models import (
     GradientDtype,
     Lora,
     Method,
+    Objective,
     Optimizer,
     Precision,
     Run,
     Section,
     Strategy,
 )
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.user_files import read_user_files
 from shardmake.core.errors import ConfigError, ShardmakeError, nearest
 from shardmake.core.log import warn_while_slow
@@ -38,7 +40,7 @@ from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.family_errors import FAMILY_ERRORS
 from shardmake.plan.planner import CachedPlanner
 from shardmake.plan.reasons import memory_and_time, reason_of
-from shardmake.plan.resolve import ResolvedRun, check_strategy, kernels_of, resolve
+from shardmake.plan.resolve import ResolvedRun, check_gradient_dtype, check_strategy, kernels_of, resolve
 from shardmake.plan.sequence_parallel import check_sequence_parallel
 from shardmake.plan.suggestions import Kind, changes, shared_by, suggestions
 from shardmake.plan.verdict import NO_LIMIT
@@ -49,6 +51,7 @@ LARGEST_HOST = 64 * 1024  # GiB
 CORES_PER_GPU = 16
 DEFAULT_LENGTH = 4096
 LossKind = Literal["plain", "fused", "chunked"]
+Reference = Literal["model", "precomputed"]
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ class EstimateRequest:
     weights: Literal["bf16", "fp32"] | None = None
     gradient_dtype: GradientDtype = "auto"
     loss: LossKind = "plain"
+    objective: Objective = "sft"
+    reference: Reference | None = None
+    """Of ``objective: dpo``: a model beside the trained one (the default), or precomputed."""
     fsdp_version: Literal[1, 2] = 2
     host_memory: float | None = None
     accelerator: str = "a100-80gb"
@@ -182,8 +188,8 @@ def _inputs(settings: ResolvedRun) -> Iterator[tuple[str, str]]:
     yield (
         "training",
         (
-            f"{run.method}, {settings.precision}, {run.optimizer}, attention {settings.attention}, loss {run.loss}, "
-            f"{run.micro_batch_size} x {run.sequence_length} tokens per GPU"
+            f"{run.objective}, {run.method}, {settings.precision}, {run.optimizer}, attention {settings.attention}, "
+            f"loss {run.loss}, {run.micro_batch_size} x {run.sequence_length} tokens per GPU"
         ),
     )
     yield "accelerator", f"{accelerator.name}, {hardware.gpu_memory / GIB:.1f} GiB"
@@ -217,8 +223,10 @@ def resolve_request(request: EstimateRequest) -> ResolvedRun:
     check_refused(read_user_files(run), run)
     cluster = _cluster(request)
     settings = resolve(run, cluster)
+    check_gradient_dtype(settings)
     check_activation_offload(run, cluster, settings.model)
-    fastest = settings.abilities.best_attention(kernels_of(settings.hardware, settings.precision), packing=False)
+    usable = kernels_of(settings.hardware, settings.precision, run.objective)
+    fastest = settings.abilities.best_attention(usable, packing=False)
     attention = request.attention or fastest
     check_sequence_parallel(run, cluster, settings.model, attention)
     return replace(
@@ -255,6 +263,8 @@ def _run(request: EstimateRequest) -> Run:
             "sequence_parallel": request.sequence_parallel,
             "activation_offload": request.activation_offload,
             "loss": request.loss,
+            "objective": request.objective,
+            **_objective_keys(request),
             "method": request.method,
             "lora": {
                 "rank": request.lora_rank,
@@ -267,6 +277,16 @@ def _run(request: EstimateRequest) -> Run:
         },
         "The options",
     )
+
+
+def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
+    """Return the keys of a run that its objective needs."""
+    padded = {"packing": False} if OBJECTIVES[request.objective].trl else {}
+    if request.reference is None:
+        return padded
+    if request.objective != "dpo":
+        raise ConfigError(f"--reference has no effect with --objective {request.objective}. Remove it, or take dpo.")
+    return {**padded, "dpo": {"reference": request.reference}}
 
 
 def _global_batch_size(request: EstimateRequest) -> int:
@@ -351,7 +371,7 @@ def check_options(request: EstimateRequest) -> None:
     if request.gpu_memory is not None and math.isfinite(request.gpu_memory) and request.gpu_memory > LARGEST_GPU:
         raise ConfigError(
             f"--gpu-memory {request.gpu_memory:g} is in GiB, and no GPU has that much. "
-            f"If that were MiB, write {request.gpu_memory / 1024:.0f}."
+            f"If that were MiB, write {request.gpu_memory / 1024:.4g}."
         )
     if request.host_memory is not None and not 0 < request.host_memory <= LARGEST_HOST:
         raise ConfigError(f"--host-memory is {request.host_memory:g}; give the RAM of one node in GiB, such as 512.")
@@ -399,6 +419,8 @@ def _levers(request: EstimateRequest) -> Iterator[Kind]:
     """Yield the options that cost nothing: the training has the same steps, up to rounding."""
     if request.loss == "plain":
         yield "loss", ["fused", "chunked"]
+    if request.objective == "dpo" and request.method == "full" and request.reference != "precomputed":
+        yield "reference", ["precomputed"]
     if request.sequence_parallel == 1:
         yield "sequence_parallel", shared_by(request.gpus_per_node)
     if not request.activation_offload:

@@ -233,7 +233,8 @@ def _pair(tensor: ParameterSpec, rank: int) -> Iterator[ParameterSpec]:
 
 def has_own_class(config: Mapping[str, Any], trust_remote_code: bool) -> bool:
     """Return True if the model's class is code beside its config.json, which may run."""
-    return trust_remote_code and "AutoModelForCausalLM" in (config.get("auto_map") or {})
+    code = config.get("auto_map")
+    return trust_remote_code and isinstance(code, Mapping) and "AutoModelForCausalLM" in code
 
 
 def inventory_request(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> dict[str, Any]:

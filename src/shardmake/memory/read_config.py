@@ -35,7 +35,7 @@ def from_config(config: Mapping[str, Any], *, source: str = "", trust_remote_cod
     """Return the model that a parsed config.json describes; errors name the file ``source``."""
     _check_config(config, source, trust_remote_code)
     family = FAMILIES.get(config["model_type"])
-    if family is not None and _is_plain(config) and not has_own_class(config, trust_remote_code):
+    if family is not None and _gives_sizes(config) and not has_own_class(config, trust_remote_code):
         return written_down(family, config, source)
     return replace(_built(config, source, trust_remote_code), trust_remote_code=trust_remote_code)
 
@@ -109,9 +109,17 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
                 "Use the config.json that came with the weights."
             )
     _check_sizes(config, source)
-    if config.get("auto_map") and not trust_remote_code and not _is_known_to_transformers(config["model_type"]):
+    code = config.get("auto_map")
+    if not code or _is_known_to_transformers(kind):
+        return
+    if not isinstance(code, Mapping):
         raise ModelError(
-            f"{source}: this model needs its own Python code ({', '.join(config['auto_map'])}). "
+            f"{source}: auto_map is {code!r}. It must be an object that names the model's own code. Use the "
+            "config.json that came with the weights."
+        )
+    if not trust_remote_code:
+        raise ModelError(
+            f"{source}: this model needs its own Python code ({', '.join(code)}). "
             "Read that code; if you trust it, set trust_remote_code: true."
         )
 
@@ -150,9 +158,8 @@ def _check_sizes(config: Mapping[str, Any], source: str) -> None:
         )
 
 
-def _is_plain(config: Mapping[str, Any]) -> bool:
-    """Return True if every size is given and the weights are not quantized."""
-    return all(isinstance(config.get(field), int) for field in SIZE_FIELDS) and not config.get("quantization_config")
+def _gives_sizes(config: Mapping[str, Any]) -> bool:
+    return all(isinstance(config.get(field), int) for field in SIZE_FIELDS)
 
 
 def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Model:

@@ -78,16 +78,31 @@ def _decoder_limit(config: Mapping[str, Any], decoder: Decoder) -> str:
     return head_limit(decoder.d)
 
 
+def describe_quantized_base(model: Model, run: Run) -> list[str]:
+    """Return a line about how the estimate counts the weights of a base whose files hold quantized ones.
+
+    Only a script may train such a base, because it may load it with ``dequantize=True``.
+    """
+    found = _declared_quantization(model.config)
+    if not found:
+        return []
+    counted = "4 bits, as for method: qlora" if run.method == "qlora" else "16 or 32 bits, as dequantize=True loads it"
+    return [f"the memory estimate counts the base in {counted}; its files hold quantized weights ({_named(*found)})"]
+
+
+def _named(key: str, declared: Any) -> str:
+    method = declared.get("quant_method", "an unnamed method") if isinstance(declared, Mapping) else declared
+    return f"{key}: {method}"
+
+
 def check_not_quantized(model: Model) -> None:
     """Raise a `ModelError` for a base whose files hold quantized weights, such as FP8 or MXFP4.
 
     Training them in 16 or 32 bits and merging would pair the new weights with a config that declares the old format.
     """
     if found := _declared_quantization(model.config):
-        key, declared = found
-        method = declared.get("quant_method", "an unnamed method") if isinstance(declared, Mapping) else declared
         raise ModelError(
-            f"Model cannot be trained: {model.source} declares quantized weights ({key}: {method}). Name "
+            f"Model cannot be trained: {model.source} declares quantized weights ({_named(*found)}). Name "
             "the same model in 16 or 32 bits, or save one: load it with dequantize=True in transformers' quantization "
             "config and call save_pretrained. For adapters on a base in 4 bits take method: qlora, which quantizes it."
         )

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from packaging.version import Version
 
 from shardmake.config.attention import FLASH_CAPABILITY, FLASH_KERNELS, KERNELS, Attention
-from shardmake.config.models import Cluster, Precision, Run, Strategy
+from shardmake.config.models import Cluster, Objective, Precision, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS, StrategySpec
 from shardmake.config.user_files import UserFiles, read_user_files
@@ -178,7 +178,7 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
         )
     if run.strategy != "auto":
         check_strategy(run, run.strategy)
-    _check_gradient_dtype(settings, spec)
+    check_gradient_dtype(settings, spec)
     check_tensor_parallel(run, cluster, model)
     check_sequence_parallel(run, cluster, model, settings.attention)
     check_refused(settings.user_files, run)
@@ -212,7 +212,7 @@ def _check_service(run: Run, cluster: Cluster) -> None:
         )
 
 
-def _check_gradient_dtype(settings: ResolvedRun, spec: StrategySpec | None) -> None:
+def check_gradient_dtype(settings: ResolvedRun, spec: StrategySpec | None = None) -> None:
     """Raise a `ConfigError` if no engine accumulates gradients as the run asks."""
     wanted, precision = settings.run.gradient_dtype, settings.precision
     if wanted == "bf16" and precision != "bf16":
@@ -431,12 +431,10 @@ def _precision(run: Run, hardware: Hardware) -> Precision:
 
 
 def _attention(run: Run, hardware: Hardware, precision: Precision, abilities: Abilities) -> Attention:
-    usable = kernels_of(hardware, precision)
+    usable = kernels_of(hardware, precision, run.objective)
     if run.attention == "auto":
         # A user's script loads its own model, so it does not know the kernel that Shardmake registers.
         left_out = {kernel for kernel, out in (("varlen", run.script), ("flash", not has_flash_attention_2())) if out}
-        if OBJECTIVES[run.objective].trl:
-            left_out |= set(FLASH_KERNELS)
         available = (kernel for kernel in usable if kernel not in left_out)
         return abilities.best_attention(available, packing=run.packing and not run.script)
     if run.attention not in usable and not run.script:
@@ -458,10 +456,13 @@ def _why_not_varlen(run: Run, hardware: Hardware, precision: Precision, abilitie
     return f"with varlen, {abilities.model_class} mixes packed examples"
 
 
-def kernels_of(hardware: Hardware, precision: Precision) -> tuple[Attention, ...]:
-    """Return the attention kernels that run on the cluster's accelerator in ``precision``, the fastest first."""
-    needed = _needed_for_flash(hardware, precision)
-    return tuple(kernel for kernel in KERNELS if not (needed and kernel in FLASH_KERNELS))
+def kernels_of(hardware: Hardware, precision: Precision, objective: Objective) -> tuple[Attention, ...]:
+    """Return the attention kernels that run on the cluster's accelerator in ``precision``, the fastest first.
+
+    FlashAttention's do not take the padded examples of TRL's objectives.
+    """
+    without_flash = _needed_for_flash(hardware, precision) or OBJECTIVES[objective].trl
+    return tuple(kernel for kernel in KERNELS if not (without_flash and kernel in FLASH_KERNELS))
 
 
 def _needed_for_flash(hardware: Hardware, precision: Precision) -> str:

@@ -13,6 +13,7 @@ from shardmake.core.units import GIB, format_bytes, plural
 from shardmake.memory.hardware import Hardware
 from shardmake.memory.host import evaluation_bytes
 from shardmake.memory.scenario import BYTES
+from shardmake.plan.abilities import describe_quantized_base
 from shardmake.plan.candidates import Candidate, describe_choice
 from shardmake.plan.choose import NothingFitsError, choose_from
 from shardmake.plan.fallbacks import find_fallbacks
@@ -156,7 +157,10 @@ def as_plan(name: str, made: ChosenRun) -> Plan:
         fallbacks=[as_fallback(candidate, settings) for candidate in fallbacks],
         host_memory=host_need(chosen, settings.hardware),
         resources=resources(settings, chosen),
-        own_files=describe_own_files(settings.user_files, chosen.choice, settings.run),
+        own_files=[
+            *describe_own_files(settings.user_files, chosen.choice, settings.run),
+            *describe_quantized_base(settings.model, settings.run),
+        ],
     )
 
 

@@ -10,6 +10,7 @@ from shardmake.commands.estimate import EstimateRequest, estimate, resolve_reque
 from shardmake.commands.estimate_table import mark, print_table
 from shardmake.commands.estimate_terms import DISK_TERMS, GPU_TERMS, HOST_TERMS, NVME_TERMS
 from shardmake.config.models import STRATEGIES, Cluster, GradientDtype, Method, Run, Strategy
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
 from shardmake.core.units import GIB
@@ -164,11 +165,37 @@ def test_estimate_and_plan_agree_on_what_long_sequences_need(settings: dict[str,
     assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **settings), cluster)
 
 
+@pytest.mark.parametrize(
+    "objective",
+    [
+        {"objective": "dpo"},
+        {"objective": "dpo", "reference": "precomputed"},
+        {"objective": "dpo", "method": "lora"},
+        {"objective": "kto", "micro_batch": 2},
+        {"objective": "reward"},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_estimate_and_plan_agree_on_every_objective(objective: dict[str, Any], model: str) -> None:
+    request, cluster = hardware(model)
+    assert_agree(replace(request, strategies=["zero2"], gradient_checkpointing=True, **objective), cluster)
+
+
+def test_an_objective_takes_the_attention_kernel_of_its_padded_examples(model: str) -> None:
+    kernels = {
+        name: resolve_request(EstimateRequest(model, objective=name, micro_batch=2)).attention for name in OBJECTIVES
+    }
+    assert kernels == {"sft": "varlen", "dpo": "sdpa", "kto": "sdpa", "reward": "sdpa"}
+
+
 def assert_agree(request: EstimateRequest, cluster: Cluster) -> None:
     """Assert that the plan of a run with one candidate has the bytes and seconds of the estimate."""
     (estimated,) = estimate(request).as_json()["candidates"]
     run = Run(
-        model=request.model, data={"train": "train.jsonl"}, sequence_length=4096, global_batch_size=4, max_steps=100,
+        model=request.model, data={"train": "train.jsonl"}, sequence_length=4096, max_steps=100,
+        global_batch_size=4 * request.micro_batch, micro_batch_size=request.micro_batch, method=request.method,
+        objective=request.objective, packing=request.objective == "sft",
+        dpo=request.reference and {"reference": request.reference},
         learning_rate=1e-4, strategy=request.strategies[0], gradient_checkpointing=request.gradient_checkpointing,
         fsdp_version=request.fsdp_version, nodes=2, attention="sdpa", loss=request.loss,
         activation_offload=request.activation_offload,
@@ -228,6 +255,9 @@ def test_cpu_ranks_without_a_limit_have_none_in_their_figures(model: str) -> Non
 BAD = [
     (EstimateRequest("x", strategies=["zero4"]), r"no strategy 'zero4'.*Did you mean 'zero"),
     (EstimateRequest("x", gpu_memory=81920), "If that were MiB, write 80"),
+    (EstimateRequest("x", reference="precomputed"), "--reference has no effect with --objective sft"),
+    (EstimateRequest("x", gradient_dtype="bf16", precision="fp32"), "gradient_dtype: bf16 needs precision: bf16"),
+    (EstimateRequest("x", objective="kto"), "micro_batch_size: 1 cannot be combined with objective: kto"),
     (EstimateRequest("x", gpu_memory=0), "memory of one GPU in GiB"),
     (EstimateRequest("x", sequence_length=0), "--sequence-length is 0"),
     (

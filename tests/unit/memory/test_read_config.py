@@ -34,6 +34,7 @@ BAD = [
     ({**SIZES, "model_type": "llama", "max_position_embeddings": float("nan")}, "max_position_embeddings is nan"),
     ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
     ({**SIZES, "model_type": "own", "auto_map": {"AutoModelForCausalLM": "own.Model"}}, "needs its own Python code"),
+    ({**SIZES, "model_type": "own", "auto_map": 1}, "auto_map is 1. It must be an object"),
 ]
 
 

@@ -14,8 +14,9 @@ from shardmake.commands.estimate import EstimateRequest, resolve_request
 from shardmake.config.models import Run
 from shardmake.core.errors import ShardmakeError
 from shardmake.memory.families import FAMILIES
+from shardmake.memory.read_config import read_model
 from shardmake.plan import abilities, inspect_model, resolve
-from shardmake.plan.abilities import Abilities
+from shardmake.plan.abilities import Abilities, describe_quantized_base
 from shardmake.plan.candidates import choices
 from shardmake.plan.shrink import shrunk
 from tests.plan_in_process import plan_in_this_process
@@ -160,6 +161,17 @@ def test_what_the_model_cannot_do_is_refused_at_plan(
 ) -> None:
     with pytest.raises(ShardmakeError, match=sentence):
         resolved(make_run(model=make_folder(tmp_path, config), **settings))
+
+
+@pytest.mark.parametrize(("method", "counted"), [("lora", "16 or 32 bits, as dequantize=True"), ("qlora", "4 bits")])
+def test_a_script_may_load_a_quantized_base_and_the_plan_states_what_it_counts(
+    method: str, counted: str, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", **SIZES, "quantization_config": {"quant_method": "gptq"}}
+    run = make_run(model=make_folder(tmp_path, config), script="train.py", method=method, attention="sdpa")
+    (line,) = describe_quantized_base(read_model(run.model), run)
+    assert counted in line and line.endswith("its files hold quantized weights (quantization_config: gptq)")
+    assert describe_quantized_base(read_model(make_folder(tmp_path, {"model_type": "llama", **SIZES})), run) == []
 
 
 ACCEPTED = [
