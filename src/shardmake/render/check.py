@@ -146,12 +146,19 @@ def _find_problems(rendering: Rendering, hidden_size: int, folder: Path) -> list
     ]
 
 
+def _deepspeed_beside_arguments(files: Files) -> dict[str, Any]:
+    """Return DeepSpeed's file without the sections that a script may use or not, whatever its own arguments are."""
+    is_script = files.training.program.kind == "script"
+    sections = ("optimizer", "scheduler") if is_script else ()
+    return {key: value for key, value in files.deepspeed.items() if key not in sections}
+
+
 def _check_settings(rendering: Rendering, folder: Path) -> list[str]:
     """Compare the settings of the three files, as `shardmake check` does."""
     files = rendering.files
     settings = Settings(
         trainer=files.training.arguments,
-        deepspeed=files.deepspeed or None,
+        deepspeed=_deepspeed_beside_arguments(files) or None,
         accelerate=files.accelerate,
         flags=rendering.flags,
         world_size=rendering.choice.world_size,
@@ -208,7 +215,8 @@ def _check_deepspeed(files: Files, choice: Choice) -> list[str]:
 
 def _check_training(files: Files, choice: Choice, hidden_size: int, folder: Path) -> list[str]:
     """Check that TrainingArguments accepts every argument and agrees on the batch and with DeepSpeed's file."""
-    arguments, ignored = parsers.training_arguments(files.training.arguments, files.deepspeed, folder)
+    deepspeed = _deepspeed_beside_arguments(files)
+    arguments, ignored = parsers.training_arguments(files.training.arguments, deepspeed, folder)
     data_parallel = arguments.world_size // choice.group_size
     batch = data_parallel * arguments.train_batch_size * arguments.gradient_accumulation_steps
     return [

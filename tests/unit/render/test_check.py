@@ -102,6 +102,23 @@ def test_every_parser_refuses_errors_in_its_own_file() -> None:
     assert "gradient_clipping" not in message
 
 
+def test_a_script_decides_whether_it_uses_the_optimizer_and_the_schedule_of_its_file(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("")
+    own = {
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": [0.8, 0.9]}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto", "warmup_num_steps": 500}},
+    }
+    for changes in ({}, {"script": str(script)}):
+        files = render("zero2", **changes)
+        files = replace(files, deepspeed=files.deepspeed | own)
+        if changes:
+            check("zero2", files)
+        else:
+            with pytest.raises(ShardmakeError, match="schedule: "):
+                check("zero2", files)
+
+
 def test_misspelt_keys_are_refused() -> None:
     files = render("zero3")
     zero = files.deepspeed["zero_optimization"] | {"stage3_prefetch_bucket": 1}
