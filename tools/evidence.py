@@ -207,7 +207,7 @@ def _without_tests(claims: Sequence[Claim]) -> list[str]:
             missing = [strategy for strategy in STRATEGIES if (strategy, method, objective) not in known]
             if missing:
                 lines.append(f"- `method: {method}`, `objective: {objective}`: {', '.join(missing)}")
-    return ["\nNo recorded test shows anything for:\n", *lines]
+    return ["\nNo recorded test shows anything for these, some of which the plan refuses:\n", *lines]
 
 
 def _list(numbers: dict[str, int], claims: Sequence[Claim]) -> list[str]:
