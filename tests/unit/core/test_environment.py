@@ -50,7 +50,7 @@ def test_only_stages_on_nodes_without_internet_are_offline(
     lock.parent.mkdir(parents=True)
     lock.touch()
     (tmp_path / "cluster.yaml").write_text(json.dumps(cluster | {"internet_on_compute_nodes": internet}))
-    run = {"model": "b", "data": {"train": "t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 1}
+    run = {"model": "lab/b", "data": {"train": "lab/t"}, "sequence_length": 8, "global_batch_size": 1, "max_steps": 1}
     runs = {"chat": run | {"learning_rate": 0.1}}
     (tmp_path / "config.yaml").write_text(json.dumps({"cluster": str(tmp_path / "cluster.yaml"), "runs": runs}))
     function, on_node = STAGES[stage]
