@@ -26,6 +26,7 @@ from shardmake.core.environment import kernel_caches
 from shardmake.core.failures import explain
 from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
+from shardmake.core.secrets import redact
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
@@ -311,7 +312,7 @@ def _heading(
 ) -> str:
     """Return node, address and command for the top of the node's log, ready to be pasted into a shell."""
     exports = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables.items()))
-    return (
+    return redact(
         f"# node {node.rank} of {attempt.nodes}: {host_name()}, MASTER_ADDR={rendezvous.address} "
         f"MASTER_PORT={rendezvous.port} WORLD_SIZE={attempt.world_size}\n"
         f"env {exports} \\\n  {shlex.join(command)}"

@@ -42,6 +42,14 @@ def test_the_interfaces_that_the_user_names_and_the_variables_of_the_cluster_fil
     assert (found["NCCL_SOCKET_IFNAME"], found["NCCL_IB_TC"], found["OMP_NUM_THREADS"]) == ("hsn", "106", "3")
 
 
+def test_the_command_of_a_node_is_logged_without_secrets(folder: AttemptDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORE_SECRET", "Plant-by-value-1")
+    variables = {"ENDPOINT": "https://ada:Plant2w@host/x", "PASSED_ON": "Plant-by-value-1"}
+    rendezvous, node = Rendezvous(address="a", port=1, interface="ib0", host="h"), worker.WorkerNode(0, 0)
+    text = worker._heading(["accelerate", "launch"], variables, rendezvous, folder.read(), node)
+    assert "env ENDPOINT=https://[removed]@host/x PASSED_ON=[removed] \\\n  accelerate launch" in text
+
+
 @pytest.mark.parametrize(
     ("accelerator", "job", "cluster", "value"),
     [
