@@ -1,4 +1,4 @@
-"""SIGKILL this process at its n-th write below a folder, fill the disk there, or list the writes; for tests only.
+"""At its n-th write below a folder, SIGKILL or hold this process or fill the disk there; or list the writes. For tests.
 
 The counted writes change the disk: files opened for writing, ``torch.save`` (which writes in C++ and so bypasses
 Python's audit hooks), fsync, rename and remove. The process can die before each of them, and also after half of a new
@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ _CHANGES = {"os.rename", "os.remove", "os.rmdir", "os.link"}
 
 
 class Killer:
-    """Count the writes below ``folder``, and kill the process or fill the disk at one of them.
+    """Count the writes below ``folder``, and kill or hold the process or fill the disk at one of them.
 
     ``at`` is the number of that write, from 0, or a pattern that its line in ``log`` matches.
     """
@@ -52,6 +53,8 @@ class Killer:
             self.came = self.seen == self.at if isinstance(self.at, int) else bool(re.search(self.at, line))
             if self.came and self.mode == "before":
                 self.die()
+            if self.came and self.mode == "hold":
+                time.sleep(100000)
             if self.came and self.mode == "fill":
                 fill(Path(self.folder).parent)
             return self.came and self.mode == "half"

@@ -13,7 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
 
-COLUMNS = ("zero2", "zero3", "fsdp")
+COLUMNS = ("ddp", "zero2", "zero3", "fsdp")
 LIBRARIES = ("torch", "deepspeed", "accelerate", "transformers", "snakemake", "submitit")
 
 
@@ -45,11 +45,12 @@ def row_and_column(test: str) -> tuple[str, str]:
 
 
 def table(rows: dict[str, dict[str, str]]) -> str:
-    """Return one line a fault, one column a strategy, and the count of tests that passed."""
+    """Return one line a fault, one column a strategy that occurs, and the count of tests that passed."""
     width = max(map(len, rows))
-    lines = [f"{'':{width}}" + "".join(f"{column:>10}" for column in COLUMNS)]
+    columns = [column for column in COLUMNS if any(column in found for found in rows.values())]
+    lines = [f"{'':{width}}" + "".join(f"{column:>10}" for column in columns)]
     for name, found in sorted(rows.items()):
-        cells = [found[""]] if "" in found else [found.get(column, "") for column in COLUMNS]
+        cells = [found[""]] if "" in found else [found.get(column, "") for column in columns]
         lines.append(f"{name:{width}}" + "".join(f"{cell:>10}" for cell in cells))
     values = [value for found in rows.values() for value in found.values()]
     passed = sum(value.endswith(" s") for value in values)

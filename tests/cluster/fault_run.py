@@ -93,7 +93,17 @@ def in_driver(event, arguments):
     if (submits and take_order("kill-before-submit")) or (records and take_order("kill-before-record")):
         os.kill(os.getpid(), signal.SIGKILL)
 
-if "shardmake.train" in sys.orig_argv:
+def in_stage(event, arguments):
+    "Hold the process of a stage when it writes its result."
+    results = {"consolidate": "/[.]model[.]partial/.*safetensors", "evaluate": "/[.]evaluation[.]json"}
+    writes = event == "open" and (arguments[2] or 0) & (os.O_WRONLY | os.O_RDWR)
+    if writes and re.search(results[STAGE], str(arguments[0])) and take_order("hold-" + STAGE):
+        time.sleep(100000)
+
+STAGE = sys.orig_argv[2] if len(sys.orig_argv) > 2 and sys.orig_argv[1].endswith("/shardmake") else ""
+if STAGE in ("consolidate", "evaluate"):
+    sys.addaudithook(in_stage)
+elif "shardmake.train" in sys.orig_argv:
     sys.addaudithook(in_rank)
     if os.environ.get("ACCELERATE_USE_FSDP") == "true":
         import tests.fsdp_on_cpu

@@ -39,3 +39,4 @@ def test_a_strategy_is_found_among_the_parameters() -> None:
         "zero2",
     )
     assert row_and_column("test_resumes[flip_a_bit-fsdp]") == ("resumes: flip a bit", "fsdp")
+    assert row_and_column("test_restarts[ddp-twice]") == ("restarts: twice", "ddp")
