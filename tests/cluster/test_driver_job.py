@@ -12,6 +12,8 @@ from tests.cluster.fault_run import ClusterCheckout
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training]
 STEPS = 40
+LONG = 160
+"""Steps of a training that still runs when Slurm has started the driver job again, for which a node is left."""
 
 
 class DriverJobs:
@@ -63,9 +65,10 @@ class DriverJobs:
         ]
 
 
-def configure(checkout: ClusterCheckout, steps: int, **slurm: object) -> None:
+def configure(checkout: ClusterCheckout, steps: int, nodes: int = 2, **slurm: object) -> None:
     """Configure the run on a site that forbids long processes on the login node."""
-    checkout.configure_cluster(slurm={"driver": "job", **slurm}, max_steps=steps, checkpoints={"every_steps": 10})
+    settings = {"max_steps": steps, "nodes": nodes, "checkpoints": {"every_steps": 10}}
+    checkout.configure_cluster(slurm={"driver": "job", **slurm}, **settings)
 
 
 @pytest.fixture
@@ -90,6 +93,13 @@ def test_a_driver_job_continues_in_the_next_one_and_trains_once(driver: DriverJo
 
     first = driver.submit("train")
     driver.wait_for_steps(3)
+    (printed,) = json.loads(driver.checkout.on_login_node("shardmake", "status", "--json"))
+    assert printed["driver_job"] == {
+        "job": first,
+        "state": "running",
+        "nodes": "c1",
+        "log": "runs/.driver/001/driver.log",
+    }
     driver.cluster.run(["scancel", "--signal=USR1", "--batch", first])  # as Slurm does before the limit
     driver.wait_for_end("done")
     print(driver.log())
@@ -122,13 +132,6 @@ def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(drive
     assert f"Driver job {first} of root (running) works on demo already." in again
     status = driver.checkout.on_login_node("shardmake", "status", "demo")
     assert f"Driver of demo: job {first} is running on c1. Output: runs/.driver/001/driver.log" in status
-    (printed,) = json.loads(driver.checkout.on_login_node("shardmake", "status", "--json"))
-    assert printed["driver_job"] == {
-        "job": first,
-        "state": "running",
-        "nodes": "c1",
-        "log": "runs/.driver/001/driver.log",
-    }
     assert "Adopting" not in driver.checkout.on_login_node("shardmake", "logs", "demo", "--driver")
     cancelled = driver.checkout.on_login_node("shardmake", "cancel", "demo", "--driver")
     assert f"Cancelled driver job {first} of demo. Trainings keep running." in cancelled
@@ -147,32 +150,36 @@ def test_a_cancelled_driver_job_is_submitted_again_and_the_result_is_equal(drive
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(900)
 def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) -> None:
+    configure(driver.checkout, LONG, nodes=1)
     first = driver.submit("train")
     driver.wait_for_steps(3)
     assert driver.cluster.job(first).nodes == "c1"
     driver.cluster.kill_node("c1")
     driver.cluster.declare_down("c1")
     driver.wait_for_log("Driver job", 2)
-    driver.wait_for_end("done")
+    driver.wait_for_end("done", timeout=400)
     print(driver.log())
     assert driver.state()["jobs"] == [first] and driver.cluster.job(first).state == "COMPLETED", "Slurm restarted it"
     assert "Adopting job" in driver.log()
-    assert_trained_once(driver, STEPS)
+    assert_trained_once(driver, LONG)
 
 
 @pytest.mark.faults
-def test_a_preempted_driver_job_continues_once_there_is_room(driver: DriverJobs) -> None:
-    """Slurm sends SIGTERM, and after the grace time of the partition it queues the job again."""
+@pytest.mark.timeout(900)
+def test_a_preempted_driver_job_is_queued_again_and_reattaches(driver: DriverJobs) -> None:
+    """Slurm signals the job after the grace time of its partition."""
+    configure(driver.checkout, LONG, nodes=1)
     first = driver.submit("train")
     driver.wait_for_steps(3)
     options = f"--parsable --partition=urgent --nodelist=c1 --exclusive --output={driver.checkout.root}/urgent"
     urgent = driver.cluster.run(f"sbatch {options} --wrap 'sleep 5'").stdout.strip()
     driver.cluster.wait_job(urgent, "COMPLETED", timeout=120)
-    driver.wait_for_end("done")
+    driver.wait_for_end("done", timeout=400)
     print(driver.log())
-    assert first in driver.state()["jobs"] and "Adopting job" in driver.log()
-    assert_trained_once(driver, STEPS)
+    assert driver.state()["jobs"] == [first] and "Adopting job" in driver.log()
+    assert_trained_once(driver, LONG)
 
 
 @pytest.mark.faults
