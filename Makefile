@@ -124,7 +124,7 @@ test-sweep: install-test
 	$(BIN)/pytest -m sweep tests/workflow --junit-xml=$(REPORTS)/sweep.xml
 
 # Training on preferences under every other strategy, chains of runs, the examples.
-test-objectives: install-test
+test-objectives: install-test .venv/bitsandbytes
 	$(BIN)/pytest -m objectives tests/workflow tests/cluster --junit-xml=$(REPORTS)/objectives.xml
 
 # Every family of mixtures of experts under every strategy.

@@ -46,8 +46,12 @@ Training = tuple[Plan, Run, Cluster]
 
 @pytest.fixture(scope="module")
 def completions(forked: Forked, tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Forked:
-    """A checkout with completions: in turn the answer of a conversation, and one with its words in reversed order."""
-    checkout = Checkout.create(tmp_path_factory.mktemp("completions") / "checkout", inputs)
+    return with_completions(forked, tmp_path_factory.mktemp("completions") / "checkout", inputs)
+
+
+def with_completions(forked: Forked, folder: Path, inputs: Path) -> Forked:
+    """Return a checkout with completions: in turn the answer of a conversation, and its words in reversed order."""
+    checkout = Checkout.create(folder, inputs)
     messages = [json.loads(line)["messages"] for line in (inputs / "train.jsonl").read_text().splitlines()[:60]]
     lines = [json.dumps(_example(*turns, label=n % 2 == 0)) for n, turns in enumerate(messages)]
     (checkout.root / "completions.jsonl").write_text("\n".join(lines[:48]))

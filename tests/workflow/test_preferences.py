@@ -310,11 +310,12 @@ def metrics(rundir: RunDir) -> list[dict[str, Any]]:
     return [json.loads(line) for line in rundir.metrics.read_text().splitlines()]
 
 
-def plain_trl(script: Path, checkout: Path, data: str, method: str, folder: Path) -> list[dict[str, Any]]:
-    """Return what TRL alone logs at each step; the model is in ``folder`` then."""
+def plain_trl(script: Path, checkout: Path, data: str, method: str, folder: Path, *paths: Path) -> list[dict[str, Any]]:
+    """Return what TRL alone logs at each step; the model is in ``folder`` then. Modules may lie in ``paths``."""
     out = folder / f"{method}.json"
     words = [script, checkout / "resources/demo/base", checkout / data, method, out]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(out.parent / "hf")}
+    environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
     subprocess.run([*launcher, *map(str, words)], check=True, env=environment, timeout=240)
     return [line for line in json.loads(out.read_text()) if "loss" in line]

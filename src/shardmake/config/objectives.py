@@ -34,7 +34,6 @@ class ObjectiveSpec:
 
     A micro batch then needs two examples, its size is a part of the result, and every epoch has the same order.
     """
-    methods: tuple[str, ...] = ("full", "lora", "qlora")
     new_head: str = ""
     """Layer that replaces the base model's output head and is trained from random weights; empty: the head is kept.
 
@@ -70,7 +69,6 @@ OBJECTIVES: Final = {
         trl="DPO",
         sequences=2,
         has_reference=True,
-        methods=("full", "lora"),
         head_adapter="TRL reads the head's weights directly",
         is_proven=_shards_evenly,
     ),
@@ -81,7 +79,6 @@ OBJECTIVES: Final = {
         has_reference=True,
         forwards=2,
         compares_batch=True,
-        methods=("full", "lora"),
         head_adapter="TRL reads the head's weights directly",
         is_proven=_shards_evenly,
     ),
@@ -90,7 +87,6 @@ OBJECTIVES: Final = {
         (_PREFERENCE,),
         trl="Reward",
         sequences=2,
-        methods=("full", "lora"),
         new_head="score",
         cuts=False,
         head_adapter="a reward model does not have that layer",

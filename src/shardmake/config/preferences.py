@@ -17,10 +17,6 @@ def check_objective(run: "Run") -> None:
                 f"{name} has no effect with objective: {run.objective}. Set objective: {name}, or remove {name}"
             )
     spec = OBJECTIVES[run.objective]
-    if run.method not in spec.methods:
-        raise ValueError(
-            f"method: {run.method} is not supported with objective: {run.objective}. Take {' or '.join(spec.methods)}"
-        )
     for message in _refused_by_trl(run, spec) if spec.trl else ():
         raise ValueError(message)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardmake.memory.model import HEADS
+from shardmake.memory.model import HEADS, SCORE_HEAD
 
 
 class _Product(torch.autograd.Function):
@@ -44,7 +44,7 @@ class FourBitLinear(nn.Linear):
 def set_four_bit_layers(model: nn.Module) -> None:
     """Make all linear layers but the head 4-bit ones, as QLoRA quantizes them."""
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and not name.endswith(HEADS):
+        if type(module) is nn.Linear and not (name.endswith(HEADS) or name == SCORE_HEAD):
             module.__class__ = FourBitLinear
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import datasets
+import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
@@ -22,9 +23,13 @@ class TrlTrainer(ShardedTrainer):
     to the ones to train on. It writes no model card and sends nothing to its makers.
     """
 
-    def __init__(self, prepared: dict[str, Any], **kwargs: Any) -> None:
+    def __init__(self, prepared: dict[str, Any], model: torch.nn.Module, **kwargs: Any) -> None:
         self._prepared = prepared
-        super().__init__(**kwargs)
+        adapters = _adapters_on_four_bits(model)
+        super().__init__(model=model, **kwargs)
+        for name, weights in adapters.items():
+            parameter = self.model.get_parameter(name)
+            parameter.data = weights.to(parameter.device)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
         return self._prepared[dataset_name]
@@ -34,6 +39,16 @@ class TrlTrainer(ShardedTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write nothing: the report stage writes the card."""
+
+
+def _adapters_on_four_bits(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the trained weights of a model in 4 bits, by name; nothing of any other model.
+
+    TRL rounds them to bf16, in which AdamW without a master copy loses small updates. They keep the planned data type.
+    """
+    if not getattr(model, "is_loaded_in_4bit", False):
+        return {}
+    return {name: weight.data for name, weight in model.named_parameters() if weight.requires_grad}
 
 
 def trl_options(

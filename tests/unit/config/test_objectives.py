@@ -42,7 +42,6 @@ def test_settings_of_kto_have_the_defaults_of_trl() -> None:
         ({"objective": "sft", "kto": {"beta": 0.2}}, "kto has no effect with objective: sft"),
         ({"packing": True}, "packing: true cannot be combined"),
         ({"micro_batch_size": 1}, "micro_batch_size: 1 cannot be combined with objective: kto, which compares"),
-        ({"method": "qlora"}, "method: qlora is not supported"),
         ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
         ({"kto": {"reference": "precomputed"}}, "reference"),
         (
@@ -78,7 +77,6 @@ def test_only_an_objective_with_a_reference_model_has_one() -> None:
         ({"script": "train.py"}, "script cannot be combined"),
         ({"loss": "fused"}, "loss: fused cannot be combined"),
         ({"loss": "chunked"}, "loss: chunked cannot be combined"),
-        ({"method": "qlora"}, "method: qlora is not supported"),
         ({"torch_compile": True}, "torch_compile is not supported"),
         ({"sequence_parallel": 2}, "sequence_parallel is not supported"),
         ({"tensor_parallel": 2}, "tensor_parallel is not supported"),
@@ -109,7 +107,6 @@ def test_settings_of_reward_have_the_defaults_of_trl() -> None:
         ({"objective": "dpo", "reward": {}}, "reward has no effect with objective: dpo"),
         ({"dpo": {}}, "dpo has no effect with objective: reward"),
         ({"packing": True}, "packing: true cannot be combined with objective: reward"),
-        ({"method": "qlora"}, "method: qlora is not supported with objective: reward. Take full or lora"),
         ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "a reward model does not have that layer"),
         ({"evaluation": {"prompts": ["Hi"]}}, r"evaluation\.prompts has no effect with objective: reward"),
         ({"evaluation": {"losses": True}}, r"evaluation\.losses has no effect with objective: reward"),

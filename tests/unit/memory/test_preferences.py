@@ -27,6 +27,8 @@ CASES: dict[str, Scenario] = {
     "fp32": scenario(SMALL, precision="fp32", **DPO),
     "lora with checkpointing": scenario(SMALL, method="lora", checkpointing=True, **DPO),
     "lora under autocast": scenario(SMALL, method="lora", strategy="ddp", **DPO),
+    "qlora": scenario(SMALL, method="qlora", strategy="ddp", **DPO),
+    "qlora under ZeRO with checkpointing": scenario(SMALL, method="qlora", checkpointing=True, **DPO),
     "tied": scenario({**SMALL, "tie_word_embeddings": True}, **DPO),
     "precomputed": scenario(SMALL, **DPO | {"extra_forwards": 0}),
     "precomputed for lora under autocast": scenario(

@@ -38,6 +38,8 @@ CASES: dict[str, Scenario] = {
     "fp32": reward(precision="fp32"),
     "lora with checkpointing": reward(method="lora", checkpointing=True),
     "lora under autocast": reward(method="lora", strategy="ddp"),
+    "qlora": reward(method="qlora", strategy="ddp"),
+    "qlora under ZeRO with checkpointing": reward(method="qlora", checkpointing=True),
     "gemma": reward({"model_type": "gemma", "head_dim": 64}),
 }
 

@@ -9,6 +9,7 @@ from shardmake.config.attention import KERNELS
 from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import from_cluster
+from shardmake.plan import resolve as resolve_module
 from shardmake.plan.abilities import Abilities
 from shardmake.plan.candidates import choices
 from shardmake.plan.choose import choose_from
@@ -109,3 +110,18 @@ def test_reward_models_of_other_families_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"objective: reward is not supported for .* Use a model of the Llama"):
         _check_objective(run, on_cpus, replace(make_model(), decoder=None))
     _check_objective(run, on_cpus, make_model())
+
+
+@pytest.mark.parametrize(("objective", "forwards"), [("dpo", 1), ("kto", 3), ("reward", 0)])
+def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(
+    folders: dict[str, str], objective: str, forwards: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is the trained model without its adapters."""
+    monkeypatch.setattr(resolve_module, "_check_packages", lambda run, optional: None)
+    settings = resolve(run_of(folders["eight"], objective=objective, packing=False, method="qlora"), gpus())
+    chosen, _ = choose_from(Planner(settings))
+    scenario, terms = scenario_of(settings, chosen.choice), chosen.memory.gpu.terms
+    assert chosen.fits and chosen.choice.spec.qlora
+    assert (scenario.extra_forwards, scenario.reference_weights) == (forwards, False)
+    assert not terms.get("reference model")
+    assert terms["frozen weights"] < 0.5 * 2 * settings.model.parameters

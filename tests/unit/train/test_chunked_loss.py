@@ -1,9 +1,11 @@
-"""The chunked loss equals the plain one: value and gradients, with shifted and unshifted labels."""
+"""The chunked loss equals the plain one, with shifted and unshifted labels, and never holds all logits."""
 
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from shardmake.train.chunked_loss import use_chunked_loss
@@ -63,3 +65,30 @@ def test_without_labels_the_model_returns_logits() -> None:
     ids = batch(shifted=False)["input_ids"]
     assert torch.equal(chunked(input_ids=ids).logits, plain(input_ids=ids).logits)
     assert chunked(input_ids=ids, labels=ids).logits is None
+
+
+class _Largest(TorchDispatchMode):
+    """Finds the elements of the largest tensor that any operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = (leaf.numel() for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        self.numel = max(self.numel, *sizes, 0)
+        return result
+
+
+def test_logits_are_never_whole() -> None:
+    """In both passes; the plain loss makes them."""
+    tokens, vocabulary = 512, 4096
+    ids = torch.randint(0, vocabulary, (1, tokens))
+    largest = []
+    for model in make_models(LlamaConfig(**SIZE | {"vocab_size": vocabulary})):
+        with _Largest() as made:
+            model(input_ids=ids, labels=ids).loss.backward()
+        largest.append(made.numel)
+    plain, chunked = largest
+    assert plain >= tokens * vocabulary and chunked <= tokens * vocabulary // 8

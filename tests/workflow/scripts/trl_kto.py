@@ -26,18 +26,24 @@ arguments = KTOConfig(
     seed=42,
     data_seed=42,
     use_cpu=True,
-    bf16=False,
+    bf16=method == "qlora",
     gradient_checkpointing=False,
     disable_tqdm=True,
     ddp_backend="gloo",
 )
+if method == "qlora":
+    from four_bits import load_in_four_bits
+
+    base = load_in_four_bits(AutoModelForCausalLM, model)
+else:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
 trainer = KTOTrainer(
-    model=AutoModelForCausalLM.from_pretrained(model, dtype="float32"),
+    model=base,
     args=arguments,
     train_dataset=load_dataset("json", data_files=data, split="train"),
     processing_class=AutoTokenizer.from_pretrained(model),
     peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    if method == "lora"
+    if method != "full"
     else None,
 )
 trainer.train()

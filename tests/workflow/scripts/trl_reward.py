@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 from datasets import load_dataset
-from peft import LoraConfig
-from transformers import AutoTokenizer
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from trl import RewardConfig, RewardTrainer
 
 model, data, method, out = sys.argv[1:]
@@ -26,21 +26,26 @@ arguments = RewardConfig(
     seed=42,
     data_seed=42,
     use_cpu=True,
-    bf16=False,
+    bf16=method == "qlora",
     gradient_checkpointing=False,
     disable_tqdm=True,
     ddp_backend="gloo",
     center_rewards_coefficient=0.01,
-    model_init_kwargs={"dtype": "float32"},
+    model_init_kwargs={"dtype": "float32"} if method != "qlora" else None,
 )
+adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS")
+base = model
+if method == "qlora":
+    from four_bits import load_in_four_bits
+
+    set_seed(arguments.seed)  # the new head and the adapters are drawn in this order, as TRL draws them
+    base = get_peft_model(load_in_four_bits(AutoModelForSequenceClassification, model, num_labels=1), adapters)
 trainer = RewardTrainer(
-    model=model,
+    model=base,
     args=arguments,
     train_dataset=load_dataset("json", data_files=data, split="train"),
     processing_class=AutoTokenizer.from_pretrained(model),
-    peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="SEQ_CLS")
-    if method == "lora"
-    else None,
+    peft_config=adapters if method == "lora" else None,
 )
 trainer.train()
 trainer.save_model(f"{out}.model")
