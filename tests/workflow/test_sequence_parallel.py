@@ -23,6 +23,9 @@ DEGREES: tuple[tuple[Strategy, int, int, Loss], ...] = (
     ("zero2", 2, 2, "plain"), ("zero1", 2, 1, "plain"), ("zero3", 2, 1, "chunked"),
 )  # fmt: skip
 """A strategy, the ranks per group, the groups, and the loss."""
+OTHERS: tuple[Strategy, ...] = (
+    "zero1", "zero3", "zero1-offload", "zero2-offload", "zero3-offload-optimizer", "zero3-offload"
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -64,6 +67,29 @@ def test_sequence_and_data_degrees_together(forked: Forked, tmp_path: Path, chan
         codes, resumed = forked.resume(rundir, planned)
         assert codes == [0] * ranks and resumed is not None and resumed.step == 2, log(rundir)
         assert losses(rundir) == (uninterrupted if sequence == 2 else pytest.approx(uninterrupted, abs=2e-4))
+
+
+@pytest.mark.objectives
+@pytest.mark.proves("fp32", "resumed")
+@pytest.mark.parametrize("strategy", OTHERS)
+def test_other_strategies_share_sequences_and_resume(
+    forked: Forked, tmp_path: Path, changes: dict[str, Any], strategy: Strategy
+) -> None:
+    reference, rundir = RunDir(tmp_path / "ddp"), RunDir(tmp_path / "shared")
+    planned = forked.plan("ddp", 2, **changes)
+    prepare(planned[1], reference)
+    assert forked.train(reference, planned) == [0, 0], log(reference)
+    rundir.root.mkdir()
+    rundir.data.symlink_to(reference.data)
+    planned = forked.plan(strategy, 2, sequence_parallel=2, **changes)
+    assert forked.train(rundir, planned) == [0, 0], log(rundir)
+    uninterrupted = losses(rundir)
+    assert uninterrupted == pytest.approx(losses(reference), abs=2e-4)
+    assert norms(rundir) == pytest.approx(norms(reference), rel=2e-3)
+    store.remove(rundir.checkpoints / "checkpoint-4")
+    codes, resumed = forked.resume(rundir, planned)
+    assert codes == [0, 0] and resumed is not None and resumed.step == 2, log(rundir)
+    assert losses(rundir) == uninterrupted
 
 
 def norms(rundir: RunDir) -> dict[int, float]:
