@@ -44,11 +44,12 @@ class Forked:
     def train(
         self, rundir: RunDir, planned: tuple[Plan, Run, Cluster], kill: dict[str, Any] | None = None,
         resume_from: Path | None = None, deepspeed: dict[str, Any] | None = None, variables: dict[str, str] | None = None,
-        arguments: dict[str, Any] | None = None,
+        arguments: dict[str, Any] | None = None, program: str | None = None,
     ) -> list[int]:  # fmt: skip
         """Train one attempt in ``rundir`` with ``variables`` in the environment; return the exit statuses of its ranks.
 
-        ``deepspeed`` is merged into the sections of the DeepSpeed file, ``arguments`` into those of Trainer.
+        ``deepspeed`` is merged into the sections of the DeepSpeed file, ``arguments`` into those of Trainer. ``program``
+        runs instead of `shardmake.train`.
         """
         plan, run, cluster = planned
         number = len(list(rundir.attempts.glob("*"))) + 1
@@ -72,7 +73,7 @@ class Forked:
         environment = self._environment(plan, folder) | {"ACCELERATE_CONFIG_FILE": str(folder.accelerate)}
         if "ACCELERATE_DEEPSPEED_CONFIG_FILE" in environment:
             environment["ACCELERATE_DEEPSPEED_CONFIG_FILE"] = str(folder.deepspeed)
-        return self.server.run(folder.root, environment | (variables or {}), plan.choice.world_size, kill)
+        return self.server.run(folder.root, environment | (variables or {}), plan.choice.world_size, kill, program)
 
     def _environment(self, plan: Plan, folder: AttemptDir) -> dict[str, str]:
         choice: Choice = plan.choice

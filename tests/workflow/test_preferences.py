@@ -21,6 +21,9 @@ from safetensors.torch import load_file
 from shardmake.config.models import Cluster, Run, Strategy
 from shardmake.consolidate.merge import consolidate
 from shardmake.evaluate.stage import evaluate
+from shardmake.memory import host, states
+from shardmake.plan.planner import buckets_of, scenario_of
+from shardmake.plan.resolve import resolve
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests.fork_server import free_port
@@ -258,6 +261,21 @@ def assert_stopped_training_resumes(
     expected, found = (merged(run, tmp_path / f"merged-{run.root.name}", method) for run in (whole, stopped))
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if not expected[name].equal(found[name])] == []
+
+
+@pytest.mark.objectives
+@pytest.mark.parametrize("strategy", ["zero2", "zero3", "zero3-offload"])
+def test_the_plan_counts_the_tensors_of_a_rank(pairs: Forked, tmp_path: Path, strategy: Strategy) -> None:
+    """All that live after the last step, the reference among them; batches and metrics are not worth counting."""
+    rundir, (plan, run, cluster) = RunDir(tmp_path / "run"), planned(pairs, "full", strategy)
+    assert pairs.train(rundir, (plan, run, cluster), program="tests.live_tensors:train") == [0, 0], log(rundir)
+    settings = resolve(run, cluster)
+    scenario, buckets = scenario_of(settings, plan.choice), buckets_of(settings, plan.choice)
+    expected = sum(states.resident(scenario, buckets).values()) + sum(host.offloaded(scenario, buckets).values())
+    if scenario.offloads_parameters:
+        expected += states.reference_bytes(scenario)
+    live = [int(file.read_text()) for file in rundir.attempts.glob("*/live-*.txt")]
+    assert live == [pytest.approx(expected, rel=0.02)] * 2
 
 
 SHORTAGE = """
