@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 from shardmake.commands.estimate import EstimateRequest, EstimateResult
 from shardmake.commands.estimate_terms import DISK_TERMS, GPU_TERMS, HOST_TERMS, NVME_TERMS
 from shardmake.config.accelerators import find_accelerator
-from shardmake.core.units import GIB, format_count
+from shardmake.core.units import GIB, format_count, format_number
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.verdict import Headroom
 
@@ -89,7 +89,7 @@ def _cells(row: Candidate, choice: Candidate | None) -> list[str]:
         row.choice.strategy,
         "yes" if row.choice.gradient_checkpointing else "no",
         *(_gib(size) for size in sizes),
-        f"{row.step_seconds:.3g}" if row.step_seconds < 100 else f"{row.step_seconds:.0f}",
+        format_number(row.step_seconds),
         mark(row, choice),
     ]
 

@@ -29,6 +29,11 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
 
 
+def format_number(value: float) -> str:
+    """Return ``value`` in three digits, or as a whole number from 100 on: ``0.158``, ``12.8``, ``1,160``."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def plural(count: int, noun: str) -> str:
     """Return ``count`` with ``noun`` in the right number: ``1 attempt``, ``2 attempts``."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"

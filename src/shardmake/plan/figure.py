@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from xml.sax.saxutils import escape
 
-from shardmake.core.units import GIB
+from shardmake.core.units import GIB, format_number
 from shardmake.run.plan import CandidateEstimate, Choice, MemoryEstimates
 
 PALETTE = (
@@ -77,7 +77,7 @@ def _bar(row: CandidateEstimate, top: int, unit: float, colours: Mapping[str, st
         )
         left += width
     weight = "bold" if row.choice == chosen else "normal"
-    figures = f"{gpu.device / GIB:.1f} GiB" + (f", {row.step_seconds:.3g} s/step" if row.fits else "")
+    figures = f"{gpu.device / GIB:.1f} GiB" + (f", {format_number(row.step_seconds)} s/step" if row.fits else "")
     colour = "black" if row.fits else "#9ca3af"
     return "\n".join(
         [

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from shardmake.core.units import plural
+from shardmake.core.units import format_number, plural
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom
@@ -121,12 +121,12 @@ def beside(found: Candidate, chosen: Candidate) -> str:
 
 def seconds(candidate: Candidate) -> str:
     """Return the seconds per step as text."""
-    return f"{candidate.step_seconds:.3g} s"
+    return f"{format_number(candidate.step_seconds)} s"
 
 
 def gpu_seconds(candidate: Candidate) -> str:
     """Return the GPU-seconds per step as text."""
-    return f"{candidate.gpu_seconds:,.0f}" if candidate.gpu_seconds >= 100 else f"{candidate.gpu_seconds:.3g}"
+    return format_number(candidate.gpu_seconds)
 
 
 def memory_and_time(candidate: Candidate) -> str:

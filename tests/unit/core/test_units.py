@@ -1,4 +1,4 @@
-from shardmake.core.units import format_bytes, numbered, plural
+from shardmake.core.units import format_bytes, format_number, numbered, plural
 
 
 def test_a_count_has_its_noun_in_the_right_number() -> None:
@@ -14,3 +14,13 @@ def test_a_count_has_its_noun_in_the_right_number() -> None:
 def test_sizes_have_a_unit_of_which_they_are_at_least_one() -> None:
     sizes = [format_bytes(size) for size in (3 << 30, 5 << 20, 300_000, 12, 0)]
     assert sizes == ["3.0 GiB", "5 MiB", "293 KiB", "12 bytes", "0 bytes"]
+
+
+def test_a_number_has_three_digits_and_no_exponent() -> None:
+    assert [format_number(value) for value in (0.1584, 12.84, 99.96, 243.4, 1163.0)] == [
+        "0.158",
+        "12.8",
+        "100",
+        "243",
+        "1,163",
+    ]
