@@ -11,7 +11,7 @@ from shardmake.run.attempt import AttemptDir
 from tests.cluster.fault_run import ClusterCheckout
 from tests.workflow.service_run import COMMAND, answers, assert_asked_in_every_step, ends, service_settings
 
-pytestmark = [pytest.mark.cluster, pytest.mark.training, pytest.mark.objectives]
+pytestmark = [pytest.mark.cluster, pytest.mark.training]
 
 
 class Training:
@@ -88,6 +88,7 @@ def assert_only_training_nodes_have_ranks(training: Training) -> None:
     }
 
 
+@pytest.mark.objectives
 def test_a_service_that_never_answers_stops_the_run_before_a_rank_starts(checkout: ClusterCheckout) -> None:
     training = Training(checkout, "echo waiting for a licence; sleep 1000", 0.0, start_seconds=5)
     status, output = training.wait()
@@ -96,6 +97,7 @@ def test_a_service_that_never_answers_stops_the_run_before_a_rank_starts(checkou
     assert ends(checkout) == ["the service did not start"] and not training.attempt(1).ranks.exists()
 
 
+@pytest.mark.objectives
 def test_a_killed_rank_ends_the_service_and_the_next_attempt_starts_both(checkout: ClusterCheckout) -> None:
     training = Training(checkout, COMMAND, seconds=0.5)
     training.wait_for_answers(3)
@@ -110,6 +112,7 @@ def test_a_killed_rank_ends_the_service_and_the_next_attempt_starts_both(checkou
     assert answers(checkout)[0]["server"] != answers(checkout)[-1]["server"]
 
 
+@pytest.mark.objectives
 def test_a_killed_worker_of_the_service_is_named(checkout: ClusterCheckout) -> None:
     training = Training(checkout, COMMAND, seconds=0.5)
     training.wait_for_answers(3)
@@ -125,6 +128,7 @@ def test_a_killed_worker_of_the_service_is_named(checkout: ClusterCheckout) -> N
     assert_asked_in_every_step(checkout)
 
 
+@pytest.mark.objectives
 def test_a_requeued_job_starts_a_new_service(checkout: ClusterCheckout) -> None:
     training = Training(checkout, COMMAND, seconds=0.5)
     training.wait_for_answers(3)
@@ -141,6 +145,7 @@ def test_a_requeued_job_starts_a_new_service(checkout: ClusterCheckout) -> None:
     assert_asked_in_every_step(checkout)
 
 
+@pytest.mark.objectives
 def test_a_cancelled_job_leaves_no_service(checkout: ClusterCheckout) -> None:
     training = Training(checkout, COMMAND, seconds=0.5)
     training.wait_for_answers(1)

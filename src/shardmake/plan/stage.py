@@ -249,7 +249,10 @@ def describe(plan: Plan, rundir: RunDir) -> str:
 
 def _describe_service(plan: Plan) -> str:
     more = plural(plan.service_nodes, "more node")
-    return f"{more} for the service, so the job takes {plan.job_nodes} nodes. The estimate does not cover the service"
+    return (
+        f"{more} for the service, so the job takes {plan.job_nodes} nodes (with executor: local, this machine runs "
+        "both). The estimate does not cover the service"
+    )
 
 
 def _describe_disk(plan: Plan, rundir: RunDir) -> str:
