@@ -22,13 +22,6 @@ def test_the_version_is_the_same_everywhere() -> None:
     assert CliRunner().invoke(app, ["--version"]).stdout == f"shardmake {shardmake.__version__}\n"
 
 
-def test_an_entry_of_the_changelog_is_one_short_line() -> None:
-    _, *lines = (REPOSITORY / "CHANGELOG.md").read_text().split("\n## ")[1].splitlines()
-    entries = [line.removeprefix("- ") for line in lines if line.startswith("- ")]
-    assert entries and [line for line in lines if line and not line.startswith(("- ", "### "))] == []
-    assert [entry for entry in entries if len(entry) > 100] == []
-
-
 def test_the_entry_in_the_catalog_of_workflows_is_valid() -> None:
     """The keys are those that the catalog reads; the profiles that it names exist."""
     entry = yaml.safe_load((REPOSITORY / ".snakemake-workflow-catalog.yml").read_text())["usage"]
