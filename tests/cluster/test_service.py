@@ -92,7 +92,7 @@ def assert_only_training_nodes_have_ranks(training: Training) -> None:
 def test_a_service_that_never_answers_stops_the_run_before_a_rank_starts(checkout: ClusterCheckout) -> None:
     training = Training(checkout, "echo waiting for a licence; sleep 1000", 0.0, start_seconds=5)
     status, output = training.wait()
-    assert status == 1 and "did not answer at /health within 5 s" in output
+    assert status == 2 and "did not answer at /health within 5 s" in output
     assert "Its last output: waiting for a licence" in output and "Correct service.command" in output
     assert ends(checkout) == ["the service did not start"] and not training.attempt(1).ranks.exists()
 

@@ -47,7 +47,7 @@ def test_a_service_that_does_not_start_stops_the_run_with_its_output(checkout: C
         checkout("shardmake", stage, "demo")
     done = checkout("shardmake", "train", "demo", check=False)
     assert "ended with status 3 before it was ready. Its last output: no GPU is free" in done.stdout
-    assert done.returncode == 1 and "Correct service.command" in done.stdout and "Traceback" not in done.stdout
+    assert done.returncode == 2 and "Correct service.command" in done.stdout and "Traceback" not in done.stdout
     assert ends(checkout) == ["the service did not start"] and answers(checkout) == []
 
 
