@@ -46,6 +46,7 @@ SLOW_UNIT = {
     "unit/tools/test_hashed_requirements.py": "",
     "unit/tools/test_evidence.py": "linked_test_exists",
     "unit/memory/test_trace.py": "can_be_traced.(phi3|gpt_neox|mixtral|t5)|unroll_to_the_full_trace.(gpt2-.*lora|mixtral)",
+    "unit/memory/test_token_loops.py": "peaks_of_the_whole",
     "unit/memory/test_preferences.py": "matches_the_recorded_one.(autocast|fp32|lora|qlora|tied)",
     "unit/memory/test_reward.py": "matches_the_recorded_one.(autocast|fp32|masked|gemma|lora|qlora)",
     "unit/memory/test_estimate.py": "outside_the_families_is_traced",

@@ -5,18 +5,20 @@ allocations, to those of its neighbours, and to those outside the layers. That i
 is checked.
 """
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
 
 from shardmake.core.atomic import write_json
-from shardmake.core.log import warn_while_slow
+from shardmake.core.log import ROOT, warn_while_slow
 from shardmake.memory.cache import cached_path, read_cached, run_helper
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import weight_bytes
 from shardmake.memory.model import Model
 from shardmake.memory.scenario import Scenario
+from shardmake.memory.token_loops import SCALED
 
 TRACER = "shardmake.memory.tracer"
 KEPT = 4  # layers that are traced: the first, two that must be alike, the last
@@ -39,12 +41,23 @@ def _trace(requests: Iterable[dict[str, Any]]) -> None:
             traces = run_helper(TRACER, {"requests": list(missing.values())})
         for path, events in zip(missing, traces, strict=True):
             write_json(path, events)
+    for request in list(by_path.values())[:1]:
+        _report_scaled(read_cached(TRACER, request), request)
+
+
+def _report_scaled(events: StepEvents, request: Mapping[str, Any]) -> None:
+    """Log that the trace is one of fewer tokens, which was scaled."""
+    if events and events[0][0] == SCALED:
+        logging.getLogger(ROOT).warning(
+            "The layers of %s loop over their tokens. A step of %d tokens was traced, and its bytes scaled to %s.",
+            request["config"]["model_type"], events[0][1], f"{request['sequence_length']:,}",
+        )  # fmt: skip
 
 
 def _slow(request: Mapping[str, Any]) -> str:
     return (
         f"Running a step of {request['config']['model_type']} without memory, to find what it allocates. Layers that "
-        f"loop over their {request['sequence_length']:,} tokens take minutes. The result is kept for the next time."
+        f"loop over their {request['sequence_length']:,} tokens take a minute. The result is kept for the next time."
     )
 
 

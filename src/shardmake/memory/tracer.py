@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from shardmake.config.models import TORCH_DTYPES
 from shardmake.core.errors import ModelError
 from shardmake.core.process import answer_request
+from shardmake.memory import token_loops
 from shardmake.memory.four_bit import holds_four_bits, set_four_bit_layers
 from shardmake.memory.gpu_kernels import emulate_gpu_kernels, register_attention
 from shardmake.memory.parameter_inventory import block_paths, build, plain_name
@@ -42,10 +43,32 @@ def _trace_or_explain(request: Mapping[str, Any]) -> list[Event]:
 
 
 def trace(request: Mapping[str, Any]) -> list[Event]:
-    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.ddp`."""
+    """Return the events of the second of two identical micro steps, in the form of `shardmake.memory.ddp`.
+
+    A step whose layers loop over their tokens is traced with few tokens and scaled (`shardmake.memory.token_loops`).
+    """
+    tokens = request["sequence_length"]
+    try:
+        return _trace(request, token_loops.most_allocations(tokens))
+    except _TokenLoopError:
+        return scaled_trace(request) or _trace(request)
+
+
+def scaled_trace(request: Mapping[str, Any]) -> list[Event] | None:
+    """Return the events of the step as they follow from short ones; None if these do not match each other."""
+    short = [_trace({**request, "sequence_length": length}) for length in token_loops.LENGTHS]
+    return token_loops.scaled_to(request["sequence_length"], short)
+
+
+class _TokenLoopError(Exception):
+    """A layer loops over its tokens."""
+
+
+def _trace(request: Mapping[str, Any], most_allocations: int | None = None) -> list[Event]:
+    """Return the events; raise `_TokenLoopError` if a layer's forward pass has more than ``most_allocations``."""
     emulate_gpu_kernels(request["softmax_saves_input"])
     model = prepare(request)
-    recorder = Recorder()
+    recorder = Recorder(most_allocations)
     with ExitStack() as stack:
         stack.enter_context(_without_collector())
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -184,10 +207,12 @@ def _is_classifier(model: Any) -> bool:
 class Recorder(TorchDispatchMode):
     """A dispatch mode that records when a tensor's storage appears and when its last reference ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_allocations: int | None = None) -> None:
         super().__init__()
         self.events: list[Event] = []
         self._next = 0
+        self._most = most_allocations
+        self._in_layer = 0
         self._known: dict[int, tuple[Any, int]] = {}
 
     def start(self) -> None:
@@ -205,6 +230,7 @@ class Recorder(TorchDispatchMode):
     def mark_block(self, kind: str, index: int) -> None:
         """Mark a layer; in the backward pass, its recomputation is the begin of its backward pass."""
         if not self._backward:
+            self._in_layer = 0
             self.mark(kind, index)
         elif kind != "forward end" and index not in self._begun:
             self._begun.add(index)
@@ -234,6 +260,9 @@ class Recorder(TorchDispatchMode):
         self._next += 1
         self._known[key] = (weakref.ref(storage, lambda _: self._forget(key, number)), number)
         self.events.append(["alloc", number, storage.nbytes()])
+        self._in_layer += 1
+        if self._most is not None and self._in_layer > self._most and not self._backward:
+            raise _TokenLoopError
 
     def _forget(self, key: int, number: int) -> None:
         del self._known[key]

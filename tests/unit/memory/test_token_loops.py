@@ -1,0 +1,42 @@
+"""Steps whose layers loop over their tokens are traced with few tokens and scaled."""
+
+from typing import Any
+
+import pytest
+
+from shardmake.memory import token_loops
+from shardmake.memory.closed_form import of_events
+from shardmake.memory.read_config import from_config
+from shardmake.memory.token_loops import LENGTHS, scaled_to
+from shardmake.memory.trace import _request
+from tests.unit.memory.llama_8b import scenario
+
+MAMBA = {"model_type": "mamba", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
+
+
+def step(tokens: int, *, more: int = 0) -> list[list[Any]]:
+    """A step with one layer: a constant, a linear and a quadratic tensor, and 100 bytes for each token."""
+    sizes = [5000, 7 * tokens + 11, 3 * tokens * tokens, *[100] * tokens, *[9] * more]
+    return [["forward", 0], *(["alloc", number, size] for number, size in enumerate(sizes)), ["forward end", 0]]
+
+
+def test_the_bytes_of_each_allocation_follow_from_three_short_steps() -> None:
+    events = scaled_to(4096, [step(length) for length in LENGTHS])
+    assert events is not None and events[0] == ["scaled", 43]
+    constant, linear, quadratic, *loop = [event[2] for event in events if event[0] == "alloc"]
+    assert (constant, linear, quadratic) == (5000, 7 * 4096 + 11, 3 * 4096**2)
+    assert len(loop) == 43 and sum(loop) == pytest.approx(100 * 4096, rel=0.01)
+
+
+def test_short_steps_that_differ_are_not_scaled() -> None:
+    assert scaled_to(4096, [step(length, more=length == 41) for length in LENGTHS]) is None
+
+
+def test_a_scaled_step_has_the_peaks_of_the_whole_one(tracer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = _request(scenario(model=from_config(MAMBA), sequence_length=64, attention="sdpa", micro_batch=1))
+    whole = of_events(tracer.trace(request), 2)
+    monkeypatch.setattr(token_loops, "most_allocations", lambda tokens: 100)
+    events = tracer.trace(request)
+    assert events[0] == ["scaled", 43]
+    scaled = of_events(events, 2)
+    assert (scaled.forward, scaled.last_layer) == pytest.approx((whole.forward, whole.last_layer), rel=0.02)
