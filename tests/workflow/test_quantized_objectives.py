@@ -46,11 +46,10 @@ ON_DEMAND = [
     (objective, strategy)
     for objective in SETTINGS
     for strategy in ("ddp", "zero1", "zero2", "fsdp")
-    if (objective, strategy) != IN_CI
+    if (objective, strategy) not in (IN_CI, ("reward", "fsdp"))
 ]
-LOSS, REWARD = 6e-3, 0.02
-NORM = {"dpo": 0.01, "kto": 0.01, "reward": 0.03}
-"""Absolute difference of losses and of rewards, and relative one of gradient norms: rounding to bf16.
+LOSS, NORM, REWARD = 6e-3, 0.01, 0.02
+"""Absolute difference of losses, relative one of gradient norms, and absolute one of rewards: rounding to bf16.
 
 TRL itself holds the adapters in bf16 here; ours are in fp32, or have a master copy.
 """
@@ -99,14 +98,14 @@ def test_qlora_equals_plain_trl_and_resumes(
     strategy: Strategy,
     plain: Callable[[str], list[dict[str, Any]]],
 ) -> None:
-    """Adapters that resume end with the same bits. A reward under ZeRO and FSDP has the 8 bits of its layer's output."""
+    """Adapters that resume end with the same bits. A reward under ZeRO has the 8 bits of its layer's output."""
     rundir, forked = RunDir(tmp_path / "run"), prepared(objective)
     training = forked.plan(strategy, 2, **SETTINGS[objective])
     assert forked.train(rundir, training) == [0, 0], log(rundir)
     ours, theirs = [line for line in metrics(rundir) if "loss" in line], plain(objective)
     for line, expected in zip(ours, theirs, strict=True):
         assert line["loss"] == pytest.approx(expected["loss"], abs=LOSS)
-        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=NORM[objective])
+        assert line["grad_norm"] == pytest.approx(expected["grad_norm"], rel=NORM)
         for name, value in (line.get("rewards") or line["reward_scores"]).items():
             assert value == pytest.approx(expected[name if "reward_scores" in line else f"rewards/{name}"], abs=REWARD)
     assert_resumes(forked, rundir, training, "lora")
