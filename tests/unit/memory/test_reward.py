@@ -14,7 +14,7 @@ from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import of_events, profile
 from shardmake.memory.decoder import micro_step
-from shardmake.memory.estimate import estimate_closed_form, estimate_simulated
+from shardmake.memory.estimate import estimate_closed_form, gpu_memory
 from shardmake.memory.families import as_classifier
 from shardmake.memory.read_config import from_config
 from shardmake.memory.scenario import Scenario
@@ -98,6 +98,6 @@ def test_a_reward_model_needs_less_than_a_language_model_of_its_base() -> None:
 @pytest.mark.parametrize("strategy", [name for name, spec in STRATEGY_SPECS.items() if not spec.uses_nvme])
 def test_every_strategy_has_an_estimate(strategy: Any) -> None:
     case = reward(strategy=strategy, ranks_per_node=4)
-    simulated = estimate_simulated(case, Buckets(4096), micro_step(case)).gpu
+    simulated = gpu_memory(case, Buckets(4096), micro_step(case))
     planned = estimate_closed_form(case, Buckets(4096), profile(case, {})).gpu
     assert planned.allocated >= 0.97 * simulated.allocated
