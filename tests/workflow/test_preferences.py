@@ -301,12 +301,18 @@ def test_after_out_of_memory_dpo_resumes_with_the_next_fallback(
     monkeypatch: pytest.MonkeyPatch,
     reference: str,
 ) -> None:
-    """torch's own error in step 3 without gradient checkpointing; all four losses are those of plain TRL."""
-    checkout = pairs.checkout
+    """All four losses are those of plain TRL."""
+    changes = SETTINGS | {"dpo": {"reference": reference}}
+    assert_fallback_after_out_of_memory(pairs.checkout, changes, monkeypatch, plain("full"))
+
+
+def assert_fallback_after_out_of_memory(
+    checkout: Checkout, settings: dict[str, Any], patch: pytest.MonkeyPatch, theirs: list[dict[str, Any]]
+) -> None:
+    """Let torch's own error end step 3 without gradient checkpointing; the driver resumes from step 2 with it."""
     (checkout.root / "sitecustomize.py").write_text(SHORTAGE)
-    monkeypatch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
-    changes = {"strategy": "zero3", "nodes": 1, "global_batch_size": 12, "dpo": {"reference": reference}}
-    checkout.configure({"processes_per_node": 2}, **SETTINGS | changes)
+    patch.setenv("PYTHONPATH", f"{checkout.root}:{os.environ.get('PYTHONPATH', '')}")
+    checkout.configure({"processes_per_node": 2}, **settings, strategy="zero3", nodes=1, global_batch_size=12)
     shutil.rmtree(checkout.run / "train", ignore_errors=True)
     for stage in ("plan", "render", "train"):
         checkout("shardmake", stage, "demo")
@@ -314,8 +320,7 @@ def test_after_out_of_memory_dpo_resumes_with_the_next_fallback(
     ends = [(entry["end"], entry["fallback"]) for entry in history]
     assert ends == [("GPU out of memory", 0), ("finished", 1)]
     assert checkout.read("train/attempts/002/attempt.json")["resume_from"].endswith("checkpoint-2")
-    expected = {number: line["loss"] for number, line in enumerate(plain("full"), start=1)}
-    assert checkout.losses() == pytest.approx(expected, abs=1e-5)
+    assert checkout.losses() == pytest.approx({at: line["loss"] for at, line in enumerate(theirs, start=1)}, abs=1e-5)
 
 
 def merged(rundir: RunDir, out: Path, method: str) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from shardmake.run.paths import RunDir
 from shardmake.run.plan import Plan
 from tests.workflow.forked import Forked, branch, log
 from tests.workflow.sweep import Sweep
-from tests.workflow.test_preferences import metrics, plain_trl, with_pairs
+from tests.workflow.test_preferences import assert_fallback_after_out_of_memory, metrics, plain_trl, with_pairs
 
 pytestmark = pytest.mark.training
 SCRIPT = Path(__file__).with_name("scripts") / "trl_reward.py"
@@ -183,3 +183,12 @@ def test_a_stop_file_saves_a_reward_model_and_training_resumes_bit_for_bit(
     expected, found = (merged(one, training) for one in (whole, stopped))
     assert sorted(found) == sorted(expected)
     assert [name for name in expected if not expected[name].equal(found[name])] == []
+
+
+@pytest.mark.objectives
+def test_after_out_of_memory_a_reward_model_resumes_with_the_next_fallback(
+    pairs: Forked,
+    plain: Callable[[str], tuple[list[dict[str, Any]], Path]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert_fallback_after_out_of_memory(pairs.checkout, SETTINGS, monkeypatch, plain("full")[0])
