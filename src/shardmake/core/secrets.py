@@ -81,7 +81,7 @@ def keys_of_tokens(values: Any, before: str = "") -> list[str]:
 def _has_secret_option(arguments: Iterable[Any]) -> bool:
     """Return if the words of a command have an option named like a secret with its value, after ``=`` or a space."""
     words = [word if isinstance(word, str) else "" for word in arguments]
-    for word, following in zip(words, [*words[1:], ""], strict=True):
+    for word, following in zip(words, [*words[1:], ""], strict=False):  # no word, no pair
         name, equals, value = word.partition("=")
         secret = value if equals else following
         if _OPTION.fullmatch(name) and len(secret) >= _SHORTEST_PASSWORD and not secret.startswith("-"):
