@@ -8,6 +8,7 @@ is checked.
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -46,12 +47,17 @@ def _trace(requests: Iterable[dict[str, Any]]) -> None:
 
 
 def _report_scaled(events: StepEvents, request: Mapping[str, Any]) -> None:
-    """Log that the trace is one of fewer tokens, which was scaled."""
+    """Log once that the trace is one of fewer tokens, which was scaled."""
     if events and events[0][0] == SCALED:
-        logging.getLogger(ROOT).warning(
-            "The layers of %s loop over their tokens. A step of %d tokens was traced, and its bytes scaled to %s.",
-            request["config"]["model_type"], events[0][1], f"{request['sequence_length']:,}",
-        )  # fmt: skip
+        _warn_of_scaling(request["config"]["model_type"], events[0][1], request["sequence_length"])
+
+
+@cache
+def _warn_of_scaling(model_type: str, traced: int, tokens: int) -> None:
+    logging.getLogger(ROOT).warning(
+        "The layers of %s loop over their tokens. A step of %d tokens was traced, and its bytes scaled to %s.",
+        model_type, traced, f"{tokens:,}",
+    )  # fmt: skip
 
 
 def _slow(request: Mapping[str, Any]) -> str:
