@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shardmake.config.attention import Attention
 from shardmake.core import nvidia_smi
@@ -92,23 +93,30 @@ def planned_attention(plan: Plan, attention: Attention) -> Plan:
     return plan.model_copy(update={"workload": plan.workload.model_copy(update={"attention": attention})})
 
 
-@pytest.mark.parametrize(
-    ("attention", "capability", "words"),
-    [
-        ("varlen", 7.5, "compute capability 7.5, and attention: varlen needs 8.0 or newer"),
-        ("varlen", 9.0, "attention: varlen cannot be used on this node: ImportError: this build of torch has no Flash"),
-    ],
-)
-def test_an_attention_kernel_that_cannot_run_blames_the_run(
-    attention: Attention, capability: float, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_that_an_attention_kernel_does_not_support_blames_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The import is real: torch is a CPU build here, which has no FlashAttention."""
-    on_gpus(monkeypatch, capability)
+    on_gpus(monkeypatch, 7.5)
     folder, attempt, plan = node(tmp_path, accelerator="a100-80gb")
+    words = "compute capability 7.5, and attention: varlen needs 8.0 or newer"
     with pytest.raises(PreflightError, match=words) as error:
-        check_node(folder, attempt, planned_attention(plan, attention), 1, print)
+        check_node(folder, attempt, planned_attention(plan, "varlen"), 1, print)
     assert error.value.blames_run
     check_node(folder, attempt, planned_attention(plan, "sdpa"), 1, print)
+
+
+def test_a_torch_without_flash_attention_blames_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The import is real. A build of torch for CPUs has no FlashAttention, one for CUDA has."""
+    on_gpus(monkeypatch, 9.0)
+    folder, attempt, plan = node(tmp_path, accelerator="a100-80gb")
+    varlen = planned_attention(plan, "varlen")
+    if torch.backends.cuda.is_flash_attention_available():
+        check_node(folder, attempt, varlen, 1, print)
+        return
+    words = "attention: varlen cannot be used on this node: ImportError: this build of torch has no FlashAttention"
+    with pytest.raises(PreflightError, match=words) as error:
+        check_node(folder, attempt, varlen, 1, print)
+    assert error.value.blames_run
 
 
 BROKEN = "raise ImportError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E')"
