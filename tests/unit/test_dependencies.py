@@ -36,14 +36,19 @@ def names(requirements: Iterable[str]) -> set[str]:
 
 
 def imported(folder: str) -> dict[str, Path]:
-    """Return the top-level modules that files below ``folder`` import anywhere, each with one file that does."""
+    """Return the top-level modules that files below ``folder`` import anywhere, each with one file that does.
+
+    Programs import modules of their own folder.
+    """
     found = {}
     for path in (REPOSITORY / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
             modules = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 modules = [node.module]
-            found |= {module.partition(".")[0]: path.relative_to(REPOSITORY) for module in modules}
+            tops = {module.partition(".")[0] for module in modules}
+            beside = {module for module in tops if path.with_name(f"{module}.py").exists()}
+            found |= dict.fromkeys(tops - beside, path.relative_to(REPOSITORY))
     return {module: path for module, path in found.items() if module not in {*sys.stdlib_module_names, *OWN}}
 
 
