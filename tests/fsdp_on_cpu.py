@@ -1,16 +1,18 @@
-"""Make FSDP2 run on the CPU over gloo, for tests only; a rank's program must import this first.
+"""Make FSDP run on the CPU over gloo, for tests only; a rank's program must import this first.
 
 Accelerate enables FSDP only if the distributed type is MULTI_<accelerator>. On the CPU the type is MULTI_CPU, and
-Accelerate silently ignores FSDP. FSDP's offload also pins memory, which needs a GPU.
+Accelerate silently ignores FSDP. FSDP's offload also pins memory, which needs a GPU. FSDP1 refuses the index in the device
+"cpu:0", which Accelerate passes.
 """
 
 import os
 from functools import wraps
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 
 
 def _is_fsdp_requested(arguments: dict[str, Any]) -> bool:
@@ -22,10 +24,11 @@ def _pretend_gpu() -> None:
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
 
 
-_partial, _full, _offload = (
+_partial, _full, _offload, _fsdp1 = (
     PartialState.__init__,
     AcceleratorState.__init__,
     FullyShardedDataParallelPlugin.set_cpu_offload,
+    FullyShardedDataParallel.__init__,
 )
 
 
@@ -50,6 +53,13 @@ def _set_cpu_offload(self: Any) -> None:
         self.cpu_offload = CPUOffloadPolicy(pin_memory=False)
 
 
+@wraps(_fsdp1)
+def _wrap_with_fsdp1(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+    if str(kwargs.get("device_id", "")).startswith("cpu"):
+        kwargs["device_id"] = torch.device("cpu")
+    _fsdp1(self, module, *args, **kwargs)
+
+
 def undo() -> None:
     """Let Accelerate ignore FSDP on the CPU again."""
     PartialState.__init__, AcceleratorState.__init__ = _partial, _full
@@ -58,3 +68,4 @@ def undo() -> None:
 PartialState.__init__ = _partial_state
 AcceleratorState.__init__ = _accelerator_state
 FullyShardedDataParallelPlugin.set_cpu_offload = _set_cpu_offload
+FullyShardedDataParallel.__init__ = _wrap_with_fsdp1  # type: ignore[method-assign]

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.train.script_hooks import default_to_gloo
@@ -273,7 +273,11 @@ def engine_name(built: Built) -> str:
     """Return the engine by the class of the model that trained, below the compiler's."""
     model = getattr(built.model, "_orig_mod", built.model)
     names = {"DeepSpeedEngine": "DeepSpeed", "DistributedDataParallel": "DDP"}
-    return "FSDP" if isinstance(model, FSDPModule) else names.get(type(model).__name__, "one process")
+    return (
+        "FSDP"
+        if isinstance(model, (FSDPModule, FullyShardedDataParallel))
+        else names.get(type(model).__name__, "one process")
+    )
 
 
 def precision(built: Built) -> str:
@@ -301,7 +305,19 @@ def optimizer_device(built: Built) -> str:
 def parameter_device(built: Built) -> str:
     """Return where ZeRO's parameters rest."""
     zero = getattr(built.model, "optimizer", None) if built.uses_deepspeed else None
-    return "cpu" if getattr(zero, "offload_param", False) else "none"
+    if not getattr(zero, "offload_param", False):
+        return "none"
+    return "nvme" if getattr(zero, "params_in_nvme_and_cpu", False) else "cpu"
+
+
+def swap_folder(section: str) -> Callable[[Built], Any]:
+    """Return the observation of the folder that DeepSpeed's engine offloads to."""
+
+    def value(built: Built) -> Any:
+        found = getattr(built.model, section)() if built.uses_deepspeed else None
+        return None if found is None or found.nvme_path is None else str(found.nvme_path)
+
+    return value
 
 
 def accumulation(built: Built) -> Any:
@@ -331,11 +347,16 @@ def fsdp(read: Callable[[Any, Any], Any]) -> Callable[[Built], Any]:
     return value
 
 
+def of_fsdp1(name: str) -> Callable[[Any, Any], Any]:
+    """Return how to read an option that only FSDP1 has."""
+    return lambda model, plugin: getattr(model, name, None)
+
+
 def wrapped_layers(model: Any, plugin: Any) -> list[str]:
     """Return the class names of the wrapped layers; Accelerate wraps embeddings and norms of its own accord."""
-    wrapped = {
-        type(module).__name__.removeprefix("FSDP") for module in model.modules() if isinstance(module, FSDPModule)
-    }
+    modules = list(model.modules())
+    wrapped = {type(module).__name__.removeprefix("FSDP") for module in modules if isinstance(module, FSDPModule)}
+    wrapped |= {type(module.module).__name__ for module in modules if isinstance(module, FullyShardedDataParallel)}
     return sorted(wrapped & {"LlamaDecoderLayer", "LlamaMLP"})
 
 
@@ -357,6 +378,8 @@ OBSERVED: dict[str, Callable[[Built], Any]] = {
     "ZeRO stage": of_engine("zero_optimization_stage"),
     "optimizer offload": optimizer_device,
     "parameter offload": parameter_device,
+    "NVMe path of the optimizer": swap_folder("zero_offload_optimizer"),
+    "NVMe path of the parameters": swap_folder("zero_offload_param"),
     "16-bit weights on save": of_engine("zero_gather_16bit_weights_on_model_save"),
     "compilation": compilation,
     "FSDP version": fsdp(lambda model, plugin: plugin.fsdp_version),
@@ -367,6 +390,8 @@ OBSERVED: dict[str, Callable[[Built], Any]] = {
         lambda model, plugin: any(isinstance(one, CheckpointWrapper) for one in model.modules())
     ),
     "FSDP transformer layer cls to wrap": fsdp(wrapped_layers),
+    "FSDP backward prefetch": fsdp(of_fsdp1("backward_prefetch")),
+    "FSDP use orig params": fsdp(of_fsdp1("_use_orig_params")),
 }
 """How to read each setting of the comparison from what the libraries built, by its name in the table."""
 
