@@ -55,8 +55,8 @@ def baseline_run(run: FaultRun) -> BaselineRuns:
 
 
 @pytest.fixture
-def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterCheckout:
-    """A checkout on the shared folder."""
+def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> Iterator[ClusterCheckout]:
+    """A checkout on the shared folder; pytest shows its logs if the test fails."""
     cluster.reset()
     checkout = ClusterCheckout.create(shared_folder / "checkout", inputs)
     assert isinstance(checkout, ClusterCheckout)
@@ -68,4 +68,8 @@ def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> ClusterChec
     settings["latency-wait"] = 5
     profile.write_text(yaml.safe_dump(settings))
     checkout.configure_cluster()
-    return checkout
+    yield checkout
+    for log in sorted(checkout.root.glob("*.log")):
+        print(f"{log.name}:\n{log.read_text(errors='replace')}")
+    for log in sorted(checkout.run.glob("train/attempts/*/node-*.log")):
+        print(f"{log.relative_to(checkout.run)}:\n{log.read_text(errors='replace')[-4000:]}")
