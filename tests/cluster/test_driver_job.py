@@ -12,8 +12,11 @@ from tests.cluster.fault_run import ClusterCheckout
 
 pytestmark = [pytest.mark.cluster, pytest.mark.training]
 STEPS = 40
-LONG = 160
-"""Steps of a training that still runs when Slurm has started the driver job again, for which a node is left."""
+LONG = 150
+"""Steps of a training that still runs when Slurm has started the driver job again, for which a node is left.
+
+Every third step is logged, so the last one is.
+"""
 
 
 class DriverJobs:
