@@ -159,7 +159,8 @@ def _check_objective(run: Run, hardware: Hardware, model: Model) -> None:
 def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     """Raise a `ConfigError` if the run contradicts itself, the cluster, the model or the installed packages.
 
-    Without ``packages`` a missing package is no contradiction: a suggestion may name what is to be installed.
+    Without ``packages`` a missing package is no contradiction: a suggestion may name what is to be installed, and a
+    plan away from the cluster is made without what trains there.
     """
     run, cluster, model = settings.run, settings.cluster, settings.model
     if run.nodes is not None and run.nodes > cluster.max_nodes:
@@ -183,7 +184,8 @@ def check(settings: ResolvedRun, *, packages: bool = True) -> None:
     check_sequence_parallel(run, cluster, model, settings.attention)
     check_refused(settings.user_files, run)
     check_packing(run, settings.abilities, settings.attention)
-    _check_packages(run, optional=packages)
+    if packages:
+        _check_packages(run)
     check_loss(run, model)
     check_activation_offload(run, cluster, model)
 
@@ -384,9 +386,9 @@ def missing_packages(run: Run) -> list[tuple[str, str]]:
     ]
 
 
-def _check_packages(run: Run, *, optional: bool) -> None:
+def _check_packages(run: Run) -> None:
     """Raise a `ConfigError` if a package is missing; without it the ranks would fail or fall back."""
-    for setting, package in missing_packages(run) if optional else ():
+    for setting, package in missing_packages(run):
         raise ConfigError(f"{setting} needs the package {package}, which is not installed. Run: pip install {package}")
     if run.attention == "flash" and not run.script and not has_flash_attention_2():
         raise ConfigError(

@@ -30,7 +30,7 @@ from shardmake.run.plan import Choice, Fallback, MemoryEstimates, Plan, Resource
 
 WRITING = 1e9
 """Assumed write speed of the file system until a save has been measured, bytes per second."""
-NOT_CHECKED_OFFLINE = ("Slurm", "disk space", "data", "evaluation", "trackers", "destination")
+NOT_CHECKED_OFFLINE = ("Slurm", "disk space", "installed packages", "data", "evaluation", "trackers", "destination")
 """Names of the checks that a plan away from the cluster leaves out."""
 
 
@@ -65,19 +65,19 @@ def plan_offline(run: Run, cluster: Cluster, rundir: RunDir) -> Plan:
     Raises:
         NothingFitsError: No candidate fits.
     """
-    made, memory = _planned(run, cluster, rundir)
+    made, memory = _planned(run, cluster, rundir, packages=False)
     plan = made.model_copy(update={"not_checked": list(NOT_CHECKED_OFFLINE)})
     _write_memory(rundir, memory, plan.choice)
     plan.write(rundir.plan)
     return plan
 
 
-def _planned(run: Run, cluster: Cluster, rundir: RunDir) -> tuple[Plan, MemoryEstimates]:
+def _planned(run: Run, cluster: Cluster, rundir: RunDir, *, packages: bool = True) -> tuple[Plan, MemoryEstimates]:
     """Return the plan with its advice, and the estimates; without a plan, raise what would fit."""
     with warn_while_slow(f"Planning run {rundir.name}: comparing strategies, nodes and micro batches"):
         check_fsdp(run, cluster)
         try:
-            made = choose_run(run, cluster)
+            made = choose_run(run, cluster, packages=packages)
         except NothingFitsError as error:
             _keep_memory(rundir, memory_estimates(error.settings, error.candidates), None)
             raise NothingFitsError(f"{error}{_advice(error.settings)}", error.settings, error.candidates) from None
@@ -119,14 +119,16 @@ class ChosenRun(NamedTuple):
     candidates: list[Candidate]
 
 
-def choose_run(run: Run, cluster: Cluster) -> ChosenRun:
+def choose_run(run: Run, cluster: Cluster, *, packages: bool = True) -> ChosenRun:
     """Return the choice for ``run`` on ``cluster``, its fallbacks and every candidate.
+
+    Without ``packages``, those that the run needs may be missing here.
 
     Raises:
         ConfigError: Settings contradict each other, or nothing fits.
     """
     settings = resolve(run, cluster)
-    check(settings)
+    check(settings, packages=packages)
     planner = Planner(settings)
     chosen, candidates = choose_from(planner)
     fallbacks, candidates = find_fallbacks(chosen, candidates, planner)

@@ -43,7 +43,10 @@ def test_a_plan_away_from_the_cluster(planned: str) -> None:
     assert plan.choice.strategy == "zero3" and "Slurm" in plan.not_checked
     assert MemoryEstimates.read(rundir.memory).of(plan.choice).fits
     assert rundir.memory_figure.is_file() and not rundir.stage_settings("plan").exists()
-    assert "not checked: Slurm, disk space, data, " in planned and "On the cluster: shardmake plan chat" in planned
+    assert (
+        "not checked: Slurm, disk space, installed packages, data, " in planned
+        and "On the cluster: shardmake plan chat" in planned
+    )
 
 
 def test_a_run_from_the_model_of_another_is_planned_by_that_runs_base(planned: str) -> None:
@@ -51,6 +54,15 @@ def test_a_run_from_the_model_of_another_is_planned_by_that_runs_base(planned: s
     assert made.exit_code == 0, made.output
     first, following = (Plan.read(RunDir(Path("runs", name)).plan) for name in ("chat", "next"))
     assert following.choice == first.choice
+
+
+def test_packages_of_the_run_may_be_missing_here(planned: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardmake.plan.resolve.find_spec", lambda name: None)
+    needing = RUN | {"method": "qlora", "optimizer": "adamw8bit", "loss": "fused", "strategy": "ddp"}
+    Path("config.json").write_text(json.dumps({"cluster": "cluster.yaml", "runs": {"small": needing}}))
+    made = CliRunner().invoke(app, ["plan", "small", "--offline", "--config", "config.json"])
+    assert made.exit_code == 0, made.output
+    assert Plan.read(RunDir(Path("runs/small")).plan).choice.strategy == "ddp"
 
 
 def test_nothing_trains_with_such_a_plan(planned: str) -> None:
