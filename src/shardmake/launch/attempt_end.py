@@ -15,6 +15,7 @@ from shardmake.launch.error_texts import error_advice
 from shardmake.launch.outcome import NODE_FAILURES, Action, Evidence, Outcome, RetryState, classify, decide
 from shardmake.launch.resume_validation import confirm_damage
 from shardmake.launch.slurm_states import JobStatus
+from shardmake.launch.step_output import step_failure
 from shardmake.launch.training import Training
 from shardmake.run.attempt import AttemptDir, SubmittedJob
 from shardmake.run.attempt_history import (
@@ -32,6 +33,8 @@ from shardmake.run.plan import Plan
 
 RECORD_SECONDS = 10.0
 """How long the first exit record may take to become visible here after Slurm has reported the job's end."""
+_BATCH_LOG = "*_0_log.out"
+"""Submitit's log of node 0 has what srun printed, too."""
 logger = logging.getLogger(__name__)
 _RUN_AGAIN = "Fix the cause and run the same command again; it resumes from the newest checkpoint."
 _ADVICE = {
@@ -113,6 +116,7 @@ def _collect_evidence(training: Training, folder: AttemptDir, status: JobStatus)
         hang=folder.read_hang(),
         cancelled_by=status.cancelled_by,
         start_failure=start_failure(_output_lines(folder.slurm)) if folder.read().container else "",
+        step_failure=step_failure(_output_lines(folder.slurm, _BATCH_LOG)),
         last_output=next(reversed(_output_lines(folder.slurm)), ""),
     )
 
@@ -124,9 +128,9 @@ def _wait_for_exit_records(folder: AttemptDir, status: JobStatus) -> None:
         time.sleep(0.2)
 
 
-def _output_lines(folder: Path) -> list[str]:
-    """Return the lines in the logs that Slurm's step left in ``folder``."""
-    logs = sorted(folder.glob("*.out"), key=lambda path: path.stat().st_mtime)
+def _output_lines(folder: Path, name: str = "*.out") -> list[str]:
+    """Return the lines in the logs ``name`` that Slurm's step left in ``folder``."""
+    logs = sorted(folder.glob(name), key=lambda path: path.stat().st_mtime)
     return [line for log in logs for line in log.read_text(errors="replace").splitlines() if line.strip()]
 
 

@@ -6,6 +6,7 @@ from enum import Enum
 
 from shardmake.launch.error_texts import error_end
 from shardmake.launch.service import SERVING, STARTING
+from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
 
@@ -40,6 +41,8 @@ class Evidence:
     """The user who cancelled the job, if Slurm's accounting has the name."""
     start_failure: str = ""
     """A line of the output of Slurm's step that says why the container could not start the worker."""
+    step_failure: StepFailure | None = None
+    """A worker that Slurm could not start or that a signal ended, if Slurm's step reports one."""
     last_output: str = ""
     """The last line that Slurm's step printed. It often has the reason if no node left a record."""
 
@@ -52,6 +55,13 @@ class Evidence:
     def silent_hosts(self) -> list[str]:
         """Return the nodes that left no exit record, as far as their names are known."""
         return sorted(set(self.hosts) - {node.host for node in self.exits})
+
+    @property
+    def killed_worker(self) -> StepFailure | None:
+        """Return the worker that a signal ended before it wrote its record, and before Slurm ended the others."""
+        found = self.step_failure
+        recorded = {node.node_rank for node in self.exits}
+        return None if found is None or found.node_rank is None or found.node_rank in recorded else found
 
 
 @dataclass(frozen=True)
@@ -108,7 +118,8 @@ def classify(evidence: Evidence) -> Outcome:
     A person's scancel has priority, unless a rank failed with an error in the training. A damaged checkpoint comes
     next, because it keeps the ranks from training. A service that ended has priority over the ranks' errors, which
     their failed requests cause. A rank's own error has priority over a hang, a hang over Slurm's state, and Slurm's
-    state over the connection errors that a dying rank causes on all others.
+    state over the connection errors that a dying rank causes on all others. What Slurm's step reports of a worker has
+    priority over conclusions from records that are missing.
     """
     if evidence.finished:
         return Outcome(EndReason.FINISHED, "Training finished.")
@@ -123,6 +134,7 @@ def classify(evidence: Evidence) -> Outcome:
         or _by_hang(evidence)
         or _by_oom_kill(evidence.exits)
         or _by_slurm(evidence)
+        or _by_step(evidence)
         or _by_missing_worker(evidence)
         or _by_container(evidence)
         or _by_signal(evidence.exits)
@@ -168,7 +180,14 @@ def _by_service(evidence: Evidence) -> Outcome | None:
 
 
 def _by_missing_service(evidence: Evidence) -> Outcome | None:
-    """Recognize a service's node that left no record although all nodes of the ranks did, and a rank failed."""
+    """Recognize a service whose worker a signal ended, or left no record although all nodes of the ranks did.
+
+    Without Slurm's report of the signal, a failed rank must show that the service was missing.
+    """
+    killed = evidence.killed_worker
+    if killed and killed.node_rank is not None and killed.node_rank >= evidence.training_nodes:
+        message = f"The worker of the service on {killed.host} was killed: Slurm's step reports {killed.reason!r}."
+        return _by_slurm(evidence) or Outcome(EndReason.KILLED, message, log=killed.node_rank)
     missing = set(range(evidence.nodes)) - {node.node_rank for node in evidence.exits}
     if not missing or min(missing) < evidence.training_nodes or not evidence.errors:
         return None
@@ -232,6 +251,19 @@ def _failed_nodes(evidence: Evidence) -> str:
     if silent and len(silent) < len(hosts):
         return f" No record came from {', '.join(silent)}."
     return f" It ran on {', '.join(hosts)}." if hosts else ""
+
+
+def _by_step(evidence: Evidence) -> Outcome | None:
+    """Recognize a worker that Slurm could not start or that a signal ended; Slurm then ended all others."""
+    failed, killed = evidence.step_failure, evidence.killed_worker
+    if failed and failed.node_rank is None:
+        return Outcome(
+            EndReason.NODE_FAILURE, f"Slurm could not start the worker on {failed.host}: {failed.reason.rstrip('.')}."
+        )
+    if killed is None:
+        return None
+    message = f"The worker on {killed.host} was killed: Slurm's step reports {killed.reason!r}."
+    return Outcome(EndReason.KILLED, message, log=killed.node_rank or 0)
 
 
 def _by_missing_worker(evidence: Evidence) -> Outcome | None:

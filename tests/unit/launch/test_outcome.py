@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardmake.launch.outcome import Action, Evidence, Outcome, RetryState, classify, decide
+from shardmake.launch.step_output import StepFailure
 from shardmake.run.attempt import Hang, NodeExit, RankError
 from shardmake.run.attempt_history import EndReason
 
@@ -145,6 +146,25 @@ def test_nodes_without_a_record_are_named() -> None:
     both_wrote = {"nodes": 2, "hosts": ["c1", "c2"], "exits": [node(0), node(1)]}
     down = classify(evidence(slurm_state="NODE_FAIL", down_hosts=["c2"], **both_wrote)).message
     assert down == "Slurm ended the job: NODE_FAIL. Slurm reports c2 as down."
+
+
+def test_a_worker_that_slurms_step_reports_as_killed_is_named() -> None:
+    killed = {"nodes": 3, "step_failure": StepFailure("c3", "Killed", 2)}
+    service = classify(evidence(service_nodes=1, errors=[error("URLError", "refused")], **killed))
+    assert (service.end, service.log) == (EndReason.KILLED, 2)
+    assert service.message == "The worker of the service on c3 was killed: Slurm's step reports 'Killed'."
+    lost = classify(evidence(exits=[node(0)], errors=[PEER_GONE], **killed))
+    assert lost.message == "The worker on c3 was killed: Slurm's step reports 'Killed'."
+    assert classify(evidence(errors=[error("ValueError", "bad label")], **killed)).end is EndReason.USER_ERROR
+    assert classify(evidence(slurm_state="NODE_FAIL", **killed)).end is EndReason.NODE_FAILURE
+    assert "Killed" not in classify(evidence(exits=[node(2, returncode=-9)], **killed)).message, "it left its record"
+
+
+def test_a_worker_that_slurm_could_not_start_is_named() -> None:
+    failed = StepFailure("c2", "Socket timed out on send/recv operation", None)
+    outcome = classify(evidence(nodes=3, step_failure=failed, last_output="srun: error: c1: task 0: Killed"))
+    assert outcome.end is EndReason.NODE_FAILURE and decide(outcome, state()) is Action.RESUME
+    assert outcome.message == "Slurm could not start the worker on c2: Socket timed out on send/recv operation."
 
 
 @pytest.mark.parametrize(
