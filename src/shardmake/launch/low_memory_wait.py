@@ -21,6 +21,8 @@ else:
     from shardmake.launch import squeue_cache
 
 SECONDS = 20.0
+_INTERRUPTED = 130
+"""Exit status after Ctrl-C, as that of every command."""
 LOCK_VARIABLE = "SHARDMAKE_DRIVER_LOCK"
 WAITED_VARIABLE = "SHARDMAKE_DRIVER_WAITED"
 STARTED_VARIABLE = "SHARDMAKE_STARTED_JOB"
@@ -104,7 +106,8 @@ def main(count: str, *words: str) -> None:
             await_slot(*details)
     except KeyboardInterrupt:
         state = f"job {details[0]} stays in the queue" if what == "start" else "no job was submitted"
-        sys.exit(f"The driver exits, {state}. To continue, run the same command again.")
+        print(f"The driver exits, {state}. To continue, run the same command again.", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
     os.execv(start_again[0], start_again)
 
 

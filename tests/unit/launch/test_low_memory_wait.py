@@ -180,4 +180,4 @@ def test_an_interrupt_ends_the_wait_with_a_message(slurm: Path, words: tuple[str
     wait_for(lambda: (slurm / "waiting").exists() and "answered" in (slurm / "waiting").read_text())
     wait_for(lambda: is_waiting(driver))
     driver.send_signal(signal.SIGINT)
-    assert message in driver.communicate()[1] and driver.returncode == 1
+    assert message in driver.communicate()[1] and driver.returncode == 130
