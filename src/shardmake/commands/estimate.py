@@ -115,6 +115,8 @@ class EstimateResult:
     """The row that the plan takes; None if nothing fits."""
     reason: str = ""
     """Why it takes that row, as the plan says it."""
+    traced_tokens: int | None = None
+    """Tokens of the traced step, if its bytes were scaled to the sequence."""
     inputs: tuple[tuple[str, str], ...] = ()
     """The numbers that went in, by name."""
 
@@ -127,6 +129,7 @@ class EstimateResult:
             "largest_tensor": self.model.largest_tensor,
             "largest_layer": self.model.largest_block,
             "candidates": [_row_json(row) | {"chosen": row is self.choice} for row in self.rows],
+            "traced_tokens": self.traced_tokens,
             "advice": self.advice,
             "calibration": self.measured and asdict(self.measured),
         }
@@ -162,7 +165,13 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     rows = candidates(request, planner)
     measured = calibration.read(settings.hardware.accelerator.name)
     result = EstimateResult(
-        request, settings.model, settings.split, tuple(rows), measured=measured, inputs=tuple(_inputs(settings))
+        request,
+        settings.model,
+        settings.split,
+        tuple(rows),
+        measured=measured,
+        traced_tokens=planner.traced_tokens(rows[0].choice),
+        inputs=tuple(_inputs(settings)),
     )
     if not any(row.fits for row in rows):
         with warn_while_slow("Nothing fits; planning single changes that would"):

@@ -8,6 +8,7 @@ from shardmake.commands.estimate_terms import DISK_TERMS, GPU_TERMS, HOST_TERMS,
 from shardmake.config.accelerators import find_accelerator
 from shardmake.core.units import GIB, format_count, format_number
 from shardmake.plan.candidates import Candidate
+from shardmake.plan.reasons import describe_scaling
 from shardmake.plan.verdict import Headroom
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ def print_table(result: EstimateResult, explain: bool = False) -> None:
         f"step. fits: tight if the margin is less than the estimate's error, slow from {SLOW:g} times the step of the "
         "choice (*) on."
     )
+    if result.traced_tokens:
+        console.print(describe_scaling(result.traced_tokens, request.sequence_length or 0))
     if result.reason:
         console.print(f"* {result.reason}", highlight=False)
     if result.measured:

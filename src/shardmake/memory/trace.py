@@ -60,6 +60,15 @@ def _warn_of_scaling(model_type: str, traced: int, tokens: int) -> None:
     )  # fmt: skip
 
 
+def traced_tokens(scenario: Scenario) -> int | None:
+    """Return with how many tokens the step of ``scenario`` was traced if its bytes were scaled; else None."""
+    if scenario.model.decoder is not None:
+        return None
+    trace_all([scenario])
+    events = read_cached(TRACER, _request(replace(scenario, micro_batch=_sizes(scenario)[0])))
+    return events[0][1] if events and events[0][0] == SCALED else None
+
+
 def _slow(request: Mapping[str, Any]) -> str:
     return (
         f"Running a step of {request['config']['model_type']} without memory, to find what it allocates. Layers that "

@@ -27,7 +27,7 @@ from shardmake.memory.estimate import (
 )
 from shardmake.memory.scenario import Scenario
 from shardmake.memory.timeline import Timeline
-from shardmake.memory.trace import trace_all
+from shardmake.memory.trace import trace_all, traced_tokens
 from shardmake.plan.candidates import Candidate
 from shardmake.plan.family_errors import error_of
 from shardmake.plan.resolve import ResolvedRun
@@ -49,6 +49,10 @@ class Planner:
         """Trace the steps of ``possible`` in one process, if the model's family is not written down."""
         if self.settings.model.decoder is None:
             trace_all(scenario_of(self.settings, choice) for choice in possible)
+
+    def traced_tokens(self, choice: Choice) -> int | None:
+        """Return with how many tokens the step of ``choice`` was traced if its bytes were scaled; else None."""
+        return traced_tokens(scenario_of(self.settings, choice))
 
     def scan(self, choice: Choice) -> Candidate:
         """Return ``choice`` with its memory in closed form."""

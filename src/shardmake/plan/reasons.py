@@ -8,6 +8,14 @@ from shardmake.plan.resolve import ResolvedRun
 from shardmake.plan.verdict import Headroom
 
 
+def describe_scaling(traced: int, tokens: int) -> str:
+    """Return the sentence for an estimate whose step was traced with ``traced`` tokens instead of ``tokens``."""
+    return (
+        f"The model's layers loop over their tokens: a step of {traced} tokens was traced, and its bytes scaled to "
+        f"{tokens:,}."
+    )
+
+
 def reason_of(chosen: Candidate, candidates: Sequence[Candidate], fallbacks: Sequence[Candidate]) -> str:
     """Return the sentences that explain the choice, with its risk if it is tight."""
     return " ".join(

@@ -1,6 +1,6 @@
 """The plan stage: choose, check the request against the cluster, write the plan."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from shardmake.checkpoint.interval import interval_seconds, job_mtbf_seconds, lost_share
@@ -20,7 +20,7 @@ from shardmake.plan.fallbacks import find_fallbacks
 from shardmake.plan.figure import draw
 from shardmake.plan.limits import check_request, query_partitions
 from shardmake.plan.planner import Planner
-from shardmake.plan.reasons import reason_of, rejected
+from shardmake.plan.reasons import describe_scaling, reason_of, rejected
 from shardmake.plan.resolve import ResolvedRun, check, check_fsdp, resolve
 from shardmake.plan.suggestions import suggest, suggest_faster
 from shardmake.run.disk_budget import check_choice, checkpoint_size
@@ -210,7 +210,7 @@ def _resources(hardware: Hardware, needed: int, cpus: int) -> Resources:
     return Resources(memory_gib=max(1, min(gib, hardware.host_memory // GIB)), cpus=cpus)
 
 
-def memory_estimates(settings: ResolvedRun, candidates: Iterable[Candidate]) -> MemoryEstimates:
+def memory_estimates(settings: ResolvedRun, candidates: Sequence[Candidate]) -> MemoryEstimates:
     """Return the content of plan/memory.json."""
     return MemoryEstimates(
         model=settings.model.architecture,
@@ -218,6 +218,7 @@ def memory_estimates(settings: ResolvedRun, candidates: Iterable[Candidate]) -> 
         trainable=settings.split.trainable,
         gpu_memory=settings.hardware.gpu_memory,
         host_memory=settings.hardware.host_memory,
+        traced_tokens=Planner(settings).traced_tokens(candidates[0].choice),
         candidates=[candidate.as_record() for candidate in candidates],
     )
 
@@ -227,6 +228,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
     choice, asked = plan.choice, plan.resources["train"]
     below = "; ".join(describe_choice(fallback.choice) for fallback in plan.fallbacks)
     checkpointing = "with" if choice.gradient_checkpointing else "without"
+    traced = MemoryEstimates.read(rundir.memory).traced_tokens
     place = ", whose activations are held on the host" if plan.workload.activation_offload else ""
     return "\n".join(
         [
@@ -239,6 +241,7 @@ def describe(plan: Plan, rundir: RunDir) -> str:
             f"sequences x {choice.gradient_accumulation_steps} accumulation steps",
             f"  per node {asked.memory_gib} GiB of RAM and {asked.cpus} cores",
             f"  {plan.reason}",
+            *([f"  {describe_scaling(traced, plan.workload.sequence_length)}"] if traced else []),
             *(f"  clearly less GPU-time: {line}" for line in plan.advice),
             *([f"  attention {plan.workload.attention}: {why}"] if (why := plan.attention_reason) else []),
             *(f"  {line}" for line in plan.own_files),

@@ -270,6 +270,9 @@ class MemoryEstimates(RunRecord):
     trainable: int = Field(description="Parameters that are trained.")
     gpu_memory: int = Field(description="Memory of a GPU, bytes.")
     host_memory: int = Field(description="Host RAM of a node, bytes.")
+    traced_tokens: int | None = Field(
+        None, description="Tokens of the traced step, if its bytes were scaled to the sequence: its layers loop."
+    )
     candidates: list[CandidateEstimate] = Field(description="Every candidate.")
 
     def of(self, choice: Choice) -> CandidateEstimate:

@@ -109,6 +109,13 @@ def test_table_and_explanation_are_printed(model: str, capsys: pytest.CaptureFix
     assert "12.5 GB/s between nodes" in shown and "error of sharded trainings: " in shown
 
 
+def test_a_step_that_was_scaled_is_named(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    result = replace(estimate(EstimateRequest(model, strategies=["zero3"])), traced_tokens=43)
+    assert result.as_json()["traced_tokens"] == 43
+    print_table(result)
+    assert "a step of 43 tokens was traced, and its bytes scaled to 4,096." in " ".join(capsys.readouterr().out.split())
+
+
 def test_the_table_marks_the_choice_tight_and_slow_rows() -> None:
     chosen = make_candidate("fsdp", 14.2, 78.5, Headroom.TIGHT)
     safe = make_candidate("fsdp-offload", 83.9, 16.7)

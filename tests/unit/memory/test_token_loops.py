@@ -1,14 +1,15 @@
 """Steps whose layers loop over their tokens are traced with few tokens and scaled."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from shardmake.memory import token_loops
+from shardmake.memory import token_loops, trace
 from shardmake.memory.closed_form import of_events
 from shardmake.memory.read_config import from_config
 from shardmake.memory.token_loops import LENGTHS, scaled_to
-from shardmake.memory.trace import _request
+from shardmake.memory.trace import _request, traced_tokens
 from tests.unit.memory.llama_8b import scenario
 
 MAMBA = {"model_type": "mamba", "vocab_size": 320, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16}
@@ -40,3 +41,12 @@ def test_a_scaled_step_has_the_peaks_of_the_whole_one(tracer: Any, monkeypatch: 
     assert events[0] == ["scaled", 43]
     scaled = of_events(events, 2)
     assert (scaled.forward, scaled.last_layer) == pytest.approx((whole.forward, whole.last_layer), rel=0.02)
+
+
+def test_an_estimate_names_the_tokens_of_a_scaled_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    traces = {"mamba": scaled_to(4096, [step(length) for length in LENGTHS]), "gpt2": step(4)}
+    monkeypatch.setattr(trace, "run_helper", lambda name, asked: [traces[asked["requests"][0]["config"]["model_type"]]])
+    gpt2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    found = [traced_tokens(scenario(model=from_config(config), micro_batch=1)) for config in (MAMBA, gpt2)]
+    assert found == [43, None] and traced_tokens(scenario()) is None
