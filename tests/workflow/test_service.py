@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from tests.workflow.checkout import Checkout
-from tests.workflow.service_run import answers, assert_asked_in_every_step, ends, service_settings
+from tests.workflow.service_run import COMMAND, answers, assert_asked_in_every_step, ends, service_settings
 
 pytestmark = [pytest.mark.training, pytest.mark.objectives]
 
@@ -49,6 +49,14 @@ def test_a_service_that_does_not_start_stops_the_run_with_its_output(checkout: C
     assert "ended with status 3 before it was ready. Its last output: no GPU is free" in done.stdout
     assert done.returncode == 2 and "Correct service.command" in done.stdout and "Traceback" not in done.stdout
     assert ends(checkout) == ["the service did not start"] and answers(checkout) == []
+
+
+def test_the_driver_reports_a_service_that_loads_for_long(checkout: Checkout) -> None:
+    checkout.configure(**service_settings(checkout, f"{COMMAND} --load_seconds 65"))
+    for stage in ("plan", "render", "data"):
+        checkout("shardmake", stage, "demo")
+    output = checkout("shardmake", "train", "demo").stdout
+    assert "has been loading for 1 minute. Its last output: loading " in output and ends(checkout) == ["finished"]
 
 
 def test_the_stop_file_ends_script_and_service(prepared: Checkout, tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ import contextlib
 import logging
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
 from shardmake.launch.low_memory_wait import wait_until_started
+from shardmake.launch.service import loading_message
 from shardmake.launch.slurm_jobs import waiting_snapshot
 from shardmake.launch.slurm_states import JobState, JobStatus
 from shardmake.launch.training import Training
@@ -21,6 +22,7 @@ LOW_MEMORY_WAIT_SECONDS = 5.0
 logger = logging.getLogger(__name__)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 SECONDS_BETWEEN_LINES = 3.0
+SECONDS_BETWEEN_LOADING_LINES = 60.0
 _WARNING = "[rank 0] WARNING: "
 """Begin of a warning of rank 0, by `shardmake.core.log`."""
 
@@ -71,6 +73,23 @@ class ProgressPrinter:
             logger.info(_describe_step(steps[-1]))
 
 
+class LoadingPrinter:
+    """Logs now and then that a service of the attempt still loads."""
+
+    def __init__(self, folder: AttemptDir) -> None:
+        self.folder = folder
+        self.logged_at = time.monotonic()
+
+    def poll(self) -> None:
+        """Log the line if enough time has passed."""
+        if time.monotonic() - self.logged_at < SECONDS_BETWEEN_LOADING_LINES:
+            return
+        self.logged_at = time.monotonic()
+        attempt = self.folder.read()
+        if attempt.service_nodes and (message := loading_message(self.folder, attempt, time.time())):
+            logger.info(message)
+
+
 def _describe_step(line: MetricsLine) -> str:
     speed = "" if line.tokens_per_second is None else f"  {line.tokens_per_second:,.0f} tokens/s"
     rate = "" if line.learning_rate is None else f"  learning rate {line.learning_rate:.2e}"
@@ -88,7 +107,8 @@ def _describe_status(status: JobStatus) -> str:
 
 def watch(training: Training, job: SubmittedJob) -> JobStatus:
     """Wait until ``job`` has ended, and return its last status."""
-    progress = ProgressPrinter(training.rundir.metrics, training.attempt_dir(job.attempt).log(0))
+    folder = training.attempt_dir(job.attempt)
+    progress, loading = ProgressPrinter(training.rundir.metrics, folder.log(0)), LoadingPrinter(folder)
     pause, last = POLL_SECONDS, JobState.UNKNOWN
     try:
         while (status := training.jobs.status(job.id)).state not in (JobState.ENDED, JobState.GONE):
@@ -102,7 +122,7 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
                 # A pending job may wait for days: replace this process by one of little memory.
                 logger.info("%s The driver waits in low memory until it starts.", _describe_status(status))
                 wait_until_started(job.id, training.lock, str(waiting_snapshot()))
-            _report_progress(training, progress, training.attempt_dir(job.attempt), pause)
+            _report_progress(training, [progress, loading], folder, pause)
     except DriverStoppedError as signal_name:
         logger.info(
             "%s: the driver exits, job %s keeps running. To watch the job, run the same command again. To save and "
@@ -117,12 +137,15 @@ def watch(training: Training, job: SubmittedJob) -> JobStatus:
     return status
 
 
-def _report_progress(training: Training, progress: ProgressPrinter, folder: AttemptDir, seconds: float) -> None:
+def _report_progress(
+    training: Training, printers: Sequence[ProgressPrinter | LoadingPrinter], folder: AttemptDir, seconds: float
+) -> None:
     """Report progress from the run's folder, which costs Slurm nothing, for ``seconds`` or until the attempt ends."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         with contextlib.suppress(OSError):  # a shared file system may fail for a moment
-            progress.poll()
+            for printer in printers:
+                printer.poll()
             if training.rundir.train_receipt.exists() or folder.exits():
                 time.sleep(POLL_SECONDS)
                 return

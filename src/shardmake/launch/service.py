@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import io
 import os
+import re
 import shlex
 import signal
 import socket
@@ -25,6 +26,7 @@ from pydantic import Field
 from shardmake.config.script_variables import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
 from shardmake.core.secrets import redact
+from shardmake.core.units import plural
 from shardmake.launch.rendezvous import choose_address, listen
 from shardmake.run.attempt import Attempt, AttemptDir, host_name
 from shardmake.run.record import RunRecord
@@ -166,9 +168,34 @@ class Service:
         """Return the last line of the service's output as a sentence; empty without output."""
         if self.copying is not None:
             self.copying.join(_COPY_SECONDS)
-        lines = self.folder.log(self.node_rank).read_text(errors="replace").rpartition(_OUTPUT)[2].splitlines()
-        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f" Its last output: {last}" if last else ""
+        return _last_output(self.folder.log(self.node_rank))
+
+
+def _last_output(log: Path) -> str:
+    """Return the last line of a service's output in the log of its node as a sentence; empty without output."""
+    lines = log.read_text(errors="replace").rpartition(_OUTPUT)[2].splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    return f" Its last output: {last}" if last else ""
+
+
+def loading_message(folder: AttemptDir, attempt: Attempt, now: float) -> str:
+    """Return how long the first service that does not answer yet has been loading, at Unix time ``now``.
+
+    It is empty if no service has started, or if all of them answer. The time counts from the job's rendezvous.
+    """
+    starts = sorted(folder.rendezvous.glob("start-*.json"), key=lambda path: int(path.stem.removeprefix("start-")))
+    if not starts:
+        return ""
+    start = int(starts[-1].stem.removeprefix("start-"))
+    for rank in range(attempt.nodes, attempt.job_nodes):
+        log = folder.log(rank)
+        if _address_file(folder, start, rank).exists() or not log.exists():
+            continue
+        host = _HOST.findall(log.read_text(errors="replace"))
+        minutes = plural(round((now - starts[-1].stat().st_mtime) / 60), "minute")
+        if host:
+            return f"The service on {host[-1]} has been loading for {minutes}.{_last_output(log)}"
+    return ""
 
 
 def service_settings(folder: AttemptDir) -> ServiceSettings:
@@ -275,6 +302,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 _OUTPUT = "# output of the service"
+_HOST = re.compile(r"^# node \d+: (\S+), a service beside ", re.MULTILINE)
+"""The node's name in `_heading`."""
 
 
 def _heading(attempt: Attempt, node_rank: int, variables: Mapping[str, str], command: Sequence[str]) -> str:

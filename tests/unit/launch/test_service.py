@@ -13,6 +13,7 @@ import pytest
 
 from shardmake.config.script_variables import SERVICE_VARIABLES
 from shardmake.launch.jobs import attempt_settings
+from shardmake.launch.rendezvous import Rendezvous
 from shardmake.launch.service import (
     SERVING,
     STARTING,
@@ -20,12 +21,13 @@ from shardmake.launch.service import (
     ServiceAddress,
     ServiceError,
     answers,
+    loading_message,
     service_variables,
     training_interface,
     wait_for_services,
 )
 from shardmake.render.stage import render_files, write_files
-from shardmake.run.attempt import AttemptDir, NodeExit
+from shardmake.run.attempt import AttemptDir, NodeExit, host_name
 from shardmake.run.training_settings import ServiceSettings
 from tests.unit.plans import make_cluster, make_model, make_plan, make_run
 
@@ -157,6 +159,22 @@ def test_what_a_service_prints_reaches_the_log_without_secrets(
     log = folder.log(1).read_text()
     assert log.endswith("serving --api-key=[removed]\n[removed]\nlogin with password=[removed]\n")
     assert "Plant" not in log
+
+
+def test_a_service_that_still_loads_is_reported_with_its_last_output(folder: AttemptDir) -> None:
+    attempt = folder.read()
+    assert loading_message(folder, attempt, 0) == "", "the job has not started"
+    Rendezvous(address="10.0.0.1", port=1, interface="eth0", host="c1").write(folder.rendezvous / "start-0.json")
+    started = (folder.rendezvous / "start-0.json").stat().st_mtime
+    assert loading_message(folder, attempt, started + 60) == "", "the service's node has not started"
+    with pytest.raises(ServiceError):
+        make_service(folder, "echo shard 3 of 9; exit 3", 20).run(dict(os.environ), "127.0.0.1")
+    message = loading_message(folder, attempt, started + 125)
+    assert message == f"The service on {host_name()} has been loading for 2 minutes. Its last output: shard 3 of 9"
+    folder.services.mkdir()
+    found = ServiceAddress(address="127.0.0.1", port=1, host=host_name(), seconds=130)
+    found.write(folder.services / "start-0-node-1.json")
+    assert loading_message(folder, attempt, started + 180) == ""
 
 
 def test_a_failed_node_ends_a_start_without_blame(folder: AttemptDir) -> None:
