@@ -17,6 +17,8 @@ from shardmake.memory.model import INVENTORY, Model, has_own_class, inventory_re
 
 SIZE_FIELDS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
+COUNTS = ("sliding_window", "num_experts_per_tok", "num_local_experts", "num_experts", "n_routed_experts")
+"""Whole numbers with one meaning for all models; no value, 0 and false mean that the model has no such part."""
 LARGEST_SIZE = (1 << 31) - 1
 MOST_LAYERS = 10_000  # each has its own weights and events
 
@@ -108,6 +110,7 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
                 f"{source}: {field} is {value!r}. It must be a whole number from 1 to {largest:,}. "
                 "Use the config.json that came with the weights."
             )
+    _check_types(config, source)
     _check_sizes(config, source)
     code = config.get("auto_map")
     if not code or _is_known_to_transformers(kind):
@@ -121,6 +124,23 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
         raise ModelError(
             f"{source}: this model needs its own Python code ({', '.join(code)}). "
             "Read that code; if you trust it, set trust_remote_code: true."
+        )
+
+
+def _check_types(config: Mapping[str, Any], source: str) -> None:
+    """Raise a `ModelError` if a value that is read for every model has a wrong type."""
+    wrong = [
+        (field, "a whole number")
+        for field in COUNTS
+        if config.get(field) and (isinstance(config[field], bool) or not isinstance(config[field], int))
+    ]
+    classes = config.get("architectures") or []
+    if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
+        wrong.append(("architectures", "a list of names of classes"))
+    for field, kind in wrong:
+        raise ModelError(
+            f"{source}: {field} is {config[field]!r}. It must be {kind}. Use the config.json that came with the "
+            "weights."
         )
 
 
