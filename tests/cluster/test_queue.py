@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from shardmake.launch.squeue_cache import FRESH_SECONDS
+from tests.cluster.fault_run import ClusterCheckout
 from tests.cluster.harness import Cluster
 
 pytestmark = pytest.mark.cluster
@@ -41,3 +42,27 @@ def test_eight_drivers_run_squeue_as_often_as_one(cluster: Cluster, shared_folde
     asked = (shared_folder / "count").read_text().count("asked")
     assert asked <= 2 + (time.monotonic() - started) / FRESH_SECONDS
     cluster.run(["scancel", job])
+
+
+@pytest.mark.faults
+@pytest.mark.training
+@pytest.mark.timeout(900)
+def test_a_worker_that_slurm_cannot_start_is_named_and_the_next_job_trains(checkout: ClusterCheckout) -> None:
+    """As on a loaded node, whose slurmd does not answer within MessageTimeout."""
+    checkout.configure_cluster(slurm={"srun_extra": ["--msg-timeout=2"]}, max_steps=6)
+    for stage in ("fetch", "plan", "render", "data"):
+        checkout.on_login_node("shardmake", stage, "demo")
+    (slurmd,) = checkout.cluster.run(["pgrep", "-x", "slurmd"], node="c2").stdout.split()
+    log = checkout.root / "driver.log"
+    checkout.cluster.run(["kill", "-STOP", slurmd], node="c2")
+    try:
+        driver = checkout.cluster.popen(
+            checkout.command("shardmake", "train", "demo"), cwd=checkout.root, stdout=log.open("a")
+        )
+        checkout.cluster.wait_until(lambda: " -> " in log.read_text(), "the end of the first job", timeout=200)
+    finally:
+        checkout.cluster.run(["kill", "-CONT", slurmd], node="c2")
+    assert driver.wait(400) == 0, log.read_text()
+    first, last = checkout.read("train/attempts/index.json")
+    assert first["end"] == "node failure" and last["end"] == "finished"
+    assert first["message"].startswith("Slurm could not start the worker on c2: ")
