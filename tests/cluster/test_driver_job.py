@@ -47,7 +47,7 @@ class DriverJobs:
     def wait_for_steps(self, steps: int) -> None:
         """Wait until the training has done ``steps``."""
         self.cluster.wait_until(
-            lambda: len(self.checkout.metrics()) >= steps, f"{steps} steps; {self.log()}", timeout=200
+            lambda: len(self.checkout.metrics()) >= steps, f"{steps} steps; {self.log()}", timeout=400
         )
 
     def wait_for_log(self, words: str, times: int = 1) -> None:
@@ -171,14 +171,35 @@ def test_the_node_of_the_driver_job_fails_in_mid_training(driver: DriverJobs) ->
 
 @pytest.mark.faults
 @pytest.mark.timeout(900)
-def test_a_preempted_driver_job_is_queued_again_and_reattaches(driver: DriverJobs) -> None:
-    """Slurm signals the job after the grace time of its partition."""
+@pytest.mark.parametrize("mode", ["REQUEUE", "CANCEL"])
+def test_a_preempted_driver_job_continues(driver: DriverJobs, mode: str) -> None:
+    """After the grace time, Slurm queues the job again, or cancels it and the job submits itself."""
+    configure(driver.checkout, LONG, nodes=1)
+    driver.cluster.run(["scontrol", "update", "partitionname=cpu", f"preemptmode={mode}"])
+    try:
+        first = driver.submit("train")
+        driver.wait_for_steps(3)
+        options = f"--parsable --partition=urgent --nodelist=c1 --exclusive --output={driver.checkout.root}/urgent"
+        urgent = driver.cluster.run(f"sbatch {options} --wrap 'sleep 5'").stdout.strip()
+        driver.cluster.wait_job(urgent, "COMPLETED", timeout=120)
+        driver.wait_for_end("done", timeout=400)
+    finally:
+        driver.cluster.run(["scontrol", "update", "partitionname=cpu", "preemptmode=REQUEUE"])
+    print(driver.log())
+    jobs = driver.state()["jobs"]
+    assert jobs[0] == first and len(jobs) == (1 if mode == "REQUEUE" else 2)
+    assert "Adopting job" in driver.log()
+    assert_trained_once(driver, LONG)
+
+
+@pytest.mark.faults
+@pytest.mark.timeout(900)
+def test_a_driver_job_that_an_administrator_queues_again(driver: DriverJobs) -> None:
     configure(driver.checkout, LONG, nodes=1)
     first = driver.submit("train")
     driver.wait_for_steps(3)
-    options = f"--parsable --partition=urgent --nodelist=c1 --exclusive --output={driver.checkout.root}/urgent"
-    urgent = driver.cluster.run(f"sbatch {options} --wrap 'sleep 5'").stdout.strip()
-    driver.cluster.wait_job(urgent, "COMPLETED", timeout=120)
+    driver.cluster.run(["scontrol", "requeue", first])
+    driver.wait_for_log(", number 1.", 2)
     driver.wait_for_end("done", timeout=400)
     print(driver.log())
     assert driver.state()["jobs"] == [first] and "Adopting job" in driver.log()
@@ -196,10 +217,10 @@ def test_a_driver_job_killed_during_a_stage_leaves_no_second_writer(driver: Driv
         driver.cluster.wait_until(lambda: not driver.active(), "the end of the driver job")
         assert driver.state()["snakemake_started"]
         assert "was killed or cancelled" in driver.checkout.on_login_node("shardmake", "status")
-    finally:  # one node has no room for the next driver job and that of data
+        output = driver.checkout.on_login_node("shardmake", "submit", "train")
+        driver.wait_for_end("done")
+    finally:
         driver.cluster.run(["scontrol", "update", "partitionname=cpu", "nodes=c[1-3]"])
-    output = driver.checkout.on_login_node("shardmake", "submit", "train")
-    driver.wait_for_end("done")
     print(output, driver.log())
     assert_trained_once(driver, STEPS)
 
