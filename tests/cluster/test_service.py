@@ -114,7 +114,7 @@ def test_a_killed_rank_ends_the_service_and_the_next_attempt_starts_both(checkou
 
 @pytest.mark.objectives
 def test_a_training_resumes_after_the_worker_of_its_service_was_killed(checkout: ClusterCheckout) -> None:
-    """Slurm ends the step, and may kill the other workers before they write their records."""
+    """Slurm ends the step, and may kill the other workers before they write their records; srun names the first."""
     training = Training(checkout, COMMAND, seconds=0.5)
     training.wait_for_answers(3)
     server = answers(checkout)[0]["server"]
@@ -125,7 +125,10 @@ def test_a_training_resumes_after_the_worker_of_its_service_was_killed(checkout:
     training.kill(worker, "c3")
     status, output = training.wait()
     assert status == 0, output
-    assert ends(checkout) in (["a process was killed", "finished"], ["unknown", "finished"])
+    assert ends(checkout) == ["a process was killed", "finished"]
+    assert (
+        training.history()[0]["message"] == "The worker of the service on c3 was killed: Slurm's step reports 'Killed'."
+    )
     assert_asked_in_every_step(checkout)
 
 
