@@ -33,7 +33,7 @@ def quantizing(forked: Forked) -> Iterator[Forked]:
     server = ForkServer("tests.bitsandbytes_on_cpu", packages=PACKAGES)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(resolve, "_check_cpu", lambda run: None)
-        patch.setattr(resolve, "_check_packages", lambda run, optional: None)
+        patch.setattr(resolve, "_check_packages", lambda run: None)
         yield Forked(forked.checkout, server)
     server.close()
 

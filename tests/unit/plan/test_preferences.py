@@ -117,7 +117,7 @@ def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(
     folders: dict[str, str], objective: str, forwards: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reference is the trained model without its adapters."""
-    monkeypatch.setattr(resolve_module, "_check_packages", lambda run, optional: None)
+    monkeypatch.setattr(resolve_module, "_check_packages", lambda run: None)
     settings = resolve(run_of(folders["eight"], objective=objective, packing=False, method="qlora"), gpus())
     chosen, _ = choose_from(Planner(settings))
     scenario, terms = scenario_of(settings, chosen.choice), chosen.memory.gpu.terms
