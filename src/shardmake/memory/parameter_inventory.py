@@ -45,7 +45,7 @@ def build(config: Mapping[str, Any], source: str, trust_remote_code: bool = Fals
                 return model_class(parsed)
             return transformers.AutoModelForCausalLM.from_config(parsed, trust_remote_code=trust_remote_code)
     except Exception as error:  # a model's code may raise anything for unusual sizes
-        raise ModelError(f"{source}: transformers cannot build this model: {error}") from None
+        raise ModelError(f"{source}: transformers cannot build this model: {_in_one_line(error)}") from None
 
 
 def causal_class(model_type: str, source: str) -> str:
@@ -85,7 +85,12 @@ def parse_config(config: Mapping[str, Any], source: str, trust_remote_code: bool
             "Check the spelling, or install a version of transformers that has it."
         ) from None
     except Exception as error:  # a config class may raise anything for unusual values
-        raise ModelError(f"{source}: transformers rejects this config: {error}") from None
+        raise ModelError(f"{source}: transformers rejects this config: {_in_one_line(error)}") from None
+
+
+def _in_one_line(error: Exception) -> str:
+    """Return the words of an error of a library without the frames of C++ code that torch appends."""
+    return " ".join(str(error).partition("\nException raised from")[0].split())
 
 
 def inventory(model: "nn.Module") -> dict[str, Any]:

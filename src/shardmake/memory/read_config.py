@@ -129,11 +129,7 @@ def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: boo
 
 def _check_types(config: Mapping[str, Any], source: str) -> None:
     """Raise a `ModelError` if a value that is read for every model has a wrong type."""
-    wrong = [
-        (field, "a whole number")
-        for field in COUNTS
-        if config.get(field) and (isinstance(config[field], bool) or not isinstance(config[field], int))
-    ]
+    wrong = [(field, "a whole number") for field in COUNTS if config.get(field) and not _is_count(config[field])]
     classes = config.get("architectures") or []
     if not isinstance(classes, list) or not all(isinstance(name, str) for name in classes):
         wrong.append(("architectures", "a list of names of classes"))
@@ -142,6 +138,10 @@ def _check_types(config: Mapping[str, Any], source: str) -> None:
             f"{source}: {field} is {config[field]!r}. It must be {kind}. Use the config.json that came with the "
             "weights."
         )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value <= LARGEST_SIZE
 
 
 def _is_known_to_transformers(model_type: str) -> bool:

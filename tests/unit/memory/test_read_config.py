@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shardmake.core.errors import ShardmakeError
+from shardmake.core.errors import ModelError, ShardmakeError
 from shardmake.memory.model import split
 from shardmake.memory.read_config import from_config, read_model
 
@@ -35,6 +35,7 @@ BAD = [
     ({**SIZES, "model_type": "llama", "sliding_window": "abc"}, "sliding_window is 'abc'. It must be a whole number"),
     ({**SIZES, "model_type": "llama", "sliding_window": True}, "sliding_window is True"),
     ({**SIZES, "model_type": "gpt2", "num_experts": 1e20}, r"num_experts is 1e\+20"),
+    ({**SIZES, "model_type": "qwen3_moe", "num_experts": 10**30}, "num_experts is 1000"),
     ({**SIZES, "model_type": "llama", "architectures": True}, "architectures is True. It must be a list"),
     ({**SIZES, "model_type": "llama", "architectures": [1]}, r"architectures is \[1\]"),
     ({**SIZES, "model_type": "llamma"}, "has no model type 'llamma'"),
@@ -72,6 +73,13 @@ def test_adapters_are_refused_by_the_name_of_their_kind(text: str, kind: str, tm
         ShardmakeError, match=rf"^Not a base model: .* holds {kind} adapters; .*Name their base model\.$"
     ):
         read_model(str(tmp_path))
+
+
+def test_an_error_of_a_library_is_one_line() -> None:
+    config = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 320, "n_positions": "x"}
+    with pytest.raises(ModelError, match=r"rejects this config: .*n_positions") as raised:
+        from_config(config, source="config.json")
+    assert "\n" not in str(raised.value)
 
 
 def test_missing_models_are_rejected(tmp_path: Path) -> None:
