@@ -338,11 +338,6 @@ def _strategies(request: EstimateRequest, run: Run) -> list[Strategy]:
 
     Other libraries may train what the installed ones cannot, so a named strategy is not refused for them.
     """
-    for name in request.strategies:
-        if name not in STRATEGIES:
-            raise ConfigError(
-                f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {', '.join(STRATEGIES)}."
-            )
     named = [strategy for strategy in STRATEGIES if strategy in request.strategies]
     for strategy in () if request.stack else named:
         check_strategy(run, strategy)
@@ -366,13 +361,18 @@ def _largest(section: type[Section], field: str) -> int:
 
 
 def check_options(request: EstimateRequest) -> None:
-    """Raise a `ConfigError` for an option that is out of range."""
+    """Raise a `ConfigError` for an option with a value that cannot be used, before the model is read."""
     if not request.model:
         raise ConfigError("No model is named. Name a hub id, a model folder or a config.json.")
     for name, (section, field) in _COUNTS.items():
         value, largest = getattr(request, name), _largest(section, field)
         if value is not None and not 1 <= value <= largest:
             raise ConfigError(f"--{name.replace('_', '-')} is {value}. Write a number from 1 to {largest:,}.")
+    for name in request.strategies:
+        if name not in STRATEGIES:
+            raise ConfigError(
+                f"There is no strategy {name!r}.{nearest(name, STRATEGIES)} Strategies: {', '.join(STRATEGIES)}."
+            )
     try:
         find_accelerator(request.accelerator)
     except ConfigError as error:

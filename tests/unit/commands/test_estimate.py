@@ -283,6 +283,11 @@ def test_the_model_must_be_named() -> None:
         estimate(EstimateRequest(""))
 
 
+def test_an_unknown_strategy_is_refused_before_the_model_is_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^There is no strategy 'fsdp2'\. Did you mean 'fsdp'\?"):
+        estimate(EstimateRequest(str(tmp_path / "absent"), strategies=["fsdp2"]))
+
+
 def test_sequences_are_at_most_as_long_as_the_model_has_positions(tmp_path: Path) -> None:
     short = tmp_path / "config.json"
     short.write_text(json.dumps(CONFIG | {"max_position_embeddings": 512}))
