@@ -27,7 +27,7 @@ _USER = re.compile(r"(?<=://)(?:[^/@\s:]*:[^@\s]*|[^/@\s]+)@")
 _QUOTE = r"""(?:\\?["']|&(?:quot|apos|\#34|\#39);)?"""
 """Of text, of JSON and YAML in quotes, or of HTML, where a quote is an entity."""
 _PASSWORD = re.compile(
-    r"""([\w-]*(?:password|passwd|pwd|secret|(?:secret|access|api)[_-]?key|(?:auth|access|refresh)[_-]?token)"""
+    r"""((?:password|passwd|pwd|secret|(?:secret|access|api)[_-]?key|(?:auth|access|refresh)[_-]?token)"""
     rf"""{_QUOTE}\s*[=:]\s*{_QUOTE})([^\s"',;]{{6,}})""",
     re.IGNORECASE,
 )
@@ -40,7 +40,7 @@ _SHORTEST_PASSWORD = 6
 _WANDB = re.compile(r"(wandb\b[^\n]{0,60}?)\b[0-9a-f]{40}\b", re.IGNORECASE)
 """W&B's keys look like any digest, so they are known by what stands before them, as in ``~/.netrc``."""
 _ASSIGNED = re.compile(
-    r"""([\w-]*(?:token(?!s|iz|_id)|secret|passw(?:or)?d|(?:access|api|wandb)[_-]?key|credential|signature)[\w-]*"""
+    r"""((?:token(?!s|iz|_id)|secret|passw(?:or)?d|(?:access|api|wandb)[_-]?key|credential|signature)[\w-]{0,64}"""
     r"""(?:["']?\s*[=:,]\s*["']?|\s+))([^\s"',;&]+)""",
     re.IGNORECASE,
 )
