@@ -71,7 +71,6 @@ def checkout(cluster: Cluster, shared_folder: Path, inputs: Path) -> Iterator[Cl
     yield checkout
     for log in sorted(checkout.root.glob("*.log")):
         print(f"{log.name}:\n{log.read_text(errors='replace')}")
-    for log in sorted(checkout.run.glob("train/attempts/*/slurm/*.out")):
-        print(f"{log.relative_to(checkout.run)}:\n{log.read_text(errors='replace')[-4000:]}")
-    for log in sorted(checkout.run.glob("train/attempts/*/node-*.log")):
+    attempts = checkout.run / "train/attempts"
+    for log in sorted([*attempts.glob("*/slurm/*.out"), *attempts.glob("*/node-*.log")]):
         print(f"{log.relative_to(checkout.run)}:\n{log.read_text(errors='replace')[-4000:]}")

@@ -31,7 +31,10 @@ _PASSWORD = re.compile(
     rf"""{_QUOTE}\s*[=:]\s*{_QUOTE})([^\s"',;]{{6,}})""",
     re.IGNORECASE,
 )
-"""A password in running text; shorter values are most likely words about passwords."""
+"""A password in running text; shorter values are most likely words about passwords.
+
+The pattern begins with a fixed word. Any number of characters before it would take quadratic time on a long line.
+"""
 _OPTION = re.compile(
     r"--?[\w-]*(?:password|passwd|secret|(?:secret|access|api)[_-]?key|(?:hub|auth|access|refresh)[_-]?token)",
     re.IGNORECASE,

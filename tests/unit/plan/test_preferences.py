@@ -9,7 +9,6 @@ from shardmake.config.attention import KERNELS
 from shardmake.config.models import STRATEGIES
 from shardmake.core.errors import ConfigError
 from shardmake.memory.hardware import from_cluster
-from shardmake.plan import resolve as resolve_module
 from shardmake.plan.abilities import Abilities
 from shardmake.plan.candidates import choices
 from shardmake.plan.choose import choose_from
@@ -113,11 +112,8 @@ def test_reward_models_of_other_families_are_refused() -> None:
 
 
 @pytest.mark.parametrize(("objective", "forwards"), [("dpo", 1), ("kto", 3), ("reward", 0)])
-def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(
-    folders: dict[str, str], objective: str, forwards: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_plan_of_qlora_holds_the_base_once_in_4_bits(folders: dict[str, str], objective: str, forwards: int) -> None:
     """The reference is the trained model without its adapters."""
-    monkeypatch.setattr(resolve_module, "_check_packages", lambda run: None)
     settings = resolve(run_of(folders["eight"], objective=objective, packing=False, method="qlora"), gpus())
     chosen, _ = choose_from(Planner(settings))
     scenario, terms = scenario_of(settings, chosen.choice), chosen.memory.gpu.terms
