@@ -299,7 +299,7 @@ class Cluster:
         """Wait until a job is in one of ``states`` (RUNNING, COMPLETED, ...)."""
         self.wait_until(lambda: self.job(job_id).state in states, f"job {job_id} to be {states}", timeout=timeout)
 
-    def wait_idle(self, *, timeout: float = 60) -> None:
+    def wait_idle(self, *, timeout: float = 120) -> None:
         """Wait until no job is queued or running and all nodes are idle."""
         self.wait_until(self._is_idle, "an idle cluster", timeout=timeout)
 
@@ -338,7 +338,7 @@ class Cluster:
         self.run(["ip", "link", "delete", node], check=False)
 
     def declare_down(self, node: str) -> None:
-        """Report to Slurm that ``node`` is down, as a cluster's monitoring does; Slurm itself needs 10-30 s.
+        """Report to Slurm that ``node`` is down, as a cluster's monitoring does; Slurm itself needs longer.
 
         Its jobs end as NODE_FAIL, or are queued again if they may be.
         """

@@ -20,22 +20,23 @@ def slurm_conf(state: Path, *, accounting: bool) -> str:
     """`slurm.conf` of a cluster that keeps its files in ``state``.
 
     The partitions `gpu` and `cpu` accept only jobs with the parameters of `job_submit`, as at strict sites; `open`, the
-    default, is for the jobs of the tests themselves. Three values differ from Slurm's defaults to save waiting: credentials expire after 5 s (a requeued job is held for
-    that long), a silent node is down after 10 s, and the scheduler runs every second.
+    default, is for the jobs of the tests themselves. Three values differ from Slurm's defaults to save waiting: a
+    credential expires after 30 s, the time for which Slurm holds a requeued job and in which all nodes must have begun
+    a step, a silent node is down after 20 s, and the scheduler runs every second.
     """
     return f"""\
 ClusterName=test
 SlurmctldHost={HEAD}({ADDRESSES[HEAD]})
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={state}/munge/socket,cred_expire=5
+AuthInfo=socket={state}/munge/socket,cred_expire=30
 StateSaveLocation={state}/slurmctld
 SlurmctldPidFile={state}/slurmctld.pid
 SlurmctldLogFile={state}/log/slurmctld.log
 SlurmdSpoolDir={state}/spool-%n
 SlurmdPidFile={state}/slurmd-%n.pid
 SlurmdLogFile={state}/log/slurmd-%n.log
-SlurmdTimeout=10
+SlurmdTimeout=20
 # The nodes have what is written below, whatever machine carries them.
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,8 @@ from tests.cluster.slurm_conf import NODES
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
+LATE = 12
+"""Seconds for which a node does not answer, and after which Slurm must not yet take it for down."""
 SECOND = STATE.with_name(f"{STATE.name}-second")
 
 
@@ -35,6 +38,18 @@ def test_all_nodes_are_idle(cluster: Cluster) -> None:
 def test_a_step_runs_on_two_hosts(cluster: Cluster) -> None:
     output = cluster.run("srun --nodes=2 --ntasks-per-node=1 hostname").stdout
     assert sorted(output.split()) == ["c1", "c2"]
+
+
+def test_a_step_starts_although_a_node_answers_late(cluster: Cluster) -> None:
+    """As on a loaded machine: the credential of the step must not expire before the node reads it."""
+    (slurmd,) = cluster.run(["pgrep", "-x", "slurmd"], node="c2").stdout.split()
+    cluster.run(["kill", "-STOP", slurmd], node="c2")
+    try:
+        step = cluster.popen("srun --nodes=3 --ntasks-per-node=1 hostname", stdout=subprocess.PIPE)
+        time.sleep(LATE)
+    finally:
+        cluster.run(["kill", "-CONT", slurmd], node="c2")
+    assert sorted(step.communicate(timeout=60)[0].split()) == ["c1", "c2", "c3"]
 
 
 def test_gpus_are_counted_and_numbered(cluster: Cluster) -> None:
