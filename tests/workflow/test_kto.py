@@ -20,6 +20,7 @@ from tests.workflow.forked import Forked, log
 from tests.workflow.sweep import Sweep
 from tests.workflow.test_preferences import (
     SETTINGS,
+    assert_fallback_after_out_of_memory,
     assert_killed_training_recovers,
     assert_resumes,
     assert_stopped_training_resumes,
@@ -147,3 +148,10 @@ def test_a_stop_file_saves_kto_and_training_resumes_bit_for_bit(
     completions: Forked, tmp_path: Path, method: str, strategy: Strategy
 ) -> None:
     assert_stopped_training_resumes(completions, tmp_path, planned(completions, method, strategy), method)
+
+
+@pytest.mark.objectives
+def test_after_out_of_memory_kto_resumes_with_the_next_fallback(
+    completions: Forked, plain: Callable[[str], list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert_fallback_after_out_of_memory(completions.checkout, KTO, monkeypatch, plain("full"))
