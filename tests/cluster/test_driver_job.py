@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from shardmake.launch.slurm_states import JobState, parse_state
 from shardmake.run.driver_job import DriverDir
 from tests.cluster.fault_run import ClusterCheckout
 
@@ -61,11 +62,8 @@ class DriverJobs:
 
     def active(self) -> list[str]:
         """Return the ids of the driver jobs in the queue."""
-        jobs = self.cluster.jobs()
-        active = ("PENDING", "RUNNING", "COMPLETING")
-        return [
-            job.id for job in jobs if job.name.startswith("driver-") and job.state in active and "_" not in job.name
-        ]
+        jobs = [job for job in self.cluster.jobs() if job.name.startswith("driver-") and "_" not in job.name]
+        return [job.id for job in jobs if parse_state(job.state)[0] is not JobState.ENDED]
 
 
 def configure(checkout: ClusterCheckout, steps: int, nodes: int = 2, **slurm: object) -> None:
