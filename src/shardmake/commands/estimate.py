@@ -162,7 +162,8 @@ def estimate(request: EstimateRequest) -> EstimateResult:
     if request.probe:
         calibration.keep(settings.hardware.accelerator.name, probe(settings.model))
     planner = CachedPlanner(settings)
-    rows = candidates(request, planner)
+    with warn_while_slow("Comparing strategies"):
+        rows = candidates(request, planner)
     measured = calibration.read(settings.hardware.accelerator.name)
     result = EstimateResult(
         request,

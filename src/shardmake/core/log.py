@@ -58,19 +58,23 @@ def configure_logging(*, verbose: bool = False, quiet: bool = False, rank: int |
 
 
 @contextmanager
-def warn_while_slow(what: str, first: float = 15.0, later: float = 60.0) -> Iterator[None]:
+def warn_while_slow(what: str, first: float = 5.0, later: float = 60.0) -> Iterator[None]:
     """Say ``what`` takes so long: after ``first`` seconds, and every ``later`` seconds from then on.
 
-    The lines are warnings, because the output of a command may be JSON.
+    The lines are warnings, because the output of a command may be JSON. Of nested phases the innermost one is named.
     """
     done, started = threading.Event(), time.monotonic()
 
     def repeat() -> None:
         pause = first
         while not done.wait(pause):
+            if _slow_phases[-1] is not done:
+                pause = min(1.0, first)
+                continue
             logging.getLogger(ROOT).warning("%s (%s so far)", what, format_duration(time.monotonic() - started))
             pause = later
 
+    _slow_phases.append(done)
     thread = threading.Thread(target=repeat, daemon=True)
     thread.start()
     try:
@@ -78,3 +82,8 @@ def warn_while_slow(what: str, first: float = 15.0, later: float = 60.0) -> Iter
     finally:
         done.set()
         thread.join()
+        _slow_phases.remove(done)
+
+
+_slow_phases: list[threading.Event] = []
+"""The phases of `warn_while_slow` that have not ended, from the outermost to the innermost."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from shardmake.core.atomic import digest, write_json
 from shardmake.core.environment import cache_folder
+from shardmake.core.log import warn_while_slow
 from shardmake.core.process import run_module
 
 
@@ -35,14 +36,16 @@ def read_cached(module: str, request: Mapping[str, Any]) -> Any:
     return json.loads(cached_path(module, request).read_text())
 
 
-def cached_helper(module: str, request: Mapping[str, Any]) -> Any:
-    """Return the result of ``request`` from disk; if it is not there, run the helper first."""
+def cached_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
+    """Return the result of ``request`` from disk; if it is not there, run the helper first, as `run_helper` does."""
     path = cached_path(module, request)
     if not path.is_file():
-        write_json(path, run_helper(module, request))
+        write_json(path, run_helper(module, request, doing))
     return json.loads(path.read_text())
 
 
-def run_helper(module: str, request: Mapping[str, Any]) -> Any:
-    """Run ``module`` on ``request`` in a child process that sees no GPU."""
-    return run_module(module, request, {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""})
+def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
+    """Run ``module`` on ``request`` in a child process that sees no GPU; log ``doing`` while it is slow."""
+    environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error", "CUDA_VISIBLE_DEVICES": ""}
+    with warn_while_slow(f"{doing}. The result is kept for the next time."):
+        return run_module(module, request, environment)

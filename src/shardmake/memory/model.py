@@ -215,7 +215,8 @@ def _adapters(model: Model, rank: int, targets: Iterable[str] | str) -> tuple[Pa
     if model.decoder is None:
         named = {"rank": rank, "targets": targets if isinstance(targets, str) else list(targets)}
         request = inventory_request(model.config, model.source, model.trust_remote_code)
-        return tensors_from_json(cached_helper(INVENTORY, {**request, "adapters": named}))
+        doing = f"Adding adapters to {model.architecture} without memory, to list their weights"
+        return tensors_from_json(cached_helper(INVENTORY, {**request, "adapters": named}, doing))
     return tuple(adapter for tensor in layers for adapter in _pair(tensor, rank))
 
 

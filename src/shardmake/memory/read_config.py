@@ -183,7 +183,8 @@ def _gives_sizes(config: Mapping[str, Any]) -> bool:
 
 
 def _built(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> Model:
-    values = cached_helper(INVENTORY, inventory_request(config, source, trust_remote_code))
+    doing = f"Building a model of type {config['model_type']} without memory, to list its weights"
+    values = cached_helper(INVENTORY, inventory_request(config, source, trust_remote_code), doing)
     tensors = tensors_from_json(values.pop("tensors"))
     return Model(
         **{**values, **{name: tuple(values[name]) for name in ("block_classes", "leaf_classes")}},

@@ -13,7 +13,7 @@ from itertools import takewhile
 from typing import Any
 
 from shardmake.core.atomic import write_json
-from shardmake.core.log import ROOT, warn_while_slow
+from shardmake.core.log import ROOT
 from shardmake.memory.cache import cached_path, read_cached, run_helper
 from shardmake.memory.ddp import StepEvents
 from shardmake.memory.decoder import weight_bytes
@@ -38,8 +38,7 @@ def _trace(requests: Iterable[dict[str, Any]]) -> None:
     by_path = {cached_path(TRACER, request): request for request in requests}
     missing = {path: request for path, request in by_path.items() if not path.is_file()}
     if missing:
-        with warn_while_slow(_slow(next(iter(missing.values())))):
-            traces = run_helper(TRACER, {"requests": list(missing.values())})
+        traces = run_helper(TRACER, {"requests": list(missing.values())}, _doing(next(iter(missing.values()))))
         for path, events in zip(missing, traces, strict=True):
             write_json(path, events)
     for request in list(by_path.values())[:1]:
@@ -69,10 +68,10 @@ def traced_tokens(scenario: Scenario) -> int | None:
     return events[0][1] if events and events[0][0] == SCALED else None
 
 
-def _slow(request: Mapping[str, Any]) -> str:
+def _doing(request: Mapping[str, Any]) -> str:
     return (
-        f"Running a step of {request['config']['model_type']} without memory, to find what it allocates. Layers that "
-        f"loop over their {request['sequence_length']:,} tokens take a minute. The result is kept for the next time."
+        f"Running steps of {request['config']['model_type']} without memory, to find what they allocate. Layers that "
+        f"loop over their {request['sequence_length']:,} tokens, or over chunks of them, can take minutes"
     )
 
 

@@ -66,7 +66,8 @@ def find_abilities(model: Model, run: Run) -> Abilities:
         return Abilities(model.architecture, KERNELS[1:] if limit else KERNELS, varlen_limit=limit)
     request = inventory_request(model.config, model.source, run.trust_remote_code)
     adapters = {"rank": run.lora.rank, "targets": run.lora.targets} if run.method != "full" else None
-    found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()})
+    doing = f"Building a small {model.architecture}, to find which kernels and methods it supports"
+    found = cached_helper(_HELPER, {**request, "adapters": adapters, "code": _code()}, doing)
     values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
     return Abilities(**values)
 

@@ -55,3 +55,16 @@ def test_slow_work_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     with warn_while_slow("Adding", first=3600):
         pass
     assert caplog.messages == ["Counting (0 s so far)"]
+
+
+def test_of_nested_slow_work_the_innermost_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    with warn_while_slow("Planning", first=0.01, later=0.01):
+        with warn_while_slow("Counting", first=0.01, later=0.01):
+            wait_for_lines(caplog, "Counting", 20)
+        assert sum(line.startswith("Planning") for line in caplog.messages) <= 1  # one before the inner phase began
+        wait_for_lines(caplog, "Planning", 2)
+
+
+def wait_for_lines(caplog: pytest.LogCaptureFixture, what: str, count: int) -> None:
+    while sum(line.startswith(what) for line in caplog.messages) < count:
+        time.sleep(0.01)

@@ -46,7 +46,9 @@ def test_a_scaled_step_has_the_peaks_of_the_whole_one(tracer: Any, monkeypatch: 
 def test_an_estimate_names_the_tokens_of_a_scaled_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     traces = {"mamba": scaled_to(4096, [step(length) for length in LENGTHS]), "gpt2": step(4)}
-    monkeypatch.setattr(trace, "run_helper", lambda name, asked: [traces[asked["requests"][0]["config"]["model_type"]]])
+    monkeypatch.setattr(
+        trace, "run_helper", lambda name, asked, _: [traces[asked["requests"][0]["config"]["model_type"]]]
+    )
     gpt2 = {"model_type": "gpt2", "vocab_size": 320, "n_embd": 64, "n_layer": 2, "n_head": 2}
     found = [traced_tokens(scenario(model=from_config(config), micro_batch=1)) for config in (MAMBA, gpt2)]
     assert found == [43, None] and traced_tokens(scenario()) is None

@@ -30,7 +30,7 @@ def plan(
 ) -> Callable[..., tuple[int, str]]:
     """Plan a run of the model ``config`` and the rows of ``data`` in this process; return status and output."""
 
-    def run_helper(module: str, request: Mapping[str, Any]) -> Any:
+    def run_helper(module: str, request: Mapping[str, Any], doing: str) -> Any:
         return json.loads(json.dumps(import_module(module).answer(json.loads(json.dumps(request)))))
 
     def run(config: dict[str, Any], data: str, template: str | None, settings: dict[str, Any]) -> tuple[int, str]:
