@@ -88,12 +88,20 @@ def _from_hub(source: str, revision: str | None) -> Path:
 
 def _read_config(path: Path) -> dict[str, Any]:
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(), object_hook=_float_or_object)
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} is not a JSON object. Name the config.json of a transformers model.")
     return config
+
+
+def _float_or_object(value: dict[str, Any]) -> Any:
+    """Return the number for an object such as ``{"__float__": "Infinity"}``, which transformers writes for it."""
+    return float(value["__float__"]) if [*value.items()] in _FLOATS else value
+
+
+_FLOATS = [[("__float__", name)] for name in ("NaN", "Infinity", "-Infinity")]
 
 
 def _check_config(config: Mapping[str, Any], source: str, trust_remote_code: bool) -> None:

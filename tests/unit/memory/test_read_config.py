@@ -52,6 +52,14 @@ def test_bad_configs_are_rejected(config: dict, sentence: str, tmp_path: Path) -
         read_model(str(path))
 
 
+def test_a_config_with_an_infinite_number_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    from transformers import LlamaConfig
+
+    LlamaConfig(**SIZES, time_step_limit=[0.0, float("inf")]).save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert read_model(str(tmp_path)).config["time_step_limit"] == [0.0, float("inf")]
+
+
 def test_code_beside_a_model_that_transformers_knows_is_not_needed() -> None:
     """Phi-3 and others were published with code before transformers had it; transformers' own then loads them."""
     code = {"AutoConfig": "configuration_olmo2.Olmo2Config", "AutoModelForCausalLM": "modeling_olmo2.Olmo2ForCausalLM"}
