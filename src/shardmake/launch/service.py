@@ -7,14 +7,12 @@ attempt has failed.
 
 import contextlib
 import http.client
-import io
 import os
 import re
 import shlex
 import signal
 import socket
 import subprocess
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from shardmake.config.script_variables import SERVICE_VARIABLES
 from shardmake.core.process import die_with_parent
 from shardmake.core.secrets import redact
 from shardmake.core.units import plural
+from shardmake.launch.log_copy import LogCopy
 from shardmake.launch.rendezvous import choose_address, listen
 from shardmake.run.attempt import Attempt, AttemptDir, host_name
 from shardmake.run.record import RunRecord
@@ -40,8 +39,6 @@ _END_SECONDS = 10.0
 """How long the service may take to end after SIGINT, before SIGKILL."""
 _LATER_SECONDS = 60.0
 """How much longer than the service's own limit a training node waits: its worker may start later."""
-_COPY_SECONDS = 2.0
-"""How long the rest of the output of a service that has ended may take to reach the log."""
 _IGNORED = (signal.SIGTERM, signal.SIGUSR2, signal.SIGHUP)
 """Signals that ask the ranks to save and stop, for which they need the service."""
 
@@ -84,8 +81,7 @@ class Service:
     settings: ServiceSettings
     node_rank: int
     log: IO[str]
-    copying: threading.Thread | None = None
-    """Copies the output of the service to the log."""
+    output: LogCopy | None = None
 
     def run(self, environment: Mapping[str, str], address: str) -> int:
         """Run the command at a free port of ``address`` until the training has ended, and return 0.
@@ -109,8 +105,7 @@ class Service:
             preexec_fn=_leave_signals_to_worker,
         )
         assert process.stdout is not None, "it is a pipe"
-        self.copying = threading.Thread(target=_copy_without_secrets, args=(process.stdout, self.log), daemon=True)
-        self.copying.start()
+        self.output = LogCopy(process.stdout, self.folder.log(self.node_rank))
         try:
             if self._is_ready(process, address, port):
                 seconds = time.monotonic() - started
@@ -119,7 +114,7 @@ class Service:
                 self._watch(process)
         finally:
             _end(process)
-            self.copying.join(_COPY_SECONDS)
+            self.output.wait()
         return 0
 
     def _is_ready(self, process: subprocess.Popen[bytes], address: str, port: int) -> bool:
@@ -166,8 +161,8 @@ class Service:
 
     def _last(self) -> str:
         """Return the last line of the service's output as a sentence; empty without output."""
-        if self.copying is not None:
-            self.copying.join(_COPY_SECONDS)
+        if self.output is not None:
+            self.output.wait()
         return _last_output(self.folder.log(self.node_rank))
 
 
@@ -282,13 +277,6 @@ def _leave_signals_to_worker() -> None:
     for number in _IGNORED:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent()
-
-
-def _copy_without_secrets(output: IO[bytes], log: IO[str]) -> None:
-    """Write each line of ``output`` to ``log``, which others may read, without its secrets."""
-    for line in io.TextIOWrapper(output, errors="replace", newline=""):
-        log.write(redact(line))
-        log.flush()
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -28,6 +28,7 @@ from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.core.secrets import redact
 from shardmake.launch.flight_recorder import recorder_variables
+from shardmake.launch.log_copy import LogCopy
 from shardmake.launch.preflight import PreflightError, check_node
 from shardmake.launch.rendezvous import Rendezvous, RendezvousError, address_file, run_rendezvous, wait_for_address
 from shardmake.launch.resume import prepare_restart, read_settings
@@ -226,13 +227,16 @@ def _run_ranks(
         process = subprocess.Popen(
             command,
             env=_inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)},
-            stdout=log,
+            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             preexec_fn=_leave_signals_to_worker,
         )
+        assert process.stdout is not None, "it is a pipe"
+        output = LogCopy(process.stdout, folder.log(node.rank))
         try:
             return _wait(process, watchdog, Path(pipes), kernels)
         finally:
+            output.wait()
             watchdog.publish()
             remove_local_files(folder, attempt)
 

@@ -1,0 +1,87 @@
+"""What ranks, their children and services print reaches the log of their node without secrets, and stops nobody."""
+
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from shardmake.launch.log_copy import LogCopy
+
+TOKEN = "hf_" + "Ab3" * 10
+PASSWORD = "Plant82-by-value"
+Started = tuple[subprocess.Popen[bytes], LogCopy]
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "node-0.log"
+
+
+def start(program: str, log: Path) -> Started:
+    process = subprocess.Popen([sys.executable, "-uc", program], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert process.stdout
+    return process, LogCopy(process.stdout, log)
+
+
+def run(program: str, log: Path) -> str:
+    process, output = start(program, log)
+    process.wait(60)
+    output.wait(10)
+    return log.read_text()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_children_and_parts_of_a_line_show_no_secret(log: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORE_PASSWORD", PASSWORD)
+    program = f"""
+import os, sys, time
+os.system("echo by shape {TOKEN}; printf 'by value %s\\r' $STORE_PASSWORD >&2")
+sys.stdout.write("in parts {TOKEN[:9]}"); time.sleep(0.1); print("{TOKEN[9:]} ends")
+"""
+    text = run(program, log)
+    assert TOKEN[9:] not in text and PASSWORD not in text
+    assert "by shape [removed]\n" in text and "by value [removed]" in text and "in parts [removed] ends\n" in text
+
+
+def test_the_last_line_of_a_killed_program_is_kept(log: Path) -> None:
+    text = run(f"import os; os.write(1, b'before {TOKEN}'); os.kill(os.getpid(), 9)", log)
+    assert text == "before [removed]"
+
+
+def test_other_bytes_and_long_lines_pass(log: Path) -> None:
+    text = run("import os; os.write(1, b'caf\\xe9\\n'); print('x' * 300_000); print('end')", log)
+    assert text.startswith("caf\ufffd\n") and text.endswith("x\nend\n") and text.count("x") == 300_000
+
+
+def test_a_line_without_an_end_appears_while_the_program_waits(log: Path) -> None:
+    process, output = start("import time; print('loading ...', end=''); time.sleep(600)", log)
+    wait_for(lambda: log.read_text() == "loading ...")
+    process.kill()
+    output.wait(10)
+
+
+def test_a_full_disk_stops_no_program() -> None:
+    process, output = start(
+        "print('x' * 50 + '\\n') if True else 0; print(('y' * 99 + '\\n') * 20_000)", Path("/dev/full")
+    )
+    assert process.wait(60) == 0
+    output.wait(10)
+
+
+def test_a_program_that_stays_behind_does_not_delay_the_end(log: Path) -> None:
+    program = "import subprocess; print(subprocess.Popen(['sleep', '600']).pid)"
+    process, output = start(program, log)
+    assert process.wait(60) == 0
+    output.wait(0.5)
+    pid = int(log.read_text())
+    subprocess.run(["kill", str(pid)], check=True)
+    output.wait(10)
