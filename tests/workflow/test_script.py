@@ -71,6 +71,7 @@ import logging, os, sys
 print("password=" + "Plant77-printed")
 print("token:", os.environ["HF_TOKEN"], file=sys.stderr, flush=True)
 logging.getLogger("script").warning("id %s", os.environ["DATABASE_URL"])
+os.system("echo child: $HF_TOKEN; echo $MY_PASSWORD >&2")
 raise RuntimeError(f"no login with {os.environ['MY_PASSWORD']}")
 """
 PLANTED = {
@@ -90,7 +91,8 @@ def test_secrets_that_a_script_prints_and_raises_reach_no_file(
     checkout.configure(strategy="zero2", script=str(script), script_args=[])
     failed = checkout("snakemake", "--profile", "profiles/local", check=False)
     assert failed.returncode != 0 and "RuntimeError: no login with [removed]" in failed.stdout
-    assert "token: [removed]" in (checkout.run / "train/attempts/001/node-0.log").read_text()
+    log = (checkout.run / "train/attempts/001/node-0.log").read_text()
+    assert "token: [removed]" in log and "child: [removed]" in log
     secrets = [*PLANTED.values(), "pa/ss-9", "Plant77-printed"]
     assert [value for value in secrets if value in failed.stdout] == []
     files = [path for path in checkout.root.rglob("*") if path.is_file() and path != script]

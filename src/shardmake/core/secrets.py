@@ -50,9 +50,10 @@ _ASSIGNED = re.compile(
 """A value beside a name like a secret's: ``HF_TOKEN=...``, ``--password ...``, ``"api_key": "..."``."""
 
 
-def find_secrets(text: str) -> list[str]:
-    """Return the secrets in ``text``: values of variables named like secrets, the hub's token, text like a token."""
-    return [*_SHAPES.findall(text), *(value for value in _known() if value in text)]
+def find_secrets(text: str, known: Iterable[str] | None = None) -> list[str]:
+    """Return the secrets in ``text``: those that are ``known``, by default of this process, and text like a token."""
+    values = known_secrets(os.environ) if known is None else known
+    return [*_SHAPES.findall(text), *(value for value in values if value in text)]
 
 
 def is_secret(name: str) -> bool:
@@ -60,9 +61,9 @@ def is_secret(name: str) -> bool:
     return bool(_NAMES.search(name))
 
 
-def redact(text: str) -> str:
-    """Return ``text`` with each secret replaced."""
-    for secret in find_secrets(text):
+def redact(text: str, known: Iterable[str] | None = None) -> str:
+    """Return ``text`` with each secret replaced; those that are ``known`` are by default this process's."""
+    for secret in find_secrets(text, known):
         text = text.replace(secret, "[removed]")
     text = _WANDB.sub(r"\1[removed]", _USER.sub("[removed]@", text))
     return _PASSWORD.sub(r"\1[removed]", text)
@@ -106,9 +107,9 @@ def mask(text: str) -> str:
     return masked if masked == text else f"{masked} #{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 
-def _known() -> Iterable[str]:
+def known_secrets(environment: Mapping[str, str]) -> set[str]:
     """Return the values of variables that are named like secrets, and the hub's token, without plain words."""
-    values = {_hub_token(), *(value for name, value in os.environ.items() if is_secret(name))}
+    values = {_hub_token(), *(value for name, value in environment.items() if is_secret(name))}
     return {value for value in values if not _is_plain(value)}
 
 

@@ -5,11 +5,11 @@ import os
 import re
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO
 
-from shardmake.core.secrets import redact
+from shardmake.core.secrets import known_secrets, redact
 
 _IDLE_SECONDS = 1.0
 """How long the beginning of a line waits for the rest, which may be the rest of a secret."""
@@ -19,13 +19,16 @@ _LINE_ENDS = re.compile(rb"(?<=[\r\n])")
 
 
 class LogCopy:
-    """A thread that appends the ``output`` of programs to ``log`` without its secrets until all of them have ended.
+    """A thread that appends the ``output`` of programs to ``log`` without the secrets of their ``environment``.
+
+    It ends when all of them have ended.
 
     The programs never wait for the log: what a full disk does not take is lost.
     """
 
-    def __init__(self, output: IO[bytes], log: Path) -> None:
+    def __init__(self, output: IO[bytes], log: Path, environment: Mapping[str, str]) -> None:
         self._output = output
+        self._secrets = known_secrets(environment)
         self._log = log.open("ab", buffering=0)
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
@@ -37,7 +40,7 @@ class LogCopy:
     def _copy(self) -> None:
         with self._output, self._log:
             for lines in _read_lines(self._output.fileno()):
-                text = "".join(redact(line.decode(errors="replace")) for line in lines)
+                text = "".join(redact(line.decode(errors="replace"), self._secrets) for line in lines)
                 with contextlib.suppress(OSError):
                     self._log.write(text.encode())
 

@@ -94,10 +94,11 @@ class Service:
         variables = dict(zip(SERVICE_VARIABLES, (address, str(port)), strict=False))
         command = ["/bin/sh", "-uc", self.settings.command]
         print(_heading(self.attempt, self.node_rank, variables, command), file=self.log, flush=True)
+        environment = {**environment, **variables}
         started = time.monotonic()
         process = subprocess.Popen(
             command,
-            env={**environment, **variables},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -105,7 +106,7 @@ class Service:
             preexec_fn=_leave_signals_to_worker,
         )
         assert process.stdout is not None, "it is a pipe"
-        self.output = LogCopy(process.stdout, self.folder.log(self.node_rank))
+        self.output = LogCopy(process.stdout, self.folder.log(self.node_rank), environment)
         try:
             if self._is_ready(process, address, port):
                 seconds = time.monotonic() - started

@@ -224,15 +224,16 @@ def _run_ranks(
         recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, Path(pipes))
         beats = Path(pipes, "heartbeat")
         watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats)
+        environment = _inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)}
         process = subprocess.Popen(
             command,
-            env=_inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)},
+            env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             preexec_fn=_leave_signals_to_worker,
         )
         assert process.stdout is not None, "it is a pipe"
-        output = LogCopy(process.stdout, folder.log(node.rank))
+        output = LogCopy(process.stdout, folder.log(node.rank), environment)
         try:
             return _wait(process, watchdog, Path(pipes), kernels)
         finally:
