@@ -34,8 +34,8 @@ def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> l
 
     With ``names``, only these runs are looked at.
 
-    Before the first removal of a run, every byte of its model and of the checkpoint that stays is compared with the
-    record. A folder that cannot be removed is reported and skipped, for example one of another user.
+    Before the first removal of a run, every byte of its model and of the checkpoints that stay is compared with the
+    records. A folder that cannot be removed is reported and skipped, for example one of another user.
     """
     found = sorted(find_removable(runs, verify=remove, names=names), key=lambda item: -item.size)
     left = 0
@@ -56,7 +56,7 @@ def clean(runs: Path, *, remove: bool, names: Container[str] | None = None) -> l
 def find_removable(runs: Path, *, verify: bool = False, names: Container[str] | None = None) -> Iterator[Removable]:
     """Yield old checkpoints, caches and incomplete files of runs whose model was pushed.
 
-    With ``verify``, a run whose model or kept checkpoint is not whole is reported and left out. So are links.
+    With ``verify``, a run whose model or a kept checkpoint is not whole is reported and left out. So are links.
     """
     if not runs.is_dir():
         raise ConfigError(
@@ -84,12 +84,12 @@ def _is_link(path: Path, rundir: RunDir) -> bool:
 
 
 def _problems_of_kept(rundir: RunDir, removed: set[Path]) -> list[str]:
-    """Compare every byte of the model, and of the newest checkpoint that stays, with the records."""
+    """Compare every byte of the model, and of the checkpoints that stay, with the records."""
     expected = MergeReceipt.read(rundir.model_receipt).verification.files
     present = {name: rundir.model / name for name in expected if (rundir.model / name).is_file()}
     problems = differences(expected, {name: fingerprint(path) for name, path in present.items()})
     kept = [path for _, path in store.committed(rundir.checkpoints) if path not in removed]
-    return [f"the model's {problem}" for problem in problems] + (find_problems(kept[0]) if kept else [])
+    return [f"the model's {problem}" for problem in problems] + [one for path in kept for one in find_problems(path)]
 
 
 def is_pushed(rundir: RunDir) -> bool:

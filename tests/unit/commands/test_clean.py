@@ -105,16 +105,16 @@ def test_a_link_and_what_it_leads_to_stay(rundir: RunDir, tmp_path: Path, caplog
     assert "is a link, or below one, and stays" in caplog.text
 
 
-@pytest.mark.parametrize("damaged", ["checkpoint", "model"])
+@pytest.mark.parametrize("damaged", ["checkpoint-40", "checkpoint-30", "model"])
 def test_nothing_is_removed_beside_a_damaged_copy(
     rundir: RunDir, damaged: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Checkpoint 40 is the newest, and the configuration keeps checkpoint 30 permanently."""
+    configure(rundir, every_steps=30)
     push(RUN, rundir)
     before = names(rundir)
     file = (
-        rundir.checkpoints / "checkpoint-40/shard.bin"
-        if damaged == "checkpoint"
-        else next(rundir.model.glob("*.safetensors"))
+        next(rundir.model.glob("*.safetensors")) if damaged == "model" else rundir.checkpoints / damaged / "shard.bin"
     )
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
