@@ -35,6 +35,15 @@ _PASSWORD = re.compile(
 
 The pattern begins with a fixed word. Any number of characters before it would take quadratic time on a long line.
 """
+_HTTP_LOGIN = re.compile(
+    rf"""(authorization{_QUOTE}\s*[=:]\s*{_QUOTE}(?:bearer|basic|token|digest)\s+)(?![$\[])[^\s"']+""", re.IGNORECASE
+)
+_CURL_LOGIN = re.compile(
+    r"""(\bcurl\b[^\n]{0,300}?\s(?:-[a-z]{0,8}u|--(?:proxy-)?user)[\s=]{0,9}(["'])?[^\s:"']{1,128}:)(?![$\[])"""
+    r"""(?(2)[^"'\n]+|[^\s"']+)""",
+    re.IGNORECASE,
+)
+"""User and password of curl. The name of a variable after ``:``, as in ``ada:$PASSWORD``, is not a password."""
 _OPTION = re.compile(
     r"--?[\w-]*(?:password|passwd|secret|(?:secret|access|api)[_-]?key|(?:hub|auth|access|refresh)[_-]?token)",
     re.IGNORECASE,
@@ -65,26 +74,37 @@ def redact(text: str, known: Iterable[str] | None = None) -> str:
     """Return ``text`` with each secret replaced; those that are ``known`` are by default this process's."""
     for secret in find_secrets(text, known):
         text = text.replace(secret, "[removed]")
-    text = _WANDB.sub(r"\1[removed]", _USER.sub("[removed]@", text))
-    return _PASSWORD.sub(r"\1[removed]", text)
+    text = _USER.sub("[removed]@", text)
+    for before_secret in (_WANDB, _CURL_LOGIN, _HTTP_LOGIN, _PASSWORD):
+        text = before_secret.sub(r"\1[removed]", text)
+    return text
 
 
 def keys_of_tokens(values: Any, before: str = "") -> list[str]:
     """Return the dotted keys of nested ``values`` at which a secret is written, whatever the environment.
 
-    That is a text in the form of a token, or in a list the value of an option like ``--db-password``.
+    That is a text in the form of a token, a login of HTTP, or in a list the value of an option like ``--db-password``.
     """
     if isinstance(values, Mapping):
         return [key for name, value in values.items() for key in keys_of_tokens(value, f"{before}.{name}".lstrip("."))]
     if isinstance(values, list | tuple):
         found = [key for value in values for key in keys_of_tokens(value, before)]
         return list(dict.fromkeys([*found, *([before] if _has_secret_option(values) else [])]))
-    return [before] if isinstance(values, str) and _SHAPES.search(values) else []
+    return [before] if isinstance(values, str) and _has_secret_form(values) else []
+
+
+def _has_secret_form(text: str) -> bool:
+    return any(pattern.search(text) for pattern in (_SHAPES, _HTTP_LOGIN, _CURL_LOGIN))
 
 
 def _has_secret_option(arguments: Iterable[Any]) -> bool:
-    """Return if the words of a command have an option named like a secret with its value, after ``=`` or a space."""
+    """Return if the words of a command have curl's login, or an option named like a secret with its value.
+
+    The value stands after ``=`` or a space.
+    """
     words = [word if isinstance(word, str) else "" for word in arguments]
+    if _has_secret_form(" ".join(words)):
+        return True
     for word, following in zip(words, [*words[1:], ""], strict=False):  # no word, no pair
         name, equals, value = word.partition("=")
         secret = value if equals else following
@@ -103,7 +123,9 @@ def mask(text: str) -> str:
 
     The result depends on the text alone, not on the environment, because settings of different days are compared.
     """
-    masked = _ASSIGNED.sub(r"\1[removed]", _USER.sub("[removed]@", _SHAPES.sub("[removed]", text)))
+    masked = _USER.sub("[removed]@", _SHAPES.sub("[removed]", text))
+    for before_secret in (_CURL_LOGIN, _HTTP_LOGIN, _ASSIGNED):
+        masked = before_secret.sub(r"\1[removed]", masked)
     return masked if masked == text else f"{masked} #{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
 

@@ -77,6 +77,9 @@ SHAPES = {
     "password": "password=Plant77w!",
     "secret": 'client_secret: "Plant78w!"',
     "key": "api-key=Plant79w!",
+    "header": "Authorization: Bearer Plant80w.x/y",
+    "header of a login": "authorization: Basic UGxhbnQ4MXc",
+    "curl": "curl -s -u ada:Plant82w!",
     "private key": "-----BEGIN OPENSSH PRIVATE KEY-----",
 }
 """A text of each form; its last word, or what stands after ``:`` or ``=``, is the secret."""
@@ -90,8 +93,35 @@ BY_NAME = {
 }
 
 
+LOGINS = (
+    "-u ada:Pl,82",
+    "--user=ada:Pl,82",
+    "--user 'ada:Pl,82 w'",
+    "-uada:Pl,82",
+    "-su ada:Pl,82",
+    "--proxy-user ada:Pl,82",
+)
+
+
+@pytest.mark.parametrize("login", LOGINS)
+def test_a_login_of_curl_is_removed_and_a_configuration_with_one_is_refused(login: str) -> None:
+    command = f"curl -s {login} https://host"
+    for text in (redact(command), mask(command)):
+        assert "Pl,82" not in text and "https://host" in text
+    assert keys_of_tokens({"notify": {"command": command}}) == ["notify.command"]
+    assert keys_of_tokens({"notify": {"command": command.split()}}) == ["notify.command"]
+
+
+@pytest.mark.parametrize(
+    "harmless", ["curl -u ada:$PASSWORD x", "Authorization: Bearer $TOKEN", "docker run --user 1000:100000 x"]
+)
+def test_the_name_of_a_variable_and_other_users_are_no_login(harmless: str) -> None:
+    assert redact(harmless) == harmless
+    assert keys_of_tokens({"notify": {"command": harmless.split()}}) == []
+
+
 def secret_of(text: str) -> str:
-    return re.split(r"[ =]|://ada:", text)[-1].partition("@")[0].strip('"') if "PRIVATE" not in text else text
+    return re.split(r"[ =]|ada:", text)[-1].partition("@")[0].strip('"') if "PRIVATE" not in text else text
 
 
 def outputs_of_a_command(text: str, tmp_path: Path) -> dict[str, str]:
