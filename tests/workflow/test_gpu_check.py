@@ -31,10 +31,9 @@ def kit(tmp_path_factory: pytest.TempPathFactory) -> Kit:
     return Kit(CPU, tmp_path_factory.mktemp("kit"), TINY)
 
 
-def test_strategies_are_compared_with_ddp_and_a_killed_training_resumes(kit: Kit, tmp_path: Path) -> None:
+def test_strategies_are_compared_with_ddp(kit: Kit, tmp_path: Path) -> None:
     gpu.test_strategy(kit, "zero2")
     assert [one.strategy for one in kit.report.trained] == ["ddp", "zero2"]
-    gpu.test_kill_and_resume(kit)
     gpu.test_step_time(kit)
     with pytest.raises(AssertionError, match="without a measured peak"):
         gpu.test_memory(kit)
@@ -43,6 +42,11 @@ def test_strategies_are_compared_with_ddp_and_a_killed_training_resumes(kit: Kit
     assert written.name.startswith("cpu-of-the-test-x2-")
     assert str(kit.folder) not in written.read_text()
     assert "| 2 x CPU of the test |" in kit.report.row() and "| ddp, zero2 |" in kit.report.row()
+
+
+@pytest.mark.faults  # test_resume.py kills ranks in CI; this one takes minutes
+def test_a_killed_training_resumes(kit: Kit) -> None:
+    gpu.test_kill_and_resume(kit)
 
 
 @pytest.mark.faults  # test_local.py has a fallback that CI runs; this one takes minutes

@@ -7,7 +7,7 @@ import pytest
 
 from tests.workflow.checkout import RUN, Checkout
 
-pytestmark = pytest.mark.training
+pytestmark = [pytest.mark.training, pytest.mark.objectives]  # minutes, and test_chain.py trains several runs in CI
 
 PROFILE = ("--profile", "profiles/local")
 OWN = ("push", "learning_rate", "max_steps", "strategy", "evaluation")
