@@ -105,6 +105,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
         for unit in (EMBEDDING, HEAD)
     )
     flat = {} if scenario.is_fsdp else bucket
+    overflow = 0 if scenario.offloads_optimizer else states.overflow_copy(scenario) + states.overflow_mask(scenario)
     loading = states.frozen_bytes(scenario) if scenario.loads_on_gpu and scenario.gathers_parameters else 0
     return {
         "load": {"weights during loading": loading},
@@ -116,6 +117,7 @@ def phases(scenario: Scenario, buckets: Buckets, activations: Profile) -> dict[s
         "backward of the first layer": {
             **base, **whole, **layer, **bucket, **first, **_held(scenario), "activations": activations.first_layer
         },
+        "overflow check": {**base, **whole, "overflow check": overflow},
         "gradient norm": {**base, **whole, "gradient norm": states.norm_bytes(scenario)},
         "optimizer step": {
             **base,

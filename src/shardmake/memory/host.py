@@ -13,6 +13,8 @@ from shardmake.memory.states import (
     largest_group,
     largest_trained,
     optimizer_bytes,
+    overflow_copy,
+    overflow_mask,
     reference_bytes,
     trained_bytes,
 )
@@ -44,11 +46,12 @@ def host_terms(scenario: Scenario, buckets: Buckets) -> Terms:
     if scenario.checkpoint_in_memory:
         terms["checkpoint in scratch"] = _part_of_checkpoint(scenario)
     steady = sum(terms.values()) - terms["processes"]
-    gathered = scenario.compute * scenario.model.parameters
+    gathered, offloads = scenario.compute * scenario.model.parameters, scenario.offloads_optimizer
     peaks = {
         "gathered weights": gathered if scenario.gathers_on_save and scenario.zero_stage == 3 else 0,
         "loading": max(0, _load(scenario) - steady),
         "saving": save_bytes(scenario, buckets),
+        "overflow check": ranks * (overflow_copy(scenario) + overflow_mask(scenario)) if offloads else 0,
     }
     largest = max(peaks, key=peaks.__getitem__)
     terms[largest] = peaks[largest]

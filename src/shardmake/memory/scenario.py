@@ -45,6 +45,8 @@ class LibraryBehavior:
     """Of these, embedding and head are cast back to 16 bits (TRL's ``peft_module_casting_to_bf16``)."""
     recomputes_whole: bool = False
     """A recomputed layer runs to its end, and its output stays during its backward pass (reentrant checkpointing)."""
+    checks_any_type: bool = False
+    """ZeRO-3 looks for infinities in gradients of any type, not only of fp16 (DeepSpeed 0.9.5 to 0.11.1)."""
     holds_inputs: bool = False
     """FSDP1 keeps the inputs of recomputed frozen layers, and their gradients, until the backward pass ends.
 
@@ -173,6 +175,11 @@ class Scenario:
     def zero_stage(self) -> int:
         """DeepSpeed's stage, 0 for other libraries."""
         return self.spec.zero_stage
+
+    @property
+    def checks_overflow(self) -> bool:
+        """True if ZeRO-3 looks for infinities in this rank's flat gradients before each step."""
+        return self.zero_stage == 3 and (self.precision == "fp16" or self.behavior.checks_any_type)
 
     @property
     def is_fsdp(self) -> bool:

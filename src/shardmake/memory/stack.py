@@ -34,6 +34,7 @@ class Stack:
     torch: Version | None = None
     transformers: Version | None = None
     peft: Version | None = None
+    deepspeed: Version | None = None
     logits: Literal["own", "library"] | None = None
     """``own``: custom model code that leaves the logits in 16 bits (such as Qwen 1's)."""
     adapters: Precision | None = None
@@ -72,6 +73,8 @@ class Stack:
         shifted logits up to 4.48 (pull request 35646). SDPA takes grouped heads from 4.54 on (39412) and contiguous
         inputs before 4.48. Trainer takes the fused AdamW from 4.55 and torch 2.8 on. Checkpointing is reentrant before
         5.0 (43203); its function calls FSDP's units before 4.52, later layers checkpoint themselves (37223).
+        In DeepSpeed: ZeRO-3 checks all flat gradients for overflow up to 0.11.1, then only those in fp16 (pull request
+        4512). Before 0.9.5 it checks one gradient at a time.
         """
         own = self.logits == "own"
         checkpoint = self.checkpoint or self._checkpoint()
@@ -89,6 +92,7 @@ class Stack:
             autocast=self.autocast != "no",
             widens_frozen=self.kbit != "plain",
             narrows_embedding=self.kbit == "norms",
+            checks_any_type=self._has("deepspeed", "0.9.5") and not self._has("deepspeed", "0.11.2"),
             recomputes_whole=checkpoint != "plain",
             holds_inputs=checkpoint == "around",
         )

@@ -140,6 +140,20 @@ def reduction_bytes(scenario: Scenario, buckets: Buckets, numel: int) -> int:
     return 4 * max(numel, buckets.reduce_bucket_size)
 
 
+def overflow_copy(scenario: Scenario) -> int:
+    """Return the bytes of the copy of this rank's flat gradients in which ZeRO-3 looks for infinities.
+
+    ``torch.isinf`` compares absolute values, which are such a copy (`has_overflow` of ``stage3.py``). The copy is where
+    the flat gradients are: in host RAM if the states are offloaded.
+    """
+    return scenario.gradient * _part(scenario) if scenario.checks_overflow else 0
+
+
+def overflow_mask(scenario: Scenario) -> int:
+    """Return the bytes of the result of ``torch.isinf`` and ``torch.isnan`` there, one per element."""
+    return _part(scenario) if scenario.checks_overflow else 0
+
+
 def norm_bytes(scenario: Scenario) -> int:
     """Return the bytes of the fp64 copy from which ZeRO computes a gradient's norm (`get_grad_norm_direct`)."""
     if scenario.offloads_optimizer or scenario.zero_stage == 0:
@@ -256,6 +270,11 @@ def _communication(scenario: Scenario, buckets: Buckets) -> int:
     if scenario.zero_stage in (1, 2) and scenario.offloads_optimizer:
         return scenario.compute * largest_trained(scenario)  # temp_grad_buffer_for_gpu_offload
     return 0
+
+
+def _part(scenario: Scenario) -> int:
+    """Return the trained elements of this rank's part."""
+    return ceil(scenario.split.trainable / scenario.shards)
 
 
 def largest_trained(scenario: Scenario) -> int:

@@ -130,6 +130,15 @@ class Zero3Memory(ZeroMemory):
         self._large: int | None = None
         self._reduced = Pending(self.timeline)
 
+    def step(self) -> None:
+        """Look for infinities in the flat gradients on the stream of the reductions; then update."""
+        copy, mask = states.overflow_copy(self.scenario), states.overflow_mask(self.scenario)
+        if copy and not self.scenario.offloads_optimizer:
+            held = self.timeline.alloc(copy, "overflow check", REDUCTION)
+            self._allocate_briefly(mask, "overflow check", REDUCTION)
+            self.timeline.free(held)
+        super().step()
+
     def before_forward(self, block: int) -> None:
         """Gather the layer; drop the embedding after its use."""
         if block == 0:

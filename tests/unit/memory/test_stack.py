@@ -31,6 +31,13 @@ def test_logits_and_keys_follow_the_version_of_transformers(
     assert found == (wide, copied, expanded)
 
 
+@pytest.mark.parametrize(
+    ("version", "checks"), [("0.9.2", False), ("0.9.5", True), ("0.11.1", True), ("0.11.2", False)]
+)
+def test_deepspeed_up_to_0_11_1_checks_flat_gradients_of_every_type(version: str, checks: bool) -> None:
+    assert parse_stack(f"deepspeed={version}").behavior().checks_any_type == checks
+
+
 def test_code_of_its_own_keeps_logits_narrow() -> None:
     behavior = parse_stack("transformers=4.32, logits=own").behavior()
     assert behavior.keeps_logits_narrow and behavior.copies_shifted_logits and not behavior.returns_wide_logits

@@ -2,7 +2,9 @@ from dataclasses import replace
 
 import pytest
 
-from shardmake.memory import states
+from shardmake.config.models import Precision
+from shardmake.memory import host, states
+from shardmake.memory.scenario import LibraryBehavior
 from shardmake.memory.timeline import REDUCTION, Timeline
 from shardmake.memory.zero import REDUCTIONS, Zero3Memory, Zero12Memory
 from tests.unit.memory.llama_8b import BUCKETS, MODEL, scenario
@@ -65,3 +67,33 @@ def test_zero2_adds_a_micro_steps_gradients_to_those_of_earlier_ones(accumulatio
     part = states.partition_gradients(case)
     assert held[-1] == pytest.approx(copies * part, abs=1024)
     assert zero.timeline._terms["gradients"] == pytest.approx(part, abs=512)
+
+
+OLD = LibraryBehavior(checks_any_type=True)
+
+
+@pytest.mark.parametrize(
+    ("precision", "behavior", "bytes_each"),
+    [("fp16", LibraryBehavior(), 3), ("bf16", LibraryBehavior(), 0), ("bf16", OLD, 3), ("fp32", OLD, 5)],
+)
+def test_zero3_looks_for_infinities_in_a_copy_of_its_part(
+    precision: Precision, behavior: LibraryBehavior, bytes_each: int
+) -> None:
+    case = scenario(precision=precision, behavior=behavior)
+    zero = Zero3Memory(case, BUCKETS, Timeline())
+    zero.load()
+    before = len(zero.timeline.events)
+    zero.timeline.enter("optimizer step")
+    zero.step()
+    made = [size for _, size, stream in zero.timeline.events[before:] if stream == REDUCTION and size > 0]
+    assert sum(made) == pytest.approx(bytes_each * case.split.trainable / 8, abs=1024)
+
+
+def test_under_offload_the_check_needs_host_memory() -> None:
+    case = scenario(strategy="zero3-offload", precision="fp16", checkpoint_in_memory=False)
+    part = case.split.trainable // 8
+    assert host.host_terms(case, BUCKETS)["overflow check"] == 8 * 3 * part
+    zero = Zero3Memory(case, BUCKETS, Timeline())
+    zero.load()
+    zero.step()
+    assert "overflow check" not in zero.timeline._terms
