@@ -47,6 +47,7 @@ GPU_TERMS: Final = {
     "flat gradients": "ZeRO flattens its part of the gradients for the step, ZeRO-3 sub_group_size at a time",
     "fp32 gradients": "ZeRO casts its part of the gradients to fp32 for the step, ZeRO-3 sub_group_size at a time",
     "gradient norm": "a copy in fp64 of the largest gradient, or of its part, for the norm (get_norm_dtype)",
+    "overflow check": "the copy and the mask in which ZeRO-3 looks for infinities of fp16 gradients (has_overflow)",
     "model buffers": "buffers of the model, such as the rotary embedding's frequencies",
     "cuBLAS workspaces": "one for the forward and one for the backward thread, 8.1 MiB each (CUDABlas.cpp)",
 }
