@@ -73,6 +73,7 @@ HOST_TERMS: Final = {
     "gathered weights": "the whole model on rank 0, which a user's script may gather to save it",
     "loading": "weights on their way to the GPUs, as far as they exceed what stays: once per node under FSDP and "
     "ZeRO-3, once per rank where no GPU takes them directly",
+    "overflow check": "the copy and the mask in which ZeRO-3 looks for infinities of offloaded fp16 gradients",
     "saving": "copies of GPU memory: torch.save copies each storage to the host before it writes it (serialization.py)",
 }
 

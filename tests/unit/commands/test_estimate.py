@@ -9,7 +9,7 @@ import pytest
 from shardmake.commands.estimate import EstimateRequest, estimate, resolve_request
 from shardmake.commands.estimate_table import mark, print_table
 from shardmake.commands.estimate_terms import DISK_TERMS, GPU_TERMS, HOST_TERMS, NVME_TERMS
-from shardmake.config.models import STRATEGIES, Cluster, GradientDtype, Method, Run, Strategy
+from shardmake.config.models import STRATEGIES, Cluster, GradientDtype, Method, Precision, Run, Strategy
 from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.errors import ConfigError
@@ -85,9 +85,19 @@ def test_every_term_is_explained(model: str, method: Method, gradient_dtype: Gra
         assert set(memory.disk) <= set(DISK_TERMS)
 
 
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_term_beside_a_reference_model_is_explained(strategy: Strategy) -> None:
-    setup = scenario(strategy=strategy, reference_weights=True, gathers_on_save=True, checkpoint_in_memory=True)
+def test_every_term_beside_a_reference_model_is_explained(
+    strategy: Strategy, precision: Precision, copies: bool
+) -> None:
+    setup = scenario(
+        strategy=strategy,
+        precision=precision,
+        reference_weights=True,
+        gathers_on_save=copies,
+        checkpoint_in_memory=copies,
+    )
     phases = closed_form.phases(setup, Buckets(), closed_form.Profile(1, 1, 1, 1, 1))
     assert {term for terms in phases.values() for term in terms} <= set(GPU_TERMS)
     assert set(host_terms(setup, Buckets())) <= set(HOST_TERMS)
