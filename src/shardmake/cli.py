@@ -207,7 +207,8 @@ def estimate(
     loss: Annotated[LossKind, typer.Option(help="Cross entropy.")] = "plain",
     objective: Annotated[Objective, typer.Option(help="What training optimizes.")] = "sft",
     reference: Annotated[
-        Reference | None, typer.Option(help="Reference of --objective dpo. Default: model, which is beside the other.")
+        Reference | None,
+        typer.Option(help="Reference of --objective dpo or kto. Default: model, which is beside the other."),
     ] = None,
     fsdp_version: Annotated[int, typer.Option(help="FSDP version for the fsdp strategies.", min=1, max=2)] = 2,
     host_memory: Annotated[float | None, typer.Option(help="RAM of a node, GiB. Default: no limit.")] = None,

@@ -42,6 +42,11 @@ ON_DEMAND = [
     *(("lora", name) for name in ("ddp", "zero1", "zero2", "zero3", "fsdp", "fsdp-grad-op")),
     *(("lora", name) for name in ("zero2-offload", "zero3-offload", "fsdp-offload")),
 ]
+PRECOMPUTED = [
+    *(("full", name) for name in ("ddp", "zero2", "zero3", "zero3-offload", "fsdp")),
+    *(("lora", name) for name in ("ddp", "zero2", "fsdp")),
+]
+"""Cases of a reference that runs once before the first step."""
 Training = tuple[Plan, Run, Cluster]
 
 
@@ -75,12 +80,17 @@ def trl_models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def plain(completions: Forked, trl_models: Path) -> Callable[[str], list[dict[str, Any]]]:
-    """Return what TRL alone logs at each step under DDP, by method."""
+    """Return what TRL alone logs at each step under DDP, by method, with "-precomputed" after it for such a reference."""
     return cache(lambda method: plain_trl(SCRIPT, completions.checkout.root, "completions.jsonl", method, trl_models))
 
 
-def planned(completions: Forked, method: str, strategy: Strategy) -> Training:
-    return completions.plan(strategy, 2, method=method, **KTO)
+def planned(completions: Forked, method: str, strategy: Strategy, reference: str = "model") -> Training:
+    return completions.plan(strategy, 2, **with_method(method, reference))
+
+
+def with_method(method: str, reference: str) -> dict[str, Any]:
+    """Return the settings of a run."""
+    return KTO | {"method": method, "kto": {**KTO["kto"], "reference": reference}}
 
 
 @pytest.mark.proves("fp32", "resumed", "opened", objective="kto")
@@ -95,10 +105,33 @@ def test_kto_equals_plain_trl_resumes_and_is_evaluated(
     plain: Callable[[str], list[dict[str, Any]]],
     trl_models: Path,
 ) -> None:
-    """TRL pairs prompts with other completions when it prepares the data; here each batch does."""
     rundir, training = RunDir(tmp_path / "run"), planned(completions, method, strategy)
     assert completions.train(rundir, training) == [0, 0], log(rundir)
-    theirs, lines = plain(method), metrics(rundir)
+    _assert_trained_as(plain(method), rundir)
+    assert_resumes(completions, rundir, training, method)
+    if method == "full":
+        _assert_model_and_evaluation(rundir, training, trl_models / f"{method}.json.model")
+
+
+@pytest.mark.proves("fp32", "resumed", objective="kto")
+@pytest.mark.objectives
+@pytest.mark.parametrize(("method", "strategy"), PRECOMPUTED)
+def test_a_precomputed_reference_trains_kto_as_trl_with_its_own(
+    completions: Forked, tmp_path: Path, method: str, strategy: Strategy, plain: Callable[[str], list[dict[str, Any]]]
+) -> None:
+    """TRL computes the log-probabilities before the first step too; a training that resumes reads the first one's."""
+    rundir, training = RunDir(tmp_path / "run"), planned(completions, method, strategy, "precomputed")
+    assert completions.train(rundir, training) == [0, 0], log(rundir)
+    _assert_trained_as(plain(f"{method}-precomputed"), rundir)
+    (file,) = rundir.train.glob("reference-*.safetensors")
+    again = assert_resumes(completions, rundir, training, method)
+    assert (again.train / file.name).stat().st_mtime_ns == file.stat().st_mtime_ns
+    assert metrics(again)[-1]["eval_rewards"] == metrics(rundir)[-1]["eval_rewards"]
+
+
+def _assert_trained_as(theirs: list[dict[str, Any]], rundir: RunDir) -> None:
+    """Check the metrics of each step against what TRL logs."""
+    lines = metrics(rundir)
     trained = [line for line in lines if "loss" in line]
     assert len(theirs) == 4
     for line, expected in zip(trained, theirs, strict=True):
@@ -111,9 +144,6 @@ def test_kto_equals_plain_trl_resumes_and_is_evaluated(
     assert sorted(trained[0]["rewards"]) == ["chosen", "margins", "rejected"]
     assert trained[-1]["rewards"]["margins"] > 0
     assert max(line["kl"] for line in trained) > 0, trained
-    assert_resumes(completions, rundir, training, method)
-    if method == "full":
-        _assert_model_and_evaluation(rundir, training, trl_models / f"{method}.json.model")
 
 
 def _assert_model_and_evaluation(rundir: RunDir, training: Training, theirs: Path) -> None:
@@ -134,11 +164,16 @@ def _assert_model_and_evaluation(rundir: RunDir, training: Training, theirs: Pat
 
 @pytest.mark.proves("killed", objective="kto")
 @pytest.mark.objectives
-@pytest.mark.parametrize(("method", "strategy"), [("full", "zero3"), ("lora", "fsdp")])
+@pytest.mark.parametrize(
+    ("method", "strategy", "reference"),
+    [("full", "zero3", "model"), ("lora", "fsdp", "model"), ("full", "zero2", "precomputed")],
+    ids=["full-zero3", "lora-fsdp", "full-zero2-precomputed"],
+)
 def test_killed_in_a_save_kto_resumes_bit_for_bit(
-    completions: Forked, tmp_path: Path, method: str, strategy: Strategy
+    completions: Forked, tmp_path: Path, method: str, strategy: Strategy, reference: str
 ) -> None:
-    assert_killed_training_recovers(Sweep(completions, tmp_path, strategy, victim=0, settings=KTO | {"method": method}))
+    settings = with_method(method, reference)
+    assert_killed_training_recovers(Sweep(completions, tmp_path, strategy, victim=0, settings=settings))
 
 
 @pytest.mark.proves("resumed", objective="kto")

@@ -340,5 +340,5 @@ def plain_trl(script: Path, checkout: Path, data: str, method: str, folder: Path
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(out.parent / "hf")}
     environment["PYTHONPATH"] = os.pathsep.join([*map(str, paths), os.environ.get("PYTHONPATH", "")])
-    subprocess.run([*launcher, *map(str, words)], check=True, env=environment, timeout=240)
+    subprocess.run([*launcher, *map(str, words)], check=True, env=environment, timeout=540)
     return [line for line in json.loads(out.read_text()) if "loss" in line]

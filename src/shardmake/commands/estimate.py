@@ -86,7 +86,7 @@ class EstimateRequest:
     loss: LossKind = "plain"
     objective: Objective = "sft"
     reference: Reference | None = None
-    """Of ``objective: dpo``: a model beside the trained one (the default), or precomputed."""
+    """Of an objective that has one: a model beside the trained one (the default), or precomputed."""
     fsdp_version: Literal[1, 2] = 2
     host_memory: float | None = None
     accelerator: str = "a100-80gb"
@@ -294,9 +294,12 @@ def _objective_keys(request: EstimateRequest) -> dict[str, Any]:
     padded = {"packing": False} if OBJECTIVES[request.objective].trl else {}
     if request.reference is None:
         return padded
-    if request.objective != "dpo":
-        raise ConfigError(f"--reference has no effect with --objective {request.objective}. Remove it, or take dpo.")
-    return {**padded, "dpo": {"reference": request.reference}}
+    if not OBJECTIVES[request.objective].has_reference:
+        having = " or ".join(name for name, spec in OBJECTIVES.items() if spec.has_reference)
+        raise ConfigError(
+            f"--reference has no effect with --objective {request.objective}. Remove it, or take {having}."
+        )
+    return {**padded, request.objective: {"reference": request.reference}}
 
 
 def _global_batch_size(request: EstimateRequest) -> int:
@@ -429,7 +432,8 @@ def _levers(request: EstimateRequest) -> Iterator[Kind]:
     """Yield the options that cost nothing: the training has the same steps, up to rounding."""
     if request.loss == "plain":
         yield "loss", ["fused", "chunked"]
-    if request.objective == "dpo" and request.method == "full" and request.reference != "precomputed":
+    has_reference = OBJECTIVES[request.objective].has_reference
+    if has_reference and request.method == "full" and request.reference != "precomputed":
         yield "reference", ["precomputed"]
     if request.sequence_parallel == 1:
         yield "sequence_parallel", shared_by(request.gpus_per_node)

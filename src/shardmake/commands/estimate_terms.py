@@ -10,9 +10,9 @@ GPU_TERMS: Final = {
     "(Dettmers et al. 2023), and 4 for the rest without DeepSpeed (prepare_model_for_kbit_training)",
     "quantization scales": "scales of the 4-bit weights, 0.016 bytes per weight with double quantization; whole on "
     "every rank, also under FSDP (Linear4bit.quant_state)",
-    "reference model": "a second model beside the trained one for DPO without adapters: all its weights, divided by "
-    "the ranks under ZeRO-3 and FSDP (prepare_deepspeed of TRL's models/utils.py)",
-    "gathered reference": "norm and head of DPO's reference model, which FSDP gathers once and keeps, because no "
+    "reference model": "a second model beside the trained one for DPO and KTO without adapters: all its weights, "
+    "divided by the ranks under ZeRO-3 and FSDP (prepare_deepspeed of TRL's models/utils.py)",
+    "gathered reference": "norm and head of the reference model, which FSDP gathers once and keeps, because no "
     "backward pass frees them; all its weights without reshard_after_forward",
     "second shard of the weights": "ZeRO++ hpZ: all weights in the compute type, divided by the ranks of a node "
     "(ds_secondary_tensor of partition_parameters.py)",
@@ -68,7 +68,7 @@ HOST_TERMS: Final = {
     "optimizer swap buffers": "buffer_count buffers of the largest sub-group in fp32 "
     "(partitioned_optimizer_swapper.py)",
     "parameter swap buffers": "buffer_count x buffer_size elements in the compute type (partitioned_param_swapper.py)",
-    "reference model": "the offloaded part of DPO's reference model",
+    "reference model": "the offloaded part of the reference model",
     "checkpoint in scratch": "the node's part of a checkpoint, if the scratch folder is in RAM",
     "gathered weights": "the whole model on rank 0, which a user's script may gather to save it",
     "loading": "weights on their way to the GPUs, as far as they exceed what stays: once per node under FSDP and "

@@ -310,16 +310,11 @@ class Lora(Section):
     )
 
 
-class Dpo(Section):
-    """Direct preference optimization, for `objective: dpo`, with the names and defaults of TRL's `DPOConfig`."""
+class Referenced(Section):
+    """An objective that compares the trained model with a reference."""
 
     beta: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
         0.1, description="Strength with which the model is held near the reference, which is the base model."
-    )
-    loss_type: Annotated[list[DpoLoss], Field(min_length=1)] = Field(
-        ["sigmoid"],
-        description="Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does "
-        "not depend on the micro batch.",
     )
     reference: Literal["model", "precomputed"] = Field(
         "model",
@@ -328,12 +323,19 @@ class Dpo(Section):
     )
 
 
-class Kto(Section):
+class Dpo(Referenced):
+    """Direct preference optimization, for `objective: dpo`, with the names and defaults of TRL's `DPOConfig`."""
+
+    loss_type: Annotated[list[DpoLoss], Field(min_length=1)] = Field(
+        ["sigmoid"],
+        description="Losses that are added up. Only those of TRL's that are a mean over pairs, so that the result does "
+        "not depend on the micro batch.",
+    )
+
+
+class Kto(Referenced):
     """Kahneman-Tversky optimization, for `objective: kto`, with the names and defaults of TRL's `KTOConfig`."""
 
-    beta: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
-        0.1, description="Strength with which the model is held near the reference, which is the base model."
-    )
     desirable_weight: Annotated[float, Field(gt=0, le=1000), AsNumber] = Field(
         1.0, description="Factor of the loss of desirable completions."
     )
@@ -686,8 +688,8 @@ class Run(Section):
     @property
     def reference(self) -> str | None:
         """Return how the log-probabilities of the reference model are obtained; None without one."""
-        has_one = OBJECTIVES[self.objective].has_reference
-        return getattr(self.objective_settings, "reference", "model") if has_one else None
+        settings = self.objective_settings
+        return settings.reference if isinstance(settings, Referenced) else None
 
     @model_validator(mode="after")
     def _check_order(self) -> "Run":

@@ -36,13 +36,30 @@ class Completions(Dataset[Completion]):
         return {"prompt_ids": ids[:start], "completion_ids": ids[start:], "label": row["label"]}
 
 
+class WithMismatched(Dataset[Completion]):
+    """Completions, in which each prompt also has the completion of the example before it in its block.
+
+    The first prompt of a block has that of its last example. The KL divergence is estimated from these mismatched
+    completions. A block has ``size`` examples, as many as a micro batch; the last block may have fewer. This is TRL's
+    rule (`KTOTrainer._prepare_dataset`).
+    """
+
+    def __init__(self, completions: Any, size: int) -> None:
+        self.completions, self.size = completions, size
+
+    def __len__(self) -> int:
+        return len(self.completions)
+
+    def __getitem__(self, index: int) -> Completion:
+        """Return example ``index``, and ``KL_completion_ids``."""
+        end = min(index - index % self.size + self.size, len(self))
+        other = self.completions[(index if index % self.size else end) - 1]
+        return {**self.completions[index], "KL_completion_ids": other["completion_ids"]}
+
+
 @dataclass(frozen=True)
 class UnpairedCollator:
-    """Makes TRL's batches, in which each prompt also has the completion of the example before it.
-
-    The first prompt has that of the last example. The KL divergence is estimated from these mismatched completions. TRL
-    pairs them in the same way when it prepares the data, in blocks as long as a batch.
-    """
+    """Makes TRL's batches of examples with mismatched completions."""
 
     sequence_length: int
     pad_token_id: int
@@ -61,10 +78,6 @@ class UnpairedCollator:
         """
         from trl.trainer.kto_trainer import DataCollatorForUnpairedPreference
 
-        others = [examples[-1], *examples[:-1]]
-        matched = [
-            {**example, "KL_completion_ids": other["completion_ids"]}
-            for example, other in zip(examples, others, strict=True)
-        ]
-        batch: dict[str, Any] = DataCollatorForUnpairedPreference(self.pad_token_id, self.sequence_length)(matched)
+        collate = DataCollatorForUnpairedPreference(self.pad_token_id, self.sequence_length)
+        batch: dict[str, Any] = collate(list(examples))
         return batch

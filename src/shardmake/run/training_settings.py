@@ -55,30 +55,44 @@ class ObjectiveSettings(RunRecord):
         return self.as_json()
 
 
-class DpoSettings(ObjectiveSettings):
-    """Direct preference optimization."""
+class ReferencedSettings(ObjectiveSettings):
+    """The settings of an objective that compares the trained model with a reference."""
 
     beta: float = Field(description="Strength with which the model is held near the base model.")
-    loss_type: list[str] = Field(description="Losses that are added up.")
     reference: Literal["model", "precomputed"] = Field(
         description="The base model in every step, or its log-probabilities, computed before the first one."
     )
 
-    def describe(self) -> str:
-        """Return beta, loss and reference."""
-        once = ", which ran once before the first step" if self.reference == "precomputed" else ""
-        return f"beta {self.beta:g} and the loss {' + '.join(self.loss_type)}; the reference is the base model{once}"
+    @property
+    def is_precomputed(self) -> bool:
+        """Return whether the reference runs once, before the first step."""
+        return self.reference == "precomputed"
+
+    def describe_reference(self) -> str:
+        """Return the reference as a clause."""
+        once = ", which ran once before the first step" if self.is_precomputed else ""
+        return f"the reference is the base model{once}"
 
     def trl_arguments(self) -> dict[str, Any]:
-        """Return the arguments of `trl.DPOConfig`."""
-        precomputed = self.reference == "precomputed"
-        return {"beta": self.beta, "loss_type": self.loss_type, "precompute_ref_log_probs": precomputed}
+        """Return the arguments of TRL's class; it has a switch for the reference."""
+        settings = self.as_json()
+        del settings["reference"]
+        return {**settings, "precompute_ref_log_probs": self.is_precomputed}
 
 
-class KtoSettings(ObjectiveSettings):
+class DpoSettings(ReferencedSettings):
+    """Direct preference optimization."""
+
+    loss_type: list[str] = Field(description="Losses that are added up.")
+
+    def describe(self) -> str:
+        """Return beta, loss and reference."""
+        return f"beta {self.beta:g} and the loss {' + '.join(self.loss_type)}; {self.describe_reference()}"
+
+
+class KtoSettings(ReferencedSettings):
     """Kahneman-Tversky optimization."""
 
-    beta: float = Field(description="Strength with which the model is held near the base model.")
     desirable_weight: float = Field(description="Factor of the loss of desirable completions.")
     undesirable_weight: float = Field(description="Factor of the loss of undesirable completions.")
 
@@ -86,7 +100,7 @@ class KtoSettings(ObjectiveSettings):
         """Return beta, weights and reference."""
         return (
             f"beta {self.beta:g}, desirable weight {self.desirable_weight:g} and undesirable weight "
-            f"{self.undesirable_weight:g}; the reference is the base model"
+            f"{self.undesirable_weight:g}; {self.describe_reference()}"
         )
 
 

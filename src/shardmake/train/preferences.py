@@ -1,7 +1,7 @@
 """Train on preferences with TRL's trainers, with Shardmake's data, checkpoints and checks."""
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Final
 
 import torch
 from accelerate import Accelerator
@@ -13,21 +13,25 @@ from trl.trainer import dpo_trainer, kto_trainer
 
 from shardmake.config.strategies import FSDP
 from shardmake.data.pairs import PairCollator, Pairs, RewardCollator
-from shardmake.data.unpaired import Completions, UnpairedCollator
-from shardmake.run.training_settings import FullMethod, TrainingSettings
+from shardmake.data.unpaired import Completions, UnpairedCollator, WithMismatched
+from shardmake.run.training_settings import FullMethod, ReferencedSettings, TrainingSettings
 from shardmake.train.load_model import load_base, load_model
 from shardmake.train.rank_context import RankContext
 from shardmake.train.reference import PrecomputedReference, WithReference
 from shardmake.train.training_setup import planned_optimizer
-from shardmake.train.trl_trainer import TrlTrainer, trl_options
+from shardmake.train.trl_trainer import Collate, TrlTrainer, trl_options
 
-_LOG_PROBS = ("ref_chosen_logps", "ref_rejected_logps")
 _TRL_COPY = "ref"
 """Name of the adapter that TRL adds to a model with adapters, a copy of them at the start, as the reference."""
 
 
-class DpoTrainer(TrlTrainer, DPOTrainer):
-    """TRL's trainer of direct preference optimization."""
+class ReferencedTrainer(TrlTrainer):
+    """The base of TRL's trainers that compare the trained model with a reference."""
+
+    library: ClassVar[Any]
+    """TRL's module of the trainer."""
+    log_probs: ClassVar[tuple[str, ...]]
+    """TRL's names of the log-probabilities that an example has under the reference."""
 
     def _precompute_ref_logps(self, dataset: Any, name: str, batch_size: int) -> Any:
         return dataset  # `PrecomputedReference` computes them, when the model is sharded
@@ -37,8 +41,18 @@ class DpoTrainer(TrlTrainer, DPOTrainer):
         return data.to(self.args.device) if isinstance(data, torch.Tensor) else super()._prepare_input(data)
 
 
-class KtoTrainer(TrlTrainer, KTOTrainer):
+class DpoTrainer(ReferencedTrainer, DPOTrainer):
+    """TRL's trainer of direct preference optimization."""
+
+    library = dpo_trainer
+    log_probs = ("ref_chosen_logps", "ref_rejected_logps")
+
+
+class KtoTrainer(ReferencedTrainer, KTOTrainer):
     """TRL's trainer of Kahneman-Tversky optimization."""
+
+    library = kto_trainer
+    log_probs = ("ref_logps", "ref_KL_logps")
 
 
 class _NoReference(torch.nn.Module):
@@ -65,48 +79,54 @@ def shard_reference(model: torch.nn.Module, accelerator: Accelerator) -> torch.n
 def make_dpo_trainer(
     context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> TrlTrainer:
-    """Return the trainer. The reference is the base model.
-
-    It is the model without its adapters, a second model, or the trained one before its first step.
-    """
-    settings, rundir, attempt = context.settings, context.attempt.rundir, context.attempt
-    is_full = isinstance(settings.method, FullMethod)
-    assert settings.dpo is not None
-    precomputed = settings.dpo.reference == "precomputed"
-    dpo_trainer.prepare_fsdp = shard_reference
-    dpo_trainer.hash_module = lambda module: ""  # the name of TRL's own file of log-probabilities, from all weights
-    train, held_out = Pairs(rundir.data, "train"), Pairs(rundir.data, "eval")
-    splits = {"train": WithReference(train, _LOG_PROBS), "eval": WithReference(held_out, _LOG_PROBS)}
-    data: tuple[Dataset[Any], Dataset[Any]] = (splits["train"], splits["eval"]) if precomputed else (train, held_out)
-    model = load_model(settings)
-    trainer = DpoTrainer(
-        **trl_options(context, arguments, callbacks, *data, PairCollator.of(rundir.data)),
-        model=model,
-        ref_model=_reference(settings, model.config, precomputed=precomputed) if is_full else None,
-    )
-    if precomputed:
-        trainer.ref_model = None
-        file = rundir.reference_log_probs(attempt.settings_digest)
-        trainer.after_check.append(PrecomputedReference(trainer, splits, file, callbacks))
-    if not is_full:  # without the copy, TRL turns the adapters off for the reference
-        trainer.model.delete_adapter(_TRL_COPY)
-    return trainer
+    """Return the trainer of pairs."""
+    folder = context.attempt.rundir.data
+    splits = {"train": Pairs(folder, "train"), "eval": Pairs(folder, "eval")}
+    return _with_reference(DpoTrainer, context, arguments, callbacks, splits, PairCollator.of(folder))
 
 
 def make_kto_trainer(
     context: RankContext, arguments: TrainingArguments, callbacks: list[TrainerCallback]
 ) -> TrlTrainer:
-    """Return the trainer. The reference is the base model: the model without its adapters, or a second model."""
-    settings, folder = context.settings, context.attempt.rundir.data
-    is_full = isinstance(settings.method, FullMethod)
-    kto_trainer.prepare_fsdp = shard_reference
-    train, held_out = Completions(folder, "train"), Completions(folder, "eval")
-    trainer = KtoTrainer(
-        **trl_options(context, arguments, callbacks, train, held_out, UnpairedCollator.of(folder)),
-        model=load_model(settings),
-        ref_model=_second_model(settings) if is_full else None,
+    """Return the trainer of completions with labels, with mismatched completions in each micro batch."""
+    folder, size = context.attempt.rundir.data, context.plan.choice.micro_batch_size
+    splits = {
+        "train": WithMismatched(Completions(folder, "train"), size),
+        "eval": WithMismatched(Completions(folder, "eval"), size),
+    }
+    return _with_reference(KtoTrainer, context, arguments, callbacks, splits, UnpairedCollator.of(folder))
+
+
+def _with_reference(
+    kind: type[ReferencedTrainer],
+    context: RankContext,
+    arguments: TrainingArguments,
+    callbacks: list[TrainerCallback],
+    splits: Mapping[str, Dataset[Any]],
+    collate: Collate,
+) -> TrlTrainer:
+    """Return the trainer. The reference is the base model.
+
+    It is the model without its adapters, a second model, or the trained one before its first step.
+    """
+    settings, attempt = context.settings, context.attempt
+    objective, is_full = settings.objective_settings, isinstance(settings.method, FullMethod)
+    assert isinstance(objective, ReferencedSettings)
+    kind.library.prepare_fsdp = shard_reference
+    kind.library.hash_module = lambda module: ""  # the name of TRL's own file of log-probabilities, from all weights
+    if objective.is_precomputed:
+        splits = filled = {name: WithReference(examples, kind.log_probs) for name, examples in splits.items()}
+    model = load_model(settings)
+    trainer = kind(
+        **trl_options(context, arguments, callbacks, splits["train"], splits["eval"], collate),
+        model=model,
+        ref_model=_reference(settings, model.config, precomputed=objective.is_precomputed) if is_full else None,
     )
-    if not is_full:
+    if objective.is_precomputed:
+        trainer.ref_model = None
+        file = attempt.rundir.reference_log_probs(attempt.settings_digest)
+        trainer.after_check.append(PrecomputedReference(trainer, filled, file, callbacks))
+    if not is_full:  # without the copy, TRL turns the adapters off for the reference
         trainer.model.delete_adapter(_TRL_COPY)
     return trainer
 

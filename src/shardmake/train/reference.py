@@ -27,11 +27,11 @@ PHASE = "reference"
 
 
 class WithReference(Dataset[dict[str, Any]]):
-    """Examples with the log-probabilities of their answers under the reference model, once ``log_probs`` has them.
+    """Examples with log-probabilities of answers under the reference model, once ``log_probs`` has them.
 
     Args:
         examples: The examples.
-        names: TRL's name of the log-probability of each answer.
+        names: TRL's name of the log-probability of each answer that an example is compared with.
     """
 
     def __init__(self, examples: Any, names: tuple[str, ...]) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from shardmake.config import objectives
 from shardmake.config.formats import DataFormat
-from shardmake.config.models import Dpo, Kto, Reward
+from shardmake.config.models import Dpo, Kto, Objective, Reward
 from shardmake.config.objectives import OBJECTIVES, ObjectiveSpec
 from shardmake.core.errors import ConfigError
 from tests.unit.config.samples import make_run
@@ -32,8 +32,9 @@ def test_settings_of_kto_have_the_defaults_of_trl() -> None:
 
     settings = make_run(objective="kto", packing=False).objective_settings
     assert isinstance(settings, Kto)
-    defaults = {name: KTOConfig.__dataclass_fields__[name].default for name in Kto.model_fields}
-    assert settings.model_dump() == defaults
+    fields, own = KTOConfig.__dataclass_fields__, settings.model_dump()
+    assert (own.pop("reference") == "precomputed") == fields["precompute_ref_log_probs"].default
+    assert own == {name: fields[name].default for name in own}
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,6 @@ def test_settings_of_kto_have_the_defaults_of_trl() -> None:
         ({"packing": True}, "packing: true cannot be combined"),
         ({"micro_batch_size": 1}, "micro_batch_size: 1 cannot be combined with objective: kto, which compares"),
         ({"method": "lora", "lora": {"targets": ["lm_head"]}}, "an adapter of lm_head has no effect"),
-        ({"kto": {"reference": "precomputed"}}, "reference"),
         (
             {"data": {"train": "org/data", "format": "preference"}},
             r"cannot learn from data\.format 'preference'\. Use unpaired-preference",
@@ -64,8 +64,14 @@ def test_every_epoch_of_kto_has_the_same_order() -> None:
 
 def test_only_an_objective_with_a_reference_model_has_one() -> None:
     assert make_run().reference is None
-    assert make_run(objective="dpo", packing=False).reference == "model"
-    assert make_run(objective="dpo", packing=False, dpo={"reference": "precomputed"}).reference == "precomputed"
+    assert make_run(objective="reward", packing=False).reference is None
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_an_objective_with_a_reference_model_may_run_it_once(objective: Objective) -> None:
+    section = {objective: {"reference": "precomputed"}}
+    assert make_run(objective=objective, packing=False).reference == "model"
+    assert make_run(objective=objective, packing=False, **section).reference == "precomputed"
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from shardmake.config.models import Data
 from shardmake.core.errors import DataError
 from shardmake.data.encode import Encoder
 from shardmake.data.layout import Layout, recognize
-from shardmake.data.unpaired import UnpairedCollator
+from shardmake.data.unpaired import UnpairedCollator, WithMismatched
 from tests.unit.data.test_encode import PLAIN, chat, make_tokenizer
 
 PLACE = "f.jsonl, line 3"
@@ -51,10 +51,26 @@ def test_a_broken_row_is_named(example: dict[str, Any], message: str) -> None:
 
 
 def test_each_prompt_also_has_the_completion_before_it() -> None:
-    """The mismatched completions are those that TRL builds in blocks of a batch."""
     examples = [{"prompt_ids": [n], "completion_ids": [10 * n, 10 * n + 1], "label": n == 1} for n in (1, 2, 3)]
-    batch = UnpairedCollator(sequence_length=8, pad_token_id=0)(examples)
+    mismatched = WithMismatched(examples, 3)
+    batch = UnpairedCollator(sequence_length=8, pad_token_id=0)([mismatched[n] for n in range(3)])
     assert batch["input_ids"].tolist() == [[1, 10, 11], [2, 20, 21], [3, 30, 31]]
     assert batch["KL_input_ids"].tolist() == [[1, 30, 31], [2, 10, 11], [3, 20, 21]]
     assert batch["KL_completion_mask"].tolist() == [[0, 1, 1]] * 3
     assert batch["label"].tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("length", [1, 6, 7, 8])
+def test_completions_are_mismatched_as_by_trl(length: int) -> None:
+    """TRL does it in blocks of a micro batch, of which the last may have fewer examples."""
+    import datasets
+    from trl import KTOConfig, KTOTrainer
+
+    tokenizer = make_tokenizer(PLAIN)
+    trainer: Any = KTOTrainer.__new__(KTOTrainer)
+    trainer.calculate_KL, trainer._tokenizer = True, tokenizer
+    rows = [{"prompt": f"{n}:", "completion": f"{n}", "label": True} for n in range(length)]
+    arguments = KTOConfig(output_dir="unused", per_device_train_batch_size=3, use_cpu=True, bf16=False)
+    theirs = trainer._prepare_dataset(datasets.Dataset.from_list(rows), tokenizer, arguments, "eval")
+    ours = WithMismatched([{"completion_ids": ids} for ids in theirs["completion_ids"]], 3)
+    assert [ours[n]["KL_completion_ids"] for n in range(length)] == list(theirs["KL_completion_ids"])

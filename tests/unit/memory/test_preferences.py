@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from shardmake.config.objectives import OBJECTIVES
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.memory.buckets import Buckets
 from shardmake.memory.closed_form import of_events, profile
@@ -38,6 +39,7 @@ CASES: dict[str, Scenario] = {
     "kto with lora and checkpointing": scenario(
         SMALL, method="lora", checkpointing=True, **DPO | {"extra_forwards": 3}
     ),
+    "kto precomputed": scenario(SMALL, **DPO | {"extra_forwards": 1}),
 }
 
 
@@ -54,23 +56,25 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_simulated_step_matches_the_recorded_one(name: str, tracer: Any, kernels: None) -> None:
     case = CASES[name]
-    recorded, simulated = recorded_step(case, tracer), micro_step(case)
+    recorded, simulated = recorded_step(case, tracer, "kto" if "kto" in name else "dpo"), micro_step(case)
     assert saved(simulated) == pytest.approx(saved(recorded), rel=5e-3)
     ours, theirs = (figures(of_events(events, LAYERS)) for events in (simulated, recorded))
     assert ours == pytest.approx(theirs, rel=0.03)
     assert gradients(simulated) == gradients(recorded)
 
 
-def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
+def recorded_step(case: Scenario, tracer: Any, objective: str) -> list[Any]:
     """Return the events of TRL's loss and its backward pass."""
     import torch
     from trl import DPOTrainer, KTOTrainer
 
-    kind = KTOTrainer if case.extra_forwards == 3 else DPOTrainer
+    from shardmake.train.preferences import DpoTrainer, KtoTrainer
+
+    kind = KTOTrainer if objective == "kto" else DPOTrainer
     request = {**_request(case), "layers": None}
     tracer.emulate_gpu_kernels(request["softmax_saves_input"])
     model, reference = prepared(request, tracer), None
-    precomputed = case.extra_forwards == 0
+    precomputed = case.extra_forwards == OBJECTIVES[objective].forwards - 1
     if case.method == "full" and not precomputed:
         reference = prepared(request, tracer).requires_grad_(False)
     trainer: Any = kind.__new__(kind)
@@ -90,11 +94,12 @@ def recorded_step(case: Scenario, tracer: Any) -> list[Any]:
         "attention_mask": torch.ones_like(tokens),
         "completion_mask": torch.ones_like(tokens),
     }
-    if precomputed:
-        inputs |= {f"ref_{answer}_logps": torch.zeros(len(tokens) // 2) for answer in ("chosen", "rejected")}
     if kind is KTOTrainer:
         inputs |= {f"KL_{name}": values.clone() for name, values in inputs.items()}
         inputs["label"] = torch.arange(len(tokens)) % 2 == 0
+    if precomputed:
+        trained = KtoTrainer if kind is KTOTrainer else DpoTrainer
+        inputs |= {name: torch.zeros(len(tokens) // OBJECTIVES[objective].sequences) for name in trained.log_probs}
     recorder = tracer.Recorder()
     with tracer._without_collector():
         tracer._mark_blocks(model, recorder)

@@ -65,8 +65,12 @@ def test_padded_pairs_use_sdpa_on_gpus() -> None:
     assert "padded examples" in _why_not_varlen(run, hardware, "bf16", abilities)
 
 
-def test_a_precomputed_reference_needs_no_second_model_and_no_second_pass(folders: dict[str, str]) -> None:
-    runs = [run_of(folders["tiny"], **DPO, dpo={"reference": name}) for name in ("model", "precomputed")]
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_precomputed_reference_needs_no_second_model_and_no_second_pass(
+    folders: dict[str, str], objective: str
+) -> None:
+    options = {"objective": objective, "packing": False}
+    runs = [run_of(folders["tiny"], **options, **{objective: {"reference": name}}) for name in ("model", "precomputed")]
     settings = [resolve(run, gpus()) for run in runs]
     choice = next(iter(choices(settings[0], ["ddp"])))
     held, saved = (Planner(resolved).scan(choice) for resolved in settings)
@@ -99,9 +103,11 @@ def test_a_fallback_of_kto_keeps_the_micro_batch(folders: dict[str, str]) -> Non
 
 
 def test_kto_runs_each_model_twice(folders: dict[str, str]) -> None:
-    settings = kto(folders["tiny"])
-    scenario = scenario_of(settings, next(iter(choices(settings, ["ddp"]))))
-    assert (scenario.extra_forwards, scenario.reference_weights, scenario.log_probs) == (3, True, True)
+    for reference, forwards in (("model", 3), ("precomputed", 1)):
+        settings = kto(folders["tiny"], kto={"reference": reference})
+        scenario = scenario_of(settings, next(iter(choices(settings, ["ddp"]))))
+        found = (scenario.extra_forwards, scenario.reference_weights, scenario.log_probs)
+        assert found == (forwards, reference == "model", True)
 
 
 def test_reward_models_of_other_families_are_refused() -> None:

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import KTOConfig, KTOTrainer
 
 model, data, method, out = sys.argv[1:]
+method, _, reference = method.partition("-")
 arguments = KTOConfig(
     output_dir=f"{out}.files",
     max_steps=4,
@@ -20,6 +21,7 @@ arguments = KTOConfig(
     warmup_steps=1,
     max_length=128,
     desirable_weight=3.0,
+    precompute_ref_log_probs=reference == "precomputed",
     logging_steps=1,
     save_strategy="no",
     report_to="none",
