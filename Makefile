@@ -123,7 +123,7 @@ test-faults: install-test
 test-sweep: install-test
 	$(BIN)/pytest -m sweep tests/workflow --junit-xml=$(REPORTS)/sweep.xml
 
-# Training on preferences under every other strategy, chains of runs, the examples.
+# Training on preferences under every other strategy, chains and sweeps of runs, the examples.
 test-objectives: install-test .venv/bitsandbytes
 	$(BIN)/pytest -m objectives tests/workflow tests/cluster --junit-xml=$(REPORTS)/objectives.xml
 
