@@ -149,7 +149,7 @@ docs: install
 # The documentation as a website, in build/site; a broken link is an error.
 site: install
 	$(BIN)/pip install -q -c constraints.txt -e ".[site]"
-	$(BIN)/mkdocs build -q --strict
+	$(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache src/*.egg-info

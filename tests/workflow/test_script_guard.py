@@ -24,7 +24,7 @@ SCRIPTS = Path(__file__).with_name("scripts")
 FILES = ["--model", "$SHARDMAKE_BASE", "--data", "DATA", "--output_dir", "$SHARDMAKE_OUTPUT"]
 """Paths of the programs for which the page "You have, you write" does not show them."""
 TRAINER = [
-    *arguments_of("Trainer with --deepspeed"),
+    *arguments_of("Trainer with a DeepSpeed file"),
     *("--train_file", "DATA", "--logging_steps", "1", "--report_to", "none"),
 ]
 ACCELERATE = [*arguments_of("accelerate launch"), *FILES]
@@ -134,7 +134,7 @@ def test_programs_train_as_planned(
 
 def test_each_configuration_of_the_page_trains_above() -> None:
     cases = {
-        "Trainer with --deepspeed": ("hf_trainer.py", TRAINER),
+        "Trainer with a DeepSpeed file": ("hf_trainer.py", TRAINER),
         "DeepSpeed itself": ("native_deepspeed.py", NATIVE),
         "torchrun": ("plain_torch.py", TORCH),
         "accelerate launch": ("accelerate_loop.py", ACCELERATE),
