@@ -10,6 +10,8 @@ from shardmake.core.environment import LIBRARIES, checkout_commit, installed_ver
 Load = tuple[float, float, float]
 """Load averages over 1, 5 and 15 minutes."""
 _AT_START = os.getloadavg()
+_COMMIT = checkout_commit()
+"""The code that runs is that of the start; later the benchmark's own results have changed the checkout."""
 
 
 def machine(packages: Sequence[str] = LIBRARIES, before: Load = _AT_START) -> dict[str, Any]:
@@ -17,7 +19,7 @@ def machine(packages: Sequence[str] = LIBRARIES, before: Load = _AT_START) -> di
     return {
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
-        "commit": checkout_commit(),
+        "commit": _COMMIT,
         "load_before": before,
         "load_after": os.getloadavg(),
         "python": platform.python_version(),
