@@ -1,0 +1,97 @@
+"""The measured figures in README.md are those of the files in ``benchmarks/results``."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+RESULTS = REPOSITORY / "benchmarks/results"
+README = " ".join((REPOSITORY / "README.md").read_text().split())
+BENCHMARKS = " ".join((REPOSITORY / "docs/design/benchmarks.md").read_text().split())
+FAMILIES = {
+    "one copy of the model per GPU": "unsharded",
+    "sharded: ZeRO and FSDP": "sharded",
+    "QLoRA": "quantized",
+    "offloaded to host RAM": "offloaded",
+    "all": "all",
+    "grade B (something is not stated), all sharded": r"all \(B\)",
+}
+"""The name in memory_accuracy.txt by the name in the pages."""
+
+
+def _text(name: str) -> str:
+    return (RESULTS / name).read_text()
+
+
+def _json(name: str) -> Any:
+    return json.loads(_text(name))
+
+
+@pytest.mark.parametrize("label", FAMILIES)
+def test_the_errors_of_the_memory_estimate(label: str) -> None:
+    row = rf"^{FAMILIES[label]} +(\d+) +(\S+) % +(\S+) % +(\d+) of +\d+ +(\S+) % +(\S+) %$"
+    (found,) = re.findall(row, _text("memory_accuracy.txt"), re.MULTILINE)
+    number, median, ninth, low, least, largest = found
+    expected = f"| {label} | {number} | {median} % | {ninth} % | {low} | {least} % | {largest} % |"
+    assert expected in README and expected in BENCHMARKS
+
+
+def _merge() -> str:
+    tools = _json("consolidate.json")["tools"]
+    names = ("shardmake, ZeRO-3, verified", "shardmake, ZeRO-3, verified, first", "zero_to_fp32")
+    ours, first, theirs = (tools[f"{name} (warm)"] for name in names)
+    return (
+        f"{ours['anonymous_mib']:.0f} MiB and {ours['seconds']:.1f} s, "
+        f"with the check by transformers {first['anonymous_mib']:.0f} MiB and {first['seconds']:.1f} s; "
+        f"DeepSpeed's `zero_to_fp32`: {theirs['anonymous_mib']:,.0f} MiB and {theirs['seconds']:.1f} s"
+    )
+
+
+def _limits() -> str:
+    exits = {name: found["exit"] for name, found in _json("consolidate_limits.json")["in_512_mib"].items()}
+    assert exits == {"shardmake": 0, "shardmake to bf16": 0, "accelerate merge-weights": -9, "zero_to_fp32": -9}
+    return "finishes; `zero_to_fp32` and `accelerate merge-weights` are killed"
+
+
+def _kill_sweep() -> str:
+    rows = _json("kill_sweep.json")["rows"]
+    return f"{sum(row['recovered'] for row in rows)} of {len(rows)} trainings resumed bit for bit"
+
+
+def _fault_kinds() -> str:
+    return f"{len(re.findall(r'^.+ s$', _text('fault_matrix.txt'), re.MULTILINE))} kinds of faults"
+
+
+def _faults_of_each_kind() -> str:
+    (passed,) = re.findall(r"^(\d+ of \d+) passed", _text("fault_matrix.txt"), re.MULTILINE)
+    return f"{passed} trainings ended with an undisturbed one's losses and weights"
+
+
+def _random_faults() -> str:
+    campaigns = _json("faults.json")["campaigns"]
+    (each,) = {campaign["faults"] for campaign in campaigns}
+    assert [campaign["strategy"] for campaign in campaigns] == ["zero2", "fsdp", "zero3"]
+    for campaign in campaigns:
+        assert campaign["weights_equal_bit_for_bit"] and campaign["largest_difference_of_losses"] == 0
+        assert campaign["times_a_person_was_needed"] == 0 and campaign["losses_of_every_step"]
+    return f"{each * len(campaigns)} random faults, {each} under each of the three"
+
+
+def _step_time() -> str:
+    row = r"^{}, all +(\d+) .* ([\d.]+)% +\S+$"
+    ((held_out, error),) = re.findall(row.format("held out"), _text("step_time_accuracy.txt"), re.MULTILINE)
+    ((fitted, of_fitted),) = re.findall(row.format("mosaicml"), _text("step_time_accuracy.txt"), re.MULTILINE)
+    return f"{held_out} published rows without ZeRO, LoRA or offload | median error {error} %; {of_fitted} % for {fitted} rows"
+
+
+@pytest.mark.parametrize(
+    "figures",
+    [_merge, _limits, _kill_sweep, _fault_kinds, _faults_of_each_kind, _random_faults, _step_time],
+    ids=lambda figures: figures.__name__.strip("_"),
+)
+def test_a_figure_is_that_of_its_result(figures: Callable[[], str]) -> None:
+    assert figures() in README
