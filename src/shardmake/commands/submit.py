@@ -10,7 +10,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +19,7 @@ from shardmake.config.load import load_cluster, load_config
 from shardmake.config.models import Cluster, Config
 from shardmake.core.atomic import digest, write_text
 from shardmake.core.errors import ConfigError, SlurmError
+from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.launch.driver_script import (
     PREFIX,
@@ -55,8 +55,8 @@ def submit(arguments: Sequence[str], runs: Path) -> None:
     options = _options(words)
     with _lock(runs):
         _clear_up(runs)
-    with tempfile.TemporaryDirectory() as folder:
-        note = Path(folder, "config")
+    with temporary_folder("submit") as folder:
+        note = folder / "config"
         _prepare(words, note, dry_run=options.dryrun)
         file = Path(note.read_text())
     config = load_config(file)

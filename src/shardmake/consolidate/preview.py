@@ -3,10 +3,10 @@
 import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shardmake.consolidate.merge import final_plan
 from shardmake.consolidate.merge_plan import MergePlan
+from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import format_bytes
 
 
@@ -19,10 +19,10 @@ def preview(plan: MergePlan, out: Path, *, trust_remote_code: bool = False, over
         ShardmakeError: The merge would be refused.
     """
     plan.check_destination(out, overwrite=overwrite)
-    with TemporaryDirectory() as scratch, ThreadPoolExecutor(1) as pool:
-        plan, check = final_plan(plan, Path(scratch, "skeleton"), trust_remote_code, None, pool)
+    with temporary_folder("preview") as scratch, ThreadPoolExecutor(1) as pool:
+        plan, check = final_plan(plan, scratch / "skeleton", trust_remote_code, None, pool)
         plan.check(check.result())
-        small = Path(scratch, "small")
+        small = scratch / "small"
         changes = plan.write_small_files(small, trust_remote_code)
         files = {str(path.relative_to(small)): path.stat().st_size for path in small.rglob("*") if path.is_file()}
     files |= {shard.name: shard.size for shard in plan.shards}

@@ -10,7 +10,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from shardmake.config.models import Run
 from shardmake.consolidate.merge import consolidate
@@ -18,6 +17,7 @@ from shardmake.consolidate.progress import ShowProgress, no_progress
 from shardmake.consolidate.recorded import check_recorded
 from shardmake.core.errors import CheckpointError, ModelError
 from shardmake.core.process import NEUTRAL_FOLDER, absolute_python_path
+from shardmake.core.temporary import temporary_folder
 from shardmake.run.paths import RunDir
 from shardmake.run.plan import planned_class
 from shardmake.run.receipts import MergeReceipt, TrainingReceipt
@@ -77,9 +77,9 @@ def joined_parts(checkpoint: Path, scratch: Path) -> Iterator[Path]:
         return
     check_recorded([checkpoint], (), int(_PROCESSES))
     logger.info("Joining the parts of the tensor-parallel ranks with DeepSpeed's ds_to_universal.")
-    with TemporaryDirectory(dir=scratch, prefix="universal-") as folder:
-        _convert(part.parent, Path(folder, "checkpoint"))
-        yield Path(folder, "checkpoint")
+    with temporary_folder("universal", scratch) as folder:
+        _convert(part.parent, folder / "checkpoint")
+        yield folder / "checkpoint"
 
 
 def _convert(source: Path, target: Path) -> None:

@@ -99,7 +99,7 @@ def _process_namespace() -> str:
 
 def _age(lock: Path) -> float:
     """Return the seconds since ``lock`` was created, by the clock of its file system."""
-    with tempfile.NamedTemporaryFile(dir=lock.parent) as probe:
+    with tempfile.TemporaryFile(dir=lock.parent) as probe:
         now = os.fstat(probe.fileno()).st_mtime
     status = _status(lock)
     return now - status.st_mtime if status else 0.0

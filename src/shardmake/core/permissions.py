@@ -5,12 +5,12 @@ import getpass
 import logging
 import os
 import stat
-import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 from shardmake.core.errors import SlurmError
+from shardmake.core.temporary import process_folder
 
 logger = logging.getLogger(__name__)
 _GROUP_BITS = 0o070
@@ -68,16 +68,18 @@ def private_folder(path: Path) -> Path:
     """Create the folder ``path`` for this user alone and return it, or a new one if ``path`` cannot be trusted.
 
     Programs load code from such a folder. In a folder that everybody may write to, another user can make ``path``
-    before, as a folder or as a link, and put code there. A path whose parent does not exist here is returned as it is.
+    before, as a folder or as a link, and put code there. The new folder lasts as long as this process. A path whose
+    parent does not exist here is returned as it is.
     """
     if not path.parent.is_dir():
         return path
     if make_private(path):
         return path
+    purpose = path.name.removeprefix("shardmake-")
     try:
-        fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+        fresh = process_folder(purpose, path.parent)
     except OSError:
-        fresh = Path(tempfile.mkdtemp(prefix=f"{path.name}-"))
+        fresh = process_folder(purpose)
     logger.warning("%s is not a folder of this user alone, so %s is used. Remove it if it is yours.", path, fresh)
     return fresh
 

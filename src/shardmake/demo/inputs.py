@@ -3,12 +3,12 @@
 import json
 import logging
 import random
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from shardmake.core.atomic import write_bytes, write_text
+from shardmake.core.temporary import temporary_folder
 from shardmake.demo.requests import make_requests
 
 logger = logging.getLogger(__name__)
@@ -48,10 +48,10 @@ def make_inputs(folder: Path = Path("resources/demo"), seed: int = 0) -> None:
 
 def make_base(folder: Path, conversations: Sequence[Conversation], seed: int) -> None:
     """Write an untrained model and a tokenizer for the words of ``conversations`` into ``folder``."""
-    with tempfile.TemporaryDirectory() as temporary:
-        tokens = _make_tokenizer(conversations, Path(temporary))
-        parameters = _make_model(Path(temporary), seed)
-        for path in sorted(Path(temporary).iterdir()):
+    with temporary_folder("demo") as temporary:
+        tokens = _make_tokenizer(conversations, temporary)
+        parameters = _make_model(temporary, seed)
+        for path in sorted(temporary.iterdir()):
             write_bytes(folder / path.name, path.read_bytes())
     logger.info(f"demo: tokenizer of {tokens:,} tokens in {folder}")
     logger.info(f"demo: untrained Llama of {parameters / 1e6:.1f} million parameters in {folder}")

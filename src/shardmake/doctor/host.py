@@ -7,7 +7,6 @@ import shutil
 import stat
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import psutil
 
 from shardmake.config.strategies import STRATEGY_SPECS
 from shardmake.core.environment import hub_cache, library_versions
+from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, MIB, format_bytes
 from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 from shardmake.doctor.records import DoctorRequest
@@ -120,8 +120,8 @@ def check_scratch_folder(scratch: Path) -> Finding:
 
 def can_execute(folder: Path) -> bool:
     """Return whether a program in ``folder`` can run; on a mount with noexec it cannot."""
-    with tempfile.TemporaryDirectory(dir=folder, prefix="shardmake-doctor-") as place:
-        program = Path(place) / "program"
+    with temporary_folder("doctor", folder) as place:
+        program = place / "program"
         program.write_text("#!/bin/sh\nexit 0\n")
         program.chmod(stat.S_IRWXU)
         try:

@@ -3,11 +3,11 @@
 A library may crash or hang its process. `run_check` reports that as a finding, and the other checks continue.
 """
 
+import contextlib
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
@@ -18,6 +18,7 @@ from pydantic import Field
 
 from shardmake.config.accelerators import ACCELERATORS
 from shardmake.config.attention import FLASH_CAPABILITY
+from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB
 from shardmake.doctor.catalogue import accelerator_of
 from shardmake.doctor.findings import Finding, not_checked, ok, ok_if, stops, warning
@@ -319,9 +320,10 @@ class RunningCheck:
         stem = re.sub(r"\W+", "-", name.lower())
         self.name = name
         self.output, self.log = folder / f"{stem}.json", folder / f"{stem}.log"
-        self._builds = tempfile.TemporaryDirectory(dir=scratch, prefix="shardmake-doctor-", ignore_cleanup_errors=True)
+        self._builds = contextlib.ExitStack()
+        builds = self._builds.enter_context(temporary_folder("doctor", scratch))
         # A stale lock of an interrupted build blocks every later one, so training never uses this folder.
-        environment = {**os.environ, **variables, "TORCH_EXTENSIONS_DIR": self._builds.name}
+        environment = {**os.environ, **variables, "TORCH_EXTENSIONS_DIR": str(builds)}
         command = [sys.executable, "-m", "shardmake.doctor.kernels", name, str(request), str(self.output)]
         with self.log.open("w") as log:
             self.started = time.monotonic()
@@ -336,7 +338,7 @@ class RunningCheck:
             advice = f"{self.log} has its output."
             return KernelResult(findings=[stops(self.name, f"it did not end within {seconds:.0f} s", advice)])
         finally:
-            self._builds.cleanup()
+            self._builds.close()
         found = KernelResult.read_if_exists(self.output)
         return found or KernelResult(findings=[describe_failure(self.name, self.process.returncode, self.log)])
 

@@ -5,7 +5,6 @@ import getpass
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +13,7 @@ from shardmake.config.models import Cluster, Slurm
 from shardmake.core.disk import free_space, mount_of
 from shardmake.core.environment import hub_cache, installed_versions
 from shardmake.core.errors import ShardmakeError, nearest
+from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import GIB, format_bytes, format_duration, plural
 from shardmake.doctor.findings import Check, Finding, each_or_ok, not_checked, ok, ok_if, stops, warning
 from shardmake.launch.gpus import check_build, installed_build, list_gpus
@@ -197,8 +197,9 @@ def check_shared_folder(folder: Path, *, on_slurm: bool) -> Iterator[Finding]:
 def check_lock(folder: Path) -> Finding:
     """Return whether flock works in ``folder``: a second lock of one file must be refused."""
     with (
-        tempfile.NamedTemporaryFile(dir=folder, prefix=".shardmake-doctor-") as first,
-        Path(first.name).open() as other,
+        temporary_folder("doctor", folder) as place,
+        (place / "lock").open("w") as first,
+        (place / "lock").open() as other,
     ):
         try:
             fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -4,13 +4,11 @@ A model that fits one GPU is fastest there, and several GPUs share the sequences
 every rank keeps a part of each layer, in GPU memory, host memory or on NVMe, and gathers a layer when it is needed.
 """
 
-import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from shardmake.checkpoint.formats.hub_layout import check_all_loaded
@@ -18,6 +16,7 @@ from shardmake.config.models import EvaluationBackend
 from shardmake.config.strategies import PARTITIONED_INFERENCE
 from shardmake.core.environment import leave_collectives_to_gloo
 from shardmake.core.errors import ConfigError
+from shardmake.core.temporary import process_folder, temporary_folder
 from shardmake.memory.host import INFERENCE_SHARE
 from shardmake.run.model_class import ModelClass, load_complete
 
@@ -99,8 +98,8 @@ def rendezvous_of(backend: EvaluationBackend, world_size: int) -> Iterator[str |
     if backend not in PARTITIONED_INFERENCE:
         yield None
         return
-    with TemporaryDirectory() as folder:
-        yield str(Path(folder) / f"rendezvous-{world_size}")
+    with temporary_folder("rendezvous") as folder:
+        yield str(folder / f"rendezvous-{world_size}")
 
 
 @contextmanager
@@ -176,9 +175,7 @@ def _offload_folder(nvme: str | None) -> str:
 
     Transformers writes weights by their plain names, and DeepSpeed by rank, the same for every user and model.
     """
-    folder = TemporaryDirectory(prefix="shardmake-offload-", dir=nvme)
-    atexit.register(folder.cleanup)
-    return folder.name
+    return str(process_folder("offload", nvme))
 
 
 def _load_whole(model: str, model_class: ModelClass | None, options: dict[str, Any]) -> "PreTrainedModel":

@@ -5,7 +5,6 @@ the names, sizes and versions of the files. A store that changed therefore never
 """
 
 import logging
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from shardmake.core.hub import first_line, with_retries
 from shardmake.core.manifest import FileRecord, record
 from shardmake.core.secrets import redact
 from shardmake.core.stores import missing_package
+from shardmake.core.temporary import temporary_folder
 from shardmake.fetch.model import check_model_folder, choose_files, is_weights
 from shardmake.run.sources import PinnedSource, missing_files
 
@@ -147,8 +147,8 @@ def _download(listing: Listing, names: Iterable[str], folder: Path) -> dict[str,
         path = folder / name
         if not path.is_file():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=path.parent, prefix=".partial-") as work:
-                part = Path(work) / path.name
+            with temporary_folder("fetch", folder.parent) as work:
+                part = work / path.name
                 listing.files.get_file(listing.entries[name]["name"], str(part))
                 if listing.size(name) not in (-1, part.stat().st_size):
                     raise RuntimeError(f"{name} arrived with {part.stat().st_size} of {listing.size(name)} bytes")

@@ -9,12 +9,12 @@ import runpy
 import shutil
 import subprocess
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
 from shardmake.config.strategies import StrategySpec
+from shardmake.core.temporary import temporary_folder
 
 _SECONDS = 60
 _ADAM = "#include <Python.h>\n#include <omp.h>\nint main() { return omp_get_num_threads() < 1; }\n"
@@ -66,8 +66,8 @@ def _is_compiled(name: str, variables: Mapping[str, str]) -> bool:
 def _compile(program: str, variables: Mapping[str, str], *options: str) -> Iterator[str]:
     """Yield the first error of torch's C++ compiler; nothing if it compiles ``program`` or takes too long."""
     compiler = variables.get("CXX") or "c++"
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder, "test.cpp")
+    with temporary_folder("compiler") as folder:
+        source = folder / "test.cpp"
         source.write_text(program)
         command = [*compiler.split(), "-std=c++20", str(source), "-o", str(source.with_suffix(".o")), *options]
         try:

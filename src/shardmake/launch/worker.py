@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from shardmake.core.failures import explain
 from shardmake.core.permissions import make_private
 from shardmake.core.process import die_with_parent, wait_for_output
 from shardmake.core.secrets import redact
+from shardmake.core.temporary import temporary_folder
 from shardmake.launch.flight_recorder import recorder_variables
 from shardmake.launch.log_copy import LogCopy
 from shardmake.launch.preflight import PreflightError, check_node
@@ -220,9 +220,9 @@ def _run_ranks(
     kernels = Path(variables["TORCH_EXTENSIONS_DIR"])
     for message in remove_stale_locks(kernels):
         print(message, file=log, flush=True)
-    with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as pipes:
-        recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, Path(pipes))
-        beats = Path(pipes, "heartbeat")
+    with temporary_folder("pipes", attempt.scratch) as pipes:
+        recorder = {} if attempt.accelerator == "cpu" else recorder_variables(folder, pipes)
+        beats = pipes / "heartbeat"
         watchdog = Watchdog(folder, ranks, attempt.world_size, attempt.hang_seconds, beats)
         environment = _inherited_environment() | recorder | variables | {HEARTBEATS_VARIABLE: str(beats)}
         process = subprocess.Popen(
@@ -235,7 +235,7 @@ def _run_ranks(
         assert process.stdout is not None, "it is a pipe"
         output = LogCopy(process.stdout, folder.log(node.rank), environment)
         try:
-            return _wait(process, watchdog, Path(pipes), kernels)
+            return _wait(process, watchdog, pipes, kernels)
         finally:
             output.wait()
             watchdog.publish()

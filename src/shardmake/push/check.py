@@ -1,6 +1,5 @@
 """Check a push before anything is queued: protocol, package, token, a writable folder, secrets in the base model."""
 
-import tempfile
 from pathlib import Path
 
 from shardmake.config.models import Push
@@ -8,6 +7,7 @@ from shardmake.consolidate.aux_files import find_aux_files
 from shardmake.core.errors import PushError
 from shardmake.core.secrets import public_url
 from shardmake.core.stores import protocol_problem
+from shardmake.core.temporary import temporary_folder
 from shardmake.push.bundle import find_leaking
 from shardmake.push.folder import refuse_foreign
 from shardmake.push.hub import connect
@@ -40,7 +40,7 @@ def _check_writable(target: Path) -> None:
     """Raise `PushError` unless a folder can be made in the nearest existing folder above ``target``."""
     existing = next(folder for folder in target.absolute().parents if folder.exists())
     try:
-        with tempfile.TemporaryDirectory(prefix=".shardmake-", dir=existing):
+        with temporary_folder("probe", existing):
             pass
     except OSError as error:
         raise PushError(

@@ -9,13 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from shardmake.config.models import Push
 from shardmake.core.errors import HubError, PushError
 from shardmake.core.hub import first_line, git_object_id, translate_hub_errors, with_retries
 from shardmake.core.manifest import SUMS, parse_sums
+from shardmake.core.temporary import temporary_folder
 from shardmake.push.bundle import CARD, Bundle
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def _holds(remote: "RepoFile | None", bundle: Bundle, name: str) -> bool:
 
 
 def _names_of_last_push(place: _Place, commit: str) -> set[str]:
-    with TemporaryDirectory() as folder:
+    with temporary_folder("sums") as folder:
         path = place.api.hf_hub_download(place.repository, SUMS, revision=commit, local_dir=folder)
         return {*parse_sums(Path(path).read_text()), SUMS}
 

@@ -6,7 +6,6 @@ understands differently from the plan or silently drops is an error.
 """
 
 import os
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +17,7 @@ from pydantic import TypeAdapter
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
+from shardmake.core.temporary import temporary_folder
 from shardmake.render import parsers
 from shardmake.render.check_cache import ask_once
 from shardmake.render.comparison import Library, Settings
@@ -113,8 +113,8 @@ def _environment(world_size: int, deepspeed: bool) -> dict[str, str]:
 
 def answer_check(check: Callable[[dict[str, Any], Path], Any]) -> None:
     """Answer the parent's request with ``check``, which gets an empty folder as well."""
-    with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
-        answer_request(lambda request: check(request, Path(folder)))
+    with temporary_folder("check") as folder:
+        answer_request(lambda request: check(request, folder))
 
 
 def problems_of(check: Callable[[], list[str]]) -> list[str]:

@@ -8,7 +8,6 @@ its own.
 import itertools
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -23,6 +22,7 @@ from shardmake.config.user_files import SIGNS
 from shardmake.core.environment import kernel_caches
 from shardmake.core.errors import ConfigError
 from shardmake.core.process import answer_request, run_module
+from shardmake.core.temporary import temporary_folder
 from shardmake.core.units import plural
 from shardmake.render import command_lines
 from shardmake.render.comparison import LIBRARIES, Comparison, Library, Problem, Row, Settings, Value, as_text
@@ -268,8 +268,8 @@ def _report(training: Training, ranks: int | None, *, on_cpu: bool) -> Report:
         flags=training.flags, world_size=size, named_by_trainer=training.named_by_trainer, on_cpu=on_cpu,
     )  # fmt: skip
     plain = json.loads(json.dumps(asdict(settings), default=str))
-    with tempfile.TemporaryDirectory(prefix="shardmake-check-") as folder:
-        found = compare(Settings(**plain), Path(folder))
+    with temporary_folder("check") as folder:
+        found = compare(Settings(**plain), folder)
     names = {library: training.files[kind].name for library, kind in OWNERS.items() if kind in training.files}
     if training.flags and "Accelerate" not in names:
         names["Accelerate"] = training.title

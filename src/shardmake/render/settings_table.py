@@ -5,7 +5,6 @@ An entry says where each library keeps the setting, and how to read what will ru
 """
 
 import inspect
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from shardmake.config.deepspeed_keys import OPTIMIZER_REMOVED, is_removed_optimi
 from shardmake.config.user_file_keys import judge
 from shardmake.config.user_files import UserFile
 from shardmake.core.process import answer_request
+from shardmake.core.temporary import temporary_folder
 from shardmake.render import parsers
 from shardmake.render.comparison import Comparison, Library, Problem, Row, Settings, Value
 from shardmake.render.engine_settings import EngineSettings, read_settings
@@ -739,8 +739,8 @@ def _is_tested(found: EngineSettings) -> bool:
 def _answer(request: list[dict[str, Any]]) -> list[dict[str, Any]]:
     answers = []
     for one in request:
-        with tempfile.TemporaryDirectory(prefix="shardmake-compare-") as folder:
-            answers.append(asdict(compare(Settings(**one), Path(folder))))
+        with temporary_folder("compare") as folder:
+            answers.append(asdict(compare(Settings(**one), folder)))
     return answers
 
 

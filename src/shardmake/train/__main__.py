@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 from shardmake.core.log import configure_logging
 from shardmake.core.process import die_with_parent
 from shardmake.core.redacted_output import redact_output
+from shardmake.core.temporary import temporary_folder
 
 if TYPE_CHECKING:
     from shardmake.run.attempt import AttemptDir
@@ -71,13 +71,13 @@ def _check_network(folder: "AttemptDir", rank: int) -> None:
     from shardmake.train.network_check import CheckSettings, NetworkCheckError, check_all_reduce
 
     attempt = folder.read()
-    with tempfile.TemporaryDirectory(prefix="shardmake-", dir=attempt.scratch) as local:
+    with temporary_folder("network", attempt.scratch) as local:
         settings = CheckSettings(
             on_cpu=attempt.accelerator == "cpu",
             deadline=attempt.network_check_seconds,
             between_nodes=attempt.planned_bandwidth,
             within_node=attempt.planned_node_bandwidth,
-            nccl_log=Path(local, "nccl.txt"),
+            nccl_log=local / "nccl.txt",
         )
         try:
             check_all_reduce(settings)

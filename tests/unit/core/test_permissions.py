@@ -62,7 +62,7 @@ def test_a_folder_that_somebody_else_could_fill_is_not_used(
         if trap == "foreign":
             os.chown(folder, 12345, 12345)
     used = private_folder(folder)
-    assert used.parent == tmp_path and used.name.startswith("shardmake-1-") and mode(used) == "drwx------"
+    assert used.parent.parent == tmp_path and mode(used) == mode(used.parent) == "drwx------"
     assert not any(used.iterdir()) and "is not a folder of this user alone" in caplog.text
 
 
