@@ -197,22 +197,22 @@ class Fsdp1Memory(Fsdp2Memory):
             self._wrap(unit, stays=bool(weights))
 
     def _wrap(self, unit: Unit, stays: bool) -> None:
-        numel, compute = self._units[unit], self.scenario.compute
+        numel, held = self._units[unit], 4 if self.scenario.wide_base else self.scenario.compute
         trained, shards = self._trained.get(unit, 0), self.scenario.shards
-        single = [self.timeline.alloc(compute * part, "weights during loading") for part in self._tensors[unit]]
-        sizes = broadcast_buckets([compute * part for part in self._tensors[unit]])
+        single = [self.timeline.alloc(held * part, "weights during loading") for part in self._tensors[unit]]
+        sizes = broadcast_buckets([held * part for part in self._tensors[unit]])
         sent = deque([self.timeline.alloc(size, "weights during loading") for size in sizes[:2]])
         for size in sizes[2:]:
             self.timeline.free(sent.popleft())
             sent.append(self.timeline.alloc(size, "weights during loading"))
         for key in sent:
             self.timeline.free(key)
-        flat = self.timeline.alloc(compute * numel, "weights during loading")
+        flat = self.timeline.alloc(held * numel, "weights during loading")
         for key in single:
             self.timeline.free(key)
         if stays:
             self.timeline.alloc(states.trained_bytes(self.scenario) * ceil(trained / shards), "weights")
-            self.timeline.alloc(compute * ceil((numel - trained) / shards), "frozen weights")
+            self.timeline.alloc(held * ceil((numel - trained) / shards), "frozen weights")
         self.timeline.free(flat)
 
     def start_backward(self) -> None:
@@ -260,6 +260,8 @@ class Fsdp1Memory(Fsdp2Memory):
         item = scenario.compute if scenario.method == "full" else BYTES[scenario.adapter_compute]
         size = item * trained + scenario.compute * (numel - trained)
         narrow = 0 if item == states.trained_bytes(scenario) else item * ceil(trained / scenario.shards)
+        if scenario.wide_base:
+            narrow += scenario.compute * ceil((numel - trained) / scenario.shards)
         part = self.timeline.alloc(narrow, "gathered weights", COMMUNICATION)
         self._live[unit] = self.timeline.alloc(size, "gathered weights", COMMUNICATION)
         self.timeline.free(part)

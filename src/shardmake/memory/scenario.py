@@ -43,6 +43,8 @@ class LibraryBehavior:
     """QLoRA's weights that are not in 4 bits are cast to fp32 (PEFT's ``prepare_model_for_kbit_training``)."""
     narrows_embedding: bool = False
     """Of these, embedding and head are cast back to 16 bits (TRL's ``peft_module_casting_to_bf16``)."""
+    wide_base: bool = False
+    """LoRA's frozen weights are loaded in fp32 and stay in it, except under DeepSpeed, which casts them."""
     recomputes_whole: bool = False
     """A recomputed layer runs to its end, and its output stays during its backward pass (reentrant checkpointing)."""
     checks_any_type: bool = False
@@ -148,7 +150,13 @@ class Scenario:
 
         PEFT casts embedding, norms, biases and head of a 4-bit model to fp32. DeepSpeed casts them back.
         """
-        return 4 if self.widens_frozen and not self.behavior.narrows_embedding else self.compute
+        widened = self.widens_frozen and not self.behavior.narrows_embedding
+        return 4 if widened or self.wide_base else self.compute
+
+    @property
+    def wide_base(self) -> bool:
+        """True if LoRA's frozen weights are held in fp32."""
+        return self.method == "lora" and self.behavior.wide_base and not self.zero_stage
 
     @property
     def widens_frozen(self) -> bool:

@@ -20,6 +20,7 @@ WORDS: Final[dict[str, tuple[str, ...]]] = {
     "outputs": ("kept", "dropped"),
     "autocast": ("yes", "no"),
     "kbit": ("widened", "norms", "plain"),
+    "base": ("fp32", "precision"),
     "checkpoint": ("around", "inside", "plain"),
     "mask": ("padding", "none"),
     "load": ("gpu", "host"),
@@ -48,6 +49,8 @@ class Stack:
     kbit: Literal["widened", "norms", "plain"] | None = None
     """``plain``: QLoRA without ``prepare_model_for_kbit_training``, which casts the rest to fp32. ``norms``: embedding
     and head are cast back to 16 bits, as TRL's SFTTrainer did on one GPU."""
+    base: Literal["fp32", "precision"] | None = None
+    """``fp32``: LoRA on a base that was loaded in fp32, which DDP and FSDP keep in it; else in the precision's type."""
     checkpoint: Literal["around", "inside", "plain"] | None = None
     """``around`` and ``inside``: reentrant checkpointing, of FSDP1's units or inside them. ``plain``: not reentrant."""
     mask: Literal["padding", "none"] | None = None
@@ -92,6 +95,7 @@ class Stack:
             autocast=self.autocast != "no",
             widens_frozen=self.kbit != "plain",
             narrows_embedding=self.kbit == "norms",
+            wide_base=self.base == "fp32",
             checks_any_type=self._has("deepspeed", "0.9.5") and not self._has("deepspeed", "0.11.2"),
             recomputes_whole=checkpoint != "plain",
             holds_inputs=checkpoint == "around",

@@ -109,8 +109,10 @@ def test_torch_keeps_these_inputs_if_checkpointing_is_around_the_units(around: b
     assert alive[-1] == left
 
 
-def test_states_and_fsdp1_agree_on_the_weights_of_a_rank() -> None:
-    case = scenario(strategy="fsdp", fsdp_version=1, method="lora")
+@pytest.mark.parametrize(("behavior", "item"), [(LibraryBehavior(), 2), (LibraryBehavior(wide_base=True), 4)])
+def test_states_and_fsdp1_agree_on_the_weights_of_a_rank(behavior: LibraryBehavior, item: int) -> None:
+    case = scenario(strategy="fsdp", fsdp_version=1, method="lora", behavior=behavior)
+    assert states.resident(case, BUCKETS)["frozen weights"] == pytest.approx(item * P / 8, rel=1e-3)
     memory = Fsdp1Memory(case, BUCKETS, Timeline())
     memory.load()
     terms, held = states.resident(case, BUCKETS), memory.timeline._terms

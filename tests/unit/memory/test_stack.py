@@ -5,6 +5,7 @@ import pytest
 from shardmake.core.errors import ConfigError
 from shardmake.memory.scenario import LibraryBehavior
 from shardmake.memory.stack import parse_stack
+from tests.unit.memory.llama_8b import scenario
 
 
 def test_the_installed_libraries_are_the_default() -> None:
@@ -56,6 +57,17 @@ def test_the_optimizer_is_fused_from_torch_2_8_and_transformers_4_55_on() -> Non
     assert not any(fused.values())
     assert not parse_stack("torch=2.8,transformers=4.55").behavior().foreach_optimizer
     assert parse_stack("optimizer=foreach").behavior().foreach_optimizer
+
+
+@pytest.mark.parametrize(
+    ("method", "strategy", "bytes_per_weight"),
+    [("lora", "ddp", 4), ("lora", "fsdp", 4), ("lora", "zero3", 2), ("qlora", "fsdp", 2), ("full", "ddp", 2)],
+)
+def test_a_base_in_fp32_stays_in_it_under_lora_except_with_deepspeed(
+    method: str, strategy: str, bytes_per_weight: int
+) -> None:
+    behavior = parse_stack("base=fp32,kbit=plain").behavior()
+    assert scenario(method=method, strategy=strategy, behavior=behavior).frozen == bytes_per_weight
 
 
 @pytest.mark.parametrize(
