@@ -140,6 +140,7 @@ def _encode(rows: "datasets.Dataset", settings: Mapping[str, Any], cache_file: P
         features["rejected_ids"] = datasets.List(datasets.Value("int32"))
     if settings["encoder"].layout.format == "unpaired-preference":
         features["label"] = datasets.Value("bool")
+        features["cut_ids"] = datasets.List(datasets.Value("int32"))
     return rows.map(
         _encode_batch,
         batched=True,

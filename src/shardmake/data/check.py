@@ -58,7 +58,7 @@ def check_first_rows(run: Run, limit: int = FIRST_ROWS) -> Layout:
         if has_own_layout(split, part, parts):
             encoders.append(make_encoder(part.run, tokenizer, part.source, rows))
         encoded = encode_rows(rows, encoders[-1], run.sequence_length, part.source)
-        token_lists = [*encoded["input_ids"], *encoded.get("rejected_ids", [])]
+        token_lists = [ids for name in ("input_ids", "rejected_ids", "cut_ids") for ids in encoded.get(name, [])]
         largest = max([largest, *(max(ids) for ids in token_lists if ids)])
         dropped = [place for place in encoded["dropped"] if place]
         if len(rows) < limit or len(dropped) < limit:  # else later rows may have something to learn

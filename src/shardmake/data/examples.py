@@ -14,7 +14,7 @@ from shardmake.core.errors import DataError, ModelError
 from shardmake.core.units import plural
 from shardmake.data.encode import Encoder, loss_on_assistant
 from shardmake.data.layout import Layout, check_named, recognize
-from shardmake.data.packing import columns_of, columns_of_pairs, fit, fit_pair
+from shardmake.data.packing import columns_of, columns_of_completions, columns_of_pairs, fit, fit_pair
 from shardmake.data.sources import (
     EVAL_SPLITS,
     TRAIN_SPLITS,
@@ -154,7 +154,7 @@ def encode_rows(
         examples = [example_in(row) for row in rows]
         tokens = [encoder(example, place) for example, place in zip(examples, places, strict=True)]
         labels = [example[encoder.layout.columns["label"]] for example in examples]
-        return columns_of([fit(one, length, split=False)[0] for one in tokens], places) | {"label": labels}
+        return columns_of_completions(tokens, length, places) | {"label": labels}
     pieces, places = [], []
     for row in rows:
         place = place_of(row, source)

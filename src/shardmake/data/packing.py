@@ -68,6 +68,17 @@ def columns_of_pairs(pairs: list[tuple[TokenPair, Outcome]], places: list[str]) 
     return {**columns_of(pieces, places), "rejected_ids": [pair.rejected for pair, _ in pairs]}
 
 
+def columns_of_completions(tokens: list[Tokens], length: int, places: list[str]) -> dict[str, list[Any]]:
+    """Return prompts with completions, cut to ``length`` tokens, as the columns of a data set.
+
+    ``cut_ids`` has the tokens of each completion after the cut for which a prompt of one token has room: the completion
+    may also follow the prompt of another example.
+    """
+    pieces = [fit(one, length, split=False)[0] for one in tokens]
+    cut = [ids[length : mask.index(True) + length - 1] if any(mask) else [] for ids, mask in tokens]
+    return {**columns_of(pieces, places), "cut_ids": cut}
+
+
 def pack(examples: "datasets.Dataset", length: int, cache_file: Path, fingerprint: str) -> "datasets.Dataset":
     """Pack examples (``input_ids``, ``loss_mask``) into sequences of at most ``length`` tokens.
 
@@ -101,8 +112,8 @@ def count_tokens(sequences: "datasets.Dataset") -> dict[str, int]:
         ids, mask = batch.column("input_ids").flatten(), batch.column("loss_mask").flatten()
         totals.update(tokens=len(ids), loss_tokens=pc.sum(mask).as_py() or 0)
         largest = max(largest, pc.max(ids).as_py() or 0)
-        if "rejected_ids" in batch.schema.names:
-            largest = max(largest, pc.max(batch.column("rejected_ids").flatten()).as_py() or 0)
+        for name in {"rejected_ids", "cut_ids"}.intersection(batch.schema.names):
+            largest = max(largest, pc.max(batch.column(name).flatten()).as_py() or 0)
     return {**totals, "largest_token_id": largest}
 
 

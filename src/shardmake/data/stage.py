@@ -28,7 +28,7 @@ from shardmake.run.receipts import DataReceipt, SplitReceipt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_LAYOUT = 1
+_LAYOUT = 2
 logger = logging.getLogger(__name__)
 
 

@@ -30,10 +30,17 @@ class Completions(Dataset[Completion]):
         return list(self._rows["label"])
 
     def __getitem__(self, index: int) -> Completion:
-        """Return ``prompt_ids`` and ``completion_ids`` of one example, and ``label``: True for a desirable one."""
+        """Return ``prompt_ids`` and ``completion_ids`` of one example, and ``label``: True for a desirable one.
+
+        Prompt and completion may be longer than a sequence: batches are cut when each prompt has its completion.
+        """
         row = self._rows[index]
         ids, start = row["input_ids"], row["loss_mask"].index(True)
-        return {"prompt_ids": ids[:start], "completion_ids": ids[start:], "label": row["label"]}
+        return {
+            "prompt_ids": ids[:start],
+            "completion_ids": [*ids[start:], *row["cut_ids"]],
+            "label": row["label"],
+        }
 
 
 class WithMismatched(Dataset[Completion]):
