@@ -1,8 +1,9 @@
-"""The measured figures in README.md are those of the files in ``benchmarks/results``."""
+"""The measured figures in README.md and docs/design/benchmarks.md are those of the files in ``benchmarks/results``."""
 
 import json
 import re
 from collections.abc import Callable
+from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ def _text(name: str) -> str:
     return (RESULTS / name).read_text()
 
 
+def _rounded(value: float, digits: int) -> Decimal:
+    """Round halves up, as people do."""
+    return Decimal(str(value)).quantize(Decimal(10) ** -digits, ROUND_HALF_UP)
+
+
 def _json(name: str) -> Any:
     return json.loads(_text(name))
 
@@ -38,6 +44,10 @@ def test_the_errors_of_the_memory_estimate(label: str) -> None:
     number, median, ninth, low, least, largest = found
     expected = f"| {label} | {number} | {median} % | {ninth} % | {low} | {least} % | {largest} % |"
     assert expected in README and expected in BENCHMARKS
+
+
+def _demo() -> str:
+    return " ".join(_text("demo.txt").split("\n\n", 1)[1].split())
 
 
 def _merge() -> str:
@@ -90,8 +100,55 @@ def _step_time() -> str:
 
 @pytest.mark.parametrize(
     "figures",
-    [_merge, _limits, _kill_sweep, _fault_kinds, _faults_of_each_kind, _random_faults, _step_time],
+    [_demo, _merge, _limits, _kill_sweep, _fault_kinds, _faults_of_each_kind, _random_faults, _step_time],
     ids=lambda figures: figures.__name__.strip("_"),
 )
 def test_a_figure_is_that_of_its_result(figures: Callable[[], str]) -> None:
     assert figures() in README
+
+
+MERGES = {
+    "ZeRO-3, the copy alone": ("shardmake, ZeRO-3", "copy"),
+    "ZeRO-3 to bf16, the copy alone": ("shardmake, ZeRO-3 to bf16", "copy"),
+    "DCP, the copy alone": ("shardmake, DCP", "copy"),
+    "`shardmake consolidate` of ZeRO-3, with every check": ("shardmake, ZeRO-3, verified", "seconds"),
+    "the same, the first merge of a model": ("shardmake, ZeRO-3, verified, first", "seconds"),
+    "DeepSpeed's `zero_to_fp32`": ("zero_to_fp32", "seconds"),
+    "`accelerate merge-weights` of DCP": ("accelerate merge-weights", "seconds"),
+    "`dcp_to_torch_save`": ("dcp_to_torch_save", "seconds"),
+    "torch's `consolidate_safetensors_files`": ("consolidate_safetensors_files", "seconds"),
+}
+"""Tool and key of its seconds in consolidate.json, by the row of the table of merges."""
+
+
+@pytest.mark.parametrize("label", MERGES)
+def test_the_table_of_merges(label: str) -> None:
+    name, key = MERGES[label]
+    tools = _json("consolidate.json")["tools"]
+    ratio = "copy_times_cp" if key == "copy" else "times_cp"
+    warm, cold = tools[f"{name} (warm)"], tools[f"{name} (cold)"]
+    seconds = " | ".join(f"{_rounded(found[key], 1)} | {_rounded(found[ratio], 1)}" for found in (warm, cold))
+    assert f"| {label} | {seconds} | {max(warm['anonymous_mib'], cold['anonymous_mib']):.0f} MiB |" in BENCHMARKS
+
+
+@pytest.mark.parametrize(
+    ("label", "name"),
+    [
+        ("70B, 16 ranks, ZeRO-3", "70B, 16 ranks, ZeRO-3"),
+        ("405B, 64 ranks, ZeRO-3", "405B, 64 ranks, ZeRO-3"),
+        ("70B, 512 ranks, ZeRO-1 or 2", "70B, 512 ranks, ZeRO-2"),
+        ("70B, 512 ranks, ZeRO-3", "70B, 512 ranks, ZeRO-3"),
+    ],
+)
+def test_the_table_of_planned_merges(label: str, name: str) -> None:
+    found = _json("consolidate_limits.json")["plan"][name]
+    numbers = f"{found['pieces']:,} | {found['cpu_seconds']:.1f} | {found['anonymous_mib']:.0f} MiB"
+    assert f"| {label} | {numbers} |" in BENCHMARKS
+
+
+@pytest.mark.parametrize(("label", "strategy"), [("ZeRO-3", "zero3"), ("FSDP2", "fsdp")])
+def test_the_table_of_saves(label: str, strategy: str) -> None:
+    saves = _json("saving.json")["saves"][strategy]
+    ways = ("at once", "through /dev/shm", "through disk")
+    waits = " | ".join(f"{_rounded(saves[way]['waits_seconds'], 2)} s" for way in ways)
+    assert f"| {label}: training waits | {waits} |" in BENCHMARKS
